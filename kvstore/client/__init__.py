@@ -1,0 +1,1 @@
+"""The callers' side: `Client` for people, `BlockSession` for connectors."""

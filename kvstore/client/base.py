@@ -1,0 +1,99 @@
+"""The contract between connectors and the store: blocks in, blocks out, by key.
+
+`BlockStore` is what `connector/` is written against; `kvstore.BlockSession`
+implements it over Redis and the memory node of this host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvstore.index.base import Record
+from kvstore.types import Key, PutResult
+
+
+class Found(NamedTuple):
+    """A block that was in the index a moment ago. Plain data: it may cross processes."""
+
+    key: Key
+    record: Record
+    """Opaque; give it back to `view`."""
+
+
+class Reservation(NamedTuple):
+    """A slot that is this writer's own until it commits, aborts or its process ends."""
+
+    key: Key
+    buffer: memoryview
+    """Writable shared memory, exactly the size that was asked for (format 'B')."""
+    node_id: int
+    epoch: int
+    slot: int
+    generation: int
+
+
+class BlockView(Protocol):
+    """A block in place, read-only. Copy first, then ask `valid()` (rule 4)."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """Read-only, format 'B', exactly the length that was saved."""
+        ...
+
+    def valid(self) -> bool:
+        """True when all that was read from `buffer` so far is the block of this key."""
+        ...
+
+
+class BlockStore(Protocol):
+    """Safe to call from several threads. Every call ends within its deadline."""
+
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+        """The longest leading run of `keys` that can be read from here; one index round trip.
+
+        Never raises for a peer's fault: an unavailable index is an empty run.
+        """
+        ...
+
+    def view(self, found: Found) -> BlockView | None:
+        """The block in place, or None when it is not there (any more): a miss."""
+        ...
+
+    def reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[Reservation | PutResult]:
+        """Ask the local node for a slot per key; one request.
+
+        A key that needs no writing comes back as its `PutResult` (exists, in
+        progress by another, rejected and why). Raises `NodeUnavailableError` or
+        `DeadlineError`; then nothing is reserved for the caller.
+        """
+        ...
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+        """The bytes are in place: seal and publish; one request.
+
+        Raises `NodeUnavailableError` or `DeadlineError`; then what became of the
+        blocks is unknown and the buffers must not be written any more.
+        """
+        ...
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """Give slots back unwritten. Never raises for a peer's fault."""
+        ...
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Say that blocks were used: coalesced, one way, never waits."""
+        ...
+
+    def clear(self, namespace_id: int) -> int:
+        """Drop every block of a namespace on the local node; returns how many.
+
+        Raises `NodeUnavailableError` or `DeadlineError`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+        ...

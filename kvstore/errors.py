@@ -1,0 +1,48 @@
+"""One root, three families: your fault, a peer's fault, our bug.
+
+A miss is a value (`None`, a shorter run, a `PutResult`), never one of these.
+"""
+
+from __future__ import annotations
+
+
+class KVStoreError(Exception):
+    """Root of everything this project raises on purpose."""
+
+
+class UsageError(KVStoreError, ValueError):
+    """Your fault: an argument or a setting is wrong.
+
+    The message names the field, the value and the limit; nothing was changed.
+    """
+
+    def __init__(self, field: str, value: object, must: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field}={shown}: {must}")
+        self.field = field
+
+
+class PeerError(KVStoreError):
+    """A peer's fault: Redis, a node or the machine did not do its part."""
+
+
+class IndexUnavailableError(PeerError):
+    """Redis refused, timed out, or its circuit breaker is open."""
+
+
+class NodeUnavailableError(PeerError):
+    """The memory node is gone, hung, or was never there."""
+
+
+class DeadlineError(PeerError, TimeoutError):
+    """A wait reached its deadline."""
+
+
+class NoSpaceError(PeerError):
+    """The machine has no room for what was asked at start-up (/dev/shm, memlock)."""
+
+
+class InternalError(KVStoreError):
+    """Our bug: an invariant does not hold. Please report it."""

@@ -1,0 +1,128 @@
+"""Keys and namespaces: who may share what with whom.
+
+A key is 32 bytes, `tag (8) + digest (24)`. The digest chains over the whole
+prefix and is bound to the namespace, so equal keys mean equal bytes. The tag
+groups runs of `RUN_BLOCKS` consecutive blocks, so that a Redis Cluster keeps a
+run in one hash slot and a lookup touches few of them; it comes from the block
+before the run (from the first block, for the first run). Because the tag is
+part of the key, whoever holds a key can address the index.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+
+from kvstore.errors import UsageError
+from kvstore.limits import USER_KEY_BYTES_MAX
+from kvstore.types import TAG_BYTES, Key
+
+DIGEST_BYTES = 24
+RUN_BLOCKS = 64
+"""Blocks that share a tag: 64 store blocks of 256 tokens are 16,384 tokens."""
+
+Field = str | int | float | bool | None
+
+
+class Namespace:
+    """Fingerprint of everything that must match for bytes to be reusable.
+
+    Built from named fields (model, dtype, layers, ...); two namespaces are the
+    same exactly when all their fields are. Every key is bound to one.
+    """
+
+    __slots__ = ("fields", "fingerprint", "id")
+
+    def __init__(self, fields: Mapping[str, Field]) -> None:
+        self.fields: dict[str, Field] = dict(sorted(fields.items()))
+        canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
+        self.fingerprint: bytes = blake2b(
+            canonical.encode(), digest_size=32, person=b"kvstore-ns-v1"
+        ).digest()
+        self.id: int = int.from_bytes(self.fingerprint[:4], "little")
+        """32 bits of the fingerprint, kept in slot headers so that a namespace can be cleared."""
+
+    @classmethod
+    def named(cls, name: str) -> Namespace:
+        """The namespace of plain `put`/`get` users."""
+        if not name:
+            raise UsageError("namespace", name, "must not be empty")
+        return cls({"name": name})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"Namespace({self.fields!r})"
+
+    def value_key(self, name: str | bytes) -> Key:
+        """Key of a value put under a name of the user's choice."""
+        raw = name.encode() if isinstance(name, str) else name
+        if not isinstance(raw, bytes):
+            raise UsageError("key", name, "must be str or bytes")
+        if not 0 < len(raw) <= USER_KEY_BYTES_MAX:
+            raise UsageError("key", name, f"must have 1 to {USER_KEY_BYTES_MAX} bytes")
+        digest = blake2b(raw, digest_size=DIGEST_BYTES, key=self.fingerprint).digest()
+        return digest[:TAG_BYTES] + digest
+
+    def block_keys(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
+        """Keys of all full blocks of `block_tokens` tokens at the head of `tokens`.
+
+        digest[i] = blake2b(digest[i-1] + tokens of block i as little-endian u32).
+        """
+        if block_tokens < 1:
+            raise UsageError("block_tokens", block_tokens, "must be at least 1")
+        count = len(tokens) // block_tokens
+        raw = memoryview(_token_bytes(tokens, count * block_tokens))
+        step = block_tokens * 4
+        digests: list[bytes] = []
+        previous = b""
+        for i in range(count):
+            h = blake2b(previous, digest_size=DIGEST_BYTES, key=self.fingerprint)
+            h.update(raw[i * step : (i + 1) * step])
+            previous = h.digest()
+            digests.append(previous)
+        return _with_tags(digests)
+
+    def engine_keys(self, hashes: Sequence[bytes], blocks_per_key: int = 1) -> list[Key]:
+        """Keys from an engine's own chained block hashes, one key per `blocks_per_key` of them.
+
+        The engine's hash already covers the prefix, LoRA, multimodal input and
+        cache salt; here it is bound to the namespace.
+        """
+        if blocks_per_key < 1:
+            raise UsageError("blocks_per_key", blocks_per_key, "must be at least 1")
+        fingerprint = self.fingerprint
+        last = hashes[blocks_per_key - 1 :: blocks_per_key]
+        return _with_tags(
+            [blake2b(h, digest_size=DIGEST_BYTES, key=fingerprint).digest() for h in last]
+        )
+
+
+def _with_tags(digests: list[bytes]) -> list[Key]:
+    keys: list[Key] = []
+    for start in range(0, len(digests), RUN_BLOCKS):
+        tag = digests[max(start - 1, 0)][:TAG_BYTES]
+        keys += [tag + digest for digest in digests[start : start + RUN_BLOCKS]]
+    return keys
+
+
+def _token_bytes(tokens: Iterable[int], count: int) -> bytes:
+    """The first `count` tokens as little-endian u32."""
+    astype = getattr(tokens, "astype", None)
+    if astype is not None:  # numpy
+        as_u32: bytes = astype("<u4")[:count].tobytes()
+        return as_u32
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as e:
+        raise UsageError("tokens", tokens, "must be integers from 0 to 2**32 - 1") from e
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()[: count * 4]

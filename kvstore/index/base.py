@@ -1,0 +1,83 @@
+"""The index contract. One suite (tests/contract/index.py) runs against every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvstore.types import Key
+
+Record = bytes
+"""44 bytes, see core/record.py. The index neither reads nor checks them."""
+
+ANNOUNCEMENT_BYTES_MAX = 16 << 10
+
+
+class KeyRecord(NamedTuple):
+    key: Key
+    record: Record
+
+
+@runtime_checkable
+class Index(Protocol):
+    """Maps keys to records. A hint, never the truth: any answer may be stale or gone.
+
+    Every call ends within its own deadline and raises `IndexUnavailableError`
+    when the index cannot answer. Batches are at most `BATCH_KEYS_MAX` long
+    (`UsageError` otherwise) and cost one round trip a call, on a cluster one per
+    shard touched. Safe to call from several threads.
+    """
+
+    def match(self, keys: Sequence[Key]) -> list[Record]:
+        """Records of the longest leading run of `keys` that is present, in order."""
+        ...
+
+    def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
+        """A record or None for each of `keys`, in order."""
+        ...
+
+    def publish(self, records: Sequence[KeyRecord]) -> None:
+        """Set every record, replacing what was there. All or some may be lost on error."""
+        ...
+
+    def remove(self, records: Sequence[KeyRecord]) -> int:
+        """Compare and delete: drop each key only while it still holds that record.
+
+        Returns how many were dropped.
+        """
+        ...
+
+    def touch(self, keys: Sequence[Key]) -> int:
+        """Tell the index that `keys` were used (its own eviction, if it has any).
+
+        Returns how many of them are present.
+        """
+        ...
+
+    def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
+        """Publish what readers need to reach a node; it vanishes after `ttl_s` seconds."""
+        ...
+
+    def withdraw(self, node_id: int) -> None:
+        """Take the announcement back; fine when there is none."""
+        ...
+
+    def node(self, node_id: int) -> bytes | None:
+        """The announcement of `node_id`, None when there is none."""
+        ...
+
+    def nodes(self) -> dict[int, bytes]:
+        """All announcements (an operator's call: it may scan)."""
+        ...
+
+    def ping(self) -> None:
+        """Return when the index answers, raise `IndexUnavailableError` when it does not."""
+        ...
+
+    def incarnation(self) -> str:
+        """Changes whenever keys may have been lost (restart, flush, failover)."""
+        ...
+
+    def close(self) -> None:
+        """Give connections back. Safe to call twice."""
+        ...

@@ -1,0 +1,59 @@
+"""Every limit that holds, in one place and by name (rule 9).
+
+Sizes in bytes, times in seconds. A limit that a user may move is a field of
+`Limits`; the rest is part of the protocol and is a constant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvstore.errors import UsageError
+
+ARENA_BYTES_DEFAULT = 64 << 20
+ARENA_BYTES_MIN = 64 << 10
+ARENA_BYTES_MAX = 1 << 30
+SLOT_BYTES_MIN = 1 << 10
+"""The smallest size class: values below it share its slot size."""
+SEGMENTS_MAX = 1 << 16
+SLOTS_PER_SEGMENT_MAX = 1 << 32
+
+MESSAGE_BYTES_MAX = 8 << 20
+"""One control message, both ways."""
+BATCH_KEYS_MAX = 4096
+"""Keys in one control message or one index call; clients split longer ones."""
+REDIS_ARGS_MAX = 1024
+"""Arguments in one Redis command; a longer call is several commands in one pipeline."""
+USER_KEY_BYTES_MAX = 4096
+TENSOR_DIMS_MAX = 16
+META_BYTES_MAX = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one node that an operator may move."""
+
+    inline_bytes: int = 32 << 10
+    """A value up to this size travels in the reserve request itself."""
+    clients: int = 1024
+    reservations_per_client: int = 8192
+    pins_per_client: int = 4096
+    pending_publish: int = 1 << 16
+    """Sealed records waiting for Redis; beyond it the oldest wait for the reconcile scan."""
+    pending_remove: int = 1 << 16
+    """Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
+    redis_timeout_s: float = 0.05
+    publish_timeout_s: float = 0.5
+    """How long the node may wait for Redis when it publishes; its clients wait for it."""
+    request_timeout_s: float = 2.0
+    """How long a client waits for a node's answer."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value <= 0:
+                raise UsageError(f"limits.{f.name}", value, "must be greater than 0")
+        if self.inline_bytes * 2 > MESSAGE_BYTES_MAX:
+            raise UsageError(
+                "limits.inline_bytes", self.inline_bytes, f"at most {MESSAGE_BYTES_MAX // 2}"
+            )

@@ -1,0 +1,75 @@
+"""Words of the design as types: keys, locations and what a put says.
+
+Nothing here does I/O; everything above imports from here.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+KEY_BYTES = 32
+"""Size of a key. Bytes 0..8 are the run tag, 8..32 the chained digest (see hashing.py)."""
+
+TAG_BYTES = 8
+
+Key = bytes
+"""32 bytes: the chained hash of a whole prefix up to a block's end, bound to a namespace."""
+
+
+class Location(NamedTuple):
+    """Where one block is. A hint: rule 4 makes a stale one a miss, never wrong bytes."""
+
+    node_id: int
+    """64-bit id of the owning node; stable over its restarts."""
+    epoch: int
+    """Grows with each start of that node (32 bits)."""
+    segment: int
+    slot: int
+    generation: int
+    """Grows with each reuse of the slot."""
+    size_class: int
+    length: int
+    """Payload bytes in the slot."""
+    checksum: int
+    """xxh3-64 of the payload, 0 when none was computed."""
+
+
+class Kind(enum.IntEnum):
+    """What a value was when it was put, so that a get can give the same back."""
+
+    BLOCK = 0
+    """Raw bytes of a KV block, shape known to the caller."""
+    BYTES = 1
+    NUMPY = 2
+    TORCH = 3
+
+
+class PutStatus(enum.StrEnum):
+    """What a put did. None of them is an error: a cache may decline."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    IN_PROGRESS = "in_progress"
+    """Another writer holds a reservation for this key."""
+    REJECTED = "rejected"
+
+
+class PutResult(NamedTuple):
+    """Result of one put; truthy when the value is in the store now."""
+
+    status: PutStatus
+    reason: str = ""
+    """Why, when rejected; empty otherwise."""
+
+    def __bool__(self) -> bool:
+        return self.status in (PutStatus.STORED, PutStatus.EXISTS)
+
+
+STORED = PutResult(PutStatus.STORED)
+EXISTS = PutResult(PutStatus.EXISTS)
+IN_PROGRESS = PutResult(PutStatus.IN_PROGRESS)
+
+
+def rejected(reason: str) -> PutResult:
+    return PutResult(PutStatus.REJECTED, reason)
