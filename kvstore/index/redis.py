@@ -18,8 +18,17 @@ from redis.crc import key_slot
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord, Record
 from kvstore.index.checks import check_announcement, check_keys, check_node_id, check_records
-from kvstore.index.redis_link import FAILURES, ErrorReply, Links, RefusedError, Reply, refused
-from kvstore.index.redis_route import Request, Route, Shard, open_route
+from kvstore.index.redis_cluster import ClusterRoute
+from kvstore.index.redis_link import FAILURES, Dial, ErrorReply, Links, RefusedError, Reply, refused
+from kvstore.index.redis_route import (
+    Request,
+    Route,
+    SentinelDial,
+    Shard,
+    SingleRoute,
+    host_dial,
+    unix_dial,
+)
 from kvstore.index.redis_url import Target, parse_url
 from kvstore.index.redis_wire import KeySpace, chunks, command
 from kvstore.limits import REDIS_ARGS_MAX
@@ -77,6 +86,19 @@ def open_index(
     )
 
 
+def _open_route(target: Target, *, timeout_s: float, links_max: int) -> Route:
+    """The route to `target`; connects to nothing yet."""
+    if target.kind == "cluster":
+        return ClusterRoute(target, timeout_s=timeout_s, links_max=links_max)
+    if target.kind == "sentinel":
+        dial: Dial = SentinelDial(target)
+    elif target.path:
+        dial = unix_dial(target)
+    else:
+        dial = host_dial(target, target.hosts[0])
+    return SingleRoute(Links(dial, target.label, timeout_s=timeout_s, links_max=links_max))
+
+
 class RedisIndex:
     """An `Index` in Redis, Valkey, either behind Sentinel, or a Redis Cluster.
 
@@ -104,8 +126,8 @@ class RedisIndex:
         self._publish_timeout_s = publish_timeout_s
         self._space = KeySpace(key_prefix)
         self._key_prefix = key_prefix
-        self._read = open_route(target, timeout_s=timeout_s, links_max=lookup_links_max)
-        self._write = open_route(target, timeout_s=publish_timeout_s, links_max=PUBLISH_LINKS_MAX)
+        self._read = _open_route(target, timeout_s=timeout_s, links_max=lookup_links_max)
+        self._write = _open_route(target, timeout_s=publish_timeout_s, links_max=PUBLISH_LINKS_MAX)
         self._clustered = self._read.clustered
         self._scripts_banned = False
         self._touch_command = b"TOUCH"
