@@ -103,9 +103,7 @@ class Writer:
                 f"no memory node {which}on this host: start one with `kvstore node`"
             )
         word, directory = found
-        control = ControlChannel(
-            directory, (word.node_id, word.epoch), self._timeout_s, self._held
-        )
+        control = ControlChannel(directory, (word.node_id, word.epoch), self._timeout_s, self._held)
         try:
             return _Link(word, control)
         except (OSError, ValueError) as e:
