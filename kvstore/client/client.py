@@ -295,7 +295,7 @@ class Client:
         return place is not None
 
     def match_prefix(self, tokens: Sequence[int]) -> Match:
-        """The longest leading run of full blocks of `tokens` that is in the store; one round trip."""
+        """The longest leading run of full blocks of `tokens` in the store; one round trip."""
         found = self.session.match(self.namespace.block_keys(tokens, self.block_tokens))
         return Match(len(found) * self.block_tokens, len(found), found)
 

@@ -220,7 +220,7 @@ class Writer:
 
     def pin(self, key: Key) -> tuple[bytes, tuple[int, int]] | None:
         """(record, handle) of a block that now stays until `unpin(handle)`."""
-        link, (answer,) = self._ask(Op.PIN, key)
+        _, (answer,) = self._ask(Op.PIN, key)
         if answer is None:
             return None
         if isinstance(answer, str):

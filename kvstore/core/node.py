@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 from kvstore.core.allocator import Allocator
-from kvstore.core.eviction import LRU, PolicyFactory
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -35,6 +34,7 @@ from kvstore.core.events import (
     Unpin,
     Write,
 )
+from kvstore.core.eviction import LRU, PolicyFactory
 from kvstore.core.record import pack_record
 from kvstore.core.slots import Slot, SlotEvent, SlotState
 from kvstore.limits import Limits

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.core import wire
-from kvstore.core.eviction import POLICIES
 from kvstore.core.events import Event, SessionDead, SessionResumed
+from kvstore.core.eviction import POLICIES
 from kvstore.core.node import NodeCore
 from kvstore.core.wire import Hello, Op
 from kvstore.errors import (

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Place, Reader
-from kvstore.core.events import Abort, Clear, Commit, Drop, Event, Pin, Reserve, Touch, Unpin
+from kvstore.core.events import Abort, Clear, Commit, Drop, Event, Pin, Reserve, Stat, Touch, Unpin
 from kvstore.errors import IndexUnavailableError
 from kvstore.testing.sim.memory import SimSegment
 from kvstore.testing.sim.node import Message, SimNode
@@ -185,6 +185,10 @@ class SimClient:
             part = data[start : start + chunk]
             segment.bytes[offset + start : offset + start + len(part)] = part
             yield
+            if not self.connected:
+                # Another thread of this client has something to ask meanwhile: the
+                # node then hears of the new connection while we are still writing.
+                yield from self._ask(lambda s, r: Stat(s, r))
 
     def _end_grant(self, place: tuple[int, int]) -> None:
         self.grants.pop(place, None)

@@ -14,7 +14,7 @@ class Faults:
     client_crash: float = 0.0004
     """A client's process is killed where it stands; its lease is found free some time later."""
     client_pause: float = 0.004
-    """A client stops (SIGSTOP, a long GC) for up to `PAUSE_STEPS_MAX` steps and goes on as if nothing was."""
+    """A client stops (SIGSTOP, a long GC) and goes on later as if nothing had been."""
     connection_loss: float = 0.001
     """A client's connection breaks; requests and answers under way are lost, the process lives."""
     node_crash: float = 0.0002

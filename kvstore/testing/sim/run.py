@@ -148,7 +148,7 @@ class _Simulation:
 def run(
     seed: int, faults: Faults | None = None, make_core: Callable[..., NodeCore] = NodeCore
 ) -> Report:
-    """Simulate one seed; raises `Violation` when a rule breaks. The same seed, the same run.
+    """Simulate one seed; raises `ViolationError` when a rule breaks. The same seed, the same run.
 
     `make_core` makes the node's core: a test plants bugs through it.
     """

@@ -17,7 +17,7 @@ from kvstore.testing.sim.memory import SimSegment
 from kvstore.types import Key
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """A rule of the design does not hold. The message carries the seed."""
 
 
@@ -55,7 +55,7 @@ class World:
         self.counts[what] = self.counts.get(what, 0) + 1
 
     def fail(self, rule: str) -> None:
-        raise Violation(f"seed {self.seed}, step {self.step}: {rule}")
+        raise ViolationError(f"seed {self.seed}, step {self.step}: {rule}")
 
     # --- checks at every step ----------------------------------------------
 
