@@ -6,13 +6,13 @@ import time
 import timeit
 
 import pytest
+from redis_servers import RedisServer, stopped, wait_until
 
 from kvstore.core.breaker import BreakerState
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.redis import open_index
-from redis_servers import RedisServer, stopped, wait_until
 
 KEY = os.urandom(32)
 
