@@ -98,8 +98,8 @@ class Client:
             raise UsageError("block_tokens", block_tokens, "must be at least 1")
         self.block_tokens = block_tokens
 
-        def start_node(redis_url: str, where: Path) -> None:
-            start_embedded_node(redis_url, where, key_prefix=key_prefix, size_bytes=node_size_bytes)
+        def start_node(where: Path) -> None:
+            start_embedded_node(where, key_prefix=key_prefix, size_bytes=node_size_bytes)
 
         self.session = BlockSession(
             url,
