@@ -72,8 +72,8 @@ class BlockSession:
         started = time.monotonic()
         try:
             records = self.reader.readable_run(keys)
-        except IndexUnavailableError:
-            self.reader.index_failures += 1
+        except IndexUnavailableError as e:
+            self.reader.index_failed(e)
             return []
         if timeout_s is not None and time.monotonic() - started > timeout_s:
             return []

@@ -15,7 +15,12 @@ from kvstore.client.base import Reservation
 from kvstore.client.control import ControlChannel, Held
 from kvstore.client.nodes import LocalNodes
 from kvstore.core.wire import Op, join_keys
-from kvstore.errors import NodeUnavailableError, PeerError, UsageError
+from kvstore.errors import (
+    IndexUnavailableError,
+    NodeUnavailableError,
+    PeerError,
+    UsageError,
+)
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
@@ -96,10 +101,14 @@ class Writer:
         now = time.monotonic()
         if now < self._search_at:
             raise NodeUnavailableError("no memory node on this host: start one with `kvstore node`")
-        found = self._nodes.writable(self._name)
-        if found is None and start and self._start_node is not None:
-            self._start_node()
+        try:
             found = self._nodes.writable(self._name)
+            if found is None and start and self._start_node is not None:
+                self._start_node()
+                found = self._nodes.writable(self._name)
+        except IndexUnavailableError as e:
+            self._search_at = now + NODE_SEARCH_S
+            raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
         if found is None:
             self._search_at = now + NODE_SEARCH_S
             which = f"named {self._name!r} " if self._name else ""
