@@ -58,6 +58,7 @@ class LocalNodes:
             if word is None or (word.node_id, word.epoch) != (node_id, epoch):
                 continue
             if not directory.alive():
+                sweep(self._run_dir)
                 break
             attached = self._map(word, directory)
             if attached is not None:
@@ -108,7 +109,10 @@ class LocalNodes:
             if name is not None and directory.name != name:
                 continue
             word = directory.announcement()
-            if word is None or word.key_prefix != self._key_prefix or not directory.alive():
+            if word is None or word.key_prefix != self._key_prefix:
+                continue
+            if not directory.alive():
+                sweep(self._run_dir)
                 continue
             try:
                 if self._index.node(word.node_id) is not None:
