@@ -109,7 +109,7 @@ def test_an_out_too_small_is_refused_with_both_sizes_and_left_unchanged(client, 
 @pytest.mark.parametrize("out", [b"read only" * 20, "text", 5, [1, 2]])
 def test_an_out_that_is_no_writable_buffer_is_refused(client, out):
     client.put("k", bytes(100))
-    with pytest.raises(UsageError, match="^out="):
+    with pytest.raises(UsageError, match=r"^out="):
         client.get("k", out)
 
 
@@ -124,14 +124,14 @@ def test_a_key_of_the_wrong_type_or_size_is_refused_by_every_call(client, key):
         lambda: client.delete(key),
         lambda: client.pin(key),
     ):
-        with pytest.raises(UsageError, match="^key="):
+        with pytest.raises(UsageError, match=r"^key="):
             call()
     assert client.get("good") is None
 
 
 @pytest.mark.parametrize("value", [None, 5, "text", [1], object()])
 def test_a_value_without_bytes_is_refused(client, value):
-    with pytest.raises(UsageError, match="^value="):
+    with pytest.raises(UsageError, match=r"^value="):
         client.put("k", value)
 
 
@@ -161,7 +161,7 @@ def test_blocks_are_found_by_the_tokens_they_were_computed_from(node, client):
 
 
 def test_more_blocks_than_the_tokens_fill_are_refused(client):
-    with pytest.raises(UsageError, match="^blocks="):
+    with pytest.raises(UsageError, match=r"^blocks="):
         client.put_blocks(range(300), [b"1", b"2"])
 
 

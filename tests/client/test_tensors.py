@@ -70,7 +70,7 @@ def test_a_tensor_out_is_filled_in_place(client):
     out = torch.zeros(100, 100, dtype=torch.bfloat16)
     assert client.get("k", out) is out
     assert torch.equal(out, value)
-    with pytest.raises(UsageError, match="^out="):
+    with pytest.raises(UsageError, match=r"^out="):
         client.get("k", torch.zeros(10, dtype=torch.bfloat16))
 
 

@@ -90,7 +90,7 @@ def test_a_wrong_message_is_refused_by_the_name_of_its_field(message, field):
 
 @pytest.mark.parametrize("client_id", ["", "../../etc/passwd", "g" * 32, "a" * 31, 5, None])
 def test_a_client_id_that_could_be_a_path_is_refused(client_id):
-    with pytest.raises(UsageError, match="^client_id="):
+    with pytest.raises(UsageError, match=r"^client_id="):
         Hello([Op.HELLO, 1, wire.PROTOCOL_VERSION, client_id, [], []])
 
 
@@ -101,10 +101,10 @@ def test_another_protocol_version_is_refused_with_ours():
 
 def test_a_message_over_the_limit_is_never_buffered():
     unpacker = wire.unpacker()
+    unpacker.feed(b"\xc6" + (MESSAGE_BYTES_MAX * 2).to_bytes(4, "big"))
+    unpacker.feed(bytes(MESSAGE_BYTES_MAX // 2))
     with pytest.raises(msgpack.BufferFull):
-        unpacker.feed(b"\xc6" + (MESSAGE_BYTES_MAX * 2).to_bytes(4, "big"))
-        for _ in range(3):
-            unpacker.feed(bytes(MESSAGE_BYTES_MAX // 2))
+        unpacker.feed(bytes(MESSAGE_BYTES_MAX))
 
 
 @given(st.binary(max_size=300))

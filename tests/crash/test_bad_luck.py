@@ -187,7 +187,7 @@ def test_a_full_shm_is_refused_with_figures_and_leaves_nothing(tmp_path):
 
 def test_a_second_node_of_the_same_name_is_refused(tmp_path):
     config = NodeConfig(run_dir=tmp_path, size_bytes=MIB)
-    with Node(config, MemoryIndex()), pytest.raises(UsageError, match="^name="):
+    with Node(config, MemoryIndex()), pytest.raises(UsageError, match=r"^name="):
         Node(config, MemoryIndex()).start()
 
 
