@@ -1,0 +1,49 @@
+"""kvstore: keep and share the KV cache of LLM engines.
+
+`Client` is the front door; connectors use `BlockSession`. See docs/architecture.md.
+"""
+
+from kvstore.client.aio import AsyncClient
+from kvstore.client.base import BlockStore, BlockView, Found, Reservation
+from kvstore.client.client import Client, Match, Pinned
+from kvstore.client.session import BlockSession
+from kvstore.errors import (
+    DeadlineError,
+    IndexUnavailableError,
+    InternalError,
+    KVStoreError,
+    NodeUnavailableError,
+    NoSpaceError,
+    PeerError,
+    UsageError,
+)
+from kvstore.hashing import Namespace
+from kvstore.limits import Limits
+from kvstore.types import Key, PutResult, PutStatus
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Client",
+    "AsyncClient",
+    "Match",
+    "Pinned",
+    "PutResult",
+    "PutStatus",
+    "Namespace",
+    "Limits",
+    "BlockSession",
+    "BlockStore",
+    "BlockView",
+    "Found",
+    "Reservation",
+    "Key",
+    "KVStoreError",
+    "UsageError",
+    "PeerError",
+    "IndexUnavailableError",
+    "NodeUnavailableError",
+    "DeadlineError",
+    "NoSpaceError",
+    "InternalError",
+]

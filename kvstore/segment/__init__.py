@@ -1,0 +1,1 @@
+"""Memory that a node owns: payload bytes and the slot headers beside them."""

@@ -1,0 +1,365 @@
+"""`kvstore.Client`: the front door for people who write their own code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import xxhash
+
+from kvstore.client import tensors
+from kvstore.client.base import Found, Reservation
+from kvstore.client.reader import Place
+from kvstore.client.session import BlockSession, Verify
+from kvstore.client.spawn import start_embedded_node
+from kvstore.client.tensors import Payload
+from kvstore.client.writer import Want
+from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
+from kvstore.hashing import Namespace
+from kvstore.limits import Limits
+from kvstore.segment.copying import copy
+from kvstore.types import IN_PROGRESS, Key, Kind, PutResult, rejected
+
+WINDOW_BYTES = 128 << 20
+"""Bytes reserved at a time by one put_many: a large batch must not hold all slots at once."""
+INLINE_WINDOW_BYTES = 1 << 20
+"""Bytes that travel inside one reserve request at most."""
+
+Items = Mapping[str | bytes, Any] | Iterable[tuple[str | bytes, Any]]
+
+
+class Match(NamedTuple):
+    """The longest leading run of blocks of a token sequence that is in the store."""
+
+    tokens: int
+    """Tokens covered, a multiple of block_tokens."""
+    blocks: int
+    found: list[Found]
+
+
+class Pinned:
+    """A read-only view of a value in place; the block stays until `close()` or the `with` ends.
+
+    Also safe to drop: the pin ends with the client at the latest.
+    """
+
+    def __init__(self, client: Client, place: Place, handle: tuple[int, int]) -> None:
+        self._client = client
+        self._handle: tuple[int, int] | None = handle
+        self.buffer: memoryview = place.payload[: place.payload.nbytes - place.meta_length]
+        """The value's bytes, read-only, format 'B', no copy."""
+
+    def close(self) -> None:
+        """Release the view and let the block go. Safe to call twice."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self.buffer.release()
+            self._client.session.writer.unpin(handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Client:
+    """Put and get values and KV blocks. Thread-safe; make a new one after a fork.
+
+    With no `url` (and no KVSTORE_URL) the embedded Redis and an embedded memory
+    node of `node_size_bytes` serve all such clients of this user on this machine,
+    and end with the last of them. With a `url`, values are saved to the memory
+    node on this host that serves the same index (`node` names one).
+
+    What is missing or cannot be reached is a miss: gets return None, puts say
+    "rejected" and why. Only wrong arguments raise (`UsageError`), and calls that
+    are about a node itself (`delete`, `pin`, `stats`) when there is none
+    (`NodeUnavailableError`, `DeadlineError`).
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        namespace: str | Namespace = "default",
+        key_prefix: str = "kv:default",
+        node: str | None = None,
+        node_size_bytes: int = 256 << 20,
+        block_tokens: int = 256,
+        run_dir: Path | None = None,
+        verify: Verify = "never",
+        limits: Limits | None = None,
+    ) -> None:
+        self.namespace = Namespace.named(namespace) if isinstance(namespace, str) else namespace
+        if block_tokens < 1:
+            raise UsageError("block_tokens", block_tokens, "must be at least 1")
+        self.block_tokens = block_tokens
+
+        def start_node(redis_url: str, where: Path) -> None:
+            start_embedded_node(
+                redis_url, where, key_prefix=key_prefix, size_bytes=node_size_bytes
+            )
+
+        self.session = BlockSession(
+            url,
+            key_prefix=key_prefix,
+            node=node,
+            run_dir=run_dir,
+            verify=verify,
+            limits=limits,
+            start_node=start_node,
+        )
+        self._reader = self.session.reader
+        self._writer = self.session.writer
+        self._nodes = self.session.nodes
+        self._verify = verify == "always"
+        self._counts = {"hits": 0, "misses": 0, "hit_bytes": 0, "stored": 0, "not_stored": 0}
+
+    # --- putting ----------------------------------------------------------
+
+    def put(self, key: str | bytes, value: Any) -> PutResult:
+        """Save one value: anything with the buffer protocol, a numpy array, a torch tensor.
+
+        An existing key is left as it is: a cache's values follow from their keys.
+        """
+        return self._save([self.namespace.value_key(key)], [tensors.encode(value)])[0]
+
+    def put_many(self, items: Items) -> list[PutResult]:
+        """`put` for a mapping or pairs, in a few requests for all; results in order."""
+        pairs = list(items.items() if isinstance(items, Mapping) else items)
+        payloads = [tensors.encode(value) for _, value in pairs]
+        return self._save([self.namespace.value_key(key) for key, _ in pairs], payloads)
+
+    def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Any]) -> list[PutResult]:
+        """Save the KV blocks at the head of `tokens`: `blocks[i]` is a buffer with the KV of
+        tokens `i * block_tokens` to `(i + 1) * block_tokens`. At most as many as are full."""
+        keys = self.namespace.block_keys(tokens, self.block_tokens)
+        if len(blocks) > len(keys):
+            raise UsageError(
+                "blocks",
+                f"{len(blocks)} blocks",
+                f"{len(tokens)} tokens fill {len(keys)} of {self.block_tokens}",
+            )
+        payloads = [tensors.encode(block)._replace(meta=b"", kind=Kind.BLOCK) for block in blocks]
+        return self._save(keys[: len(blocks)], payloads)
+
+    def _save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
+        results: list[PutResult] = []
+        start = 0
+        for end in _windows(payloads):
+            try:
+                results += self._save_window(keys[start:end], payloads[start:end])
+            except (NodeUnavailableError, DeadlineError) as e:
+                results += [rejected(str(e))] * (end - start)
+            start = end
+        stored = sum(map(bool, results))
+        self._counts["stored"] += stored
+        self._counts["not_stored"] += len(results) - stored
+        return results
+
+    def _save_window(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
+        inline_max = self._writer.inline_bytes
+        wants: list[Want] = []
+        inline_room = INLINE_WINDOW_BYTES
+        for key, payload in zip(keys, payloads, strict=True):
+            value, checksum = None, 0
+            size_bytes = payload.size_bytes
+            if size_bytes <= inline_max and size_bytes <= inline_room:
+                inline_room -= size_bytes
+                value = payload.data.tobytes() + payload.meta
+                checksum = xxhash.xxh3_64_intdigest(value) if self._verify else 0
+            wants.append(
+                Want(key, size_bytes, payload.kind, len(payload.meta), value, checksum)
+            )
+        answers = self._writer.reserve(wants, self.namespace.id)
+        granted = [
+            (i, answer) for i, answer in enumerate(answers) if isinstance(answer, Reservation)
+        ]
+        results = [
+            answer if isinstance(answer, PutResult) else IN_PROGRESS for answer in answers
+        ]
+        if not granted:
+            return results
+        try:
+            for i, reservation in granted:
+                data, meta, _ = payloads[i]
+                copy(reservation.buffer[: data.nbytes], data)
+                if meta:
+                    reservation.buffer[data.nbytes :] = meta
+        except BaseException:
+            self._writer.abort([reservation for _, reservation in granted])
+            raise
+        committed = self._writer.commit([reservation for _, reservation in granted])
+        for (i, _), result in zip(granted, committed, strict=True):
+            results[i] = result
+        return results
+
+    # --- getting ----------------------------------------------------------
+
+    def get(self, key: str | bytes, out: Any = None) -> Any:
+        """The value as it was put (bytes, array, tensor with dtype and shape), None on a miss.
+
+        With `out`, a writable contiguous buffer, array or CPU tensor, the bytes go
+        there and the answer is a view of the part written (a tensor: `out` itself).
+        Raises `UsageError` when `out` is too small; `out` is then unchanged.
+        """
+        return self._get(self.namespace.value_key(key), out)
+
+    def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> list[Any]:
+        """`get` for each of `keys`, with one index round trip for all that were not seen before."""
+        if out is not None and len(out) != len(keys):
+            raise UsageError("out", f"{len(out)} buffers", f"must be one for each of {len(keys)} keys")
+        value_key = self.namespace.value_key
+        return self._get_all([value_key(key) for key in keys], out)
+
+    def get_blocks(self, tokens: Sequence[int], out: Sequence[Any]) -> int:
+        """Read the KV blocks at the head of `tokens` into the buffers in `out`, in order.
+
+        Returns how many leading blocks are there, whole and right; what `out` holds
+        beyond them is undefined.
+        """
+        keys = self.namespace.block_keys(tokens, self.block_tokens)[: len(out)]
+        got = self._get_all(keys, out[: len(keys)])
+        return next((i for i, value in enumerate(got) if value is None), len(got))
+
+    def _get(self, key: Key, out: Any) -> Any:
+        now = time.monotonic()
+        place = self._reader.remembered(key)
+        if place is not None:
+            self._nodes.check(now)
+            value = self._read(key, place, out)
+            if value is not None:
+                self._writer.touch((key,), now)
+                return value
+        (place,) = self._reader.find((key,))
+        value = self._read(key, place, out) if place is not None else None
+        if value is None:
+            self._counts["misses"] += 1
+        else:
+            self._writer.touch((key,), now)
+        return value
+
+    def _get_all(self, keys: Sequence[Key], out: Sequence[Any] | None) -> list[Any]:
+        now = time.monotonic()
+        self._nodes.check(now)
+        values: list[Any] = [None] * len(keys)
+        unknown: list[int] = []
+        for i, key in enumerate(keys):
+            place = self._reader.remembered(key)
+            if place is not None:
+                values[i] = self._read(key, place, out[i] if out is not None else None)
+            if values[i] is None:
+                unknown.append(i)
+        if unknown:
+            places = self._reader.find([keys[i] for i in unknown])
+            for i, place in zip(unknown, places, strict=True):
+                if place is not None:
+                    values[i] = self._read(keys[i], place, out[i] if out is not None else None)
+        missed = sum(value is None for value in values)
+        self._counts["misses"] += missed
+        if missed < len(values):
+            self._writer.touch([k for k, v in zip(keys, values, strict=True) if v is not None], now)
+        return values
+
+    def _read(self, key: Key, place: Place, out: Any) -> Any:
+        """Copy, then check (rule 4): the value, or None and the place is forgotten."""
+        data_bytes = place.payload.nbytes - place.meta_length
+        data = place.payload[:data_bytes]
+        value: Any
+        if out is not None:
+            target = tensors.target_of(out, data_bytes)
+            copy(target, data)
+            value = target if place.kind != Kind.TORCH or not _is_tensor(out) else out
+        elif place.kind in (Kind.BYTES, Kind.BLOCK):
+            value = data.tobytes()
+        else:
+            try:
+                value, target = tensors.make(place.kind, bytes(place.payload[data_bytes:]), data_bytes)
+            except (ValueError, TypeError, AttributeError):
+                if place.valid():
+                    raise
+                value = None  # the slot was reused while its meta was read
+            else:
+                copy(target, data)
+        if value is None or not place.valid() or (self._verify and not place.verified()):
+            self._reader.forget(key)
+            return None
+        self._counts["hits"] += 1
+        self._counts["hit_bytes"] += data_bytes
+        return value
+
+    def exists(self, key: str | bytes) -> bool:
+        """Whether a get would have hit a moment ago."""
+        (place,) = self._reader.find((self.namespace.value_key(key),))
+        return place is not None
+
+    def match_prefix(self, tokens: Sequence[int]) -> Match:
+        """The longest leading run of full blocks of `tokens` that is in the store; one round trip."""
+        found = self.session.match(self.namespace.block_keys(tokens, self.block_tokens))
+        return Match(len(found) * self.block_tokens, len(found), found)
+
+    def pin(self, key: str | bytes) -> Pinned | None:
+        """A zero-copy view of a value that cannot be evicted while it is open; None on a miss.
+
+        The value must be on this host's node. Close it, or use it in a `with`.
+        """
+        raw_key = self.namespace.value_key(key)
+        pinned = self._writer.pin(raw_key)
+        if pinned is None:
+            return None
+        record, handle = pinned
+        place = self._reader.place(raw_key, record)
+        if place is None or (self._verify and not place.verified()):
+            self._writer.unpin(handle)
+            return None
+        return Pinned(self, place, handle)
+
+    def delete(self, key: str | bytes) -> bool:
+        """Drop a value from this host's node; False when it was not there."""
+        raw_key = self.namespace.value_key(key)
+        self._reader.forget(raw_key)
+        return self._writer.drop([raw_key])[0]
+
+    def stats(self) -> dict[str, dict[str, int | float]]:
+        """Counters of this client ("client") and of this host's node ("node", empty when gone)."""
+        client: dict[str, int | float] = dict(self._counts)
+        client["index_failures"] = self._reader.index_failures
+        try:
+            node = self._writer.stats()
+        except (NodeUnavailableError, DeadlineError):
+            node = {}
+        return {"client": client, "node": node}
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _is_tensor(out: Any) -> bool:
+    return type(out).__module__.startswith("torch")
+
+
+def _windows(payloads: Sequence[Payload]) -> Iterable[int]:
+    """Ends of consecutive runs of at most `WINDOW_BYTES` each, or one payload if it is larger."""
+    size_bytes = 0
+    for i, payload in enumerate(payloads):
+        if size_bytes and size_bytes + payload.size_bytes > WINDOW_BYTES:
+            yield i
+            size_bytes = 0
+        size_bytes += payload.size_bytes
+    if payloads:
+        yield len(payloads)

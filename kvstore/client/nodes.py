@@ -1,0 +1,122 @@
+"""Segments of the nodes on this host: found once, mapped once, dropped when their node dies."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index
+from kvstore.nodedir import Announcement, NodeDir, node_dirs, sweep
+from kvstore.segment.shm import AttachedShm
+
+ALIVE_CHECK_S = 0.5
+"""How long a dead node's segment may still be read. Its bytes stay right; this only frees them."""
+ABSENT_S = 0.5
+"""How long "no such node here" is believed."""
+ABSENT_MAX = 1024
+
+
+class Attached:
+    """One node's segment in this process."""
+
+    __slots__ = ("announcement", "directory", "gone", "shm")
+
+    def __init__(self, announcement: Announcement, shm: AttachedShm, directory: NodeDir) -> None:
+        self.announcement = announcement
+        self.shm = shm
+        self.directory = directory
+        self.gone = False
+        """The node is dead or restarted: every location in here is a miss."""
+
+
+class LocalNodes:
+    """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
+
+    def __init__(self, run_dir: Path, index: Index, key_prefix: str) -> None:
+        self._run_dir = run_dir
+        self._index = index
+        self._key_prefix = key_prefix
+        self._lock = threading.Lock()
+        self._attached: dict[tuple[int, int], Attached] = {}
+        self._absent: dict[tuple[int, int], float] = {}
+        self._checked_at = 0.0
+
+    def segment(self, node_id: int, epoch: int, now: float) -> Attached | None:
+        """The mapped segment of that start of that node, None when it is not on this host."""
+        found = self._attached.get((node_id, epoch))
+        if found is not None:
+            return found
+        with self._lock:
+            return self._attached.get((node_id, epoch)) or self._attach(node_id, epoch, now)
+
+    def _attach(self, node_id: int, epoch: int, now: float) -> Attached | None:
+        if self._absent.get((node_id, epoch), 0.0) > now:
+            return None
+        for directory in node_dirs(self._run_dir):
+            word = directory.announcement()
+            if word is None or (word.node_id, word.epoch) != (node_id, epoch):
+                continue
+            if not directory.alive():
+                break
+            attached = self._map(word, directory)
+            if attached is not None:
+                self._attached[node_id, epoch] = attached
+                return attached
+        if len(self._absent) >= ABSENT_MAX:
+            self._absent.clear()
+        self._absent[node_id, epoch] = now + ABSENT_S
+        return None
+
+    @staticmethod
+    def _map(word: Announcement, directory: NodeDir) -> Attached | None:
+        try:
+            shm = AttachedShm(Path(word.data_path), Path(word.head_path))
+        except (OSError, ValueError):
+            return None
+        block = shm.superblock
+        if (block.node_id, block.epoch) != (word.node_id, word.epoch):
+            shm.close()
+            return None
+        return Attached(word, shm, directory)
+
+    def check(self, now: float) -> None:
+        """Drop the segments of nodes that died; costs nothing between checks."""
+        if now < self._checked_at + ALIVE_CHECK_S:
+            return
+        with self._lock:
+            self._checked_at = now
+            dead = [
+                place
+                for place, attached in self._attached.items()
+                if not attached.directory.alive()
+                or attached.directory.announcement() != attached.announcement
+            ]
+            for place in dead:
+                self._attached.pop(place).gone = True
+        if dead:
+            sweep(self._run_dir)
+
+    def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
+        """The node on this host to write to: alive, and known to the same index.
+
+        With `name`, that one or none.
+        """
+        for directory in node_dirs(self._run_dir):
+            if name is not None and directory.name != name:
+                continue
+            word = directory.announcement()
+            if word is None or word.key_prefix != self._key_prefix or not directory.alive():
+                continue
+            try:
+                if self._index.node(word.node_id) is not None:
+                    return word, directory
+            except IndexUnavailableError:
+                continue
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            for attached in self._attached.values():
+                attached.gone = True
+            self._attached.clear()

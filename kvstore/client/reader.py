@@ -1,0 +1,162 @@
+"""Reading blocks in place: location -> slot -> bytes, checked after reading (rule 4)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import xxhash
+
+from kvstore.client.nodes import Attached, LocalNodes
+from kvstore.core.record import unpack_record
+from kvstore.core.sizes import SLOT_BYTES
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index, Record
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.segment.header import unpack
+from kvstore.types import Key
+
+PLACES_KEPT_MAX = 1 << 16
+_NODE_PART = slice(4, 16)
+"""Epoch and node id in a record (core/record.py)."""
+
+
+class Place:
+    """A block found in shared memory, with the header that was seen there."""
+
+    __slots__ = ("_attached", "_image", "_slot_id", "checksum", "kind", "meta_length", "payload")
+
+    def __init__(self, attached: Attached, slot_id: int, image: bytes, payload: memoryview) -> None:
+        self._attached = attached
+        self._slot_id = slot_id
+        self._image = image
+        self.payload = payload
+        """The whole payload, value and meta, read-only."""
+        header = unpack(image)
+        assert header is not None
+        self.kind = header.kind
+        self.meta_length = header.meta_length
+        self.checksum = header.checksum
+
+    @property
+    def buffer(self) -> memoryview:
+        return self.payload
+
+    def valid(self) -> bool:
+        """Everything read from `payload` so far is this key's block."""
+        attached = self._attached
+        return not attached.gone and attached.shm.header(self._slot_id) == self._image
+
+    def verified(self) -> bool:
+        """The payload's checksum was saved and is right."""
+        return self.checksum != 0 and xxhash.xxh3_64_intdigest(self.payload) == self.checksum
+
+
+class Reader:
+    """Finds places by key. Remembers where blocks were: rule 4 makes a stale place a miss."""
+
+    def __init__(self, index: Index, nodes: LocalNodes) -> None:
+        self._index = index
+        self._nodes = nodes
+        self._places: dict[Key, Place] = {}
+        self.index_failures = 0
+
+    def remembered(self, key: Key) -> Place | None:
+        """Where `key` was seen before, without asking anyone."""
+        return self._places.get(key)
+
+    def forget(self, key: Key) -> None:
+        self._places.pop(key, None)
+
+    def find(self, keys: Sequence[Key]) -> list[Place | None]:
+        """Ask the index for all of `keys`; None where a block cannot be read from here."""
+        self._nodes.check(time.monotonic())
+        places: list[Place | None] = []
+        try:
+            for start in range(0, len(keys), BATCH_KEYS_MAX):
+                batch = keys[start : start + BATCH_KEYS_MAX]
+                records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
+                places += [
+                    self.place(key, record) if record is not None else None
+                    for key, record in zip(batch, records, strict=False)
+                ]
+        except IndexUnavailableError:
+            self.index_failures += 1
+        places += [None] * (len(keys) - len(places))
+        return places
+
+    def place(self, key: Key, record: Record) -> Place | None:
+        """The place a record names, None unless its header is SEALED and says the same."""
+        location = unpack_record(key, record)
+        if location is None or location.segment != 0:
+            return None
+        attached = self._nodes.segment(location.node_id, location.epoch, time.monotonic())
+        if attached is None:
+            return None
+        shm = attached.shm
+        arena, position = divmod(location.slot, shm.slots_per_arena)
+        if arena >= shm.superblock.arenas or location.size_class >= len(SLOT_BYTES):
+            return None
+        slot_bytes = min(SLOT_BYTES[location.size_class], shm.superblock.arena_bytes)
+        start = position * slot_bytes
+        if location.length > slot_bytes or start + slot_bytes > shm.superblock.arena_bytes:
+            return None
+        image = shm.header(location.slot)
+        header = unpack(image)
+        if (
+            header is None
+            or header.generation != location.generation
+            or header.key != key
+            or header.length != location.length
+            or header.size_class != location.size_class
+            or header.meta_length > header.length
+        ):
+            return None
+        offset = arena * shm.superblock.arena_bytes + start
+        shm.populate(offset)
+        found = Place(
+            attached, location.slot, image, shm.payload[offset : offset + location.length]
+        )
+        self._remember(key, found)
+        return found
+
+    def _remember(self, key: Key, place: Place) -> None:
+        if len(self._places) >= PLACES_KEPT_MAX:
+            self._places.pop(next(iter(self._places)), None)
+        self._places[key] = place
+
+    def readable_run(self, keys: Sequence[Key]) -> list[Record]:
+        """Records of the longest leading run whose nodes can be read from here.
+
+        Raises `IndexUnavailableError`. Headers are looked at when the block is
+        read; here only who owns it matters, so a long run costs little.
+        """
+        now = time.monotonic()
+        self._nodes.check(now)
+        records: list[Record] = []
+        for start in range(0, len(keys), BATCH_KEYS_MAX):
+            batch = keys[start : start + BATCH_KEYS_MAX]
+            run = self._index.match(batch)
+            records += run
+            if len(run) < len(batch):
+                break
+        unreachable = {
+            part
+            for part in {record[_NODE_PART] for record in records}
+            if not self._reachable(part, now)
+        }
+        if unreachable:
+            for i, record in enumerate(records):
+                if record[_NODE_PART] in unreachable:
+                    return records[:i]
+        return records
+
+    def _reachable(self, part: bytes, now: float) -> bool:
+        if len(part) != 12:
+            return False
+        epoch = int.from_bytes(part[:4], "little")
+        node_id = int.from_bytes(part[4:], "little")
+        return self._nodes.segment(node_id, epoch, now) is not None
+
+    def close(self) -> None:
+        self._places.clear()

@@ -1,0 +1,110 @@
+"""`BlockSession`: the block store as connectors see it, over the index and this host's node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from kvstore.client.base import BlockView, Found, Reservation
+from kvstore.client.nodes import LocalNodes
+from kvstore.client.reader import Reader
+from kvstore.client.writer import Want, Writer
+from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.index.base import Index
+from kvstore.index.open import OpenedIndex, open_guarded
+from kvstore.limits import Limits
+from kvstore.rundir import run_dir as default_run_dir
+from kvstore.types import Key, Kind, PutResult
+
+Verify = Literal["never", "always"]
+
+
+class BlockSession:
+    """Implements `kvstore.client.base.BlockStore`. Lookups are lazy: nothing is contacted yet.
+
+    `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
+    embedded Redis of this machine. `node` names the local node to write to, None
+    takes any that serves the same index. With `verify="always"` payload checksums
+    are written and every read is checked against them, on this host too.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        key_prefix: str = "kv:default",
+        node: str | None = None,
+        run_dir: Path | None = None,
+        verify: Verify = "never",
+        limits: Limits | None = None,
+        start_node: Callable[[str, Path], None] | None = None,
+    ) -> None:
+        if verify not in ("never", "always"):
+            raise UsageError("verify", verify, "must be 'never' or 'always'")
+        self.limits = limits or Limits()
+        self.run_dir = run_dir or default_run_dir()
+        self.verify = verify
+        self._opened: OpenedIndex = open_guarded(
+            url, key_prefix=key_prefix, run_dir=self.run_dir, limits=self.limits
+        )
+        self.index: Index = self._opened.index
+        self.url: str = self._opened.url
+        self.embedded: bool = self._opened.embedded
+        self.nodes = LocalNodes(self.run_dir, self.index, key_prefix)
+        self.reader = Reader(self.index, self.nodes)
+        self.writer = Writer(
+            self.nodes,
+            name=node,
+            timeout_s=self.limits.request_timeout_s,
+            checksums=verify == "always",
+            start_node=(
+                (lambda: start_node(self.url, self.run_dir))
+                if start_node is not None and self.embedded
+                else None
+            ),
+        )
+
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+        """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;
+        with a `timeout_s` shorter than what it took, the answer counts as too late: a miss."""
+        started = time.monotonic()
+        try:
+            records = self.reader.readable_run(keys)
+        except IndexUnavailableError:
+            self.reader.index_failures += 1
+            return []
+        if timeout_s is not None and time.monotonic() - started > timeout_s:
+            return []
+        return [Found(key, record) for key, record in zip(keys, records, strict=False)]
+
+    def view(self, found: Found) -> BlockView | None:
+        place = self.reader.place(found.key, found.record)
+        if place is None or (self.verify == "always" and not place.verified()):
+            return None
+        return place
+
+    def reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[Reservation | PutResult]:
+        wants = [Want(key, size_bytes, Kind.BLOCK, 0, None, 0) for key in keys]
+        return self.writer.reserve(wants, namespace_id)
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+        return self.writer.commit(reservations)
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        self.writer.abort(reservations)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        self.writer.touch(keys, time.monotonic())
+
+    def clear(self, namespace_id: int) -> int:
+        return self.writer.clear(namespace_id)
+
+    def close(self) -> None:
+        self.writer.close()
+        self.reader.close()
+        self.nodes.close()
+        self._opened.close()

@@ -1,0 +1,53 @@
+"""The embedded memory node: a process of its own that ends with its last client."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.nodedir import NodeDir
+
+EMBEDDED_NAME = "embedded"
+START_TIMEOUT_S = 20.0
+POLL_S = 0.01
+
+
+def start_embedded_node(url: str, run_dir: Path, *, key_prefix: str, size_bytes: int) -> None:
+    """Start it, unless another process just did, and return when clients can connect.
+
+    Raises `NodeUnavailableError` with what it said when it could not start.
+    """
+    directory = NodeDir(run_dir, EMBEDDED_NAME)
+    if _ready(directory):
+        return
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "kvstore.cli", "node", "--name", EMBEDDED_NAME),
+            *("--url", url, "--run-dir", str(run_dir), "--key-prefix", key_prefix),
+            *("--size", str(size_bytes), "--end-with-last-client"),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    try:
+        while not _ready(directory):
+            if process.poll() is not None and not directory.alive():
+                said = process.stderr.read().decode(errors="replace").strip()
+                raise NodeUnavailableError(f"the embedded node ended at once: {said[-500:]}")
+            if time.monotonic() > give_up_at:
+                process.kill()
+                raise DeadlineError(f"the embedded node was not ready within {START_TIMEOUT_S} s")
+            time.sleep(POLL_S)
+    finally:
+        process.stderr.close()
+
+
+def _ready(directory: NodeDir) -> bool:
+    return directory.alive() and directory.socket.exists() and directory.announcement() is not None

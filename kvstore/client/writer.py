@@ -1,0 +1,285 @@
+"""Saving through the local node: reserve, copy, commit; pins and deletions go the same way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import xxhash
+
+from kvstore.client.base import Reservation
+from kvstore.client.control import ControlChannel, Held
+from kvstore.client.nodes import LocalNodes
+from kvstore.core.wire import Op, join_keys
+from kvstore.errors import NodeUnavailableError, PeerError, UsageError
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.nodedir import Announcement
+from kvstore.segment.shm import AttachedShm
+from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, PutResult, rejected
+
+NODE_SEARCH_S = 0.5
+"""After a search that found no node, how long none is believed to be there."""
+TOUCH_EVERY_S = 0.2
+TOUCHED_MAX = 4096
+_CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS}
+T = TypeVar("T")
+
+
+class Want(NamedTuple):
+    """One block to save; `value`, when given, travels in the request."""
+
+    key: Key
+    size_bytes: int
+    kind: int
+    meta_length: int
+    value: bytes | None
+    checksum: int
+
+
+class _Link:
+    """The connection to one start of one node, with its segment mapped for writing."""
+
+    def __init__(self, word: Announcement, control: ControlChannel) -> None:
+        self.word = word
+        self.control = control
+        self.shm = AttachedShm(Path(word.data_path), Path(word.head_path), writable=True)
+        self.payload = self.shm.payload
+        self.inline_bytes = word.inline_bytes
+
+
+class Writer:
+    """Thread-safe. Finds the local node when it is first needed, and again when it is gone."""
+
+    def __init__(
+        self,
+        nodes: LocalNodes,
+        *,
+        name: str | None,
+        timeout_s: float,
+        checksums: bool,
+        start_node: Callable[[], None] | None,
+    ) -> None:
+        self._nodes = nodes
+        self._name = name
+        self._timeout_s = timeout_s
+        self._checksums = checksums
+        self._start_node = start_node
+        self._lock = threading.Lock()
+        self._link: _Link | None = None
+        self._search_at = 0.0
+        self._reserved: set[tuple[int, int]] = set()
+        self._pinned: dict[tuple[int, int], int] = {}
+        self._touched: dict[Key, None] = {}
+        self._touched_at = 0.0
+
+    # --- the link ---------------------------------------------------------
+
+    def link(self) -> _Link:
+        """Raises `NodeUnavailableError` when no node of this index runs on this host."""
+        link = self._link
+        if link is not None:
+            return link
+        with self._lock:
+            if self._link is None:
+                self._link = self._find()
+            return self._link
+
+    def _find(self) -> _Link:
+        now = time.monotonic()
+        if now < self._search_at:
+            raise NodeUnavailableError("no memory node on this host: start one with `kvstore node`")
+        found = self._nodes.writable(self._name)
+        if found is None and self._start_node is not None:
+            self._start_node()
+            found = self._nodes.writable(self._name)
+        if found is None:
+            self._search_at = now + NODE_SEARCH_S
+            which = f"named {self._name!r} " if self._name else ""
+            raise NodeUnavailableError(
+                f"no memory node {which}on this host: start one with `kvstore node`"
+            )
+        word, directory = found
+        control = ControlChannel(
+            directory, (word.node_id, word.epoch), self._timeout_s, self._held
+        )
+        try:
+            return _Link(word, control)
+        except (OSError, ValueError) as e:
+            raise NodeUnavailableError(f"segment of node {word.name}: {e}") from e
+
+    def _held(self) -> Held:
+        return list(self._reserved), list(self._pinned)
+
+    def _ask(self, op: Op, *args: Any) -> tuple[_Link, Any]:
+        """Ask the node; when it is gone, look for another one once."""
+        link = self.link()
+        try:
+            answer = link.control.request(op, *args)
+        except NodeUnavailableError:
+            self._drop(link)
+            link = self.link()
+            answer = link.control.request(op, *args)
+        return link, answer
+
+    def _drop(self, link: _Link) -> None:
+        """The node is gone; so is everything this client held there."""
+        with self._lock:
+            if self._link is not link or self._nodes_alive(link):
+                return
+            self._link = None
+            self._reserved.clear()
+            self._pinned.clear()
+        link.control.close()
+
+    @staticmethod
+    def _nodes_alive(link: _Link) -> bool:
+        directory = link.control.directory
+        return directory.alive() and directory.announcement() == link.word
+
+    # --- saving -----------------------------------------------------------
+
+    @property
+    def inline_bytes(self) -> int:
+        """The largest value that may travel in a request."""
+        return self.link().inline_bytes
+
+    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        """A slot, or what became of it, for each of `wants`; one request per `BATCH_KEYS_MAX`."""
+        answers: list[Reservation | PutResult] = []
+        for start in range(0, len(wants), BATCH_KEYS_MAX):
+            answers += self._reserve(wants[start : start + BATCH_KEYS_MAX], namespace_id)
+        return answers
+
+    def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        values = [want.value for want in wants]
+        link, raw = self._ask(
+            Op.RESERVE,
+            namespace_id,
+            join_keys([want.key for want in wants]),
+            [want.size_bytes for want in wants],
+            [want.kind for want in wants],
+            [want.meta_length for want in wants],
+            values if any(value is not None for value in values) else None,
+            [want.checksum for want in wants] if self._checksums else 0,
+        )
+        word, payload = link.word, link.payload
+        answers: list[Reservation | PutResult] = []
+        for want, answer in zip(wants, raw, strict=True):
+            if type(answer) is list:
+                slot, generation, offset = answer
+                self._reserved.add((slot, generation))
+                link.shm.populate(offset)
+                buffer = payload[offset : offset + want.size_bytes]
+                answers.append(
+                    Reservation(want.key, buffer, word.node_id, word.epoch, slot, generation)
+                )
+            else:
+                answers.append(_CODES[answer] if type(answer) is int else rejected(answer))
+        return answers
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+        """Seal and publish."""
+        results: list[PutResult] = []
+        for start in range(0, len(reservations), BATCH_KEYS_MAX):
+            batch = reservations[start : start + BATCH_KEYS_MAX]
+            checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
+            items = [(r.slot, r.generation, checksum(r.buffer)) for r in batch]
+            link = self.link()
+            if any((r.node_id, r.epoch) != (link.word.node_id, link.word.epoch) for r in batch):
+                self._forget(batch)
+                raise NodeUnavailableError("the node that reserved these slots is gone")
+            try:
+                raw = link.control.request(Op.COMMIT, items)
+            except NodeUnavailableError:
+                self._drop(link)
+                raise
+            finally:
+                self._forget(batch)
+            results += [_CODES[a] if type(a) is int else rejected(a) for a in raw]
+        return results
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """Give slots back; what cannot be said now is said by the next reconnect."""
+        self._forget(reservations)
+        self._give_back(Op.ABORT, [(r.slot, r.generation) for r in reservations])
+
+    def _give_back(self, op: Op, items: list[tuple[int, int]]) -> None:
+        link = self._link
+        if link is None:
+            return
+        with suppress(PeerError):
+            link.control.request(op, items)
+
+    def _forget(self, reservations: Sequence[Reservation]) -> None:
+        for r in reservations:
+            self._reserved.discard((r.slot, r.generation))
+
+    # --- pins, touches, deletions -------------------------------------------
+
+    def pin(self, key: Key) -> tuple[bytes, tuple[int, int]] | None:
+        """(record, handle) of a block that now stays until `unpin(handle)`."""
+        link, (answer,) = self._ask(Op.PIN, key)
+        if answer is None:
+            return None
+        if isinstance(answer, str):
+            raise UsageError("pin", key.hex(), answer)
+        slot = int.from_bytes(answer[24:28], "little")
+        generation = int.from_bytes(answer[16:24], "little")
+        handle = (slot, generation)
+        self._pinned[handle] = self._pinned.get(handle, 0) + 1
+        return answer, handle
+
+    def unpin(self, handle: tuple[int, int]) -> None:
+        """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
+        count = self._pinned.get(handle, 0)
+        if count <= 1:
+            self._pinned.pop(handle, None)
+        else:
+            self._pinned[handle] = count - 1
+        self._give_back(Op.UNPIN, [handle])
+
+    def touch(self, keys: Sequence[Key], now: float) -> None:
+        """Remember that `keys` were used; tell the node now and then (design: the load path)."""
+        touched = self._touched
+        if len(touched) < TOUCHED_MAX:
+            touched.update(dict.fromkeys(keys))
+        if now < self._touched_at + TOUCH_EVERY_S:
+            return
+        self._touched_at = now
+        link = self._link
+        if link is None:
+            return
+        self._touched = {}
+        batch = list(touched)[:BATCH_KEYS_MAX]
+        link.control.say(Op.TOUCH, join_keys(batch))
+
+    def drop(self, keys: Sequence[Key]) -> list[bool]:
+        dropped: list[bool] = []
+        for start in range(0, len(keys), BATCH_KEYS_MAX):
+            batch = keys[start : start + BATCH_KEYS_MAX]
+            dropped += self._ask(Op.DROP, join_keys(batch))[1]
+        return dropped
+
+    def clear(self, namespace_id: int) -> int:
+        return int(self._ask(Op.CLEAR, namespace_id)[1])
+
+    def stats(self) -> dict[str, int | float]:
+        return dict(self._ask(Op.STAT)[1])
+
+    def listing(self, after: bytes, at_most: int) -> list[tuple[Key, int, int, int]]:
+        """(key, length, namespace id, pins) of blocks in key order, from above `after`."""
+        return [tuple(row) for row in self._ask(Op.LIST, after, at_most)[1]]
+
+    def close(self) -> None:
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.control.close()
+
+
+def _no_checksum(buffer: memoryview) -> int:
+    return 0

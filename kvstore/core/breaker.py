@@ -1,0 +1,105 @@
+"""A circuit breaker: after failures, say no at once instead of waiting again.
+
+Pure: time comes in as `now` (seconds that never run backwards). Not thread-safe.
+
+    state      success     failure                    time
+    closed     closed      open after the N-th in a   -
+                           row, else closed
+    open       open        open                       half-open once the delay is over
+    half-open  closed      open, with a longer delay  another probe once the delay is over
+
+A success or failure that arrives while open comes from a call that began before
+it opened: it says nothing new.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvstore.errors import UsageError
+
+
+class BreakerState(enum.StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Breaker:
+    """Opens after `failures_max` failures in a row; lets one probe through per delay."""
+
+    __slots__ = (
+        "_delay_s",
+        "_failures",
+        "_failures_max",
+        "_probe_at",
+        "_retry_after_max_s",
+        "_retry_after_s",
+        "_state",
+    )
+
+    def __init__(
+        self,
+        *,
+        failures_max: int = 3,
+        retry_after_s: float = 0.25,
+        retry_after_max_s: float = 5.0,
+    ) -> None:
+        """The delay starts at `retry_after_s` and doubles per failed probe up to the maximum."""
+        if failures_max < 1:
+            raise UsageError("failures_max", failures_max, "must be at least 1")
+        if not 0 < retry_after_s <= retry_after_max_s:
+            raise UsageError(
+                "retry_after_s", retry_after_s, f"above 0, at most {retry_after_max_s}"
+            )
+        self._failures_max = failures_max
+        self._retry_after_s = retry_after_s
+        self._retry_after_max_s = retry_after_max_s
+        self._state = BreakerState.CLOSED
+        self._failures = 0
+        self._delay_s = retry_after_s
+        self._probe_at = 0.0
+
+    @property
+    def state(self) -> BreakerState:
+        """As of the last call; an open one turns half-open inside `allows`."""
+        return self._state
+
+    @property
+    def probe_at(self) -> float:
+        """When `allows` lets the next probe through, unless closed."""
+        return self._probe_at
+
+    def allows(self, now: float) -> bool:
+        """Whether a call may go ahead now; unless closed, that call is the one probe."""
+        if self._state is BreakerState.CLOSED:
+            return True
+        if now < self._probe_at:
+            return False
+        self._state = BreakerState.HALF_OPEN
+        # A probe whose outcome never comes must not keep the breaker shut for ever.
+        self._probe_at = now + self._delay_s
+        return True
+
+    def succeeded(self) -> None:
+        if self._state is BreakerState.OPEN:
+            return
+        self._state = BreakerState.CLOSED
+        self._failures = 0
+        self._delay_s = self._retry_after_s
+
+    def failed(self, now: float) -> None:
+        if self._state is BreakerState.OPEN:
+            return
+        if self._state is BreakerState.HALF_OPEN:
+            self._delay_s = min(self._delay_s * 2, self._retry_after_max_s)
+            self._open(now)
+            return
+        self._failures += 1
+        if self._failures >= self._failures_max:
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        self._state = BreakerState.OPEN
+        self._failures = 0
+        self._probe_at = now + self._delay_s

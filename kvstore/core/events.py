@@ -1,0 +1,162 @@
+"""What can happen to a node, and what it does about it. Plain data, no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvstore.types import Key
+
+
+class Reserve(NamedTuple):
+    """Ask for slots. `values[i]`, when not None, is the whole value: no commit follows."""
+
+    session: int
+    request: int
+    keys: Sequence[Key]
+    sizes: Sequence[int]
+    namespace_id: int
+    kinds: Sequence[int]
+    meta_lengths: Sequence[int]
+    values: Sequence[bytes | None]
+    checksums: Sequence[int]
+    """xxh3-64 of each value that came along; 0 where none was computed."""
+
+
+class Commit(NamedTuple):
+    """The bytes are in place in these (slot, generation, checksum)."""
+
+    session: int
+    request: int
+    items: Sequence[tuple[int, int, int]]
+
+
+class Abort(NamedTuple):
+    session: int
+    request: int
+    items: Sequence[tuple[int, int]]
+
+
+class Pin(NamedTuple):
+    session: int
+    request: int
+    keys: Sequence[Key]
+
+
+class Unpin(NamedTuple):
+    session: int
+    request: int
+    items: Sequence[tuple[int, int]]
+
+
+class Touch(NamedTuple):
+    session: int
+    keys: Sequence[Key]
+
+
+class Drop(NamedTuple):
+    session: int
+    request: int
+    keys: Sequence[Key]
+
+
+class Clear(NamedTuple):
+    session: int
+    request: int
+    namespace_id: int
+
+
+class Stat(NamedTuple):
+    session: int
+    request: int
+
+
+class Listing(NamedTuple):
+    """Up to `at_most` sealed blocks in key order, from the first key above `after`."""
+
+    session: int
+    request: int
+    after: bytes
+    at_most: int
+
+
+class SessionResumed(NamedTuple):
+    """The client is back on a new connection and holds only these (slot, generation).
+
+    Whatever else is reserved or pinned for it was granted in answers it never
+    saw (or gave up on), so it cannot be writing there.
+    """
+
+    session: int
+    reserved: Sequence[tuple[int, int]]
+    pinned: Sequence[tuple[int, int]]
+
+
+class SessionDead(NamedTuple):
+    """The client's process is known to be dead (rule 5), not merely disconnected."""
+
+    session: int
+
+
+Event = (
+    Reserve
+    | Commit
+    | Abort
+    | Pin
+    | Unpin
+    | Touch
+    | Drop
+    | Clear
+    | Stat
+    | Listing
+    | SessionResumed
+    | SessionDead
+)
+
+
+class Mark(NamedTuple):
+    """Write one header word: state and generation, in a single 8-byte store."""
+
+    slot_id: int
+    state: int
+    generation: int
+
+
+class Seal(NamedTuple):
+    """Write a whole header: body first, the word that says SEALED last."""
+
+    slot_id: int
+    generation: int
+    key: Key
+    length: int
+    size_class: int
+    kind: int
+    meta_length: int
+    checksum: int
+    namespace_id: int
+
+
+class Fill(NamedTuple):
+    """Copy a value that came with its request into its slot."""
+
+    offset: int
+    value: bytes
+
+
+class Reply(NamedTuple):
+    session: int
+    request: int
+    body: Any
+    after_publish: bool
+    """Hold it until the pending index work was tried once: a put that says stored
+    can be found by the next get."""
+
+
+Write = Mark | Seal | Fill
+
+
+class Effects(NamedTuple):
+    """What a node must do now, in this order: the writes one by one, then the replies."""
+
+    writes: list[Write]
+    replies: list[Reply]

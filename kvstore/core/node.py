@@ -1,0 +1,473 @@
+"""A memory node's decisions: who gets which slot, what is sealed, what the index must learn.
+
+`NodeCore.handle(event, now) -> Effects` is the whole interface towards the
+outside; `take_publications` and `take_removals` are the one towards the index. The
+daemon and the simulator drive the same code.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from kvstore.core.allocator import Allocator
+from kvstore.core.eviction import LRU, PolicyFactory
+from kvstore.core.events import (
+    Abort,
+    Clear,
+    Commit,
+    Drop,
+    Effects,
+    Event,
+    Fill,
+    Listing,
+    Mark,
+    Pin,
+    Reply,
+    Reserve,
+    Seal,
+    SessionDead,
+    SessionResumed,
+    Stat,
+    Touch,
+    Unpin,
+    Write,
+)
+from kvstore.core.record import pack_record
+from kvstore.core.slots import Slot, SlotEvent, SlotState
+from kvstore.limits import Limits
+from kvstore.types import Key, Location
+
+EXISTS_CODE = 1
+IN_PROGRESS_CODE = 2
+STORED_CODE = 0
+"""Per-key answers on the wire; a string is a rejection's reason, a list a grant."""
+
+
+KeyedRecord = tuple[Key, bytes]
+
+
+class _Session:
+    __slots__ = ("pins", "reserved")
+
+    def __init__(self) -> None:
+        self.reserved: dict[int, Slot] = {}
+        self.pins: dict[int, int] = {}
+
+
+class NodeCore:
+    """State of one node: slots, sessions, and what Redis has yet to hear."""
+
+    def __init__(
+        self,
+        *,
+        node_id: int,
+        epoch: int,
+        arenas: int,
+        arena_bytes: int,
+        limits: Limits | None = None,
+        policy: PolicyFactory = LRU,
+    ) -> None:
+        self.node_id = node_id
+        self.epoch = epoch
+        self.limits = limits or Limits()
+        self.allocator = Allocator(arenas, arena_bytes, policy)
+        self.by_key: dict[Key, Slot] = {}
+        """Every key that is SEALED or RESERVED here."""
+        self._sessions: dict[int, _Session] = {}
+        self._unpublished: OrderedDict[Key, Slot] = OrderedDict()
+        self._removals: OrderedDict[Key, bytes] = OrderedDict()
+        self.counts: dict[str, int] = dict.fromkeys(
+            (
+                "stored",
+                "exists",
+                "in_progress",
+                "rejected",
+                "evicted",
+                "aborted",
+                "dropped",
+                "writers_died",
+                "removals_forgotten",
+            ),
+            0,
+        )
+        self._handlers: dict[type[Any], Callable[[Any, Effects, float], None]] = {
+            Reserve: self._reserve,
+            Commit: self._commit,
+            Abort: self._abort,
+            Pin: self._pin,
+            Unpin: self._unpin,
+            Touch: self._touch,
+            Drop: self._drop,
+            Clear: self._clear,
+            Stat: self._stat,
+            Listing: self._listing,
+            SessionResumed: self._session_resumed,
+            SessionDead: self._session_dead,
+        }
+
+    def handle(self, event: Event, now: float) -> Effects:
+        """Decide. `now` is in seconds of a clock that never runs backwards."""
+        effects = Effects([], [])
+        self._handlers[type(event)](event, effects, now)
+        return effects
+
+    def holds(self, session: int) -> bool:
+        """Whether this session has reservations or pins that must outlive its connection."""
+        state = self._sessions.get(session)
+        return state is not None and bool(state.reserved or state.pins)
+
+    # --- saving ---------------------------------------------------------
+
+    def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
+        session = self._sessions.setdefault(event.session, _Session())
+        answers: list[Any] = []
+        sealed_any = False
+        for i, key in enumerate(event.keys):
+            slot = self.by_key.get(key)
+            if slot is not None:
+                answers.append(self._already(slot))
+                continue
+            slot_or_reason = self._take(event.sizes[i], session, effects.writes)
+            if isinstance(slot_or_reason, str):
+                self.counts["rejected"] += 1
+                answers.append(slot_or_reason)
+                continue
+            slot = slot_or_reason
+            slot.key = key
+            slot.length = event.sizes[i]
+            slot.kind = event.kinds[i]
+            slot.meta_length = event.meta_lengths[i]
+            slot.namespace_id = event.namespace_id
+            slot.owner = event.session
+            slot.reserved_at = now
+            slot.void = False
+            slot.published = False
+            self.by_key[key] = slot
+            effects.writes.append(Mark(slot.slot_id, SlotState.RESERVED, slot.generation))
+            value = event.values[i]
+            if value is None:
+                session.reserved[slot.slot_id] = slot
+                answers.append((slot.slot_id, slot.generation, slot.offset))
+            else:
+                effects.writes.append(Fill(slot.offset, value))
+                self._seal(slot, event.checksums[i], effects.writes)
+                sealed_any = True
+                answers.append(STORED_CODE)
+        effects.replies.append(Reply(event.session, event.request, answers, sealed_any))
+
+    def _already(self, slot: Slot) -> int:
+        if slot.state is SlotState.SEALED:
+            self.counts["exists"] += 1
+            self.allocator.used(slot)
+            return EXISTS_CODE
+        self.counts["in_progress"] += 1
+        return IN_PROGRESS_CODE
+
+    def _take(self, length: int, session: _Session, writes: list[Write]) -> Slot | str:
+        """A slot in state RESERVED, or why there is none."""
+        if not 0 < length <= self.allocator.arena_bytes:
+            return f"size_bytes={length}: must be 1 to {self.allocator.arena_bytes} (one arena)"
+        if len(session.reserved) >= self.limits.reservations_per_client:
+            return (
+                f"open reservations={len(session.reserved)}: "
+                f"at most {self.limits.reservations_per_client} a client"
+            )
+        taken = self.allocator.take(length)
+        if taken is None:
+            return f"no space for {length} bytes: every slot that fits is reserved or pinned"
+        for evicted in taken.evicted:
+            self.counts["evicted"] += 1
+            self._free(evicted, SlotEvent.EVICT, writes)
+        taken.slot.move(SlotEvent.RESERVE)
+        self.allocator.became_busy(taken.slot)
+        return taken.slot
+
+    def _seal(self, slot: Slot, checksum: int, writes: list[Write]) -> None:
+        slot.move(SlotEvent.COMMIT)
+        slot.owner = 0
+        slot.checksum = checksum
+        slot.record = self._record(slot)
+        slot.published = False
+        self.allocator.became_evictable(slot)
+        writes.append(
+            Seal(
+                slot.slot_id,
+                slot.generation,
+                slot.key,
+                slot.length,
+                slot.size_class,
+                slot.kind,
+                slot.meta_length,
+                checksum,
+                slot.namespace_id,
+            )
+        )
+        self._unpublished[slot.key] = slot
+        self.counts["stored"] += 1
+
+    def _commit(self, event: Commit, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session)
+        answers: list[Any] = []
+        for slot_id, generation, checksum in event.items:
+            slot = self._owned(session, slot_id, generation)
+            if slot is None or session is None:
+                answers.append("not reserved by this client (any more)")
+                self.counts["rejected"] += 1
+                continue
+            del session.reserved[slot_id]
+            if slot.void:
+                self._release(slot, effects.writes)
+                self.counts["rejected"] += 1
+                answers.append("cleared while it was being written")
+                continue
+            self._seal(slot, checksum, effects.writes)
+            answers.append(STORED_CODE)
+        effects.replies.append(Reply(event.session, event.request, answers, True))
+
+    @staticmethod
+    def _owned(session: _Session | None, slot_id: int, generation: int) -> Slot | None:
+        if session is None:
+            return None
+        slot = session.reserved.get(slot_id)
+        return slot if slot is not None and slot.generation == generation else None
+
+    def _abort(self, event: Abort, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session)
+        for slot_id, generation in event.items:
+            slot = self._owned(session, slot_id, generation)
+            if slot is not None and session is not None:
+                del session.reserved[slot_id]
+                self._release(slot, effects.writes)
+        effects.replies.append(Reply(event.session, event.request, None, False))
+
+    def _release(self, slot: Slot, writes: list[Write]) -> None:
+        """End a reservation unsealed."""
+        self.counts["aborted"] += 1
+        self._forget_key(slot)
+        slot.move(SlotEvent.ABORT)
+        slot.owner = 0
+        writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
+        self.allocator.became_free(slot, was_busy=True)
+
+    def _session_resumed(self, event: SessionResumed, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session)
+        if session is None:
+            return
+        held = set(event.reserved)
+        for slot in list(session.reserved.values()):
+            if (slot.slot_id, slot.generation) not in held:
+                del session.reserved[slot.slot_id]
+                self._release(slot, effects.writes)
+        pinned = {slot_id for slot_id, _ in event.pinned}
+        for slot_id in [s for s in session.pins if s not in pinned]:
+            self._unpin_slot(self._pinned_slot(slot_id), session.pins.pop(slot_id))
+
+    def _pinned_slot(self, slot_id: int) -> Slot:
+        slot = self.allocator.slot(slot_id)
+        assert slot is not None
+        assert slot.pins > 0
+        return slot
+
+    def _session_dead(self, event: SessionDead, effects: Effects, now: float) -> None:
+        session = self._sessions.pop(event.session, None)
+        if session is None:
+            return
+        self.counts["writers_died"] += len(session.reserved)
+        for slot in session.reserved.values():
+            self._release(slot, effects.writes)
+        for slot_id, count in session.pins.items():
+            self._unpin_slot(self._pinned_slot(slot_id), count)
+
+    # --- dropping -------------------------------------------------------
+
+    def _forget_key(self, slot: Slot) -> None:
+        if self.by_key.get(slot.key) is slot:
+            del self.by_key[slot.key]
+
+    def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
+        """Take a SEALED slot out: readers miss from here on, the index hears of it."""
+        self._forget_key(slot)
+        self._unpublished.pop(slot.key, None)
+        if slot.published:
+            if len(self._removals) >= self.limits.pending_remove:
+                self._removals.popitem(last=False)
+                self.counts["removals_forgotten"] += 1
+            self._removals[slot.key] = slot.record
+        slot.move(event)
+        writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
+        if slot.state is SlotState.FREE:
+            self.allocator.became_free(slot, was_busy=False)
+
+    def _drop_slot(self, slot: Slot, writes: list[Write]) -> bool:
+        """Drop a block by request; a reserved one will not be sealed."""
+        if slot.state is SlotState.RESERVED:
+            slot.void = True
+            self._forget_key(slot)
+            return False
+        self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
+        self.counts["dropped"] += 1
+        return True
+
+    def _drop(self, event: Drop, effects: Effects, now: float) -> None:
+        dropped = [
+            slot is not None and self._drop_slot(slot, effects.writes)
+            for slot in map(self.by_key.get, event.keys)
+        ]
+        effects.replies.append(Reply(event.session, event.request, dropped, True))
+
+    def _clear(self, event: Clear, effects: Effects, now: float) -> None:
+        doomed = [s for s in self.by_key.values() if s.namespace_id == event.namespace_id]
+        dropped = sum(self._drop_slot(slot, effects.writes) for slot in doomed)
+        effects.replies.append(Reply(event.session, event.request, dropped, True))
+
+    # --- using ----------------------------------------------------------
+
+    def _touch(self, event: Touch, effects: Effects, now: float) -> None:
+        for key in event.keys:
+            slot = self.by_key.get(key)
+            if slot is not None and slot.state is SlotState.SEALED:
+                self.allocator.used(slot)
+
+    def _pin(self, event: Pin, effects: Effects, now: float) -> None:
+        session = self._sessions.setdefault(event.session, _Session())
+        answers: list[Any] = []
+        for key in event.keys:
+            slot = self.by_key.get(key)
+            if slot is None or slot.state is not SlotState.SEALED:
+                answers.append(None)
+                continue
+            if len(session.pins) >= self.limits.pins_per_client:
+                answers.append(f"pins={len(session.pins)}: at most this many a client")
+                continue
+            if slot.pins == 0:
+                self.allocator.became_busy(slot)
+            slot.pins += 1
+            session.pins[slot.slot_id] = session.pins.get(slot.slot_id, 0) + 1
+            answers.append(slot.record)
+        effects.replies.append(Reply(event.session, event.request, answers, False))
+
+    def _unpin(self, event: Unpin, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session, _Session())
+        for slot_id, generation in event.items:
+            slot = self.allocator.slot(slot_id)
+            held = session.pins.get(slot_id, 0)
+            if slot is None or held == 0 or slot.generation != generation:
+                continue
+            if held == 1:
+                del session.pins[slot_id]
+            else:
+                session.pins[slot_id] = held - 1
+            self._unpin_slot(slot, 1)
+        effects.replies.append(Reply(event.session, event.request, None, False))
+
+    def _unpin_slot(self, slot: Slot, count: int) -> None:
+        slot.pins -= count
+        assert slot.pins >= 0
+        if slot.pins:
+            return
+        if slot.state is SlotState.DOOMED:
+            slot.move(SlotEvent.UNPIN)
+            self.allocator.became_free(slot, was_busy=True)
+        else:
+            self.allocator.became_evictable(slot)
+
+    # --- the index ------------------------------------------------------
+
+    def _record(self, slot: Slot) -> bytes:
+        return pack_record(
+            slot.key,
+            Location(
+                self.node_id,
+                self.epoch,
+                0,
+                slot.slot_id,
+                slot.generation,
+                slot.size_class,
+                slot.length,
+                slot.checksum,
+            ),
+        )
+
+    @property
+    def publications_pending(self) -> int:
+        return len(self._unpublished)
+
+    @property
+    def removals_pending(self) -> int:
+        return len(self._removals)
+
+    def take_publications(self, at_most: int) -> list[KeyedRecord]:
+        """What to publish next, oldest first; it stays pending until `published` says so."""
+        work: list[KeyedRecord] = []
+        for key, slot in islice(self._unpublished.items(), at_most):
+            slot.published = True
+            work.append((key, slot.record))
+        return work
+
+    def published(self, work: list[KeyedRecord]) -> None:
+        """The index took `work`; blocks that changed meanwhile stay pending."""
+        for key, record in work:
+            slot = self._unpublished.get(key)
+            if slot is not None and slot.record == record:
+                del self._unpublished[key]
+
+    def take_removals(self, at_most: int) -> list[KeyedRecord]:
+        """Records to compare-and-delete; they stay pending until `removed` says so.
+
+        Their order against publications is free: a removal names its record.
+        """
+        return list(islice(self._removals.items(), at_most))
+
+    def removed(self, work: list[KeyedRecord]) -> None:
+        for key, record in work:
+            if self._removals.get(key) == record:
+                del self._removals[key]
+
+    def take_published(self, at_most: int) -> list[KeyedRecord]:
+        """Forget up to `at_most` published blocks and return their records (the node ends)."""
+        slots = list(islice((s for s in self.by_key.values() if s.published), at_most))
+        for slot in slots:
+            del self.by_key[slot.key]
+        return [(slot.key, slot.record) for slot in slots]
+
+    def republish(self) -> int:
+        """The index lost keys: everything sealed must be published again."""
+        self._removals.clear()
+        for key, slot in self.by_key.items():
+            if slot.state is SlotState.SEALED:
+                self._unpublished[key] = slot
+        return len(self._unpublished)
+
+    # --- telling --------------------------------------------------------
+
+    def stats(self, now: float) -> dict[str, int | float]:
+        """Counts since the start and what is there now; sizes in bytes."""
+        reserved = [s for session in self._sessions.values() for s in session.reserved.values()]
+        sealed = [s for s in self.by_key.values() if s.state is SlotState.SEALED]
+        return {
+            **self.counts,
+            "capacity_bytes": self.allocator.capacity_bytes,
+            "arena_bytes": self.allocator.arena_bytes,
+            "arenas": len(self.allocator.arenas),
+            "arenas_free": self.allocator.free_arenas,
+            "blocks": len(sealed),
+            "block_bytes": sum(s.length for s in sealed),
+            "reserved": len(reserved),
+            "oldest_reservation_s": max((now - s.reserved_at for s in reserved), default=0.0),
+            "pinned": sum(len(s.pins) for s in self._sessions.values()),
+            "unpublished": len(self._unpublished),
+            "removals_pending": len(self._removals),
+        }
+
+    def _stat(self, event: Stat, effects: Effects, now: float) -> None:
+        effects.replies.append(Reply(event.session, event.request, self.stats(now), False))
+
+    def _listing(self, event: Listing, effects: Effects, now: float) -> None:
+        keys = sorted(
+            k for k, s in self.by_key.items() if k > event.after and s.state is SlotState.SEALED
+        )[: event.at_most]
+        rows = [(k, s.length, s.namespace_id, s.pins) for k in keys for s in (self.by_key[k],)]
+        effects.replies.append(Reply(event.session, event.request, rows, False))

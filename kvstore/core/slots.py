@@ -1,0 +1,101 @@
+"""A slot and its life: the state table that the whole store rests on."""
+
+from __future__ import annotations
+
+import enum
+
+from kvstore.errors import InternalError
+from kvstore.types import Key
+
+
+class SlotState(enum.IntEnum):
+    """The first three are what a header can say; DOOMED is the node's own knowledge."""
+
+    FREE = 0
+    RESERVED = 1
+    """One writer's own; rule 5 says until when."""
+    SEALED = 2
+    DOOMED = 3
+    """Dropped while pinned: readers see FREE, but the bytes stay until the last unpin."""
+
+
+class SlotEvent(enum.Enum):
+    RESERVE = "reserve"
+    COMMIT = "commit"
+    ABORT = "abort"
+    EVICT = "evict"
+    DOOM = "doom"
+    UNPIN = "unpin"
+
+
+TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.RESERVE): SlotState.RESERVED,
+    (SlotState.RESERVED, SlotEvent.COMMIT): SlotState.SEALED,
+    (SlotState.RESERVED, SlotEvent.ABORT): SlotState.FREE,
+    (SlotState.SEALED, SlotEvent.EVICT): SlotState.FREE,
+    (SlotState.SEALED, SlotEvent.DOOM): SlotState.DOOMED,
+    (SlotState.DOOMED, SlotEvent.UNPIN): SlotState.FREE,
+}
+"""Every transition there is; anything else is our bug."""
+
+
+class Slot:
+    """One place for one block. Mutable; only the node's core changes it."""
+
+    __slots__ = (
+        "checksum",
+        "generation",
+        "key",
+        "kind",
+        "last_use",
+        "length",
+        "meta_length",
+        "namespace_id",
+        "offset",
+        "owner",
+        "pins",
+        "published",
+        "record",
+        "reserved_at",
+        "size_class",
+        "slot_id",
+        "state",
+        "void",
+    )
+
+    def __init__(self, slot_id: int, offset: int, size_class: int, generation: int) -> None:
+        self.slot_id = slot_id
+        self.offset = offset
+        """Bytes from the start of the segment."""
+        self.size_class = size_class
+        self.generation = generation
+        self.state = SlotState.FREE
+        self.key: Key = b""
+        self.length = 0
+        self.kind = 0
+        self.meta_length = 0
+        self.namespace_id = 0
+        self.checksum = 0
+        self.owner = 0
+        """Session number of the writer while RESERVED, 0 otherwise."""
+        self.pins = 0
+        self.last_use = 0
+        """Allocator ticks, not time."""
+        self.record = b""
+        """What the index says about it; set when sealed."""
+        self.published = False
+        """The index may hold `record`."""
+        self.reserved_at = 0.0
+        self.void = False
+        """RESERVED, but its key was cleared meanwhile: the commit will not seal it."""
+
+    def move(self, event: SlotEvent) -> None:
+        """Take the transition for `event`; a reserve also starts the next generation."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise InternalError(
+                f"slot {self.slot_id} generation {self.generation}: {event.value} in {self.state.name}"
+            )
+        if event is SlotEvent.RESERVE:
+            self.generation += 1
+        self.state = target

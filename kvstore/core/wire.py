@@ -1,0 +1,206 @@
+"""Control messages between clients and a node: msgpack arrays, checked before anything acts.
+
+A request is `[op, request, ...]`, an answer `[request, ok, body]`. `request`
+is the client's number for it; 0 asks for no answer. Per-key lists travel as one
+binary (keys) or as one integer where all entries are equal, so that a batch
+costs little more than a single key.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from kvstore.core.events import (
+    Abort,
+    Clear,
+    Commit,
+    Drop,
+    Event,
+    Listing,
+    Pin,
+    Reserve,
+    Stat,
+    Touch,
+    Unpin,
+)
+from kvstore.errors import UsageError
+from kvstore.limits import BATCH_KEYS_MAX, MESSAGE_BYTES_MAX, META_BYTES_MAX
+from kvstore.types import KEY_BYTES, Key, Kind
+
+PROTOCOL_VERSION = 1
+_CLIENT_ID = re.compile("[0-9a-f]{32}")
+
+
+class Op(enum.IntEnum):
+    HELLO = 0
+    RESERVE = 1
+    COMMIT = 2
+    ABORT = 3
+    PIN = 4
+    UNPIN = 5
+    TOUCH = 6
+    DROP = 7
+    CLEAR = 8
+    STAT = 9
+    LIST = 10
+    BYE = 11
+
+
+def packed(message: Sequence[Any]) -> bytes:
+    raw: bytes = msgpack.packb(message)
+    return raw
+
+
+def unpacker() -> Any:
+    """Splits a byte stream into messages; refuses what is over the limits."""
+    return msgpack.Unpacker(
+        use_list=True,
+        max_buffer_size=MESSAGE_BYTES_MAX,
+        max_ext_len=0,
+        strict_map_key=True,
+    )
+
+
+def join_keys(keys: Sequence[Key]) -> bytes:
+    return b"".join(keys)
+
+
+def _fail(field: str, value: object, must: str) -> UsageError:
+    return UsageError(field, value, must)
+
+
+def _split_keys(raw: Any) -> list[Key]:
+    if not isinstance(raw, bytes) or len(raw) % KEY_BYTES:
+        raise _fail("keys", type(raw).__name__, f"must be binary, {KEY_BYTES} bytes a key")
+    if len(raw) > BATCH_KEYS_MAX * KEY_BYTES:
+        raise _fail("keys", len(raw) // KEY_BYTES, f"at most {BATCH_KEYS_MAX} a message")
+    return [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
+
+
+def _ints(field: str, raw: Any, count: int, below: int) -> Sequence[int]:
+    """A list of `count` integers from 0 to below - 1; one integer stands for all."""
+    values = [raw] * count if isinstance(raw, int) else raw
+    if not isinstance(values, list) or len(values) != count:
+        raise _fail(field, raw, f"must be an integer or a list of {count}")
+    for value in values:
+        if type(value) is not int or not 0 <= value < below:
+            raise _fail(field, value, f"must be an integer from 0 to {below - 1}")
+    return values
+
+
+def _tuples(field: str, raw: Any, width: int) -> list[Any]:
+    """A list of integer tuples of one width."""
+    if not isinstance(raw, list) or len(raw) > BATCH_KEYS_MAX:
+        raise _fail(field, type(raw).__name__, f"must be a list of at most {BATCH_KEYS_MAX}")
+    for item in raw:
+        if (
+            not isinstance(item, list)
+            or len(item) != width
+            or any(type(n) is not int or not 0 <= n < 1 << 64 for n in item)
+        ):
+            raise _fail(field, item, f"must be {width} integers from 0 to 2**64 - 1")
+    return [tuple(item) for item in raw]
+
+
+def _values(raw: Any, sizes: Sequence[int]) -> Sequence[bytes | None]:
+    if raw is None:
+        return [None] * len(sizes)
+    if not isinstance(raw, list) or len(raw) != len(sizes):
+        raise _fail("values", type(raw).__name__, f"must be None or a list of {len(sizes)}")
+    for value, size in zip(raw, sizes, strict=True):
+        if value is not None and (not isinstance(value, bytes) or len(value) != size):
+            raise _fail("values", type(value).__name__, f"must be None or {size} bytes")
+    return raw
+
+
+def decode(session: int, message: Any) -> Event:
+    """The event in a request of a known client.
+
+    Raises `UsageError` that names the field; nothing was changed.
+    """
+    if not isinstance(message, list) or len(message) < 2:
+        raise _fail("message", type(message).__name__, "must be an array [op, request, ...]")
+    op, request, *args = message
+    if type(request) is not int or not 0 <= request < 1 << 63:
+        raise _fail("request", request, "must be an integer from 0 to 2**63 - 1")
+    decoder = _DECODERS.get(op) if type(op) is int else None
+    if decoder is None:
+        raise _fail("op", op, f"must be one of {sorted(_DECODERS)}")
+    width, decode_args = decoder
+    if len(args) != width:
+        raise _fail("message", len(args), f"op {op} takes {width} arguments")
+    event: Event = decode_args(session, request, *args)
+    return event
+
+
+def _reserve(
+    session: int,
+    request: int,
+    namespace_id: Any,
+    raw_keys: Any,
+    raw_sizes: Any,
+    raw_kinds: Any,
+    raw_metas: Any,
+    raw_values: Any,
+    raw_checksums: Any,
+) -> Reserve:
+    keys = _split_keys(raw_keys)
+    sizes = _ints("size_bytes", raw_sizes, len(keys), 1 << 32)
+    return Reserve(
+        session,
+        request,
+        keys,
+        sizes,
+        _ints("namespace_id", namespace_id, 1, 1 << 32)[0],
+        _ints("kind", raw_kinds, len(keys), len(Kind)),
+        _ints("meta_length", raw_metas, len(keys), META_BYTES_MAX + 1),
+        _values(raw_values, sizes),
+        _ints("checksum", raw_checksums, len(keys), 1 << 64),
+    )
+
+
+def _listing(session: int, request: int, after: Any, at_most: Any) -> Listing:
+    if not isinstance(after, bytes) or len(after) > KEY_BYTES:
+        raise _fail("after", after, "must be a key or empty")
+    return Listing(session, request, after, _ints("at_most", at_most, 1, BATCH_KEYS_MAX + 1)[0])
+
+
+_DECODERS: dict[int, tuple[int, Any]] = {
+    Op.RESERVE: (7, _reserve),
+    Op.COMMIT: (1, lambda s, r, items: Commit(s, r, _tuples("items", items, 3))),
+    Op.ABORT: (1, lambda s, r, items: Abort(s, r, _tuples("items", items, 2))),
+    Op.PIN: (1, lambda s, r, keys: Pin(s, r, _split_keys(keys))),
+    Op.UNPIN: (1, lambda s, r, items: Unpin(s, r, _tuples("items", items, 2))),
+    Op.TOUCH: (1, lambda s, r, keys: Touch(s, _split_keys(keys))),
+    Op.DROP: (1, lambda s, r, keys: Drop(s, r, _split_keys(keys))),
+    Op.CLEAR: (1, lambda s, r, ns: Clear(s, r, _ints("namespace_id", ns, 1, 1 << 32)[0])),
+    Op.STAT: (0, lambda s, r: Stat(s, r)),
+    Op.LIST: (2, _listing),
+}
+
+
+class Hello:
+    """The first message of a connection: `[HELLO, request, version, client_id, reserved, pinned]`.
+
+    `client_id` names the lease file whose lock says that the process lives.
+    """
+
+    __slots__ = ("client_id", "pinned", "request", "reserved")
+
+    def __init__(self, message: Any) -> None:
+        if not isinstance(message, list) or len(message) != 6 or message[0] != Op.HELLO:
+            raise _fail("message", type(message).__name__, "the first must be HELLO")
+        _, request, version, client_id, reserved, pinned = message
+        if version != PROTOCOL_VERSION:
+            raise _fail("version", version, f"this node speaks version {PROTOCOL_VERSION}")
+        if not isinstance(client_id, str) or not _CLIENT_ID.fullmatch(client_id):
+            raise _fail("client_id", client_id, "must be 32 hexadecimal digits")
+        self.request = _ints("request", request, 1, 1 << 63)[0]
+        self.client_id = client_id
+        self.reserved = _tuples("reserved", reserved, 2)
+        self.pinned = _tuples("pinned", pinned, 2)

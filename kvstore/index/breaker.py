@@ -1,0 +1,213 @@
+"""An index behind circuit breakers: while Redis is away, every call fails at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from kvstore import clock
+from kvstore.core.breaker import Breaker, BreakerState
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index, KeyRecord, Record
+from kvstore.types import Key
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardStats:
+    """Counts of one side (reading or writing) since the start."""
+
+    state: BreakerState
+    failures: int
+    """Calls that reached the index and failed."""
+    refused: int
+    """Calls that failed at once because the breaker was open (about: threads may race)."""
+    opened: int
+
+
+class _Side:
+    """One breaker with its counters. `open` is what callers look at, without a lock."""
+
+    __slots__ = ("breaker", "failures", "open", "opened", "refused")
+
+    def __init__(self, breaker: Breaker) -> None:
+        self.breaker = breaker
+        self.open = False
+        self.failures = 0
+        self.refused = 0
+        self.opened = 0
+
+    def stats(self) -> GuardStats:
+        return GuardStats(self.breaker.state, self.failures, self.refused, self.opened)
+
+
+class GuardedIndex:
+    """An `Index` that stops asking `index` after failures in a row.
+
+    Reading and writing calls have a breaker each: a publish that is not allowed,
+    or slow, says nothing about lookups. While one is open its calls raise
+    `IndexUnavailableError` at once, and a daemon thread pings with growing delays;
+    the first answer closes it. Only `IndexUnavailableError` counts as a failure.
+    `ping` and `close` always go through.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        *,
+        failures_max: int = 3,
+        retry_after_s: float = 0.25,
+        retry_after_max_s: float = 5.0,
+    ) -> None:
+        """Opens after `failures_max` failures in a row; delays between pings are in seconds."""
+
+        def side() -> _Side:
+            return _Side(
+                Breaker(
+                    failures_max=failures_max,
+                    retry_after_s=retry_after_s,
+                    retry_after_max_s=retry_after_max_s,
+                )
+            )
+
+        self._index = index
+        self._closed = threading.Event()
+        self._reading = side()
+        self._writing = side()
+        self._lock = threading.Lock()
+        self._prober: threading.Thread | None = None
+        _all_guards.add(self)
+
+    @property
+    def index(self) -> Index:
+        """What is behind the breakers."""
+        return self._index
+
+    @property
+    def reading(self) -> GuardStats:
+        return self._reading.stats()
+
+    @property
+    def writing(self) -> GuardStats:
+        return self._writing.stats()
+
+    def match(self, keys: Sequence[Key]) -> list[Record]:
+        return self._call(self._reading, self._index.match, keys)
+
+    def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
+        return self._call(self._reading, self._index.lookup, keys)
+
+    def publish(self, records: Sequence[KeyRecord]) -> None:
+        self._call(self._writing, self._index.publish, records)
+
+    def remove(self, records: Sequence[KeyRecord]) -> int:
+        return self._call(self._writing, self._index.remove, records)
+
+    def touch(self, keys: Sequence[Key]) -> int:
+        return self._call(self._reading, self._index.touch, keys)
+
+    def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
+        self._call(self._writing, self._index.announce, node_id, announcement, ttl_s)
+
+    def withdraw(self, node_id: int) -> None:
+        self._call(self._writing, self._index.withdraw, node_id)
+
+    def node(self, node_id: int) -> bytes | None:
+        return self._call(self._reading, self._index.node, node_id)
+
+    def nodes(self) -> dict[int, bytes]:
+        return self._call(self._reading, self._index.nodes)
+
+    def ping(self) -> None:
+        self._index.ping()
+
+    def incarnation(self) -> str:
+        return self._call(self._writing, self._index.incarnation)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._index.close()
+
+    def _call(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if side.open:
+            side.refused += 1
+            raise IndexUnavailableError("the index failed and is being probed (breaker open)")
+        try:
+            answer = call(*args, **kwargs)
+        except IndexUnavailableError:
+            self._failed(side)
+            raise
+        # A race that resets a count one failure early or late is fine; a lock per call is not.
+        if not side.open:
+            side.breaker.succeeded()
+        return answer
+
+    def _failed(self, side: _Side) -> None:
+        with self._lock:
+            side.failures += 1
+            side.breaker.failed(clock.monotonic())
+            if side.open or side.breaker.state is BreakerState.CLOSED:
+                return
+            side.open = True
+            side.opened += 1
+            if self._prober is None and not self._closed.is_set():
+                self._prober = threading.Thread(
+                    target=self._probe_until_closed, name="kvstore-index-probe", daemon=True
+                )
+                self._prober.start()
+
+    def _probe_until_closed(self) -> None:
+        while not self._closed.is_set():
+            with self._lock:
+                waiting = [side for side in (self._reading, self._writing) if side.open]
+                if not waiting:
+                    self._prober = None
+                    return
+                due_s = min(side.breaker.probe_at for side in waiting) - clock.monotonic()
+            if due_s > 0:
+                self._closed.wait(due_s)
+                continue
+            with self._lock:
+                probing = [side for side in waiting if side.breaker.allows(clock.monotonic())]
+            answered = self._answers()
+            with self._lock:
+                for side in probing:
+                    if answered:
+                        side.breaker.succeeded()
+                        side.open = False
+                    else:
+                        side.breaker.failed(clock.monotonic())
+
+    def _answers(self) -> bool:
+        try:
+            self._index.ping()
+        except Exception:  # whatever it is, this thread must live on, or the side stays open
+            return False
+        return True
+
+    def _after_fork_in_child(self) -> None:
+        """The prober did not come along, and the lock may be held by a thread that did not."""
+        self._lock = threading.Lock()
+        self._prober = None
+        for side in (self._reading, self._writing):
+            if side.open:
+                side.open = False
+                side.breaker.allows(side.breaker.probe_at)
+                side.breaker.succeeded()
+
+
+_all_guards: weakref.WeakSet[GuardedIndex] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for guard in list(_all_guards):
+        guard._after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,106 @@
+"""The index as a dict: the model that the real ones are compared with."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+
+from kvstore import clock
+from kvstore.clock import Clock
+from kvstore.index.base import KeyRecord, Record
+from kvstore.index.checks import check_announcement, check_keys, check_node_id, check_records
+from kvstore.types import Key
+
+
+class MemoryIndex:
+    """An `Index` in this process. Never unavailable; forgets everything with the process."""
+
+    def __init__(self, *, now: Clock = clock.monotonic) -> None:
+        """`now` gives seconds and decides when announcements vanish."""
+        self._now = now
+        self._lock = threading.Lock()
+        self._records: dict[Key, Record] = {}
+        self._nodes: dict[int, tuple[float, bytes]] = {}
+        self._incarnation = secrets.token_hex(8)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def match(self, keys: Sequence[Key]) -> list[Record]:
+        check_keys(keys)
+        run: list[Record] = []
+        with self._lock:
+            for key in keys:
+                record = self._records.get(key)
+                if record is None:
+                    break
+                run.append(record)
+        return run
+
+    def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
+        check_keys(keys)
+        with self._lock:
+            return list(map(self._records.get, keys))
+
+    def publish(self, records: Sequence[KeyRecord]) -> None:
+        check_records(records)
+        with self._lock:
+            self._records.update(records)
+
+    def remove(self, records: Sequence[KeyRecord]) -> int:
+        check_records(records)
+        dropped = 0
+        with self._lock:
+            for key, record in records:
+                if self._records.get(key) == record:
+                    del self._records[key]
+                    dropped += 1
+        return dropped
+
+    def touch(self, keys: Sequence[Key]) -> int:
+        check_keys(keys)
+        with self._lock:
+            return sum(key in self._records for key in keys)
+
+    def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
+        check_node_id(node_id)
+        check_announcement(announcement, ttl_s)
+        with self._lock:
+            self._nodes[node_id] = (self._now() + ttl_s, announcement)
+
+    def withdraw(self, node_id: int) -> None:
+        check_node_id(node_id)
+        with self._lock:
+            self._nodes.pop(node_id, None)
+
+    def node(self, node_id: int) -> bytes | None:
+        check_node_id(node_id)
+        with self._lock:
+            return self._live_nodes().get(node_id)
+
+    def nodes(self) -> dict[int, bytes]:
+        with self._lock:
+            return self._live_nodes()
+
+    def ping(self) -> None:
+        return None
+
+    def incarnation(self) -> str:
+        with self._lock:
+            return self._incarnation
+
+    def lose_everything(self) -> None:
+        """What FLUSHALL does to Redis: records and announcements go, the incarnation changes."""
+        with self._lock:
+            self._records.clear()
+            self._nodes.clear()
+            self._incarnation = secrets.token_hex(8)
+
+    def close(self) -> None:
+        return None
+
+    def _live_nodes(self) -> dict[int, bytes]:
+        now = self._now()
+        self._nodes = {i: entry for i, entry in self._nodes.items() if entry[0] > now}
+        return {i: announcement for i, (_, announcement) in self._nodes.items()}

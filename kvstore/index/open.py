@@ -1,0 +1,58 @@
+"""From a URL, or none, to an index that fails fast."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvstore.index.base import Index
+from kvstore.index.breaker import GuardedIndex
+from kvstore.index.embedded import EmbeddedRedis
+from kvstore.index.redis import open_index
+from kvstore.limits import Limits
+
+URL_VARIABLE = "KVSTORE_URL"
+
+
+class OpenedIndex:
+    """An index behind a circuit breaker and, when nobody named one, the embedded Redis it is in."""
+
+    def __init__(self, index: Index, url: str, embedded: EmbeddedRedis | None) -> None:
+        self.index = index
+        self.url = url
+        self._embedded = embedded
+
+    @property
+    def embedded(self) -> bool:
+        return self._embedded is not None
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self.index.close()
+        if self._embedded is not None:
+            self._embedded.close()
+
+
+def open_guarded(
+    url: str | None, *, key_prefix: str, run_dir: Path, limits: Limits
+) -> OpenedIndex:
+    """Open `url`, else KVSTORE_URL, else the embedded Redis of `run_dir`.
+
+    A named server need not be up: calls then raise `IndexUnavailableError`. Raises
+    `UsageError` for a bad URL and what `EmbeddedRedis.acquire` raises.
+    """
+    url = url or os.environ.get(URL_VARIABLE) or None
+    embedded = EmbeddedRedis.acquire(run_dir) if url is None else None
+    try:
+        where = embedded.url if embedded is not None else str(url)
+        index = open_index(
+            where,
+            key_prefix=key_prefix,
+            timeout_s=limits.redis_timeout_s,
+            publish_timeout_s=limits.publish_timeout_s,
+        )
+    except BaseException:
+        if embedded is not None:
+            embedded.close()
+        raise
+    return OpenedIndex(GuardedIndex(index), where, embedded)

@@ -1,0 +1,407 @@
+"""The index in Redis: one string key a block, one MGET a lookup.
+
+See docs/decisions/0003-index-records.md for the figures behind the shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, count
+from time import monotonic
+from typing import TypeVar
+
+from redis.crc import key_slot
+
+from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.index.base import KeyRecord, Record
+from kvstore.index.checks import check_announcement, check_keys, check_node_id, check_records
+from kvstore.index.redis_cluster import ClusterRoute
+from kvstore.index.redis_link import FAILURES, Dial, ErrorReply, Links, RefusedError, Reply, refused
+from kvstore.index.redis_route import (
+    Request,
+    Route,
+    SentinelDial,
+    Shard,
+    SingleRoute,
+    host_dial,
+    unix_dial,
+)
+from kvstore.index.redis_url import Target, parse_url
+from kvstore.index.redis_wire import KeySpace, chunks, command
+from kvstore.limits import REDIS_ARGS_MAX
+from kvstore.types import Key
+
+LOOKUP_LINKS_MAX = 8
+"""Connections for reading, a server; further threads wait for one, within their time-out."""
+PUBLISH_LINKS_MAX = 2
+TIMEOUT_S_MAX = 60.0
+REMOVE_ATTEMPTS_MAX = 3
+"""How often compare-and-delete without scripts starts again after a foreign write."""
+NODES_SCAN_COUNT = 1000
+NODES_TIMEOUT_S = 10.0
+"""Of `nodes()` as a whole: it walks over every key of the database."""
+NODES_MAX = 4096
+
+_PAIRS_MAX = (REDIS_ARGS_MAX - 3) // 2
+"""Keys with a record each, and the name, the hash and the count of EVALSHA."""
+_KEYS_MAX = REDIS_ARGS_MAX - 1
+
+# pcall: a key of another type is not ours, and must not fail the rest.
+_REMOVE_SCRIPT = b"""\
+local dropped = 0
+for i, key in ipairs(KEYS) do
+  if redis.pcall('GET', key) == ARGV[i] then dropped = dropped + redis.call('DEL', key) end
+end
+return dropped
+"""
+_REMOVE_SHA = hashlib.sha1(_REMOVE_SCRIPT, usedforsecurity=False).hexdigest().encode()
+_LOAD_SCRIPT = command(b"SCRIPT", b"LOAD", _REMOVE_SCRIPT)
+
+_REPLY_TYPES: tuple[set[type], ...] = ({bytes}, {type(None)}, {bytes, type(None)}, set())
+_NODE_ID = re.compile(rb"[0-9a-f]{16}")
+_T = TypeVar("_T")
+
+
+def open_index(
+    url: str,
+    *,
+    key_prefix: str = "kv:default",
+    timeout_s: float = 0.05,
+    publish_timeout_s: float = 0.5,
+    lookup_links_max: int = LOOKUP_LINKS_MAX,
+) -> RedisIndex:
+    """The index in the Redis at `url` (see redis_url.py for the forms); connects at first use.
+
+    Times are in seconds. Raises `UsageError` that names the argument that is wrong.
+    """
+    return RedisIndex(
+        parse_url(url),
+        key_prefix=key_prefix,
+        timeout_s=timeout_s,
+        publish_timeout_s=publish_timeout_s,
+        lookup_links_max=lookup_links_max,
+    )
+
+
+def _open_route(target: Target, *, timeout_s: float, links_max: int) -> Route:
+    """The route to `target`; connects to nothing yet."""
+    if target.kind == "cluster":
+        return ClusterRoute(target, timeout_s=timeout_s, links_max=links_max)
+    if target.kind == "sentinel":
+        dial: Dial = SentinelDial(target)
+    elif target.path:
+        dial = unix_dial(target)
+    else:
+        dial = host_dial(target, target.hosts[0])
+    return SingleRoute(Links(dial, target.label, timeout_s=timeout_s, links_max=links_max))
+
+
+class RedisIndex:
+    """An `Index` in Redis, Valkey, either behind Sentinel, or a Redis Cluster.
+
+    Reading calls (`match`, `lookup`, `touch`, `node`, `ping`) end within `timeout_s`,
+    writing ones within `publish_timeout_s`, `nodes` within `NODES_TIMEOUT_S`; connecting
+    counts. They have connections of their own, so that a slow publish delays no lookup.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        key_prefix: str = "kv:default",
+        timeout_s: float = 0.05,
+        publish_timeout_s: float = 0.5,
+        lookup_links_max: int = LOOKUP_LINKS_MAX,
+    ) -> None:
+        for name, value in (("timeout_s", timeout_s), ("publish_timeout_s", publish_timeout_s)):
+            if not 0 < value <= TIMEOUT_S_MAX:
+                raise UsageError(name, value, f"above 0, at most {TIMEOUT_S_MAX:.0f} seconds")
+        if not 1 <= lookup_links_max <= 1024:
+            raise UsageError("lookup_links_max", lookup_links_max, "from 1 to 1024")
+        self._label = target.label
+        self._timeout_s = timeout_s
+        self._publish_timeout_s = publish_timeout_s
+        self._space = KeySpace(key_prefix)
+        self._key_prefix = key_prefix
+        self._read = _open_route(target, timeout_s=timeout_s, links_max=lookup_links_max)
+        self._write = _open_route(target, timeout_s=publish_timeout_s, links_max=PUBLISH_LINKS_MAX)
+        self._clustered = self._read.clustered
+        self._scripts_banned = False
+        self._touch_command = b"TOUCH"
+
+    def __repr__(self) -> str:
+        return f"RedisIndex({self._label!r}, key_prefix={self._key_prefix!r})"
+
+    def match(self, keys: Sequence[Key]) -> list[Record]:
+        run: list[Record] = []
+        for records in self._mget(keys):
+            try:
+                missing = records.index(None)
+            except ValueError:
+                run += records  # type: ignore[arg-type]  # no None among them
+                continue
+            run += records[:missing]  # type: ignore[arg-type]
+            break
+        return run
+
+    def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
+        return list(chain.from_iterable(self._mget(keys)))
+
+    def publish(self, records: Sequence[KeyRecord]) -> None:
+        check_records(records)
+        self._each(self._write, records, _PAIRS_MAX, self._space.set_request)
+
+    def remove(self, records: Sequence[KeyRecord]) -> int:
+        check_records(records)
+        if not self._scripts_banned:
+            replies, again = self._evalsha(records)
+            if again is None:
+                return sum(replies)
+            self._scripts_banned = True
+        return sum(
+            self._remove_watched(batch)
+            for batch in chunks(records, _PAIRS_MAX, by_tag=self._clustered)
+        )
+
+    def touch(self, keys: Sequence[Key]) -> int:
+        check_keys(keys)
+        try:
+            return self._touch(keys)
+        except _BannedError:
+            # MGET has told Redis already; what is left to do is the count.
+            self._touch_command = b"EXISTS"
+            return self._touch(keys)
+
+    def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
+        check_node_id(node_id)
+        check_announcement(announcement, ttl_s)
+        ttl_ms = b"%d" % max(round(ttl_s * 1e3), 1)
+        self._on_node(self._write, node_id, b"SET", announcement, b"PX", ttl_ms)
+
+    def withdraw(self, node_id: int) -> None:
+        check_node_id(node_id)
+        self._on_node(self._write, node_id, b"DEL")
+
+    def node(self, node_id: int) -> bytes | None:
+        check_node_id(node_id)
+        reply = self._on_node(self._read, node_id, b"MGET")  # GET fails on a key of another type
+        return self._records(reply, 1)[0]
+
+    def nodes(self) -> dict[int, bytes]:
+        """All announcements. Scans: needs the right to SCAN, which readers may lack."""
+        deadline = monotonic() + NODES_TIMEOUT_S
+        found: dict[int, bytes] = {}
+        for shard in self._read.shards():
+            names = self._scan_nodes(shard.links, deadline)
+            for batch in chunks(names, _KEYS_MAX, by_tag=False):
+                gets = b"".join([command(b"MGET", name) for name in batch])
+                for name, reply in zip(batch, shard.links.run(gets, len(batch)), strict=True):
+                    (announcement,) = self._records(self._value(reply), 1)
+                    if announcement is not None:
+                        found[int(name[-16:], 16)] = announcement
+        return found
+
+    def ping(self) -> None:
+        deadline = monotonic() + self._timeout_s
+        for shard in self._read.shards():
+            (reply,) = shard.links.run(command(b"PING"), 1, deadline)
+            if self._value(reply) != b"PONG":
+                raise self._surprised(reply)
+
+    def incarnation(self) -> str:
+        """Of every shard: the server's run id, and a random value that a flush takes away."""
+        deadline = monotonic() + self._publish_timeout_s
+        return ",".join([self._shard_incarnation(s, deadline) for s in self._write.shards()])
+
+    def close(self) -> None:
+        self._read.close()
+        self._write.close()
+
+    # Reading
+
+    def _mget(self, keys: Sequence[Key]) -> list[list[Record | None]]:
+        check_keys(keys)
+        if not keys:
+            return []
+        batches, replies = self._batches(
+            self._read, keys, _KEYS_MAX, lambda batch: self._space.keys_request(b"MGET", batch)
+        )
+        return [
+            self._records(reply, len(batch)) for batch, reply in zip(batches, replies, strict=True)
+        ]
+
+    def _records(self, reply: Reply, size: int) -> list[Record | None]:
+        if type(reply) is not list or len(reply) != size:
+            raise self._surprised(self._value(reply))
+        if set(map(type, reply)) not in _REPLY_TYPES:
+            raise self._surprised(reply)
+        return reply
+
+    def _touch(self, keys: Sequence[Key]) -> int:
+        name = self._touch_command
+        _, replies = self._batches(
+            self._read, keys, _KEYS_MAX, lambda batch: self._space.keys_request(name, batch)
+        )
+        if any(map(_banned, replies)) and name == b"TOUCH":
+            raise _BannedError
+        return sum(map(self._number, replies))
+
+    def _scan_nodes(self, links: Links, deadline: float) -> list[bytes]:
+        names: set[bytes] = set()
+        cursor = b"0"
+        pattern = self._space.node_keys + b"?" * 16
+        while True:
+            scan = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % NODES_SCAN_COUNT)
+            reply = self._value(links.run(scan)[0])
+            if not (isinstance(reply, list) and list(map(type, reply)) == [bytes, list]):
+                raise self._surprised(reply)
+            cursor = reply[0]
+            names.update(name for name in reply[1] if _is_node_key(name))
+            if cursor == b"0":
+                return sorted(names)
+            if len(names) > NODES_MAX:
+                raise IndexUnavailableError(f"Redis at {self._label}: over {NODES_MAX} nodes")
+            if monotonic() > deadline:
+                raise IndexUnavailableError(
+                    f"Redis at {self._label}: scanning for nodes took over {NODES_TIMEOUT_S} s"
+                )
+
+    # Writing
+
+    def _each(
+        self, route: Route, items: Sequence[_T], size: int, pack: Callable[[Sequence[_T]], bytes]
+    ) -> list[Reply]:
+        _, replies = self._batches(route, items, size, pack)
+        return [self._value(reply) for reply in replies]
+
+    def _batches(
+        self, route: Route, items: Sequence[_T], size: int, pack: Callable[[Sequence[_T]], bytes]
+    ) -> tuple[list[Sequence[_T]], list[Reply]]:
+        """Send `items` in as few commands as may be, in one go."""
+        batches = list(chunks(items, size, by_tag=self._clustered))
+        if not batches:
+            return [], []
+        if not self._clustered:
+            return batches, route.run([Request(pack(batch)) for batch in batches])
+        slot = self._space.slot
+        return batches, route.run(
+            [Request(pack(b), slot(b[0] if isinstance(b[0], bytes) else b[0][0])) for b in batches]
+        )
+
+    def _evalsha(self, records: Sequence[KeyRecord]) -> tuple[list[int], Reply]:
+        """What each batch dropped, and the reply that says that scripts are banned, if so."""
+
+        def pack(batch: Sequence[KeyRecord]) -> bytes:
+            return self._space.script_request(_REMOVE_SHA, batch)
+
+        _, replies = self._batches(self._write, records, _PAIRS_MAX, pack)
+        if any(map(_no_script, replies)):
+            for shard in self._write.shards():
+                (loaded,) = shard.links.run(_LOAD_SCRIPT)
+                if _banned(loaded):
+                    return [], loaded
+                self._value(loaded)
+            _, replies = self._batches(self._write, records, _PAIRS_MAX, pack)
+        banned = next(filter(_banned, replies), None)
+        if banned is not None:
+            return [], banned
+        return [self._number(reply) for reply in replies], None
+
+    def _remove_watched(self, batch: Sequence[KeyRecord]) -> int:
+        """Compare and delete in a transaction, where scripts are banned."""
+        names = [self._space.redis_key(key) for key, _ in batch]
+        links = self._write.links_for(self._space.slot(batch[0].key))
+        deadline = monotonic() + links.timeout_s
+        read = command(b"WATCH", *names) + command(b"MGET", *names)
+        link = links.take(deadline)
+        try:
+            for _ in range(REMOVE_ATTEMPTS_MAX):
+                watched, values = link.run(read, 2, deadline)
+                self._value(watched)
+                held = self._records(values, len(names))
+                mine = [n for n, h, (_, r) in zip(names, held, batch, strict=True) if h == r]
+                if not mine:
+                    link.run(command(b"UNWATCH"), 1, deadline)
+                    return 0
+                delete = command(b"MULTI") + command(b"DEL", *mine) + command(b"EXEC")
+                *_, done = map(self._value, link.run_here(delete, 3, deadline))
+                if done is not None:
+                    return self._number(done[0] if isinstance(done, list) and done else done)
+        except (RefusedError, *FAILURES) as e:
+            raise links.unavailable(e) from e
+        except BaseException:
+            link.drop()  # it may still watch
+            raise
+        finally:
+            links.give(link)
+        raise IndexUnavailableError(f"Redis at {self._label}: records changed while removed")
+
+    def _on_node(self, route: Route, node_id: int, name: bytes, *args: bytes) -> Reply:
+        key = self._space.node_key(node_id)
+        return self._value(route.run([Request(command(name, key, *args), key_slot(key))])[0])
+
+    def _shard_incarnation(self, shard: Shard, deadline: float) -> str:
+        key = self._epoch_key(shard)
+        request = (
+            command(b"INFO", b"server")
+            + command(b"SET", key, secrets.token_hex(8).encode(), b"NX")
+            + command(b"GET", key)
+        )
+        info, made, epoch = map(self._value, shard.links.run(request, 3, deadline))
+        run_ids = [
+            line.removeprefix(b"run_id:")
+            for line in (info.splitlines() if isinstance(info, bytes) else ())
+            if line.startswith(b"run_id:")
+        ]
+        if len(run_ids) != 1 or made not in (b"OK", None) or not isinstance(epoch, bytes):
+            raise self._surprised([info, made, epoch])
+        return f"{run_ids[0].decode('latin-1')}:{epoch.decode('latin-1')}"
+
+    def _epoch_key(self, shard: Shard) -> bytes:
+        """On a cluster the first numbered epoch key that lies on this shard."""
+        if not shard.slots:
+            return self._space.epoch_key
+        slots = set(shard.slots)
+        names: Iterable[bytes] = (self._space.epoch_key + b":%d" % i for i in count())
+        return next(name for name in names if key_slot(name) in slots)
+
+    # What replies mean
+
+    def _value(self, reply: Reply) -> Reply:
+        if not isinstance(reply, ErrorReply):
+            return reply
+        if str(reply).startswith(("READONLY", "MASTERDOWN", "LOADING")):
+            self._read.mistaken()
+            self._write.mistaken()
+        raise refused(self._label, reply)
+
+    def _number(self, reply: Reply) -> int:
+        value = self._value(reply)
+        if not isinstance(value, int):
+            raise self._surprised(value)
+        return value
+
+    def _surprised(self, reply: Reply) -> IndexUnavailableError:
+        return IndexUnavailableError(f"Redis at {self._label}: odd reply {str(reply)[:80]!r}")
+
+
+class _BannedError(Exception):
+    """This user may not use that command, or the server does not know it."""
+
+
+def _banned(reply: Reply) -> bool:
+    if not isinstance(reply, ErrorReply):
+        return False
+    text = str(reply)
+    return text.startswith(("NOPERM", "ERR unknown command"))
+
+
+def _no_script(reply: Reply) -> bool:
+    return isinstance(reply, ErrorReply) and str(reply).startswith("NOSCRIPT")
+
+
+def _is_node_key(name: Reply) -> bool:
+    return isinstance(name, bytes) and _NODE_ID.fullmatch(name[-16:]) is not None

@@ -1,0 +1,393 @@
+"""A memory node at work: the core's decisions carried out on shared memory, sockets and the index.
+
+One event loop does everything, so headers have one writer (rule 2). The loop
+waits for the index only inside a publication, at most `publish_timeout_s`,
+and behind a circuit breaker that makes a dead index cost nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvstore.core import wire
+from kvstore.core.eviction import POLICIES
+from kvstore.core.events import Event, SessionDead, SessionResumed
+from kvstore.core.node import NodeCore
+from kvstore.core.wire import Hello, Op
+from kvstore.errors import (
+    DeadlineError,
+    IndexUnavailableError,
+    InternalError,
+    NodeUnavailableError,
+    UsageError,
+)
+from kvstore.index.base import Index, KeyRecord
+from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN, Limits
+from kvstore.node.control import Connection
+from kvstore.node.heartbeat import Heartbeat
+from kvstore.node.sessions import Session, Sessions
+from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
+from kvstore.segment.header import Superblock
+from kvstore.segment.shm import SHM_DIR, OwnedShm
+
+log = logging.getLogger("kvstore.node")
+
+PUBLISH_BATCH = 512
+REMOVE_DELAY_S = 0.05
+"""Removals are only hygiene (a stale record is a miss): they wait to travel together."""
+INDEX_RETRY_S = 0.2
+LEASE_POLL_S = 0.1
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+LOCK_TRIES = 20
+LOCK_RETRY_S = 0.01
+SOCKET_BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """How one node is made. Sizes in bytes."""
+
+    run_dir: Path
+    name: str = "node"
+    size_bytes: int = 1 << 30
+    arena_bytes: int = ARENA_BYTES_DEFAULT
+    """A power of two; the largest value is one arena."""
+    policy: str = "lru"
+    key_prefix: str = "kv:default"
+    shm_dir: Path = SHM_DIR
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UsageError("policy", self.policy, f"must be one of {sorted(POLICIES)}")
+        if self.size_bytes < ARENA_BYTES_MIN:
+            raise UsageError("size_bytes", self.size_bytes, f"at least {ARENA_BYTES_MIN}")
+
+    def shape(self) -> tuple[int, int]:
+        """(arenas, arena_bytes): a node smaller than one arena gets a smaller arena."""
+        arena_bytes = self.arena_bytes
+        while arena_bytes > self.size_bytes:
+            arena_bytes //= 2
+        return self.size_bytes // arena_bytes, arena_bytes
+
+
+def node_id_of(run_dir: Path, name: str) -> int:
+    """64 bits that stay the same over restarts of the node called `name` on this host."""
+    where = f"{socket.gethostname()}\n{run_dir}\n{name}".encode()
+    return int.from_bytes(blake2b(where, digest_size=8).digest(), "little")
+
+
+class Node:
+    """A memory node in this process. `with Node(config, index): ...` runs it in a thread;
+    `serve()` runs it in the caller's event loop (`kvstore node` does that)."""
+
+    def __init__(self, config: NodeConfig, index: Index) -> None:
+        self.config = config
+        self.index = index
+        self.dir = NodeDir(config.run_dir, config.name)
+        self.announcement: Announcement | None = None
+        self._held: list[tuple[Connection, list[Any]]] = []
+        self._flush_due = False
+        self._remove_due = False
+        self._stopping: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    # --- life -----------------------------------------------------------
+
+    def start(self) -> Node:
+        """Run in a thread of this process; returns when clients can connect.
+
+        Raises what kept it from starting: `UsageError` (name taken, bad sizes) or
+        `NoSpaceError` (/dev/shm too small).
+        """
+        ready = threading.Event()
+
+        def run() -> None:
+            try:
+                asyncio.run(self.serve(ready))
+            except BaseException as e:
+                self._failure = e
+            ready.set()
+
+        self._thread = threading.Thread(target=run, name=f"kvstore-{self.config.name}", daemon=True)
+        self._thread.start()
+        if not ready.wait(START_TIMEOUT_S):
+            raise DeadlineError(f"node {self.config.name} did not start in {START_TIMEOUT_S} s")
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def stop(self) -> None:
+        """End it, remove its segment and its records. Safe to call twice, from any thread."""
+        loop, stopping = self._loop, self._stopping
+        if loop is not None and stopping is not None:
+            with suppress(RuntimeError):  # the loop has ended by itself
+                loop.call_soon_threadsafe(stopping.set)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(STOP_TIMEOUT_S * 2)
+
+    def __enter__(self) -> Node:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    async def serve(self, ready: threading.Event | None = None) -> None:
+        """Serve until `stop()`; raises like `start()`."""
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        lock_fd = self._lock_directory()
+        try:
+            self._create()
+            try:
+                await self._run(ready)
+            finally:
+                self._close()
+        finally:
+            self.dir.remove()
+            os.close(lock_fd)
+        if self._failure is not None:
+            raise self._failure
+
+    def _lock_directory(self) -> int:
+        """Become the one process that is this node; clear what dead ones left."""
+        sweep(self.config.run_dir)
+        for _ in range(LOCK_TRIES):
+            self.dir.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                fd = try_lock(self.dir.lock)
+                if fd is not None and os.fstat(fd).st_ino == self.dir.lock.stat().st_ino:
+                    return fd
+            except FileNotFoundError:
+                fd = None  # swept away between mkdir and lock
+            if fd is not None:
+                os.close(fd)
+            time.sleep(LOCK_RETRY_S)
+        raise UsageError("name", self.config.name, f"a node of this name runs in {self.dir.path}")
+
+    def _create(self) -> None:
+        config = self.config
+        arenas, arena_bytes = config.shape()
+        node_id = node_id_of(config.run_dir, config.name)
+        epoch = int(time.time())
+        self.core = NodeCore(
+            node_id=node_id,
+            epoch=epoch,
+            arenas=arenas,
+            arena_bytes=arena_bytes,
+            limits=config.limits,
+            policy=POLICIES[config.policy],
+        )
+        base = config.shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-0"
+        self.dir.leases.mkdir(exist_ok=True, mode=0o700)
+        self.announcement = Announcement(
+            node_id=node_id,
+            epoch=epoch,
+            name=config.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            key_prefix=config.key_prefix,
+            data_path=f"{base}.data",
+            head_path=f"{base}.head",
+            control_path=str(self.dir.socket),
+            arenas=arenas,
+            arena_bytes=arena_bytes,
+            inline_bytes=config.limits.inline_bytes,
+        )
+        # Written before the segment: whoever finds this directory without a
+        # living owner knows which files to remove.
+        self.dir.announcement_path.write_bytes(self.announcement.pack())
+        self.segment = OwnedShm(base, Superblock(node_id, epoch, 0, arenas, arena_bytes))
+        self.sessions = Sessions(self.dir.leases, config.limits.clients)
+
+    async def _run(self, ready: threading.Event | None) -> None:
+        assert self._loop is not None
+        assert self._stopping is not None
+        assert self.announcement is not None
+        self.dir.socket.unlink(missing_ok=True)
+        server = await self._loop.create_unix_server(
+            lambda: Connection(self._on_hello, self._on_request, self._on_gone),
+            self.dir.socket,
+            backlog=SOCKET_BACKLOG,
+        )
+        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
+        tasks = [
+            asyncio.ensure_future(heartbeat.run()),
+            asyncio.ensure_future(self._watch_leases()),
+        ]
+        log.info(
+            "node %s (id %016x, epoch %d) serves %d MiB at %s",
+            self.config.name,
+            self.announcement.node_id,
+            self.announcement.epoch,
+            self.core.allocator.capacity_bytes >> 20,
+            self.dir.socket,
+        )
+        if ready is not None:
+            ready.set()
+        try:
+            await self._stopping.wait()
+        finally:
+            server.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _close(self) -> None:
+        for session in self.sessions.disconnected():
+            log.debug("client %s was gone at the end", session.client_id)
+        with suppress(IndexUnavailableError):
+            assert self.announcement is not None
+            self.index.withdraw(self.announcement.node_id)
+            self._unpublish_all()
+        self.sessions.close()
+        self.segment.close()
+
+    def _unpublish_all(self) -> None:
+        give_up_at = time.monotonic() + STOP_TIMEOUT_S
+        while time.monotonic() < give_up_at:
+            batch = self.core.take_published(PUBLISH_BATCH)
+            if not batch:
+                return
+            self.index.remove([KeyRecord(*item) for item in batch])
+
+    def _fail(self, error: BaseException) -> None:
+        """Our bug: stop rather than serve from a state that cannot be trusted."""
+        log.critical("node %s stops: %s", self.config.name, error, exc_info=error)
+        self._failure = error
+        assert self._stopping is not None
+        self._stopping.set()
+
+    # --- clients --------------------------------------------------------
+
+    def _on_hello(self, connection: Connection, hello: Hello) -> None:
+        session, known = self.sessions.enter(hello.client_id, connection)
+        connection.session = session
+        if known:
+            self._act(SessionResumed(session.number, hello.reserved, hello.pinned))
+        assert self.announcement is not None
+        connection.send([hello.request, True, [self.announcement.node_id, self.announcement.epoch]])
+
+    def _on_request(self, connection: Connection, message: Any) -> None:
+        session = connection.session
+        assert session is not None
+        if session.transport is not connection:
+            # The client has moved to a newer connection; what it said there
+            # (which reservations it holds) must not be undone by older words.
+            connection.hang_up()
+            return
+        if isinstance(message, list) and message and message[0] == Op.BYE:
+            self._end(session)
+            connection.session = None
+            connection.hang_up()
+            return
+        self._act(wire.decode(session.number, message))
+
+    def _on_gone(self, connection: Connection) -> None:
+        session = connection.session
+        if session is not None and session.transport is connection:
+            session.transport = None
+
+    def _act(self, event: Event) -> None:
+        try:
+            effects = self.core.handle(event, time.monotonic())
+            for write in effects.writes:
+                self.segment.apply(write)
+        except (InternalError, AssertionError, KeyError) as e:
+            self._fail(e)
+            return
+        publishing = self.core.publications_pending
+        for reply in effects.replies:
+            session = self.sessions.get(reply.session)
+            connection = session.transport if session is not None else None
+            if not isinstance(connection, Connection):
+                continue
+            answer = [reply.request, True, reply.body]
+            if reply.after_publish and publishing:
+                self._held.append((connection, answer))
+            else:
+                connection.send(answer)
+        self._schedule_index_work()
+
+    def _end(self, session: Session) -> None:
+        self._act(SessionDead(session.number))
+        self.sessions.forget(session)
+
+    async def _watch_leases(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_POLL_S)
+            for session in self.sessions.disconnected():
+                if self.sessions.dead(session):
+                    if self.core.holds(session.number):
+                        log.info("client %s died; its slots are free", session.client_id)
+                    self._end(session)
+
+    # --- the index ------------------------------------------------------
+
+    def _schedule_index_work(self) -> None:
+        assert self._loop is not None
+        if self.core.publications_pending and not self._flush_due:
+            # All requests that are ready in this turn of the loop are handled
+            # before the flush: that is the group commit.
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+        if self.core.removals_pending and not self._remove_due:
+            self._remove_due = True
+            self._loop.call_later(REMOVE_DELAY_S, self._remove)
+
+    def _flush(self) -> None:
+        assert self._loop is not None
+        work = self.core.take_publications(PUBLISH_BATCH)
+        again_s = 0.0
+        try:
+            self.index.publish([KeyRecord(*item) for item in work])
+            self.core.published(work)
+        except IndexUnavailableError as e:
+            log.debug("publication waits: %s", e)
+            again_s = INDEX_RETRY_S
+        if again_s or not self.core.publications_pending:
+            held, self._held = self._held, []
+            for connection, answer in held:
+                connection.send(answer)
+        if self.core.publications_pending:
+            self._loop.call_later(again_s, self._flush)
+        else:
+            self._flush_due = False
+
+    def _remove(self) -> None:
+        assert self._loop is not None
+        work = self.core.take_removals(PUBLISH_BATCH)
+        again_s = REMOVE_DELAY_S
+        try:
+            self.index.remove([KeyRecord(*item) for item in work])
+            self.core.removed(work)
+        except IndexUnavailableError:
+            again_s = INDEX_RETRY_S
+        if self.core.removals_pending:
+            self._loop.call_later(again_s, self._remove)
+        else:
+            self._remove_due = False
+
+    def _index_lost(self) -> None:
+        count = self.core.republish()
+        log.info("the index was emptied, restarted or failed over: publishing %d blocks", count)
+        self._schedule_index_work()
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters of the core; for the thread that runs the node, and for tests after it ended."""
+        if self._thread is not None and not self._thread.is_alive() and self._failure:
+            raise NodeUnavailableError(f"node {self.config.name} failed: {self._failure}")
+        return self.core.stats(time.monotonic())

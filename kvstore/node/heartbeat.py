@@ -1,0 +1,57 @@
+"""A node's sign of life in the index, and its watch over the index's own life (rule 7)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index
+from kvstore.nodedir import Announcement
+
+log = logging.getLogger("kvstore.node")
+
+HEARTBEAT_S = 1.0
+JITTER = 0.2
+"""Share of the period by which nodes drift apart, so that they do not beat together."""
+ANNOUNCEMENT_TTL_S = 6.0
+
+
+class Heartbeat:
+    """Announces the node every `HEARTBEAT_S`; calls `on_lost` when the index lost keys."""
+
+    def __init__(
+        self, index: Index, announcement: Announcement, on_lost: Callable[[], None]
+    ) -> None:
+        self._index = index
+        self._announcement = announcement
+        self._on_lost = on_lost
+        self._incarnation: str | None = None
+        self._reachable = True
+
+    async def run(self) -> None:
+        while True:
+            self.beat()
+            await asyncio.sleep(HEARTBEAT_S * random.uniform(1 - JITTER, 1 + JITTER))
+
+    def beat(self) -> None:
+        """One beat; returns within the index's deadline whatever happens."""
+        try:
+            incarnation = self._index.incarnation()
+            self._index.announce(
+                self._announcement.node_id, self._announcement.pack(), ANNOUNCEMENT_TTL_S
+            )
+        except IndexUnavailableError as e:
+            if self._reachable:
+                log.warning("node %s cannot reach the index: %s", self._announcement.name, e)
+            self._reachable = False
+            return
+        if not self._reachable:
+            log.info("node %s reaches the index again", self._announcement.name)
+        self._reachable = True
+        lost = self._incarnation is not None and incarnation != self._incarnation
+        self._incarnation = incarnation
+        if lost:
+            self._on_lost()

@@ -1,0 +1,91 @@
+"""Who the clients of a node are, over reconnects, and which of them are dead.
+
+A client is its lease file, whose lock its process holds. A lost connection
+says nothing (rule 5): only a free lock proves that nobody can write any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from kvstore.errors import UsageError
+from kvstore.nodedir import fd_is_locked
+
+
+class Session:
+    __slots__ = ("client_id", "lease_fd", "lease_path", "number", "transport")
+
+    def __init__(self, number: int, client_id: str, lease_path: Path, lease_fd: int) -> None:
+        self.number = number
+        self.client_id = client_id
+        self.lease_path = lease_path
+        self.lease_fd = lease_fd
+        self.transport: object | None = None
+        """The connection that speaks for it now, None while it has none."""
+
+
+class Sessions:
+    """All clients of one node."""
+
+    def __init__(self, leases: Path, clients_max: int) -> None:
+        self._leases = leases
+        self._clients_max = clients_max
+        self._by_client: dict[str, Session] = {}
+        self._by_number: dict[int, Session] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._by_client)
+
+    def get(self, number: int) -> Session | None:
+        return self._by_number.get(number)
+
+    def enter(self, client_id: str, transport: object) -> tuple[Session, bool]:
+        """The session of a client that said HELLO, and whether it was known before.
+
+        Raises `UsageError` when its lease is not locked or there are too many clients.
+        """
+        session = self._by_client.get(client_id)
+        known = session is not None
+        if session is None:
+            session = self._admit(client_id)
+        session.transport = transport
+        return session, known
+
+    def _admit(self, client_id: str) -> Session:
+        if len(self._by_client) >= self._clients_max:
+            raise UsageError("clients", len(self._by_client), f"at most {self._clients_max} a node")
+        path = self._leases / client_id
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as e:
+            raise UsageError("client_id", client_id, f"has no lease file ({e.strerror})") from e
+        if not fd_is_locked(fd):
+            os.close(fd)
+            raise UsageError("client_id", client_id, "its lease is not locked by its process")
+        session = Session(self._next, client_id, path, fd)
+        self._next += 1
+        self._by_client[client_id] = self._by_number[session.number] = session
+        return session
+
+    def forget(self, session: Session) -> None:
+        """The client is gone for good."""
+        del self._by_client[session.client_id]
+        del self._by_number[session.number]
+        os.close(session.lease_fd)
+        with contextlib.suppress(OSError):
+            session.lease_path.unlink()
+
+    def disconnected(self) -> list[Session]:
+        return [s for s in self._by_client.values() if s.transport is None]
+
+    @staticmethod
+    def dead(session: Session) -> bool:
+        """The client's process has ended: its lease is free."""
+        return not fd_is_locked(session.lease_fd)
+
+    def close(self) -> None:
+        for session in list(self._by_client.values()):
+            self.forget(session)

@@ -1,0 +1,166 @@
+"""Where nodes of this host leave word of themselves: `RUN_DIR/nodes/NAME/`.
+
+    lock          flock held for as long as the node's process lives
+    node.json     its announcement (also in the index)
+    control.sock  its control socket
+    leases/ID     one file per client, flock held for as long as the client's process lives
+
+A lock outlives a lost connection and a stopped process and ends with the
+process, however that ends: it is how both sides know who is dead (rule 5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvstore.errors import UsageError
+
+LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
+NODES_SCANNED_MAX = 256
+NAME_CHARS_MAX = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What others need to reach a node."""
+
+    version: int = 1
+    node_id: int
+    epoch: int
+    name: str
+    host: str
+    pid: int
+    key_prefix: str
+    data_path: str
+    head_path: str
+    control_path: str
+    arenas: int
+    arena_bytes: int
+    inline_bytes: int
+    """Values up to this size may travel in a reserve request."""
+
+    def pack(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Announcement | None:
+        """None when `raw` is not an announcement of this version: nobody to reach."""
+        try:
+            fields = json.loads(raw)
+            if not isinstance(fields, dict) or fields.get("version") != 1:
+                return None
+            known = {f.name: f.type for f in dataclasses.fields(cls)}
+            found = cls(**{name: fields[name] for name in known})
+        except (ValueError, KeyError, TypeError):
+            return None
+        right = all(type(getattr(found, n)).__name__ == t for n, t in known.items())
+        return found if right else None
+
+
+def try_lock(path: Path, *, create: bool = True) -> int | None:
+    """A descriptor that holds an exclusive lock on `path`; None when another process does.
+
+    Raises `FileNotFoundError` when it is not there and may not be created.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    fd = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some living process holds the lock on `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return fd_is_locked(fd)
+    finally:
+        os.close(fd)
+
+
+def fd_is_locked(fd: int) -> bool:
+    """The same for an open file that this process has not locked itself."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+class NodeDir:
+    """One node's directory."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        if not name or len(name) > NAME_CHARS_MAX or not name.replace("-", "").isalnum():
+            raise UsageError(
+                "name", name, f"must be 1 to {NAME_CHARS_MAX} letters, digits or hyphens"
+            )
+        self.name = name
+        self.path = run_dir / "nodes" / name
+        self.lock = self.path / LOCK
+        self.announcement_path = self.path / ANNOUNCEMENT
+        self.socket = self.path / SOCKET
+        self.leases = self.path / LEASES
+
+    def announcement(self) -> Announcement | None:
+        try:
+            return Announcement.unpack(self.announcement_path.read_bytes())
+        except OSError:
+            return None
+
+    def alive(self) -> bool:
+        return is_locked(self.lock)
+
+    def remove(self) -> None:
+        """Delete the directory and the segment it names. The caller holds the lock."""
+        found = self.announcement()
+        if found is not None:
+            Path(found.data_path).unlink(missing_ok=True)
+            Path(found.head_path).unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def node_dirs(run_dir: Path) -> Iterator[NodeDir]:
+    """Directories of all nodes of this host, living or dead, in name order."""
+    try:
+        names = sorted(os.listdir(run_dir / "nodes"))
+    except FileNotFoundError:
+        return
+    for name in names[:NODES_SCANNED_MAX]:
+        with contextlib.suppress(UsageError):
+            yield NodeDir(run_dir, name)
+
+
+def sweep(run_dir: Path) -> list[str]:
+    """Remove what dead nodes left behind (segments too); the names of those removed.
+
+    Anyone may call this at any time: holding the lock proves that the node is dead.
+    """
+    removed: list[str] = []
+    for node_dir in node_dirs(run_dir):
+        try:
+            fd = try_lock(node_dir.lock, create=False)
+        except OSError:
+            continue
+        if fd is None:
+            continue
+        try:
+            node_dir.remove()
+            removed.append(node_dir.name)
+        finally:
+            os.close(fd)
+    return removed

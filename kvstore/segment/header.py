@@ -1,0 +1,116 @@
+"""Slot headers in shared memory: 64 bytes, one cache line, written by the node alone.
+
+    0   u64  word: generation << 8 | state
+    8   32s  key
+    40  u32  length
+    44  u8   size class
+    45  u8   kind
+    46  u16  meta length (bytes at the end of the payload that describe it)
+    48  u64  payload checksum (xxh3-64, 0: none)
+    56  u32  namespace id
+    60  u32  CRC-32 of bytes 0..60, with the word as it is when SEALED
+
+The word is one aligned 8-byte store, so a reader sees either the old or the
+new state. The body is written while the word says RESERVED, the SEALED word
+last; a crash in between leaves a header that nobody trusts, and the CRC covers
+what a torn write could leave.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+from zlib import crc32
+
+from kvstore.types import Key
+
+HEADER_BYTES = 64
+FREE, RESERVED, SEALED = 0, 1, 2
+_HEADER = struct.Struct("<Q32sIBBHQII")
+_WORD = struct.Struct("<Q")
+assert _HEADER.size == HEADER_BYTES
+
+
+class Header(NamedTuple):
+    """A SEALED header."""
+
+    generation: int
+    key: Key
+    length: int
+    size_class: int
+    kind: int
+    meta_length: int
+    checksum: int
+    namespace_id: int
+
+
+def word(state: int, generation: int) -> int:
+    return generation << 8 | state
+
+
+def pack(header: Header) -> bytes:
+    """The 64 bytes of a sealed slot."""
+    raw = _HEADER.pack(
+        word(SEALED, header.generation),
+        header.key,
+        header.length,
+        header.size_class,
+        header.kind,
+        header.meta_length,
+        header.checksum,
+        header.namespace_id,
+        0,
+    )
+    return raw[:60] + crc32(raw[:60]).to_bytes(4, "little")
+
+
+def unpack(raw: bytes) -> Header | None:
+    """The header in `raw`, None unless it is SEALED and whole."""
+    w, key, length, size_class, kind, meta_length, checksum, namespace_id, crc = _HEADER.unpack(raw)
+    if w & 0xFF != SEALED or crc32(raw[:60]) != crc:
+        return None
+    return Header(w >> 8, key, length, size_class, kind, meta_length, checksum, namespace_id)
+
+
+SUPERBLOCK_BYTES = 4096
+_SUPERBLOCK = struct.Struct("<8sIIQQIIII")
+_MAGIC = b"kvstore1"
+LAYOUT_VERSION = 1
+
+
+class Superblock(NamedTuple):
+    """The first page of a header file: whose segment this is and how it is divided."""
+
+    node_id: int
+    epoch: int
+    segment: int
+    arenas: int
+    arena_bytes: int
+
+
+def pack_superblock(block: Superblock) -> bytes:
+    raw = _SUPERBLOCK.pack(
+        _MAGIC,
+        LAYOUT_VERSION,
+        block.segment,
+        block.node_id,
+        block.arena_bytes,
+        block.epoch,
+        block.arenas,
+        0,
+        0,
+    )
+    return raw + crc32(raw).to_bytes(4, "little")
+
+
+def unpack_superblock(raw: bytes) -> Superblock | None:
+    """None unless `raw` starts with a whole superblock of this layout version."""
+    body = raw[: _SUPERBLOCK.size]
+    if len(raw) < _SUPERBLOCK.size + 4:
+        return None
+    if crc32(body).to_bytes(4, "little") != raw[_SUPERBLOCK.size : _SUPERBLOCK.size + 4]:
+        return None
+    magic, version, segment, node_id, arena_bytes, epoch, arenas, _, _ = _SUPERBLOCK.unpack(body)
+    if magic != _MAGIC or version != LAYOUT_VERSION:
+        return None
+    return Superblock(node_id, epoch, segment, arenas, arena_bytes)
