@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kvstore import Found, Key
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvstore.client.base import Found
-    from kvstore.types import Key
 
 
 class EngineRequest(Protocol):

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvstore.errors import UsageError
+from kvstore import UsageError
 
 if TYPE_CHECKING:
     from connector.geometry import KVGeometry

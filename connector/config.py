@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from connector.limits import BLOCK_TOKENS_MAX, PINNED_FRACTION_MAX, TIMEOUT_S_MAX
-from kvstore.errors import UsageError
+from kvstore import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorConfig:
     """One connector's settings. Raises `UsageError` naming field, value and limit."""
 
-    url: str = "redis://127.0.0.1:6379/0"
-    """The index."""
-    key_prefix: str | None = None
-    """Prefix of the index's keys; None: the store's own default."""
+    url: str | None = None
+    """The index, a Redis URL; None: KVSTORE_URL, else the Redis embedded in this machine."""
+    key_prefix: str = "kv:default"
+    """Prefix of the index's keys: stores with different ones know nothing of each other."""
     node: str | None = None
     """Name of the memory node on this host; None: the only one there is."""
     run_dir: str | None = None
@@ -30,6 +30,8 @@ class ConnectorConfig:
     """After that the engine computes what was not loaded."""
     save_timeout_s: float = 10.0
     """After that a save is dropped and its engine blocks are free again."""
+    verify: Literal["never", "always"] = "never"
+    """Whether payload checksums are written and checked on this host too."""
     save_decode: bool = True
     """Save blocks that hold generated tokens too."""
     model_id: str | None = None
@@ -47,8 +49,10 @@ class ConnectorConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise UsageError(name, value, "must be a string that is not empty")
-        if not isinstance(self.url, str) or "://" not in self.url:
+        if self.url is not None and (not isinstance(self.url, str) or "://" not in self.url):
             raise UsageError("url", self.url, "must be a URL such as redis://host:6379/0")
+        if self.verify not in ("never", "always"):
+            raise UsageError("verify", self.verify, "must be 'never' or 'always'")
         if not isinstance(self.save_decode, bool):
             raise UsageError("save_decode", self.save_decode, "must be true or false")
         tokens = self.block_tokens

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from connector.geometry import KVGeometry, ShardTopology, StoreLayout, shard_namespaces
+from connector.geometry import Field, KVGeometry, ShardTopology, StoreLayout, shard_namespaces
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.state import LazyStore
 from connector.worker import WorkerCore
+from kvstore import BlockSession, BlockStore, Limits
 
 if TYPE_CHECKING:
     from connector.config import ConnectorConfig
-    from kvstore.client.base import BlockStore
-    from kvstore.hashing import Field
 
 
 def open_store(config: ConnectorConfig) -> BlockStore:
-    """The store these settings name. Raises `KVStoreError` when it is not there."""
-    raise NotImplementedError
+    """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet."""
+    return BlockSession(
+        config.url,
+        key_prefix=config.key_prefix,
+        node=config.node,
+        run_dir=Path(config.run_dir) if config.run_dir else None,
+        verify=config.verify,
+        limits=Limits(redis_timeout_s=config.lookup_timeout_s),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

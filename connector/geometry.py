@@ -15,8 +15,10 @@ from connector.limits import (
     BLOCK_TOKENS_MAX,
     BLOCK_TOKENS_MAX_DEFAULT,
 )
-from kvstore.errors import UsageError
-from kvstore.hashing import Field, Namespace
+from kvstore import Namespace, UsageError
+
+Field = str | int | float | bool | None
+"""What a namespace field may hold."""
 
 LAYOUT = "LHNC"
 LAYOUT_VERSION = 1

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Seconds that never run backwards."""
+
 LOOKUP_WAIT_PER_STEP_S = 0.003
 """How long one engine step may wait for lookups, all requests together."""
 LOOKUP_TTL_S = 2.0

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from connector.limits import LOOKUP_QUEUE_MAX, MATCH_BLOCKS_MAX, SHUTDOWN_TIMEOUT_S
-from kvstore.clock import Clock, monotonic
+from connector.limits import LOOKUP_QUEUE_MAX, MATCH_BLOCKS_MAX, SHUTDOWN_TIMEOUT_S, Clock
+from kvstore import Found, Key
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
     from connector.state import LazyStore
-    from kvstore.client.base import Found
-    from kvstore.types import Key
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Lookups:
         store: LazyStore,
         layout: StoreLayout,
         timeout_s: float,
-        clock: Clock = monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._store = store
         self._layout = layout

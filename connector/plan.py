@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from connector.base import EngineRequest, LoadBlock, SaveBlock
+from kvstore import Found, Key
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
-    from kvstore.client.base import Found
-    from kvstore.index.base import Record
-    from kvstore.types import Key
 
 
-def usable_run(runs: Sequence[Sequence[Found]], barred: Mapping[Key, Record]) -> int:
+def usable_run(runs: Sequence[Sequence[Found]], barred: Mapping[Key, bytes]) -> int:
     """Length of the leading run in which no shard points to a record that failed before."""
     length = len(runs[0]) if runs else 0
     if not barred:

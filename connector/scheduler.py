@@ -8,6 +8,7 @@ at most `LOOKUP_WAIT_PER_STEP_S`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,17 +20,15 @@ from connector.limits import (
     LOOKUP_TTL_S,
     LOOKUP_WAIT_PER_STEP_S,
     SAVE_JOB_BLOCKS_MAX,
+    Clock,
 )
 from connector.lookup import Lookup, Lookups
 from connector.plan import full_blocks, load_blocks, offered_tokens, save_blocks, usable_run
-from kvstore.clock import Clock, monotonic
-from kvstore.errors import KVStoreError
+from kvstore import Key, KVStoreError
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
     from connector.state import LazyStore
-    from kvstore.index.base import Record
-    from kvstore.types import Key
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class _Offer:
 class _RequestState:
     lookup: Lookup | None = None
     offer: _Offer | None = None
-    barred: dict[Key, Record] = field(default_factory=dict)
+    barred: dict[Key, bytes] = field(default_factory=dict)
     """Records of this request that could not be loaded: never offered to it again."""
     failed_loads: int = 0
     present_blocks: int = 0
@@ -86,7 +85,7 @@ class SchedulerCore:
         store: LazyStore,
         layout: StoreLayout,
         settings: SchedulerSettings,
-        clock: Clock = monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._store = store
         self._layout = layout

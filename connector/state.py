@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
-from connector.limits import STORE_RETRY_S
-from kvstore.client.base import BlockStore
-from kvstore.clock import Clock, monotonic
-from kvstore.errors import KVStoreError, UsageError
+from connector.limits import STORE_RETRY_S, Clock
+from kvstore import BlockStore, KVStoreError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ class LazyStore:
     before its memory node must come to use it without a restart.
     """
 
-    def __init__(self, opener: Opener, clock: Clock = monotonic) -> None:
+    def __init__(self, opener: Opener, clock: Clock = time.monotonic) -> None:
         self._opener = opener
         self._clock = clock
         self._lock = threading.Lock()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,9 @@ from connector.limits import (
     SAVE_BATCH_BYTES,
     SAVE_JOBS_MAX,
     SHUTDOWN_TIMEOUT_S,
+    Clock,
 )
-from kvstore.client.base import BlockStore, Reservation
-from kvstore.clock import Clock, monotonic
-from kvstore.errors import KVStoreError
+from kvstore import BlockStore, KVStoreError, Reservation
 
 if TYPE_CHECKING:
     from connector.geometry import KVGeometry, StoreLayout
@@ -75,7 +75,7 @@ class WorkerCore:
         saves: bool,
         load_timeout_s: float,
         save_timeout_s: float,
-        clock: Clock = monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._store = store
         self._layout = layout

@@ -11,12 +11,11 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from connector.factory import EngineShape
-from connector.geometry import KVGeometry, ShardTopology
-from kvstore.errors import UsageError
+from connector.geometry import Field, KVGeometry, ShardTopology
+from kvstore import UsageError
 
 if TYPE_CHECKING:
     from connector.config import ConnectorConfig
-    from kvstore.hashing import Field
 
 VLLM_NULL_BLOCK_ID = 0
 """vLLM's block pool keeps block 0 for "no block here"."""
