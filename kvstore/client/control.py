@@ -14,7 +14,7 @@ import msgpack
 
 from kvstore.client.lease import Lease
 from kvstore.core import wire
-from kvstore.core.breaker import CircuitBreaker
+from kvstore.core.breaker import Breaker
 from kvstore.core.wire import PROTOCOL_VERSION, Op
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.nodedir import NodeDir
@@ -36,7 +36,16 @@ class ControlChannel:
     `DeadlineError` when it does not answer, `UsageError` when it refuses.
     """
 
-    def __init__(self, node_dir: NodeDir, timeout_s: float, held: Callable[[], Held]) -> None:
+    def __init__(
+        self,
+        directory: NodeDir,
+        node: tuple[int, int],
+        timeout_s: float,
+        held: Callable[[], Held],
+    ) -> None:
+        """`node` is the (node id, epoch) to talk to: a restarted node is another one."""
+        self.directory = directory
+        self._node = list(node)
         self._timeout_s = timeout_s
         self._held = held
         self._lock = threading.Lock()
@@ -46,8 +55,7 @@ class ControlChannel:
         self._last_request = 0
         self._pid = os.getpid()
         self._closed = False
-        self._breaker = CircuitBreaker(FAILURES_TO_OPEN, REOPEN_AFTER_S)
-        self.directory = node_dir
+        self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
 
     def request(self, op: Op, *args: Any) -> Any:
         """The node's answer."""
@@ -55,16 +63,16 @@ class ControlChannel:
         if not self._lock.acquire(timeout=self._timeout_s):
             raise DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
         try:
-            if not self._breaker.allow(time.monotonic()):
+            if not self._breaker.allows(time.monotonic()):
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
             try:
                 self._connect(give_up_at)
                 answer = self._exchange([op, self._number(), *args], give_up_at)
             except (DeadlineError, NodeUnavailableError):
                 self._disconnect()
-                self._breaker.failure(time.monotonic())
+                self._breaker.failed(time.monotonic())
                 raise
-            self._breaker.success(time.monotonic())
+            self._breaker.succeeded()
             return answer
         finally:
             self._lock.release()

@@ -143,7 +143,7 @@ def _make_array(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
         raise ValueError(f"{dtype} of {shape} is not {size_bytes} bytes")
     if size_bytes == 0:
         return array, memoryview(bytearray())
-    return array, memoryview(array.reshape(-1).view(numpy.uint8))
+    return array, memoryview(array.reshape(-1).view(numpy.uint8).data)
 
 
 def _make_tensor(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
