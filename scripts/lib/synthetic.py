@@ -1,4 +1,4 @@
-"""An engine without a model, for machines without vLLM: its KV blocks are hashes, worked out slowly.
+"""An engine without a model, for machines without vLLM: its KV is hashes, worked out slowly.
 
 It speaks like the real one (engines.py), and what it "generates" depends on every
 byte of its KV, so a wrong byte from the store shows in the output.
