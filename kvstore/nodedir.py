@@ -137,7 +137,7 @@ class NodeDir:
 def node_dirs(run_dir: Path) -> Iterator[NodeDir]:
     """Directories of all nodes of this host, living or dead, in name order."""
     try:
-        names = sorted(os.listdir(run_dir / "nodes"))
+        names = sorted(path.name for path in (run_dir / "nodes").iterdir())
     except FileNotFoundError:
         return
     for name in names[:NODES_SCANNED_MAX]:

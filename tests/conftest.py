@@ -1,11 +1,16 @@
-"""For every test: one that needs what this machine lacks is skipped, and says why."""
+"""For every test: one that needs what this machine lacks is skipped, and says why.
+
+Also the real Redis processes that several folders share (redis_servers.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from redis_servers import RedisCluster, RedisSentinel, RedisServer
 
 
 def _missing() -> dict[str, str]:
@@ -23,3 +28,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_cluster() -> Iterator[RedisCluster]:
+    cluster = RedisCluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="session")
+def redis_sentinel() -> Iterator[RedisSentinel]:
+    sentinel = RedisSentinel()
+    yield sentinel
+    sentinel.close()

@@ -1,0 +1,68 @@
+"""The `kvstore` command: one file per subcommand, imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from kvstore.errors import KVStoreError, UsageError
+
+COMMANDS = {
+    "up": "Redis and memory nodes together, in the foreground",
+    "node": "one memory node, in the foreground",
+    "put": "save a file or standard input under a key",
+    "get": "write the value of a key to standard output or a file",
+    "ls": "the blocks on this host's nodes",
+    "stat": "nodes and counters",
+    "doctor": "look for what would keep it from working, and say what to do",
+}
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 128 + signal.SIGINT
+EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. An error is one line on standard error."""
+    try:
+        args = _parse(sys.argv[1:] if argv is None else argv)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except UsageError as e:
+        print(f"kvstore: {e}", file=sys.stderr)
+        return EXIT_USAGE
+    except KVStoreError as e:
+        print(f"kvstore: {e}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # `kvstore ls | head`: Python flushes once more at its end, into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="kvstore", description="Keep and share the KV cache of LLM engines."
+    )
+    parser.add_argument("--version", action="version", version=f"kvstore {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        description = f"{summary[0].upper()}{summary[1:]}."
+        command = commands.add_parser(name, help=summary, description=description)
+        if name == asked:
+            module = importlib.import_module(f"kvstore.cli.{name}")
+            module.configure(command)
+            command.set_defaults(run=module.run)
+    return parser.parse_args(argv)
+
+
+def _version() -> str:
+    from kvstore import __version__
+
+    return __version__

@@ -98,10 +98,8 @@ class Client:
             raise UsageError("block_tokens", block_tokens, "must be at least 1")
         self.block_tokens = block_tokens
 
-        def start_node(redis_url: str, where: Path) -> None:
-            start_embedded_node(
-                redis_url, where, key_prefix=key_prefix, size_bytes=node_size_bytes
-            )
+        def start_node(where: Path) -> None:
+            start_embedded_node(where, key_prefix=key_prefix, size_bytes=node_size_bytes)
 
         self.session = BlockSession(
             url,
@@ -171,16 +169,12 @@ class Client:
                 inline_room -= size_bytes
                 value = payload.data.tobytes() + payload.meta
                 checksum = xxhash.xxh3_64_intdigest(value) if self._verify else 0
-            wants.append(
-                Want(key, size_bytes, payload.kind, len(payload.meta), value, checksum)
-            )
+            wants.append(Want(key, size_bytes, payload.kind, len(payload.meta), value, checksum))
         answers = self._writer.reserve(wants, self.namespace.id)
         granted = [
             (i, answer) for i, answer in enumerate(answers) if isinstance(answer, Reservation)
         ]
-        results = [
-            answer if isinstance(answer, PutResult) else IN_PROGRESS for answer in answers
-        ]
+        results = [answer if isinstance(answer, PutResult) else IN_PROGRESS for answer in answers]
         if not granted:
             return results
         try:
@@ -211,7 +205,9 @@ class Client:
     def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> list[Any]:
         """`get` for each of `keys`, with one index round trip for all that were not seen before."""
         if out is not None and len(out) != len(keys):
-            raise UsageError("out", f"{len(out)} buffers", f"must be one for each of {len(keys)} keys")
+            raise UsageError(
+                "out", f"{len(out)} buffers", f"must be one for each of {len(keys)} keys"
+            )
         value_key = self.namespace.value_key
         return self._get_all([value_key(key) for key in keys], out)
 
@@ -277,7 +273,9 @@ class Client:
             value = data.tobytes()
         else:
             try:
-                value, target = tensors.make(place.kind, bytes(place.payload[data_bytes:]), data_bytes)
+                value, target = tensors.make(
+                    place.kind, bytes(place.payload[data_bytes:]), data_bytes
+                )
             except (ValueError, TypeError, AttributeError):
                 if place.valid():
                     raise
@@ -297,7 +295,7 @@ class Client:
         return place is not None
 
     def match_prefix(self, tokens: Sequence[int]) -> Match:
-        """The longest leading run of full blocks of `tokens` that is in the store; one round trip."""
+        """The longest leading run of full blocks of `tokens` in the store; one round trip."""
         found = self.session.match(self.namespace.block_keys(tokens, self.block_tokens))
         return Match(len(found) * self.block_tokens, len(found), found)
 

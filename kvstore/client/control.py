@@ -61,7 +61,9 @@ class ControlChannel:
         """The node's answer."""
         give_up_at = time.monotonic() + self._timeout_s
         if not self._lock.acquire(timeout=self._timeout_s):
-            raise DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
+            raise DeadlineError(
+                f"node {self.directory.name}: busy with this client's other requests"
+            )
         try:
             if not self._breaker.allows(time.monotonic()):
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
@@ -118,7 +120,9 @@ class ControlChannel:
 
     def _connect(self, give_up_at: float) -> None:
         if self._pid != os.getpid():
-            raise UsageError("client", self._pid, "was made before a fork: make one in each process")
+            raise UsageError(
+                "client", self._pid, "was made before a fork: make one in each process"
+            )
         if self._closed:
             raise UsageError("client", "closed", "must be open")
         if self._socket is not None:

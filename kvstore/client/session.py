@@ -39,7 +39,7 @@ class BlockSession:
         run_dir: Path | None = None,
         verify: Verify = "never",
         limits: Limits | None = None,
-        start_node: Callable[[str, Path], None] | None = None,
+        start_node: Callable[[Path], None] | None = None,
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -60,7 +60,7 @@ class BlockSession:
             timeout_s=self.limits.request_timeout_s,
             checksums=verify == "always",
             start_node=(
-                (lambda: start_node(self.url, self.run_dir))
+                (lambda: start_node(self.run_dir))
                 if start_node is not None and self.embedded
                 else None
             ),

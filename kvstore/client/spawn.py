@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.index.open import URL_VARIABLE
 from kvstore.nodedir import NodeDir
 
 EMBEDDED_NAME = "embedded"
@@ -15,10 +17,12 @@ START_TIMEOUT_S = 20.0
 POLL_S = 0.01
 
 
-def start_embedded_node(url: str, run_dir: Path, *, key_prefix: str, size_bytes: int) -> None:
+def start_embedded_node(run_dir: Path, *, key_prefix: str, size_bytes: int) -> None:
     """Start it, unless another process just did, and return when clients can connect.
 
-    Raises `NodeUnavailableError` with what it said when it could not start.
+    It is given no URL: it joins the embedded Redis of `run_dir` as a user, so that
+    Redis lasts as long as the node. Raises `NodeUnavailableError` with what it said
+    when it could not start.
     """
     directory = NodeDir(run_dir, EMBEDDED_NAME)
     if _ready(directory):
@@ -26,9 +30,10 @@ def start_embedded_node(url: str, run_dir: Path, *, key_prefix: str, size_bytes:
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "kvstore.cli", "node", "--name", EMBEDDED_NAME),
-            *("--url", url, "--run-dir", str(run_dir), "--key-prefix", key_prefix),
+            *("--run-dir", str(run_dir), "--key-prefix", key_prefix),
             *("--size", str(size_bytes), "--end-with-last-client"),
         ],
+        env={name: value for name, value in os.environ.items() if name != URL_VARIABLE},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -103,9 +103,7 @@ class Writer:
                 f"no memory node {which}on this host: start one with `kvstore node`"
             )
         word, directory = found
-        control = ControlChannel(
-            directory, (word.node_id, word.epoch), self._timeout_s, self._held
-        )
+        control = ControlChannel(directory, (word.node_id, word.epoch), self._timeout_s, self._held)
         try:
             return _Link(word, control)
         except (OSError, ValueError) as e:
@@ -222,7 +220,7 @@ class Writer:
 
     def pin(self, key: Key) -> tuple[bytes, tuple[int, int]] | None:
         """(record, handle) of a block that now stays until `unpin(handle)`."""
-        link, (answer,) = self._ask(Op.PIN, key)
+        _, (answer,) = self._ask(Op.PIN, key)
         if answer is None:
             return None
         if isinstance(answer, str):

@@ -214,3 +214,7 @@ class Allocator:
         if policy is not None:
             policy.touch(slot.slot_id)
         self._heat(slot)
+
+    def is_free(self, slot: Slot) -> bool:
+        """Whether `slot` waits in the free list of its class."""
+        return self._free_slots.get(slot.size_class, {}).get(slot.slot_id) is slot

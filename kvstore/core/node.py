@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 from kvstore.core.allocator import Allocator
-from kvstore.core.eviction import LRU, PolicyFactory
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -35,6 +34,7 @@ from kvstore.core.events import (
     Unpin,
     Write,
 )
+from kvstore.core.eviction import LRU, PolicyFactory
 from kvstore.core.record import pack_record
 from kvstore.core.slots import Slot, SlotEvent, SlotState
 from kvstore.limits import Limits
@@ -78,7 +78,9 @@ class NodeCore:
         """Every key that is SEALED or RESERVED here."""
         self._sessions: dict[int, _Session] = {}
         self._unpublished: OrderedDict[Key, Slot] = OrderedDict()
-        self._removals: OrderedDict[Key, bytes] = OrderedDict()
+        # By key and record: a publication whose outcome is unknown may have left
+        # an older record of the same key in the index, so both must go.
+        self._removals: OrderedDict[KeyedRecord, None] = OrderedDict()
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored",
@@ -295,7 +297,7 @@ class NodeCore:
             if len(self._removals) >= self.limits.pending_remove:
                 self._removals.popitem(last=False)
                 self.counts["removals_forgotten"] += 1
-            self._removals[slot.key] = slot.record
+            self._removals[slot.key, slot.record] = None
         slot.move(event)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
         if slot.state is SlotState.FREE:
@@ -419,12 +421,11 @@ class NodeCore:
 
         Their order against publications is free: a removal names its record.
         """
-        return list(islice(self._removals.items(), at_most))
+        return list(islice(self._removals, at_most))
 
     def removed(self, work: list[KeyedRecord]) -> None:
-        for key, record in work:
-            if self._removals.get(key) == record:
-                del self._removals[key]
+        for item in work:
+            self._removals.pop(item, None)
 
     def take_published(self, at_most: int) -> list[KeyedRecord]:
         """Forget up to `at_most` published blocks and return their records (the node ends)."""
@@ -434,8 +435,10 @@ class NodeCore:
         return [(slot.key, slot.record) for slot in slots]
 
     def republish(self) -> int:
-        """The index lost keys: everything sealed must be published again."""
-        self._removals.clear()
+        """The index lost keys: everything sealed must be published again.
+
+        Pending removals stay: after a failover the stale records may still be there.
+        """
         for key, slot in self.by_key.items():
             if slot.state is SlotState.SEALED:
                 self._unpublished[key] = slot

@@ -94,7 +94,8 @@ class Slot:
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise InternalError(
-                f"slot {self.slot_id} generation {self.generation}: {event.value} in {self.state.name}"
+                f"slot {self.slot_id}, generation {self.generation}: "
+                f"{event.value} in {self.state.name}"
             )
         if event is SlotEvent.RESERVE:
             self.generation += 1

@@ -33,9 +33,7 @@ class OpenedIndex:
             self._embedded.close()
 
 
-def open_guarded(
-    url: str | None, *, key_prefix: str, run_dir: Path, limits: Limits
-) -> OpenedIndex:
+def open_guarded(url: str | None, *, key_prefix: str, run_dir: Path, limits: Limits) -> OpenedIndex:
     """Open `url`, else KVSTORE_URL, else the embedded Redis of `run_dir`.
 
     A named server need not be up: calls then raise `IndexUnavailableError`. Raises

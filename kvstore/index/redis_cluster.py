@@ -174,6 +174,10 @@ def _moved(reply: Reply) -> bool:
     return isinstance(reply, ErrorReply) and str(reply).startswith("MOVED ")
 
 
+def _label(links: Links) -> str:
+    return links.label
+
+
 def _scatter(
     by_shard: dict[Links, list[int]], packed: dict[Links, bytes], deadline: float
 ) -> list[tuple[list[int], list[Reply]]]:
@@ -181,7 +185,9 @@ def _scatter(
     sent: dict[Links, Link] = {}
     answers = []
     try:
-        for links in by_shard:
+        # In one order everywhere: two calls that hold what the other waits for would both
+        # wait out their time.
+        for links in sorted(by_shard, key=_label):
             link = links.take(deadline)
             taken.append((links, link))
             try:

@@ -79,5 +79,3 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._on_gone(self)
-
-

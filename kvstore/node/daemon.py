@@ -13,15 +13,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from kvstore.core import wire
-from kvstore.core.eviction import POLICIES
 from kvstore.core.events import Event, SessionDead, SessionResumed
+from kvstore.core.eviction import POLICIES
 from kvstore.core.node import NodeCore
 from kvstore.core.wire import Hello, Op
 from kvstore.errors import (
@@ -32,13 +30,16 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.index.base import Index, KeyRecord
-from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN, Limits
+from kvstore.node.config import NodeConfig, node_id_of
 from kvstore.node.control import Connection
+from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
+from kvstore.node.last_client import wait_for_last_client
 from kvstore.node.sessions import Session, Sessions
 from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
+from kvstore.rundir import socket_path
 from kvstore.segment.header import Superblock
-from kvstore.segment.shm import SHM_DIR, OwnedShm
+from kvstore.segment.shm import OwnedShm, check_room
 
 log = logging.getLogger("kvstore.node")
 
@@ -49,43 +50,12 @@ INDEX_RETRY_S = 0.2
 LEASE_POLL_S = 0.1
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
-LOCK_TRIES = 20
+NAME_TAKEN_TIMEOUT_S = 0.2
+"""How long a node that serves may keep its name from us: it may be about to stop."""
+NAME_FREED_TIMEOUT_S = STOP_TIMEOUT_S * 2
+"""The same for one that does not serve (any more): it starts, or takes its records out."""
 LOCK_RETRY_S = 0.01
 SOCKET_BACKLOG = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    """How one node is made. Sizes in bytes."""
-
-    run_dir: Path
-    name: str = "node"
-    size_bytes: int = 1 << 30
-    arena_bytes: int = ARENA_BYTES_DEFAULT
-    """A power of two; the largest value is one arena."""
-    policy: str = "lru"
-    key_prefix: str = "kv:default"
-    shm_dir: Path = SHM_DIR
-    limits: Limits = field(default_factory=Limits)
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise UsageError("policy", self.policy, f"must be one of {sorted(POLICIES)}")
-        if self.size_bytes < ARENA_BYTES_MIN:
-            raise UsageError("size_bytes", self.size_bytes, f"at least {ARENA_BYTES_MIN}")
-
-    def shape(self) -> tuple[int, int]:
-        """(arenas, arena_bytes): a node smaller than one arena gets a smaller arena."""
-        arena_bytes = self.arena_bytes
-        while arena_bytes > self.size_bytes:
-            arena_bytes //= 2
-        return self.size_bytes // arena_bytes, arena_bytes
-
-
-def node_id_of(run_dir: Path, name: str) -> int:
-    """64 bits that stay the same over restarts of the node called `name` on this host."""
-    where = f"{socket.gethostname()}\n{run_dir}\n{name}".encode()
-    return int.from_bytes(blake2b(where, digest_size=8).digest(), "little")
 
 
 class Node:
@@ -117,7 +87,7 @@ class Node:
 
         def run() -> None:
             try:
-                asyncio.run(self.serve(ready))
+                asyncio.run(self.serve(ready.set))
             except BaseException as e:
                 self._failure = e
             ready.set()
@@ -145,15 +115,15 @@ class Node:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    async def serve(self, ready: threading.Event | None = None) -> None:
-        """Serve until `stop()`; raises like `start()`."""
+    async def serve(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Serve until `stop()`; raises like `start()`. Clients can connect from `on_ready` on."""
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        lock_fd = self._lock_directory()
+        lock_fd = await self._lock_directory()
         try:
             self._create()
             try:
-                await self._run(ready)
+                await self._run(on_ready)
             finally:
                 self._close()
         finally:
@@ -162,12 +132,15 @@ class Node:
         if self._failure is not None:
             raise self._failure
 
-    def _lock_directory(self) -> int:
+    async def _lock_directory(self) -> int:
         """Become the one process that is this node; clear what dead ones left."""
+        assert self._stopping is not None
+        socket_path(self.dir.socket)
         sweep(self.config.run_dir)
-        for _ in range(LOCK_TRIES):
-            self.dir.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        started_at = time.monotonic()
+        while True:
             try:
+                self.dir.path.mkdir(parents=True, exist_ok=True, mode=0o700)
                 fd = try_lock(self.dir.lock)
                 if fd is not None and os.fstat(fd).st_ino == self.dir.lock.stat().st_ino:
                     return fd
@@ -175,14 +148,20 @@ class Node:
                 fd = None  # swept away between mkdir and lock
             if fd is not None:
                 os.close(fd)
-            time.sleep(LOCK_RETRY_S)
-        raise UsageError("name", self.config.name, f"a node of this name runs in {self.dir.path}")
+            serving = self.dir.socket.exists()
+            patience_s = NAME_TAKEN_TIMEOUT_S if serving else NAME_FREED_TIMEOUT_S
+            if time.monotonic() - started_at > patience_s or self._stopping.is_set():
+                raise UsageError(
+                    "name", self.config.name, f"a node of this name runs in {self.dir.path}"
+                )
+            await asyncio.sleep(LOCK_RETRY_S)
 
     def _create(self) -> None:
         config = self.config
         arenas, arena_bytes = config.shape()
         node_id = node_id_of(config.run_dir, config.name)
-        epoch = int(time.time())
+        check_room(config.shm_dir, arenas, arena_bytes)
+        epoch = next_epoch(config.run_dir, config.name, time.time())
         self.core = NodeCore(
             node_id=node_id,
             epoch=epoch,
@@ -213,21 +192,26 @@ class Node:
         self.segment = OwnedShm(base, Superblock(node_id, epoch, 0, arenas, arena_bytes))
         self.sessions = Sessions(self.dir.leases, config.limits.clients)
 
-    async def _run(self, ready: threading.Event | None) -> None:
+    async def _run(self, on_ready: Callable[[], None] | None) -> None:
         assert self._loop is not None
         assert self._stopping is not None
         assert self.announcement is not None
+        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
+        # Before anyone can connect: a client takes only a node that the index knows.
+        heartbeat.beat()
         self.dir.socket.unlink(missing_ok=True)
         server = await self._loop.create_unix_server(
             lambda: Connection(self._on_hello, self._on_request, self._on_gone),
             self.dir.socket,
             backlog=SOCKET_BACKLOG,
         )
-        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
             asyncio.ensure_future(self._watch_leases()),
         ]
+        if self.config.end_with_last_client:
+            watch = wait_for_last_client(self.sessions, self._stopping.set)
+            tasks.append(asyncio.ensure_future(watch))
         log.info(
             "node %s (id %016x, epoch %d) serves %d MiB at %s",
             self.config.name,
@@ -236,25 +220,36 @@ class Node:
             self.core.allocator.capacity_bytes >> 20,
             self.dir.socket,
         )
-        if ready is not None:
-            ready.set()
+        if on_ready is not None:
+            on_ready()
         try:
             await self._stopping.wait()
         finally:
             server.close()
+            self._vanish()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _vanish(self) -> None:
+        """From here on clients of this host find no node, and start or take another.
+
+        The announcement goes after the segment: it is what a sweep knows it by.
+        """
+        self.dir.socket.unlink(missing_ok=True)
+        for session in self.sessions.all():
+            if isinstance(session.transport, Connection):
+                session.transport.hang_up()
+        self.segment.close()
+        self.dir.announcement_path.unlink(missing_ok=True)
+
     def _close(self) -> None:
-        for session in self.sessions.disconnected():
-            log.debug("client %s was gone at the end", session.client_id)
+        self._vanish()
         with suppress(IndexUnavailableError):
             assert self.announcement is not None
             self.index.withdraw(self.announcement.node_id)
             self._unpublish_all()
         self.sessions.close()
-        self.segment.close()
 
     def _unpublish_all(self) -> None:
         give_up_at = time.monotonic() + STOP_TIMEOUT_S

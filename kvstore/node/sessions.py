@@ -34,7 +34,8 @@ class Sessions:
         self._clients_max = clients_max
         self._by_client: dict[str, Session] = {}
         self._by_number: dict[int, Session] = {}
-        self._next = 1
+        self.admitted = 0
+        """Clients since the start."""
 
     def __len__(self) -> int:
         return len(self._by_client)
@@ -65,8 +66,8 @@ class Sessions:
         if not fd_is_locked(fd):
             os.close(fd)
             raise UsageError("client_id", client_id, "its lease is not locked by its process")
-        session = Session(self._next, client_id, path, fd)
-        self._next += 1
+        self.admitted += 1
+        session = Session(self.admitted, client_id, path, fd)
         self._by_client[client_id] = self._by_number[session.number] = session
         return session
 
@@ -78,6 +79,9 @@ class Sessions:
         with contextlib.suppress(OSError):
             session.lease_path.unlink()
 
+    def all(self) -> list[Session]:
+        return list(self._by_client.values())
+
     def disconnected(self) -> list[Session]:
         return [s for s in self._by_client.values() if s.transport is None]
 
@@ -87,5 +91,5 @@ class Sessions:
         return not fd_is_locked(session.lease_fd)
 
     def close(self) -> None:
-        for session in list(self._by_client.values()):
+        for session in self.all():
             self.forget(session)

@@ -52,6 +52,20 @@ def _create(path: Path, size_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
+def check_room(where: Path, arenas: int, arena_bytes: int) -> None:
+    """Raises `NoSpaceError` when a segment of this shape does not fit."""
+    # fallocate on tmpfs takes page after page until memory is gone; asking
+    # first keeps a mistyped size from starving the whole machine.
+    need_bytes = arenas * arena_bytes + header_file_bytes(arenas, arena_bytes)
+    fs = os.statvfs(where)
+    free = fs.f_bavail * fs.f_frsize
+    if need_bytes + RESERVE_BYTES > free:
+        raise NoSpaceError(
+            f"{where}: {need_bytes} bytes asked for, {free} free, "
+            f"{RESERVE_BYTES} kept for others; use a smaller --size or enlarge it"
+        )
+
+
 class OwnedShm:
     """A node's own segment. Only the node's event loop uses it."""
 
@@ -61,7 +75,7 @@ class OwnedShm:
         self.head_path = base_path.with_suffix(".head")
         data_bytes = superblock.arenas * superblock.arena_bytes
         head_bytes = header_file_bytes(superblock.arenas, superblock.arena_bytes)
-        self._check_room(base_path.parent, data_bytes + head_bytes)
+        check_room(base_path.parent, superblock.arenas, superblock.arena_bytes)
         self._data = _create(self.data_path, data_bytes)
         try:
             self._head = _create(self.head_path, head_bytes)
@@ -78,18 +92,6 @@ class OwnedShm:
         raw = pack_superblock(superblock)
         self._head[: len(raw)] = raw
         self._closed = False
-
-    @staticmethod
-    def _check_room(where: Path, need_bytes: int) -> None:
-        # fallocate on tmpfs takes page after page until memory is gone; asking
-        # first keeps a mistyped size from starving the whole machine.
-        fs = os.statvfs(where)
-        free = fs.f_bavail * fs.f_frsize
-        if need_bytes + RESERVE_BYTES > free:
-            raise NoSpaceError(
-                f"{where}: {need_bytes} bytes asked for, {free} free, "
-                f"{RESERVE_BYTES} kept for others; use a smaller --size or enlarge it"
-            )
 
     def apply(self, write: Write) -> None:
         self._apply[type(write)](write)

@@ -1,0 +1,119 @@
+"""`kvstore node`: one memory node in the foreground, until a signal or its last client's end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+
+from kvstore.cli.options import (
+    add_store,
+    add_verbose,
+    no_password,
+    run_dir_of,
+    size_bytes,
+    start_logging,
+)
+from kvstore.cli.output import human_bytes
+from kvstore.core.eviction import POLICIES
+from kvstore.index.open import open_guarded
+from kvstore.limits import ARENA_BYTES_DEFAULT, Limits
+from kvstore.node import Node, NodeConfig
+from kvstore.node.config import SIZE_BYTES_DEFAULT
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_store(parser)
+    add_memory(parser)
+    parser.add_argument("--name", default="node", help="unique on this host (default: %(default)s)")
+    parser.add_argument(
+        "--end-with-last-client",
+        action="store_true",
+        help="stop when the last client is gone, or when none comes",
+    )
+    parser.add_argument("--end-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
+    add_verbose(parser)
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """How much memory a node takes and how it uses it."""
+    parser.add_argument(
+        "--size",
+        type=size_bytes,
+        default=SIZE_BYTES_DEFAULT,
+        metavar="SIZE",
+        help=f"of a node, in /dev/shm (default: {human_bytes(SIZE_BYTES_DEFAULT)})",
+    )
+    parser.add_argument(
+        "--arena",
+        type=size_bytes,
+        default=ARENA_BYTES_DEFAULT,
+        metavar="SIZE",
+        help="power of two; the largest value "
+        f"is one arena (default: {human_bytes(ARENA_BYTES_DEFAULT)})",
+    )
+    parser.add_argument(
+        "--policy",
+        default="lru",
+        choices=sorted(POLICIES),
+        help="what goes when it is full (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    start_logging(args)
+    if args.end_with_parent is not None:
+        _end_with(args.end_with_parent)
+    config = NodeConfig(
+        run_dir=run_dir_of(args),
+        name=args.name,
+        size_bytes=args.size,
+        arena_bytes=args.arena,
+        policy=args.policy,
+        key_prefix=args.key_prefix,
+        end_with_last_client=args.end_with_last_client,
+        limits=Limits(),
+    )
+    opened = open_guarded(
+        args.url, key_prefix=args.key_prefix, run_dir=config.run_dir, limits=config.limits
+    )
+    try:
+        return asyncio.run(_serve(Node(config, opened.index), no_password(opened.url)))
+    finally:
+        opened.close()
+
+
+async def _serve(node: Node, redis: str) -> int:
+    """0 when it ended as asked, 130 after Ctrl-C."""
+    ended_by: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        ended_by.append(number)
+        node.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+
+    def say_ready() -> None:
+        arenas, arena_bytes = node.config.shape()
+        print(
+            f"kvstore node {node.config.name}: ready, {human_bytes(arenas * arena_bytes)} "
+            f"in {arenas} arenas, Redis {redis}, pid {os.getpid()}",
+            flush=True,
+        )
+
+    await node.serve(say_ready)
+    return 128 + signal.SIGINT if signal.SIGINT in ended_by else 0
+
+
+def _end_with(parent: int) -> None:
+    """Get SIGTERM when the process that started us ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(0)

@@ -1,0 +1,89 @@
+"""What the commands' options have in common."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from pathlib import Path
+
+from kvstore import rundir
+from kvstore.errors import UsageError
+from kvstore.index.open import URL_VARIABLE
+
+KEY_PREFIX_DEFAULT = "kv:default"
+NAMESPACE_DEFAULT = "default"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:(i?)b?)", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+
+def size_bytes(text: str) -> int:
+    """`1GiB`, `512MiB`, `1.5G` or bytes. All powers of two: memory is bought in them."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1GiB, 512MiB or 1048576")
+    return int(float(found[1]) * 1024 ** _POWERS[found[2].lower()])
+
+
+def add_store(parser: argparse.ArgumentParser, *, namespace: bool = False) -> None:
+    """Which store: its Redis, its prefix there, and where its local nodes leave word."""
+    parser.add_argument(
+        "--url", help=f"the index's Redis (default: {URL_VARIABLE}, else the embedded Redis)"
+    )
+    parser.add_argument(
+        "--key-prefix",
+        default=KEY_PREFIX_DEFAULT,
+        metavar="PREFIX",
+        help="of the index's keys; stores with different ones are apart (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"where processes of this host find each other (default: {rundir.RUN_DIR_ENV}, "
+        "else one for this user)",
+    )
+    if namespace:
+        parser.add_argument(
+            "--namespace",
+            default=NAMESPACE_DEFAULT,
+            metavar="NAME",
+            help="keys in different ones are apart (default: %(default)s)",
+        )
+
+
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-v", "--verbose", action="count", default=0, help="say more on standard error (-vv: all)"
+    )
+
+
+def start_logging(args: argparse.Namespace) -> None:
+    """Log to standard error; a command's own output stays alone on standard output."""
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def run_dir_of(args: argparse.Namespace) -> Path:
+    return rundir.run_dir(args.run_dir)
+
+
+def at_least_one(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return number
+
+
+def no_password(url: str) -> str:
+    """`url` for messages: less user name and password."""
+    from kvstore.index.redis_url import parse_url
+
+    try:
+        return parse_url(url).label
+    except UsageError:
+        return "(not a URL)"

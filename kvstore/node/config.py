@@ -1,0 +1,58 @@
+"""What one node is made of, and who it is."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from kvstore.core.eviction import POLICIES
+from kvstore.errors import UsageError
+from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MAX, ARENA_BYTES_MIN, Limits
+from kvstore.segment.shm import SHM_DIR
+
+SIZE_BYTES_DEFAULT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """How one node is made. Sizes in bytes."""
+
+    run_dir: Path
+    name: str = "node"
+    size_bytes: int = SIZE_BYTES_DEFAULT
+    arena_bytes: int = ARENA_BYTES_DEFAULT
+    """A power of two; the largest value is one arena."""
+    policy: str = "lru"
+    key_prefix: str = "kv:default"
+    shm_dir: Path = SHM_DIR
+    end_with_last_client: bool = False
+    """Stop when the last client is gone, or when none comes (last_client.py)."""
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UsageError("policy", self.policy, f"must be one of {sorted(POLICIES)}")
+        if self.size_bytes < ARENA_BYTES_MIN:
+            raise UsageError("size_bytes", self.size_bytes, f"at least {ARENA_BYTES_MIN}")
+        power_of_two = self.arena_bytes & (self.arena_bytes - 1) == 0
+        if not (power_of_two and ARENA_BYTES_MIN <= self.arena_bytes <= ARENA_BYTES_MAX):
+            raise UsageError(
+                "arena_bytes",
+                self.arena_bytes,
+                f"must be a power of two from {ARENA_BYTES_MIN} to {ARENA_BYTES_MAX}",
+            )
+
+    def shape(self) -> tuple[int, int]:
+        """(arenas, arena_bytes): a node smaller than one arena gets a smaller arena."""
+        arena_bytes = self.arena_bytes
+        while arena_bytes > self.size_bytes:
+            arena_bytes //= 2
+        return self.size_bytes // arena_bytes, arena_bytes
+
+
+def node_id_of(run_dir: Path, name: str) -> int:
+    """64 bits that stay the same over restarts of the node called `name` on this host."""
+    where = f"{socket.gethostname()}\n{run_dir}\n{name}".encode()
+    return int.from_bytes(blake2b(where, digest_size=8).digest(), "little")

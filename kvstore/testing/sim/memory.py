@@ -1,0 +1,67 @@
+"""Shared memory of one node start, written the way hardware lets others see it: step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstore.core.events import Fill, Mark, Seal, Write
+from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.segment.header import (
+    HEADER_BYTES,
+    SUPERBLOCK_BYTES,
+    Header,
+    Superblock,
+    pack,
+    pack_superblock,
+    word,
+)
+
+FILL_STEPS = 2
+
+
+class SimSegment:
+    """Payload and headers as byte arrays, with the layout of the real files."""
+
+    def __init__(self, superblock: Superblock) -> None:
+        self.superblock = superblock
+        self.slots_per_arena = superblock.arena_bytes // SLOT_BYTES_MIN
+        self.bytes = bytearray(superblock.arenas * superblock.arena_bytes)
+        self.payload = memoryview(self.bytes)
+        slots = superblock.arenas * self.slots_per_arena
+        self._head = bytearray(SUPERBLOCK_BYTES + slots * HEADER_BYTES)
+        raw = pack_superblock(superblock)
+        self._head[: len(raw)] = raw
+
+    def populate(self, offset: int) -> None:
+        """Pages are always there."""
+
+    def header(self, slot_id: int) -> bytes:
+        start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
+        return bytes(self._head[start : start + HEADER_BYTES])
+
+    def steps(self, write: Write) -> Iterator[None]:
+        """Carry out `write`, yielding after each store that others can see by itself."""
+        if isinstance(write, Fill):
+            size = len(write.value)
+            chunk = -(-size // FILL_STEPS)
+            for start in range(0, size, chunk):
+                part = write.value[start : start + chunk]
+                self.bytes[write.offset + start : write.offset + start + len(part)] = part
+                yield
+            return
+        start = SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES
+        if isinstance(write, Mark):
+            self._store_word(start, word(write.state, write.generation))
+            yield
+            return
+        assert isinstance(write, Seal)
+        raw = pack(Header(*write[1:]))
+        self._head[start + 8 : start + 40] = raw[8:40]
+        yield
+        self._head[start + 40 : start + HEADER_BYTES] = raw[40:]
+        yield
+        self._head[start : start + 8] = raw[:8]
+        yield
+
+    def _store_word(self, start: int, value: int) -> None:
+        self._head[start : start + 8] = value.to_bytes(8, "little")

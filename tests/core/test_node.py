@@ -1,0 +1,273 @@
+"""The node's decisions, one claim each. No I/O: events in, effects out."""
+
+import pytest
+
+from kvstore.core.events import (
+    Abort,
+    Clear,
+    Commit,
+    Drop,
+    Fill,
+    Listing,
+    Mark,
+    Pin,
+    Reserve,
+    Seal,
+    SessionDead,
+    SessionResumed,
+    Stat,
+    Touch,
+    Unpin,
+)
+from kvstore.core.node import NodeCore
+from kvstore.core.record import unpack_record
+from kvstore.core.slots import SlotState
+from kvstore.hashing import Namespace
+from kvstore.limits import Limits
+
+ARENA = 64 << 10
+KEYS = Namespace.named("test").block_keys(range(200), 1)
+A, B = 1, 2
+
+
+@pytest.fixture
+def core():
+    return NodeCore(node_id=5, epoch=9, arenas=1, arena_bytes=ARENA)
+
+
+def reserve(core, keys, size=8192, session=A, values=None, namespace=3):
+    n = len(keys)
+    event = Reserve(
+        session, 1, keys, [size] * n, namespace, [0] * n, [0] * n, values or [None] * n, [0] * n
+    )
+    return core.handle(event, 0.0)
+
+
+def commit(core, grants, session=A):
+    return core.handle(Commit(session, 2, [(g[0], g[1], 0) for g in grants]), 0.0)
+
+
+def put(core, keys, **kwargs):
+    grants = reserve(core, keys, **kwargs).replies[0].body
+    return commit(core, grants, session=kwargs.get("session", A))
+
+
+def body(effects):
+    return effects.replies[0].body
+
+
+def test_a_reserve_grants_a_slot_and_marks_it_reserved_before_the_answer(core):
+    effects = reserve(core, KEYS[:1])
+    ((slot, generation, offset),) = body(effects)
+    assert effects.writes == [Mark(slot, SlotState.RESERVED, generation)]
+    assert offset % 1024 == 0
+    assert not effects.replies[0].after_publish
+
+
+def test_a_commit_seals_and_then_publishes_and_answers_after_the_publication(core):
+    grants = body(reserve(core, KEYS[:1]))
+    assert core.take_publications(10) == []
+    effects = commit(core, grants)
+    assert [type(w) for w in effects.writes] == [Seal]
+    assert effects.replies[0].after_publish
+    ((key, record),) = core.take_publications(10)
+    location = unpack_record(key, record)
+    assert (location.node_id, location.epoch, location.length) == (5, 9, 8192)
+
+
+def test_a_small_value_is_stored_by_the_reserve_alone_in_the_right_order(core):
+    effects = reserve(core, KEYS[:1], size=5, values=[b"hello"])
+    assert [type(w) for w in effects.writes] == [Mark, Fill, Seal]
+    assert body(effects) == [0]
+    assert effects.replies[0].after_publish
+
+
+def test_a_key_that_exists_is_skipped_at_reserve(core):
+    put(core, KEYS[:1])
+    assert body(reserve(core, KEYS[:2]))[0] == 1
+
+
+def test_a_key_another_client_is_writing_is_in_progress(core):
+    reserve(core, KEYS[:1], session=A)
+    assert body(reserve(core, KEYS[:1], session=B)) == [2]
+
+
+def test_a_key_twice_in_one_batch_is_in_progress_the_second_time(core):
+    answers = body(reserve(core, [KEYS[0], KEYS[0]]))
+    assert isinstance(answers[0], tuple)
+    assert answers[1] == 2
+
+
+def test_a_pool_under_pressure_rejects_nothing_that_can_be_evicted(core):
+    for key in KEYS:
+        assert body(put(core, [key])) == [0]
+    assert core.counts["evicted"] == len(KEYS) - 8
+    assert core.counts["rejected"] == 0
+
+
+def test_an_evicted_block_is_marked_free_before_its_slot_is_given_away(core):
+    put(core, KEYS[:8])
+    effects = reserve(core, KEYS[8:9])
+    freed, reserved = effects.writes
+    assert (freed.state, reserved.state) == (SlotState.FREE, SlotState.RESERVED)
+    assert reserved.generation == freed.generation + 1
+
+
+def test_an_evicted_block_that_was_published_is_removed_from_the_index(core):
+    put(core, KEYS[:8])
+    work = core.take_publications(100)
+    core.published(work)
+    reserve(core, KEYS[8:9])
+    assert core.take_removals(10) == [work[0]]
+
+
+def test_what_the_index_has_not_taken_stays_pending(core):
+    put(core, KEYS[:3])
+    first = core.take_publications(2)
+    core.published(first)
+    assert [key for key, _ in core.take_publications(10)] == [KEYS[2]]
+
+
+def test_removals_of_two_records_of_one_key_are_both_kept(core):
+    """Seed 4 of the simulator: the second once hid the first."""
+    put(core, KEYS[:1])
+    core.take_publications(10)
+    core.handle(Drop(A, 1, KEYS[:1]), 0.0)
+    put(core, KEYS[:1])
+    core.take_publications(10)
+    core.handle(Drop(A, 1, KEYS[:1]), 0.0)
+    assert len(core.take_removals(10)) == 2
+
+
+def test_a_value_over_one_arena_is_rejected_with_the_limit_and_the_rest_is_stored(core):
+    event = Reserve(A, 1, KEYS[:2], [ARENA + 1, 5], 3, [0, 0], [0, 0], [None, b"abcde"], [0, 0])
+    answers = body(core.handle(event, 0.0))
+    assert str(ARENA) in answers[0]
+    assert answers[1] == 0
+
+
+def test_when_every_slot_is_reserved_the_rejection_says_so(core):
+    reserve(core, KEYS[:8])
+    (answer,) = body(reserve(core, KEYS[8:9]))
+    assert "reserved or pinned" in answer
+
+
+def test_a_client_may_not_reserve_beyond_its_limit():
+    limits = Limits(reservations_per_client=2)
+    core = NodeCore(node_id=1, epoch=1, arenas=1, arena_bytes=ARENA, limits=limits)
+    answers = body(reserve(core, KEYS[:3]))
+    assert "at most 2 a client" in answers[2]
+
+
+def test_a_commit_of_somebody_elses_reservation_is_refused(core):
+    grants = body(reserve(core, KEYS[:1], session=A))
+    (answer,) = body(commit(core, grants, session=B))
+    assert "not reserved" in answer
+    assert body(commit(core, grants, session=A)) == [0]
+
+
+def test_a_commit_with_an_old_generation_is_refused(core):
+    ((slot, generation, _),) = body(reserve(core, KEYS[:1]))
+    assert "not reserved" in body(commit(core, [(slot, generation - 1)]))[0]
+
+
+def test_a_second_commit_is_refused(core):
+    grants = body(reserve(core, KEYS[:1]))
+    commit(core, grants)
+    assert "not reserved" in body(commit(core, grants))[0]
+
+
+def test_an_abort_frees_the_slot_and_the_key(core):
+    ((slot, generation, _),) = body(reserve(core, KEYS[:1]))
+    effects = core.handle(Abort(A, 1, [(slot, generation)]), 0.0)
+    assert effects.writes == [Mark(slot, SlotState.FREE, generation)]
+    assert isinstance(body(reserve(core, KEYS[:1], session=B))[0], tuple)
+
+
+def test_a_dead_writer_loses_its_reservations_and_nothing_was_published(core):
+    reserve(core, KEYS[:8], session=A)
+    core.handle(SessionDead(A), 0.0)
+    assert core.publications_pending == 0
+    assert all(isinstance(a, tuple) for a in body(reserve(core, KEYS[:8], session=B)))
+
+
+def test_a_client_that_is_back_keeps_what_it_holds_and_loses_what_it_never_heard_of(core):
+    grants = body(reserve(core, KEYS[:2]))
+    core.handle(SessionResumed(A, [grants[0][:2]], []), 0.0)
+    assert body(commit(core, grants))[0] == 0
+    assert "not reserved" in body(commit(core, grants))[1]
+
+
+def test_a_pinned_block_is_not_evicted(core):
+    put(core, KEYS[:8])
+    core.handle(Pin(B, 1, KEYS[:1]), 0.0)
+    for key in KEYS[8:40]:
+        put(core, [key])
+    assert body(reserve(core, KEYS[:1])) == [1]
+
+
+def test_a_pinned_block_that_is_dropped_misses_at_once_and_keeps_its_slot_until_unpinned(core):
+    ((slot, generation, _),) = grants = body(reserve(core, KEYS[:1]))
+    commit(core, grants)
+    core.handle(Pin(B, 1, KEYS[:1]), 0.0)
+    effects = core.handle(Drop(A, 1, KEYS[:1]), 0.0)
+    assert effects.writes == [Mark(slot, SlotState.FREE, generation)]
+    others = [g[0] for g in body(reserve(core, KEYS[1:8]))]
+    assert slot not in others
+    assert isinstance(body(reserve(core, KEYS[8:9]))[0], str)
+    core.handle(Unpin(B, 1, [(slot, generation)]), 0.0)
+    assert body(reserve(core, KEYS[9:10]))[0][0] == slot
+
+
+def test_a_dead_clients_pins_end(core):
+    put(core, KEYS[:8])
+    core.handle(Pin(B, 1, KEYS[:8]), 0.0)
+    assert isinstance(body(reserve(core, KEYS[8:9]))[0], str)
+    core.handle(SessionDead(B), 0.0)
+    assert isinstance(body(reserve(core, KEYS[9:10]))[0], tuple)
+
+
+def test_a_touched_block_outlives_one_that_was_not(core):
+    put(core, KEYS[:8])
+    core.handle(Touch(B, KEYS[:1]), 0.0)
+    put(core, KEYS[8:9])
+    touched, untouched = body(reserve(core, KEYS[:2]))
+    assert touched == 1
+    assert isinstance(untouched, tuple)
+
+
+def test_a_clear_drops_the_namespace_and_leaves_the_others(core):
+    put(core, KEYS[:2], namespace=1)
+    put(core, KEYS[2:3], namespace=2)
+    assert body(core.handle(Clear(A, 1, 1), 0.0)) == 2
+    assert [row[0] for row in body(core.handle(Listing(A, 1, b"", 10), 0.0))] == [KEYS[2]]
+
+
+def test_a_block_being_written_while_its_namespace_is_cleared_is_not_stored(core):
+    grants = body(reserve(core, KEYS[:1], namespace=1))
+    core.handle(Clear(B, 1, 1), 0.0)
+    (answer,) = body(commit(core, grants))
+    assert "cleared" in answer
+    assert core.publications_pending == 0
+
+
+def test_republish_brings_every_sealed_block_back_to_the_index(core):
+    put(core, KEYS[:3])
+    core.published(core.take_publications(10))
+    assert core.republish() == 3
+    assert [key for key, _ in core.take_publications(10)] == KEYS[:3]
+
+
+def test_stats_add_up(core):
+    put(core, KEYS[:3])
+    reserve(core, KEYS[3:5])
+    stats = body(core.handle(Stat(A, 1), 4.0))
+    assert (stats["blocks"], stats["block_bytes"], stats["reserved"]) == (3, 3 * 8192, 2)
+    assert stats["oldest_reservation_s"] == 4.0
+
+
+def test_a_listing_pages_through_all_keys_in_order(core):
+    put(core, KEYS[:8])
+    first = body(core.handle(Listing(A, 1, b"", 5), 0.0))
+    rest = body(core.handle(Listing(A, 1, first[-1][0], 5), 0.0))
+    assert [row[0] for row in [*first, *rest]] == sorted(KEYS[:8])

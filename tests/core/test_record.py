@@ -1,0 +1,47 @@
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.record import RECORD_BYTES, pack_record, unpack_record
+from kvstore.types import Location
+
+KEY = bytes(range(32))
+locations = st.builds(
+    Location,
+    node_id=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 2**32 - 1),
+    segment=st.integers(0, 2**16 - 1),
+    slot=st.integers(0, 2**32 - 1),
+    generation=st.integers(0, 2**56 - 1),
+    size_class=st.integers(0, 255),
+    length=st.integers(0, 2**32 - 1),
+    checksum=st.integers(0, 2**64 - 1),
+)
+
+
+@given(locations)
+def test_a_record_gives_back_the_location_it_was_made_of(location):
+    assert unpack_record(KEY, pack_record(KEY, location)) == location
+
+
+def test_a_record_stays_small_enough_for_embstr():
+    assert RECORD_BYTES == 44
+
+
+@given(locations, st.integers(0, RECORD_BYTES * 8 - 1))
+def test_a_record_with_any_bit_flipped_is_none(location, bit):
+    record = bytearray(pack_record(KEY, location))
+    record[bit // 8] ^= 1 << bit % 8
+    assert unpack_record(KEY, bytes(record)) is None
+
+
+@given(locations)
+def test_a_record_under_another_key_is_none(location):
+    assert unpack_record(bytes(32), pack_record(KEY, location)) is None
+
+
+def test_bytes_of_any_length_are_none_or_a_location_and_never_an_error():
+    rng = random.Random(1)
+    for length in range(100):
+        assert unpack_record(KEY, rng.randbytes(length)) is None
