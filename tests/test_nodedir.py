@@ -23,7 +23,13 @@ WORD = Announcement(
     inline_bytes=1000,
 )
 
-HOLD = "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+print(1, flush=True)
+time.sleep(60)
+"""
 
 
 def test_an_announcement_gives_back_what_it_was_made_of():
