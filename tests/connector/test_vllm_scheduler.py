@@ -185,7 +185,7 @@ def test_trap_a_bad_first_block_terminates_with_the_right_output(
     tokens = prompt(3 * BLOCK + 5)
     producer.add("a", tokens)
     producer.run()
-    for key in store.keys():
+    for key in store.sealed():
         store.evict(key, forget=False)  # the index still names them
     consumer.add("a", tokens)
     consumer.run(steps_max=100)
@@ -197,7 +197,7 @@ def test_a_bad_later_block_keeps_the_good_prefix(make: Make, store: MemoryBlockS
     tokens = prompt(3 * BLOCK + 5)
     producer.add("a", tokens)
     producer.run()
-    store.evict(store.keys()[1], forget=False)
+    store.evict(store.sealed()[1], forget=False)
     consumer.add("a", tokens)
     consumer.run()
     assert consumer.outputs["a"] == expected_output(tokens, 4)
@@ -264,9 +264,9 @@ def test_trap_reset_clears_what_was_stored(make: Make, store: MemoryBlockStore) 
     engine = make()
     engine.add("a", prompt(2 * BLOCK))
     engine.run()
-    assert store.keys()
+    assert store.sealed()
     assert engine.scheduler.reset_prefix_cache(reset_connector=True) is True
-    assert store.keys() == []
+    assert store.sealed() == []
     store.node_down = True
     assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
 
@@ -301,8 +301,8 @@ def test_many_engines_under_pressure_never_give_a_wrong_token(
         wanted.append((engine, f"r{i}", tokens, count))
         for _ in range(rng.randrange(6)):
             rng.choice(engines).step()
-        if store.keys() and rng.random() < 0.5:
-            store.evict(rng.choice(store.keys()), forget=rng.random() < 0.5)
+        if store.sealed() and rng.random() < 0.5:
+            store.evict(rng.choice(store.sealed()), forget=rng.random() < 0.5)
         if rng.random() < 0.15:
             aborted.add(f"r{i}")
             engine.abort(f"r{i}")
