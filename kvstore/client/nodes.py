@@ -101,8 +101,10 @@ class LocalNodes:
     def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
         """The node on this host to write to: alive, and known to the same index.
 
-        With `name`, that one or none.
+        With `name`, that one or none. Raises `IndexUnavailableError` when there may
+        be one but the index cannot say whether it is one of its own.
         """
+        unanswered: IndexUnavailableError | None = None
         for directory in node_dirs(self._run_dir):
             if name is not None and directory.name != name:
                 continue
@@ -115,8 +117,10 @@ class LocalNodes:
             try:
                 if self._index.node(word.node_id) is not None:
                     return word, directory
-            except IndexUnavailableError:
-                continue
+            except IndexUnavailableError as e:
+                unanswered = e
+        if unanswered is not None:
+            raise unanswered
         return None
 
     def close(self) -> None:
@@ -124,3 +128,4 @@ class LocalNodes:
             for attached in self._attached.values():
                 attached.gone = True
             self._attached.clear()
+        sweep(self._run_dir)

@@ -142,6 +142,7 @@ class Supervisor:
             )
         except OSError as e:
             return f"{self._command[0]}: {e.strerror}"
+        self._write_pids(self._redis.pid)  # before it answers: who hears it reads this next
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not answers(path):
             if self._redis.poll() is not None:
@@ -149,7 +150,6 @@ class Supervisor:
             if time.monotonic() > deadline:
                 return f"no answer within {READY_TIMEOUT_S} s: {self._log_tail()}"
             time.sleep(0.002)
-        self._write_pids(self._redis.pid)
         return ""
 
     def _write_pids(self, pid: int) -> None:
