@@ -25,9 +25,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
-from demo_report import draw, show_table
+from demo_report import Row, draw, show_table
 from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model, kv_transfer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -48,16 +47,6 @@ MODEL = ModelShape(
     layers=8, hidden=512, heads=8, kv_heads=4, vocabulary=4096, context_tokens=PREFIX_TOKENS * 2
 )
 HERE = Path(__file__).parent
-
-
-class Row(NamedTuple):
-    """One prompt over all engines; times in milliseconds."""
-
-    prompt: int
-    computed_ms: float
-    loaded_ms: float
-    tokens_loaded: int
-    identical: bool
 
 
 class Demo:
