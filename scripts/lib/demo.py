@@ -41,6 +41,9 @@ shapes: what differs between answers is then the KV and nothing else."""
 PROMPTS = 8
 NEW_TOKENS = 16
 NODE_BYTES = 1 << 30
+LOOKUP_TIMEOUT_S = 2.0
+"""Far above the default: five engines on two cores may keep Redis waiting, and here every
+possible block must be loaded."""
 SAVE_TIMEOUT_S = 30.0
 NODE_TIMEOUT_S = 30.0
 MODEL = ModelShape(
@@ -83,7 +86,11 @@ class Demo:
 
         def launch(number: int, name: str, role: str | None) -> None:
             settings = EngineSettings(
-                connector=kv_transfer(role, run_dir=str(self.run_dir)) if role else None,
+                connector=(
+                    kv_transfer(role, run_dir=str(self.run_dir), lookup_timeout_s=LOOKUP_TIMEOUT_S)
+                    if role
+                    else None
+                ),
                 max_model_len=PREFIX_TOKENS + 64,
                 max_batched_tokens=PREFIX_TOKENS,
                 kv_blocks=2 * (PREFIX_TOKENS // 32) + 16,
