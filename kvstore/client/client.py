@@ -52,7 +52,7 @@ class Pinned:
     def __init__(self, client: Client, place: Place, handle: tuple[int, int]) -> None:
         self._client = client
         self._handle: tuple[int, int] | None = handle
-        self.buffer: memoryview = place.payload[: place.payload.nbytes - place.meta_length]
+        self.buffer: memoryview = place.data
         """The value's bytes, read-only, format 'B', no copy."""
 
     def close(self) -> None:
@@ -281,8 +281,8 @@ class Client:
 
     def _read(self, key: Key, place: Place, out: Any) -> Any:
         """Copy, then check (rule 4): the value, or None and the place is forgotten."""
-        data_bytes = place.payload.nbytes - place.meta_length
-        data = place.payload[:data_bytes]
+        data = place.data
+        data_bytes = data.nbytes
         value: Any
         if out is not None:
             target = tensors.target_of(out, data_bytes)

@@ -39,6 +39,8 @@ class LocalNodes:
         self._key_prefix = key_prefix
         self._lock = threading.Lock()
         self._attached: dict[tuple[int, int], Attached] = {}
+        self.mapped: tuple[Attached, ...] = ()
+        """Every segment that is mapped now, the newest first."""
         self._absent: dict[tuple[int, int], float] = {}
         self._checked_at = 0.0
 
@@ -63,6 +65,7 @@ class LocalNodes:
             attached = self._map(word, directory)
             if attached is not None:
                 self._attached[node_id, epoch] = attached
+                self.mapped = (attached, *self.mapped)
                 return attached
         if len(self._absent) >= ABSENT_MAX:
             self._absent.clear()
@@ -79,6 +82,7 @@ class LocalNodes:
         if (block.node_id, block.epoch) != (word.node_id, word.epoch):
             shm.close()
             return None
+        shm.populate_ahead()
         return Attached(word, shm, directory)
 
     def check(self, now: float) -> None:
@@ -95,6 +99,7 @@ class LocalNodes:
             ]
             for place in dead:
                 self._attached.pop(place).gone = True
+            self.mapped = tuple(a for a in self.mapped if not a.gone)
         if dead:
             sweep(self._run_dir)
 
@@ -128,4 +133,5 @@ class LocalNodes:
             for attached in self._attached.values():
                 attached.gone = True
             self._attached.clear()
+            self.mapped = ()
         sweep(self._run_dir)

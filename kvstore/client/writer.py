@@ -53,6 +53,7 @@ class _Link:
         self.word = word
         self.control = control
         self.shm = AttachedShm(Path(word.data_path), Path(word.head_path), writable=True)
+        self.shm.populate_ahead()
         self.payload = self.shm.payload
         self.inline_bytes = word.inline_bytes
 
@@ -183,7 +184,7 @@ class Writer:
             if type(answer) is list:
                 slot, generation, offset = answer
                 self._reserved.add((slot, generation))
-                link.shm.populate(offset)
+                link.shm.populate(offset, want.size_bytes)
                 buffer = payload[offset : offset + want.size_bytes]
                 answers.append(
                     Reservation(want.key, buffer, word.node_id, word.epoch, slot, generation)

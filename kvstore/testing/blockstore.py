@@ -194,7 +194,7 @@ class MemoryBlockStore:
                     return True
         return False
 
-    def keys(self) -> list[Key]:
+    def sealed(self) -> list[Key]:
         """Sealed blocks, oldest first."""
         with self._lock:
             return [slot.key for slot in self._slots.values() if slot.sealed]

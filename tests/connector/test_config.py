@@ -22,7 +22,7 @@ def test_settings_are_taken_over() -> None:
 
 
 def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="'block_token'.*known are.*block_tokens.*url"):
+    with pytest.raises(UsageError, match=r"'block_token'.*known are.*block_tokens.*url"):
         ConnectorConfig.from_extra({"block_token": 64})
 
 

@@ -54,22 +54,21 @@ class TestTopology:
             ShardTopology.of(tp_size=4, pp_size=1, total_kv_heads=3)
 
 
-class TestNamespaces:
-    MODEL = {"model": "m", "hash_algorithm": "sha256_cbor", "hash_seed": "unset"}
+MODEL = {"model": "m", "hash_algorithm": "sha256_cbor", "hash_seed": "unset"}
 
+
+class TestNamespaces:
     def one(self, model: dict[str, str] | None = None, tokens: int = 64, **changes: int):
-        return shard_namespaces(model or self.MODEL, geometry(**changes), ShardTopology(), tokens)[
-            0
-        ]
+        return shard_namespaces(model or MODEL, geometry(**changes), ShardTopology(), tokens)[0]
 
     def test_every_shard_has_its_own(self) -> None:
         topology = ShardTopology(tp_size=4, pp_size=2, tp_shards=4)
-        namespaces = shard_namespaces(self.MODEL, geometry(), topology, 64)
+        namespaces = shard_namespaces(MODEL, geometry(), topology, 64)
         assert len({namespace.fingerprint for namespace in namespaces}) == 8
 
     def test_trap_hash_algorithm_and_seed_are_part_of_it(self) -> None:
         for name in ("hash_algorithm", "hash_seed"):
-            assert self.one({**self.MODEL, name: "other"}) != self.one()
+            assert self.one({**MODEL, name: "other"}) != self.one()
 
     def test_trap_layout_is_part_of_it(self) -> None:
         fields = self.one().fields

@@ -266,7 +266,7 @@ class TestReset:
         side.put(request, 2)
         assert side.match(request) == 2 * BLOCK
         assert side.core.reset() is True
-        assert store.keys() == []
+        assert store.sealed() == []
         assert side.match(request) == 0, "an answer of before must not be offered"
 
     def test_trap_a_reset_during_a_load_says_false(
@@ -277,7 +277,7 @@ class TestReset:
         (job,) = load(side, request)
         side.core.finished(request.request_id)
         assert side.core.reset() is False
-        assert len(store.keys()) == 2
+        assert len(store.sealed()) == 2
         side.core.loads_ended([job.request_id])
         assert side.core.reset() is True
 

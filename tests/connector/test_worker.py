@@ -110,7 +110,7 @@ def test_blocks_that_exist_are_not_written_again(store: MemoryBlockStore, worker
     first = [store.payload(key) for key in keys(2)]
     save(worker, save_job(3, first_block_id=10, job_id=1))
     assert [store.payload(key) for key in keys(2)] == first
-    assert len(store.keys()) == 3
+    assert len(store.sealed()) == 3
     assert store.reserved() == 0
 
 
@@ -127,7 +127,7 @@ def test_each_shard_uses_its_own_keys(store: MemoryBlockStore) -> None:
     workers = [Worker(store, shard=i, seed=i, topology=topology) for i in (0, 1)]
     for worker in workers:
         save(worker, SaveJob(0, "s", (SaveBlock(pair, (1, 2)),)))
-    assert store.keys() == list(pair)
+    assert store.sealed() == list(pair)
     assert store.payload(pair[0]) != store.payload(pair[1])
     for worker in workers:
         worker.core.close()
@@ -334,13 +334,13 @@ class TestSaves:
         save(worker, save_job(1))
         store.node_down = False
         save(worker, save_job(1, job_id=1))
-        assert store.keys() == keys(1)
+        assert store.sealed() == keys(1)
 
     def test_a_full_node_drops_what_does_not_fit(self) -> None:
         store = MemoryBlockStore(capacity_blocks=1)
         worker = Worker(store)
         save(worker, save_job(3))
-        assert store.keys() == keys(1)
+        assert store.sealed() == keys(1)
         worker.core.close()
 
     def test_an_error_while_copying_gives_the_slots_back(
@@ -358,7 +358,7 @@ class TestSaves:
         blocks.gather = broken  # type: ignore[method-assign]
         save(worker, save_job(3))
         assert store.reserved() == 0
-        assert store.keys() == []
+        assert store.sealed() == []
 
     def test_the_fence_a_save_past_its_deadline_reads_and_publishes_nothing(
         self, store: MemoryBlockStore
@@ -378,7 +378,7 @@ class TestSaves:
         hold.release()
         wait_for(lambda: store.reserve_calls == 1 and store.reserved() == 0, "slots given back")
         assert reads == []
-        assert store.keys() == []
+        assert store.sealed() == []
         worker.core.close()
 
     def test_a_save_is_not_reported_while_its_commit_is_under_way(
@@ -393,7 +393,7 @@ class TestSaves:
         assert worker.core.poll().ended_saves == {}, "a reset would clear before it is published"
         hold.release()
         worker.until(lambda report: 0 in report.ended_saves)
-        assert store.keys() == keys(1)
+        assert store.sealed() == keys(1)
         worker.core.close()
 
     def test_many_small_jobs_share_a_reserve(self, store: MemoryBlockStore, worker: Worker) -> None:
@@ -408,7 +408,7 @@ class TestSaves:
         hold.release()
         worker.until(lambda report: len(report.ended_saves) == 9)
         assert store.reserve_calls == 2
-        assert len(store.keys()) == 9
+        assert len(store.sealed()) == 9
 
 
 def test_close_ends_in_time_although_the_store_hangs(
