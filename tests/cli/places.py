@@ -17,6 +17,7 @@ from unittest import mock
 
 from kvstore.cli import main
 from kvstore.node.config import node_id_of
+from kvstore.nodedir import sweep
 from kvstore.segment.shm import SHM_DIR
 
 REPOSITORY = Path(__file__).parents[2]
@@ -138,4 +139,5 @@ class Place:
             if running.process.poll() is None:
                 running.process.send_signal(signal.SIGTERM)
                 running.exit_code()
+        sweep(self.run_dir)
         shutil.rmtree(self.run_dir, ignore_errors=True)

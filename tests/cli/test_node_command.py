@@ -9,7 +9,7 @@ import time
 import pytest
 from places import REPOSITORY, Place, clean_env, wait_until
 
-from kvstore import Client
+from kvstore import Client, Limits
 from kvstore.nodedir import NodeDir
 
 
@@ -71,11 +71,20 @@ def test_more_memory_than_there_is_is_refused_and_leaves_nothing(place: Place) -
     wait_until(lambda: place.files() == [], "an empty run directory")
 
 
+PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+"""A machine that runs other tests too may take longer than an engine would wait."""
+
+
+def embedded_client(place: Place) -> Client:
+    return Client(run_dir=place.run_dir, node_size_bytes=4 << 20, limits=PATIENT)
+
+
 CLIENT = """
 import sys, time
 from pathlib import Path
-from kvstore import Client
-client = Client(run_dir=Path(sys.argv[1]), node_size_bytes=4 << 20)
+from kvstore import Client, Limits
+patient = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+client = Client(run_dir=Path(sys.argv[1]), node_size_bytes=4 << 20, limits=patient)
 print(client.get("a"), client.put("a", b"1").status.value, flush=True)
 if sys.argv[2] == "stay":
     time.sleep(60)
@@ -110,16 +119,16 @@ def test_clients_without_a_url_share_a_node_that_ends_with_the_last_of_them(plac
 def test_a_client_that_comes_while_the_embedded_node_lingers_finds_everything(
     place: Place,
 ) -> None:
-    with Client(run_dir=place.run_dir, node_size_bytes=4 << 20) as client:
+    with embedded_client(place) as client:
         assert client.put("a", b"1")
-    with Client(run_dir=place.run_dir, node_size_bytes=4 << 20) as client:
+    with embedded_client(place) as client:
         assert client.get("a") == b"1"
         assert client.put("b", b"2")
 
 
 def test_a_client_that_comes_while_the_embedded_node_ends_gets_a_new_one(place: Place) -> None:
     for _ in range(2):
-        with Client(run_dir=place.run_dir, node_size_bytes=4 << 20) as client:
+        with embedded_client(place) as client:
             assert client.put("a", b"1")
             word = NodeDir(place.run_dir, "embedded").announcement()
             os.kill(word.pid, signal.SIGTERM)

@@ -9,6 +9,7 @@ import pytest
 from places import COMMAND, REPOSITORY, Place, clean_env
 
 from kvstore import Client, Namespace
+from kvstore.cli.store import LIMITS
 
 VALUE = bytes(range(256)) * 1000
 
@@ -16,7 +17,7 @@ VALUE = bytes(range(256)) * 1000
 @pytest.fixture(scope="module")
 def client(store: Place):
     url = f"unix://{store.run_dir}/redis/redis.sock"
-    with Client(url, run_dir=store.run_dir) as client:
+    with Client(url, run_dir=store.run_dir, limits=LIMITS) as client:
         yield client
 
 
