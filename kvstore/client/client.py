@@ -74,8 +74,9 @@ class Client:
 
     With no `url` (and no KVSTORE_URL) the embedded Redis and an embedded memory
     node of `node_size_bytes` serve all such clients of this user on this machine,
-    and end with the last of them; its largest value is a sixteenth of its size. With a `url`, values are saved to the memory
-    node on this host that serves the same index (`node` names one).
+    and end with the last of them; the largest value is a sixteenth of the node. With
+    a `url`, values are saved to the memory node on this host that serves the same
+    index (`node` names one).
 
     What is missing or cannot be reached is a miss: gets return None, puts say
     "rejected" and why. Only wrong arguments raise (`UsageError`), and calls that

@@ -1,13 +1,14 @@
-import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from redis_servers import wait_until
 
 from kvstore import Client, Limits
-from kvstore.client.spawn import arena_bytes_for
+from kvstore.client.spawn import EMBEDDED_NAME, arena_bytes_for
+from kvstore.nodedir import NodeDir
 
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
 
@@ -29,17 +30,16 @@ def test_without_a_url_clients_of_one_machine_share_one_store_and_nothing_is_lef
     run_dir = tmp_path / "run"
     with Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=PATIENT) as client:
         assert client.put("k", b"1")
-        files = [p for p in os.listdir("/dev/shm") if p.startswith("kvstore-")]
+        segment = Path(NodeDir(run_dir, EMBEDDED_NAME).announcement().data_path)
+        assert segment.exists()
         other = subprocess.run(
             [sys.executable, "-c", OTHER, str(run_dir)], capture_output=True, text=True, timeout=60
         )
         assert other.stdout == "b'1' stored\n", other.stderr
         assert client.get("from the other") == b"2"
-    ours = {f for f in files if f in os.listdir("/dev/shm")}
     wait_until(lambda: not list((run_dir / "nodes").iterdir()), "the node ends", 15)
     wait_until(lambda: not (run_dir / "redis" / "redis.sock").exists(), "Redis ends", 15)
-    assert files
-    assert len(ours & set(os.listdir("/dev/shm"))) < len(files)
+    assert not segment.exists()
 
 
 def test_the_store_outlives_the_client_that_started_it_while_another_uses_it(tmp_path):
