@@ -16,7 +16,7 @@ from kvstore.client.reader import Place
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.tensors import Payload
-from kvstore.client.writer import Want
+from kvstore.client.writer import NO_SPACE, Want
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
@@ -25,6 +25,9 @@ from kvstore.types import IN_PROGRESS, Key, Kind, PutResult, rejected
 
 WINDOW_BYTES = 128 << 20
 """Bytes reserved at a time by one put_many: a large batch must not hold all slots at once."""
+NO_SPACE_TRIES = 6
+NO_SPACE_WAIT_S = 0.002
+"""Before the second try; doubles with each further one."""
 INLINE_WINDOW_BYTES = 1 << 20
 """Bytes that travel inside one reserve request at most."""
 
@@ -49,7 +52,7 @@ class Pinned:
     def __init__(self, client: Client, place: Place, handle: tuple[int, int]) -> None:
         self._client = client
         self._handle: tuple[int, int] | None = handle
-        self.buffer: memoryview = place.payload[: place.payload.nbytes - place.meta_length]
+        self.buffer: memoryview = place.data
         """The value's bytes, read-only, format 'B', no copy."""
 
     def close(self) -> None:
@@ -149,13 +152,29 @@ class Client:
         start = 0
         for end in _windows(payloads):
             try:
-                results += self._save_window(keys[start:end], payloads[start:end])
+                results += self._save_with_patience(keys[start:end], payloads[start:end])
             except (NodeUnavailableError, DeadlineError) as e:
                 results += [rejected(str(e))] * (end - start)
             start = end
         stored = sum(map(bool, results))
         self._counts["stored"] += stored
         self._counts["not_stored"] += len(results) - stored
+        return results
+
+    def _save_with_patience(
+        self, keys: Sequence[Key], payloads: Sequence[Payload]
+    ) -> list[PutResult]:
+        """Try again what found every slot reserved: reservations are short, and some were ours."""
+        results = self._save_window(keys, payloads)
+        for attempt in range(NO_SPACE_TRIES):
+            again = [i for i, result in enumerate(results) if result is NO_SPACE]
+            if not again:
+                break
+            if len(again) == len(results):
+                time.sleep(NO_SPACE_WAIT_S * 2**attempt)
+            retried = self._save_window([keys[i] for i in again], [payloads[i] for i in again])
+            for i, result in zip(again, retried, strict=True):
+                results[i] = result
         return results
 
     def _save_window(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
@@ -262,8 +281,8 @@ class Client:
 
     def _read(self, key: Key, place: Place, out: Any) -> Any:
         """Copy, then check (rule 4): the value, or None and the place is forgotten."""
-        data_bytes = place.payload.nbytes - place.meta_length
-        data = place.payload[:data_bytes]
+        data = place.data
+        data_bytes = data.nbytes
         value: Any
         if out is not None:
             target = tensors.target_of(out, data_bytes)

@@ -39,6 +39,8 @@ class LocalNodes:
         self._key_prefix = key_prefix
         self._lock = threading.Lock()
         self._attached: dict[tuple[int, int], Attached] = {}
+        self.mapped: tuple[Attached, ...] = ()
+        """Every segment that is mapped now, the newest first."""
         self._absent: dict[tuple[int, int], float] = {}
         self._checked_at = 0.0
 
@@ -58,10 +60,12 @@ class LocalNodes:
             if word is None or (word.node_id, word.epoch) != (node_id, epoch):
                 continue
             if not directory.alive():
+                sweep(self._run_dir)
                 break
             attached = self._map(word, directory)
             if attached is not None:
                 self._attached[node_id, epoch] = attached
+                self.mapped = (attached, *self.mapped)
                 return attached
         if len(self._absent) >= ABSENT_MAX:
             self._absent.clear()
@@ -78,6 +82,7 @@ class LocalNodes:
         if (block.node_id, block.epoch) != (word.node_id, word.epoch):
             shm.close()
             return None
+        shm.populate_ahead()
         return Attached(word, shm, directory)
 
     def check(self, now: float) -> None:
@@ -94,25 +99,33 @@ class LocalNodes:
             ]
             for place in dead:
                 self._attached.pop(place).gone = True
+            self.mapped = tuple(a for a in self.mapped if not a.gone)
         if dead:
             sweep(self._run_dir)
 
     def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
         """The node on this host to write to: alive, and known to the same index.
 
-        With `name`, that one or none.
+        With `name`, that one or none. Raises `IndexUnavailableError` when there may
+        be one but the index cannot say whether it is one of its own.
         """
+        unanswered: IndexUnavailableError | None = None
         for directory in node_dirs(self._run_dir):
             if name is not None and directory.name != name:
                 continue
             word = directory.announcement()
-            if word is None or word.key_prefix != self._key_prefix or not directory.alive():
+            if word is None or word.key_prefix != self._key_prefix:
+                continue
+            if not directory.alive():
+                sweep(self._run_dir)
                 continue
             try:
                 if self._index.node(word.node_id) is not None:
                     return word, directory
-            except IndexUnavailableError:
-                continue
+            except IndexUnavailableError as e:
+                unanswered = e
+        if unanswered is not None:
+            raise unanswered
         return None
 
     def close(self) -> None:
@@ -120,3 +133,5 @@ class LocalNodes:
             for attached in self._attached.values():
                 attached.gone = True
             self._attached.clear()
+            self.mapped = ()
+        sweep(self._run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -13,8 +14,10 @@ from kvstore.core.sizes import SLOT_BYTES
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.segment.header import unpack
+from kvstore.segment.header import KEY_PART, Header, unpack
 from kvstore.types import Key
+
+log = logging.getLogger("kvstore.client")
 
 PLACES_KEPT_MAX = 1 << 16
 _NODE_PART = slice(4, 16)
@@ -24,19 +27,35 @@ _NODE_PART = slice(4, 16)
 class Place:
     """A block found in shared memory, with the header that was seen there."""
 
-    __slots__ = ("_attached", "_image", "_slot_id", "checksum", "kind", "meta_length", "payload")
+    __slots__ = (
+        "_attached",
+        "_image",
+        "_slot_id",
+        "checksum",
+        "data",
+        "kind",
+        "meta_length",
+        "payload",
+    )
 
-    def __init__(self, attached: Attached, slot_id: int, image: bytes, payload: memoryview) -> None:
+    def __init__(
+        self,
+        attached: Attached,
+        slot_id: int,
+        image: bytes,
+        header: Header,
+        payload: memoryview,
+    ) -> None:
         self._attached = attached
         self._slot_id = slot_id
         self._image = image
         self.payload = payload
         """The whole payload, value and meta, read-only."""
-        header = unpack(image)
-        assert header is not None
         self.kind = header.kind
         self.meta_length = header.meta_length
         self.checksum = header.checksum
+        self.data = payload[: -header.meta_length] if header.meta_length else payload
+        """The value alone."""
 
     @property
     def buffer(self) -> memoryview:
@@ -60,6 +79,15 @@ class Reader:
         self._nodes = nodes
         self._places: dict[Key, Place] = {}
         self.index_failures = 0
+        self._last_failure = ""
+
+    def index_failed(self, error: IndexUnavailableError) -> None:
+        """Count it; say it once, and again when the reason changes."""
+        self.index_failures += 1
+        reason = str(error)
+        if reason != self._last_failure:
+            self._last_failure = reason
+            log.warning("the index cannot be asked, every lookup is a miss: %s", reason)
 
     def remembered(self, key: Key) -> Place | None:
         """Where `key` was seen before, without asking anyone."""
@@ -69,21 +97,36 @@ class Reader:
         self._places.pop(key, None)
 
     def find(self, keys: Sequence[Key]) -> list[Place | None]:
-        """Ask the index for all of `keys`; None where a block cannot be read from here."""
+        """Where each of `keys` is; None where a block cannot be read from here.
+
+        This host's segments are searched first; the index is asked for the rest.
+        """
         self._nodes.check(time.monotonic())
-        places: list[Place | None] = []
+        places = [self._local(key) for key in keys]
+        unknown = [i for i, place in enumerate(places) if place is None]
         try:
-            for start in range(0, len(keys), BATCH_KEYS_MAX):
-                batch = keys[start : start + BATCH_KEYS_MAX]
+            for start in range(0, len(unknown), BATCH_KEYS_MAX):
+                wanted = unknown[start : start + BATCH_KEYS_MAX]
+                batch = [keys[i] for i in wanted]
                 records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
-                places += [
-                    self.place(key, record) if record is not None else None
-                    for key, record in zip(batch, records, strict=False)
-                ]
-        except IndexUnavailableError:
-            self.index_failures += 1
-        places += [None] * (len(keys) - len(places))
+                for i, key, record in zip(wanted, batch, records, strict=False):
+                    if record is not None:
+                        places[i] = self.place(key, record)
+        except IndexUnavailableError as e:
+            self.index_failed(e)
         return places
+
+    def _local(self, key: Key) -> Place | None:
+        """The place of `key` in a segment that is mapped already, by its table of hints."""
+        for attached in self._nodes.mapped:
+            slot_id = attached.shm.hint(key)
+            if slot_id < attached.shm.slots:
+                image = attached.shm.header(slot_id)
+                if image[KEY_PART] == key:
+                    found = self._seen(key, attached, slot_id, image, unpack(image))
+                    if found is not None:
+                        return found
+        return None
 
     def place(self, key: Key, record: Record) -> Place | None:
         """The place a record names, None unless its header is SEALED and says the same."""
@@ -91,32 +134,38 @@ class Reader:
         if location is None or location.segment != 0:
             return None
         attached = self._nodes.segment(location.node_id, location.epoch, time.monotonic())
-        if attached is None:
+        if attached is None or location.slot >= attached.shm.slots:
             return None
-        shm = attached.shm
-        arena, position = divmod(location.slot, shm.slots_per_arena)
-        if arena >= shm.superblock.arenas or location.size_class >= len(SLOT_BYTES):
-            return None
-        slot_bytes = min(SLOT_BYTES[location.size_class], shm.superblock.arena_bytes)
-        start = position * slot_bytes
-        if location.length > slot_bytes or start + slot_bytes > shm.superblock.arena_bytes:
-            return None
-        image = shm.header(location.slot)
+        image = attached.shm.header(location.slot)
         header = unpack(image)
         if (
             header is None
             or header.generation != location.generation
-            or header.key != key
             or header.length != location.length
             or header.size_class != location.size_class
-            or header.meta_length > header.length
         ):
             return None
-        offset = arena * shm.superblock.arena_bytes + start
-        shm.populate(offset)
-        found = Place(
-            attached, location.slot, image, shm.payload[offset : offset + location.length]
-        )
+        return self._seen(key, attached, location.slot, image, header)
+
+    def _seen(
+        self, key: Key, attached: Attached, slot_id: int, image: bytes, header: Header | None
+    ) -> Place | None:
+        """The place that a header describes, None unless it is `key`'s and lies in its arena."""
+        if header is None or header.key != key or header.meta_length > header.length:
+            return None
+        shm = attached.shm
+        arena_bytes = shm.superblock.arena_bytes
+        arena, position = divmod(slot_id, shm.slots_per_arena)
+        if header.size_class >= len(SLOT_BYTES):
+            return None
+        slot_bytes = min(SLOT_BYTES[header.size_class], arena_bytes)
+        start = position * slot_bytes
+        if header.length > slot_bytes or start + slot_bytes > arena_bytes:
+            return None
+        offset = arena * arena_bytes + start
+        end = offset + header.length
+        shm.populate(offset, header.length)
+        found = Place(attached, slot_id, image, header, shm.payload[offset:end])
         self._remember(key, found)
         return found
 

@@ -14,6 +14,10 @@ The word is one aligned 8-byte store, so a reader sees either the old or the
 new state. The body is written while the word says RESERVED, the SEALED word
 last; a crash in between leaves a header that nobody trusts, and the CRC covers
 what a torn write could leave.
+
+After the headers comes a table of u32 slot ids, for readers on this host: where
+the key sealed last with these bits is. A key has one place in it, a later one
+takes it over, and nothing is ever taken out: the header says whether it is true.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from zlib import crc32
 from kvstore.types import Key
 
 HEADER_BYTES = 64
+HINT_BYTES = 4
+KEY_PART = slice(8, 40)
 FREE, RESERVED, SEALED = 0, 1, 2
 _HEADER = struct.Struct("<Q32sIBBHQII")
 _WORD = struct.Struct("<Q")
@@ -72,10 +78,20 @@ def unpack(raw: bytes) -> Header | None:
     return Header(w >> 8, key, length, size_class, kind, meta_length, checksum, namespace_id)
 
 
+def hints_of(slots: int) -> int:
+    """Entries of the table of hints, a power of two: half in use at most, with blocks of 2 KiB."""
+    return 1 << (slots - 1).bit_length()
+
+
+def hint_of(key: Key, hints: int) -> int:
+    """The place of `key` in a table of `hints` entries."""
+    return int.from_bytes(key[8:12], "little") & hints - 1
+
+
 SUPERBLOCK_BYTES = 4096
 _SUPERBLOCK = struct.Struct("<8sIIQQIIII")
 _MAGIC = b"kvstore1"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 class Superblock(NamedTuple):

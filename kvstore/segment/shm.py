@@ -10,6 +10,8 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,24 +20,46 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import (
     HEADER_BYTES,
+    HINT_BYTES,
     SUPERBLOCK_BYTES,
     Header,
     Superblock,
+    hint_of,
+    hints_of,
     pack,
     pack_superblock,
     unpack_superblock,
     word,
 )
+from kvstore.types import Key
 
 SHM_DIR = Path("/dev/shm")
 RESERVE_BYTES = 16 << 20
 """What a new segment leaves free in /dev/shm for everyone else."""
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
+POPULATE_BYTES_MIN = 64 << 10
+"""A fault maps up to as much by itself."""
+POPULATE_AHEAD_BYTES = 16 << 30
+"""Of one mapping; its page tables then take 32 MiB. What lies beyond is mapped when used."""
+POPULATE_STEP_BYTES = 1 << 20
+POPULATE_PAUSE_S = 1e-4
+"""The thread holds the GIL while it maps, 0.2 ms a step: others must get their turn."""
+
+
+def _slots(arenas: int, arena_bytes: int) -> int:
+    return arenas * (arena_bytes // SLOT_BYTES_MIN)
 
 
 def header_file_bytes(arenas: int, arena_bytes: int) -> int:
-    return SUPERBLOCK_BYTES + arenas * (arena_bytes // SLOT_BYTES_MIN) * HEADER_BYTES
+    slots = _slots(arenas, arena_bytes)
+    return SUPERBLOCK_BYTES + slots * HEADER_BYTES + hints_of(slots) * HINT_BYTES
+
+
+def _hints(head: mmap.mmap, superblock: Superblock) -> memoryview:
+    slots = _slots(superblock.arenas, superblock.arena_bytes)
+    start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
+    return memoryview(head)[start : start + hints_of(slots) * HINT_BYTES].cast("I")
 
 
 def _create(path: Path, size_bytes: int) -> mmap.mmap:
@@ -84,6 +108,7 @@ class OwnedShm:
             self.data_path.unlink(missing_ok=True)
             raise
         self._words = memoryview(self._head).cast("Q")
+        self._hints = _hints(self._head, superblock)
         self._apply: dict[type, Callable[..., None]] = {
             Mark: self._mark,
             Seal: self._seal,
@@ -106,6 +131,7 @@ class OwnedShm:
         raw = pack(Header(*write[1:]))
         self._head[start + 8 : start + HEADER_BYTES] = raw[8:]
         self._words[start >> 3] = int.from_bytes(raw[:8], "little")
+        self._hints[hint_of(write.key, len(self._hints))] = write.slot_id
 
     def _fill(self, write: Fill) -> None:
         self._data[write.offset : write.offset + len(write.value)] = write.value
@@ -121,6 +147,7 @@ class OwnedShm:
         self.data_path.unlink(missing_ok=True)
         self.head_path.unlink(missing_ok=True)
         self._words.release()
+        self._hints.release()
         self._head.close()
         self._data.close()
 
@@ -152,23 +179,56 @@ class AttachedShm:
             raise ValueError(f"{data_path} does not have the size its header file says")
         self.payload = memoryview(self._data)
         self.slots_per_arena = superblock.arena_bytes // SLOT_BYTES_MIN
+        self.slots = superblock.arenas * self.slots_per_arena
         self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
         self._populated: set[int] = set()
+        """Arenas whose pages are all mapped."""
+        self._arena_bytes = superblock.arena_bytes
+        self._ahead: threading.Thread | None = None
+        self._hints = _hints(self._head, superblock)
+        self._hints_count = len(self._hints)
 
     def header(self, slot_id: int) -> bytes:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
         return self._head[start : start + HEADER_BYTES]
 
-    def populate(self, offset: int) -> None:
-        """Map the pages of the arena at `offset` in one go, once; saves a fault every 4 KiB."""
-        arena = offset // self.superblock.arena_bytes
-        if arena in self._populated:
+    def hint(self, key: Key) -> int:
+        """The slot that may hold `key`; its header says whether it does."""
+        return self._hints[hint_of(key, self._hints_count)]
+
+    def populate(self, offset: int, size_bytes: int) -> None:
+        """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""
+        arena = offset // self._arena_bytes
+        if arena in self._populated or size_bytes < POPULATE_BYTES_MIN:
+            return
+        if self._ahead is not None and self._ahead.is_alive():
+            # A whole arena takes milliseconds, and that thread is about to do it.
+            start = offset & -mmap.PAGESIZE
+            self._advise(start, offset + size_bytes - start)
             return
         self._populated.add(arena)
+        self._advise(arena * self._arena_bytes, self._arena_bytes)
+
+    def populate_ahead(self) -> None:
+        """Map the first `POPULATE_AHEAD_BYTES` in a thread, so that no copy has to wait for it."""
+        self._ahead = threading.Thread(
+            target=self._populate_ahead, name="kvstore-populate", daemon=True
+        )
+        self._ahead.start()
+
+    def _populate_ahead(self) -> None:
+        arenas = min(self.superblock.arenas, POPULATE_AHEAD_BYTES // self._arena_bytes)
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            for arena in range(arenas):
+                first = arena * self._arena_bytes
+                for start in range(first, first + self._arena_bytes, POPULATE_STEP_BYTES):
+                    self._advise(start, min(POPULATE_STEP_BYTES, self._arena_bytes))
+                    time.sleep(POPULATE_PAUSE_S)
+                self._populated.add(arena)
+
+    def _advise(self, start: int, size_bytes: int) -> None:
         try:
-            self._data.madvise(
-                self._populate, arena * self.superblock.arena_bytes, self.superblock.arena_bytes
-            )
+            self._data.madvise(self._populate, start, size_bytes)
         except OSError as e:
             # Linux before 5.14 has no such advice; pages then come one fault at a time.
             if e.errno != errno.EINVAL:
@@ -177,6 +237,7 @@ class AttachedShm:
     def close(self) -> None:
         """Unmap; views handed out keep the memory until they are gone."""
         self.payload.release()
+        self._hints.release()
         self._head.close()
         # A caller may still hold a view: the mapping then goes with the last one.
         with contextlib.suppress(BufferError):

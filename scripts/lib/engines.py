@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -106,7 +107,14 @@ class Generated:
 class EngineProcess:
     """One engine in a process of its own. Starting waits until it can generate."""
 
-    def __init__(self, model: Path, settings: EngineSettings, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        settings: EngineSettings,
+        log: Path | None = None,
+        program: Path = Path(__file__),
+    ) -> None:
+        """`program` is what runs in the process: this file, or another that calls `serve`."""
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -122,7 +130,7 @@ class EngineProcess:
         request = json.dumps({"model": str(model), "settings": asdict(settings)})
         self._log = log.open("wb") if log is not None else None
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), request],
+            [sys.executable, str(program), str(theirs.fileno()), request],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -277,11 +285,14 @@ class Driver:
         while core.scheduler.has_requests() and time.monotonic() < give_up_at:
             core.step_fn()
 
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
     def reset(self, connector: bool) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
 
-def main() -> None:
+def serve(make_driver: Callable[[str, EngineSettings], Any]) -> None:
     """The engine process: argv is the socket's descriptor and the start request."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     lines = connection.makefile("rwb")
@@ -293,7 +304,7 @@ def main() -> None:
 
     request = json.loads(sys.argv[2])
     try:
-        driver = Driver(make_llm(request["model"], EngineSettings(**request["settings"])))
+        driver = make_driver(request["model"], EngineSettings(**request["settings"]))
     except Exception as e:
         answer(None, f"{type(e).__name__}: {e}")
         raise
@@ -303,13 +314,13 @@ def main() -> None:
         op = call.pop("op")
         try:
             if op == "close":
-                driver.engine.engine_core.shutdown()
+                driver.close()
                 answer(True)
-                os._exit(0)  # vLLM's threads may outlive an ordinary exit by seconds
+                os._exit(0)  # an engine's threads may outlive an ordinary exit by seconds
             answer(getattr(driver, op)(**call))
         except Exception as e:
             answer(None, f"{type(e).__name__}: {e}")
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda model, settings: Driver(make_llm(model, settings)))

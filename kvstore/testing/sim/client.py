@@ -34,10 +34,13 @@ class SimAttached:
 class SimNodes:
     """`LocalNodes` of one client: a dead node is noticed some time later, as in life."""
 
-    def __init__(self, world: World, current: Callable[[], SimNode]) -> None:
+    def __init__(self, world: World, current: Callable[[], SimNode], *, hints: bool) -> None:
+        """Without `hints` its client always asks the index, as one on another host would."""
         self._world = world
+        self._hints = hints
         self._current = current
         self._attached: dict[int, SimAttached] = {}
+        self.mapped: tuple[SimAttached, ...] = ()
 
     def segment(self, node_id: int, epoch: int, now: float) -> SimAttached | None:
         found = self._attached.get(epoch)
@@ -47,6 +50,7 @@ class SimNodes:
         if not node.alive or node.core.node_id != node_id or node.core.epoch != epoch:
             return None
         self._attached[epoch] = SimAttached(node)
+        self.mapped = tuple(self._attached.values()) if self._hints else ()
         return self._attached[epoch]
 
     def check(self, now: float) -> None:
@@ -54,6 +58,7 @@ class SimNodes:
             if not attached.node.alive and self._world.rng.random() < 0.3:
                 attached.gone = True
                 del self._attached[epoch]
+        self.mapped = tuple(self._attached.values()) if self._hints else ()
 
 
 class SimClient:
@@ -67,7 +72,7 @@ class SimClient:
         self.keys = keys
         self.current = current
         self.node = current()
-        nodes = cast("LocalNodes", SimNodes(world, current))
+        nodes = cast("LocalNodes", SimNodes(world, current, hints=number % 3 == 0))
         self.reader = Reader(world.index, nodes)
         self.connection = 0
         self.connected = False

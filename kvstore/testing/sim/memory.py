@@ -11,10 +11,13 @@ from kvstore.segment.header import (
     SUPERBLOCK_BYTES,
     Header,
     Superblock,
+    hint_of,
+    hints_of,
     pack,
     pack_superblock,
     word,
 )
+from kvstore.types import Key
 
 FILL_STEPS = 2
 
@@ -27,13 +30,17 @@ class SimSegment:
         self.slots_per_arena = superblock.arena_bytes // SLOT_BYTES_MIN
         self.bytes = bytearray(superblock.arenas * superblock.arena_bytes)
         self.payload = memoryview(self.bytes)
-        slots = superblock.arenas * self.slots_per_arena
-        self._head = bytearray(SUPERBLOCK_BYTES + slots * HEADER_BYTES)
+        self.slots = superblock.arenas * self.slots_per_arena
+        self._head = bytearray(SUPERBLOCK_BYTES + self.slots * HEADER_BYTES)
+        self._hints = [0] * hints_of(self.slots)
         raw = pack_superblock(superblock)
         self._head[: len(raw)] = raw
 
-    def populate(self, offset: int) -> None:
+    def populate(self, offset: int, size_bytes: int) -> None:
         """Pages are always there."""
+
+    def hint(self, key: Key) -> int:
+        return self._hints[hint_of(key, len(self._hints))]
 
     def header(self, slot_id: int) -> bytes:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
@@ -62,6 +69,7 @@ class SimSegment:
         yield
         self._head[start : start + 8] = raw[:8]
         yield
+        self._hints[hint_of(write.key, len(self._hints))] = write.slot_id
 
     def _store_word(self, start: int, value: int) -> None:
         self._head[start : start + 8] = value.to_bytes(8, "little")

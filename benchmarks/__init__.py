@@ -1,0 +1,1 @@
+"""Measurements: one file a suite, run by `scripts/bench`."""

@@ -1,0 +1,26 @@
+"""`python -m benchmarks SUITE [--json]`; `scripts/bench` is the way to run it."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+from benchmarks import index, local
+from benchmarks.report import show
+
+SUITES = {"index": index, "local": local}
+
+
+def main() -> None:
+    parser = ArgumentParser(prog="scripts/bench", description="Measure; see benchmarks/README.md.")
+    suites = parser.add_subparsers(dest="suite", required=True)
+    for name, module in SUITES.items():
+        suite = suites.add_parser(name, help=module.__doc__)
+        suite.add_argument("--json", action="store_true", help="one object as the last line")
+        module.arguments(suite)
+    options = parser.parse_args()
+    about, rows = SUITES[options.suite].run(options)
+    show(options.suite, about, rows, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

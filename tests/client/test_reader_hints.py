@@ -1,0 +1,119 @@
+"""A reader finds blocks of its own host without the index, and only right ones."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.client.reader import Reader
+from kvstore.core.events import Fill, Mark, Seal
+from kvstore.core.sizes import SLOT_BYTES
+from kvstore.errors import IndexUnavailableError
+from kvstore.segment.header import Superblock, hint_of
+from kvstore.segment.shm import AttachedShm, OwnedShm
+
+ARENA_BYTES = 64 << 10
+VALUE = b"v" * 1000
+
+
+class NoIndex:
+    """Counts the questions, and answers none."""
+
+    asked = 0
+
+    def match(self, keys):
+        self.asked += 1
+        raise IndexUnavailableError("no index here")
+
+    lookup = match
+
+
+class Nodes:
+    """One mapped segment."""
+
+    def __init__(self, shm):
+        self.mapped = (SimpleNamespace(shm=shm, gone=False),)
+
+    def check(self, now):
+        pass
+
+
+@pytest.fixture
+def owned(tmp_path):
+    segment = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, 2, ARENA_BYTES))
+    yield segment
+    segment.close()
+
+
+@pytest.fixture
+def reader(owned):
+    return Reader(NoIndex(), Nodes(AttachedShm(owned.data_path, owned.head_path)))
+
+
+def key_of(hint: int, name: bytes = b"a") -> bytes:
+    return name.ljust(8) + hint.to_bytes(4, "little") + name.ljust(20)
+
+
+def save(segment, slot_id, key, value=VALUE, size_class=0):
+    segment.apply(Mark(slot_id, 1, 1))
+    segment.apply(Fill(slot_id * SLOT_BYTES[0], value))
+    segment.apply(Seal(slot_id, 1, key, len(value), size_class, 1, 0, 0, 0))
+
+
+def test_a_sealed_block_is_found_without_the_index(owned, reader):
+    save(owned, 3, key_of(9))
+    (place,) = reader.find([key_of(9)])
+    assert bytes(place.payload) == VALUE
+    assert place.valid()
+    assert reader._index.asked == 0
+
+
+def test_the_index_is_asked_for_what_is_not_here(owned, reader):
+    save(owned, 3, key_of(9))
+    places = reader.find([key_of(9), key_of(10)])
+    assert [place is not None for place in places] == [True, False]
+    assert reader._index.asked == 1
+
+
+def test_the_hint_of_a_block_that_is_gone_leads_nowhere(owned, reader):
+    save(owned, 3, key_of(9))
+    owned.apply(Mark(3, 0, 1))
+    assert reader.find([key_of(9)]) == [None]
+
+
+def test_two_keys_with_one_hint_are_never_taken_for_each_other(owned, reader):
+    first, second = key_of(9, b"a"), key_of(9, b"b")
+    save(owned, 3, first)
+    save(owned, 4, second, b"w" * 1000)
+    found = reader.find([first, second])
+    assert found[0] is None
+    assert bytes(found[1].payload) == b"w" * 1000
+
+
+def test_the_first_slot_is_no_block_while_nothing_was_saved(reader):
+    assert reader.find([key_of(0)]) == [None]
+
+
+@pytest.mark.parametrize("offset", range(0, 64, 4))
+def test_a_damaged_header_is_a_miss(owned, reader, offset):
+    save(owned, 3, key_of(9))
+    start = 4096 + 3 * 64 + offset
+    owned._head[start] ^= 0x40
+    assert reader.find([key_of(9)]) == [None]
+
+
+@pytest.mark.parametrize("size_class", [4 * 7, len(SLOT_BYTES), 255])
+def test_a_block_that_would_leave_its_arena_is_a_miss(owned, reader, size_class):
+    save(owned, 3, key_of(9), size_class=size_class)
+    assert reader.find([key_of(9)]) == [None]
+
+
+def test_a_hint_beyond_the_segment_leads_nowhere(owned, reader):
+    owned._hints[hint_of(key_of(9), len(owned._hints))] = 1 << 31
+    assert reader.find([key_of(9)]) == [None]
+
+
+def test_a_remembered_place_ends_with_its_block(owned, reader):
+    save(owned, 3, key_of(9))
+    (place,) = reader.find([key_of(9)])
+    owned.apply(Mark(3, 0, 1))
+    assert not place.valid()
