@@ -25,7 +25,7 @@ def worker(store: MemoryBlockStore) -> Iterator[Worker]:
     worker.core.close()
 
 
-def test_an_unreachable_node_drops_the_save(self, store: MemoryBlockStore, worker: Worker) -> None:
+def test_an_unreachable_node_drops_the_save(store: MemoryBlockStore, worker: Worker) -> None:
     store.node_down = True
     save(worker, save_job(1))
     store.node_down = False
@@ -33,7 +33,7 @@ def test_an_unreachable_node_drops_the_save(self, store: MemoryBlockStore, worke
     assert store.sealed() == keys(1)
 
 
-def test_a_full_node_drops_what_does_not_fit(self) -> None:
+def test_a_full_node_drops_what_does_not_fit() -> None:
     store = MemoryBlockStore(capacity_blocks=1)
     worker = Worker(store)
     save(worker, save_job(3))
@@ -42,7 +42,7 @@ def test_a_full_node_drops_what_does_not_fit(self) -> None:
 
 
 def test_an_error_while_copying_gives_the_slots_back(
-    self, store: MemoryBlockStore, worker: Worker
+    store: MemoryBlockStore, worker: Worker
 ) -> None:
     blocks = worker.core._blocks
     assert blocks is not None
@@ -60,7 +60,7 @@ def test_an_error_while_copying_gives_the_slots_back(
 
 
 def test_the_fence_a_save_past_its_deadline_reads_and_publishes_nothing(
-    self, store: MemoryBlockStore
+    store: MemoryBlockStore,
 ) -> None:
     clock = Clock()
     worker = Worker(store, clock=clock, timeout_s=5.0)
@@ -81,9 +81,7 @@ def test_the_fence_a_save_past_its_deadline_reads_and_publishes_nothing(
     worker.core.close()
 
 
-def test_a_save_is_not_reported_while_its_commit_is_under_way(
-    self, store: MemoryBlockStore
-) -> None:
+def test_a_save_is_not_reported_while_its_commit_is_under_way(store: MemoryBlockStore) -> None:
     clock = Clock()
     worker = Worker(store, clock=clock, timeout_s=5.0)
     hold = store.on_commit = Hold()
@@ -97,7 +95,7 @@ def test_a_save_is_not_reported_while_its_commit_is_under_way(
     worker.core.close()
 
 
-def test_many_small_jobs_share_a_reserve(self, store: MemoryBlockStore, worker: Worker) -> None:
+def test_many_small_jobs_share_a_reserve(store: MemoryBlockStore, worker: Worker) -> None:
     hold = store.on_reserve = Hold()
     worker.core.start_saves([save_job(1)])
     hold.await_reached()
