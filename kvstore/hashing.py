@@ -117,6 +117,8 @@ def _token_bytes(tokens: Iterable[int], count: int) -> bytes:
     """The first `count` tokens as little-endian u32."""
     astype = getattr(tokens, "astype", None)
     if astype is not None:  # numpy
+        if count and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32:  # type: ignore[attr-defined]
+            raise UsageError("tokens", tokens, "must be integers from 0 to 2**32 - 1")
         as_u32: bytes = astype("<u4")[:count].tobytes()
         return as_u32
     try:

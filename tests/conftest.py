@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from redis_servers import RedisCluster, RedisSentinel, RedisServer
+from stores import NodeProcess
+
+from kvstore import Client
 
 
 def _missing() -> dict[str, str]:
@@ -48,3 +51,16 @@ def redis_sentinel() -> Iterator[RedisSentinel]:
     sentinel = RedisSentinel()
     yield sentinel
     sentinel.close()
+
+
+@pytest.fixture
+def node(redis_server: RedisServer) -> Iterator[NodeProcess]:
+    """A memory node in a process of its own, with nobody else's blocks in it."""
+    with NodeProcess(redis_server) as process:
+        yield process
+
+
+@pytest.fixture
+def client(node: NodeProcess) -> Iterator[Client]:
+    with Client(**node.client_options) as client:
+        yield client

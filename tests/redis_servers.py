@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from kvstore.index.embedded import find_server
 
@@ -86,7 +88,10 @@ class RedisServer:
             return False
 
     def admin(self, **options: object) -> redis.Redis:
-        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=10, **options)
+        once = Retry(NoBackoff(), 0)
+        return redis.Redis(
+            unix_socket_path=str(self.socket), socket_timeout=10, retry=once, **options
+        )
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

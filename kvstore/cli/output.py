@@ -1,8 +1,10 @@
-"""Aligned tables and sizes for people."""
+"""Aligned tables and sizes for people, JSON for programs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -29,3 +31,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 
         ).rstrip()
         for line in lines
     )
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, indent=2)

@@ -20,10 +20,11 @@ from kvstore.client.lease import Lease
 from kvstore.core import wire
 from kvstore.core.breaker import Breaker
 from kvstore.core.wire import PROTOCOL_VERSION, Op
-from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.nodedir import NodeDir
 
 CONNECT_TIMEOUT_S = 1.0
+SAY_CONNECT_TIMEOUT_S = 0.05
 RECV_BYTES = 1 << 16
 FAILURES_TO_OPEN = 1
 """One unanswered request costs a whole deadline: the next ones must not."""
@@ -145,12 +146,14 @@ class ControlChannel:
         self._breaker.failed(time.monotonic())
 
     def say(self, op: Op, *args: Any) -> bool:
-        """One way, never waits: False when it could not be said now."""
+        """One way: False when it could not be said now. Waits at most `SAY_CONNECT_TIMEOUT_S`,
+        and that only when it is the first to connect."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._socket is None or self._awaited:
+            if self._awaited or not self._connect_to_say():
                 return False
+            assert self._socket is not None
             message = wire.packed([op, 0, *args])
             try:
                 self._socket.settimeout(0.0)
@@ -166,6 +169,21 @@ class ControlChannel:
             return True
         finally:
             self._lock.release()
+
+    def _connect_to_say(self) -> bool:
+        now = time.monotonic()
+        if self._socket is not None:
+            return True
+        if self._closed or self._pid != os.getpid() or not self._breaker.allows(now):
+            return False
+        try:
+            self._connect(now + SAY_CONNECT_TIMEOUT_S)
+        except PeerError:
+            self._disconnect()
+            self._breaker.failed(time.monotonic())
+            return False
+        self._breaker.succeeded()
+        return True
 
     def close(self) -> None:
         """Say goodbye: the node takes back whatever this client held."""
@@ -199,7 +217,7 @@ class ControlChannel:
         self._unpacker = wire.unpacker()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(min(CONNECT_TIMEOUT_S, self._timeout_s))
+            connection.settimeout(max(min(CONNECT_TIMEOUT_S, give_up_at - time.monotonic()), 0.001))
             connection.connect(str(self.directory.socket))
         except OSError as e:
             connection.close()

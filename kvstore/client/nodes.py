@@ -60,6 +60,7 @@ class LocalNodes:
             if word is None or (word.node_id, word.epoch) != (node_id, epoch):
                 continue
             if not directory.alive():
+                sweep(self._run_dir)
                 break
             attached = self._map(word, directory)
             if attached is not None:
@@ -105,19 +106,26 @@ class LocalNodes:
     def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
         """The node on this host to write to: alive, and known to the same index.
 
-        With `name`, that one or none.
+        With `name`, that one or none. Raises `IndexUnavailableError` when there may
+        be one but the index cannot say whether it is one of its own.
         """
+        unanswered: IndexUnavailableError | None = None
         for directory in node_dirs(self._run_dir):
             if name is not None and directory.name != name:
                 continue
             word = directory.announcement()
-            if word is None or word.key_prefix != self._key_prefix or not directory.alive():
+            if word is None or word.key_prefix != self._key_prefix:
+                continue
+            if not directory.alive():
+                sweep(self._run_dir)
                 continue
             try:
                 if self._index.node(word.node_id) is not None:
                     return word, directory
-            except IndexUnavailableError:
-                continue
+            except IndexUnavailableError as e:
+                unanswered = e
+        if unanswered is not None:
+            raise unanswered
         return None
 
     def close(self) -> None:
@@ -126,3 +134,4 @@ class LocalNodes:
                 attached.gone = True
             self._attached.clear()
             self.mapped = ()
+        sweep(self._run_dir)

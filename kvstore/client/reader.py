@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.types import Key
+
+log = logging.getLogger("kvstore.client")
 
 PLACES_KEPT_MAX = 1 << 16
 _NODE_PART = slice(4, 16)
@@ -68,6 +71,15 @@ class Reader:
         self._nodes = nodes
         self._places: dict[Key, Place] = {}
         self.index_failures = 0
+        self._last_failure = ""
+
+    def index_failed(self, error: IndexUnavailableError) -> None:
+        """Count it; say it once, and again when the reason changes."""
+        self.index_failures += 1
+        reason = str(error)
+        if reason != self._last_failure:
+            self._last_failure = reason
+            log.warning("the index cannot be asked, every lookup is a miss: %s", reason)
 
     def remembered(self, key: Key) -> Place | None:
         """Where `key` was seen before, without asking anyone."""
@@ -92,8 +104,8 @@ class Reader:
                 for i, key, record in zip(wanted, batch, records, strict=False):
                     if record is not None:
                         places[i] = self.place(key, record)
-        except IndexUnavailableError:
-            self.index_failures += 1
+        except IndexUnavailableError as e:
+            self.index_failed(e)
         return places
 
     def _local(self, key: Key) -> Place | None:

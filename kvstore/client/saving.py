@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -9,7 +10,7 @@ import xxhash
 
 from kvstore.client.base import Reservation
 from kvstore.client.tensors import Payload
-from kvstore.client.writer import Later, Want, Writer
+from kvstore.client.writer import NO_SPACE, Later, Want, Writer
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.segment.copying import copy
@@ -23,6 +24,10 @@ PARTS = 4
 """Of a window. Only the first reserve and the last commit are then waited for."""
 PART_BYTES_MIN = 4 << 20
 """Copying it takes about as long as the node needs for a request."""
+
+NO_SPACE_TRIES = 6
+NO_SPACE_WAIT_S = 0.002
+"""Before the second try; doubles with each further one."""
 
 _GONE = (NodeUnavailableError, DeadlineError)
 
@@ -44,7 +49,25 @@ def save(
         except _GONE as e:
             results += [rejected(str(e))] * len(window)
             continue
-        results += _Window(writer, namespace_id, wants, window).run()
+        results += _with_patience(writer, namespace_id, wants, window)
+    return results
+
+
+def _with_patience(
+    writer: Writer, namespace_id: int, wants: Sequence[Want], payloads: Sequence[Payload]
+) -> list[PutResult]:
+    """Try again what found every slot reserved: reservations are short, and some were ours."""
+    results = _Window(writer, namespace_id, wants, payloads).run()
+    for attempt in range(NO_SPACE_TRIES):
+        again = [i for i, result in enumerate(results) if result is NO_SPACE]
+        if not again:
+            break
+        if len(again) == len(results):
+            time.sleep(NO_SPACE_WAIT_S * 2**attempt)
+        wanted = [wants[i] for i in again]
+        retried = _Window(writer, namespace_id, wanted, [payloads[i] for i in again]).run()
+        for i, result in zip(again, retried, strict=True):
+            results[i] = result
     return results
 
 

@@ -44,7 +44,7 @@ class BlockSession:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
         self.limits = limits or Limits()
-        self.run_dir = run_dir or default_run_dir()
+        self.run_dir = default_run_dir(run_dir)
         self.verify = verify
         self._opened: OpenedIndex = open_guarded(
             url, key_prefix=key_prefix, run_dir=self.run_dir, limits=self.limits
@@ -72,8 +72,8 @@ class BlockSession:
         started = time.monotonic()
         try:
             records = self.reader.readable_run(keys)
-        except IndexUnavailableError:
-            self.reader.index_failures += 1
+        except IndexUnavailableError as e:
+            self.reader.index_failed(e)
             return []
         if timeout_s is not None and time.monotonic() - started > timeout_s:
             return []

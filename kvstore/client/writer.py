@@ -16,7 +16,12 @@ from kvstore.client.base import Reservation
 from kvstore.client.control import ControlChannel, Held, Ticket, as_it_is
 from kvstore.client.nodes import LocalNodes
 from kvstore.core.wire import Op, join_keys
-from kvstore.errors import NodeUnavailableError, PeerError, UsageError
+from kvstore.errors import (
+    IndexUnavailableError,
+    NodeUnavailableError,
+    PeerError,
+    UsageError,
+)
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
@@ -26,7 +31,8 @@ NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
-_CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS}
+NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
+_CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
 Later = Callable[[], list[Any]]
 """What becomes of each of the blocks of a request that was sent."""
 
@@ -81,24 +87,31 @@ class Writer:
 
     # --- the link ---------------------------------------------------------
 
-    def link(self) -> _Link:
-        """Raises `NodeUnavailableError` when no node of this index runs on this host."""
+    def link(self, *, start: bool = True) -> _Link:
+        """Raises `NodeUnavailableError` when no node of this index runs on this host.
+
+        With `start`, the embedded node is started when this client may do that.
+        """
         link = self._link
         if link is not None:
             return link
         with self._lock:
             if self._link is None:
-                self._link = self._find()
+                self._link = self._find(start)
             return self._link
 
-    def _find(self) -> _Link:
+    def _find(self, start: bool) -> _Link:
         now = time.monotonic()
         if now < self._search_at:
             raise NodeUnavailableError("no memory node on this host: start one with `kvstore node`")
-        found = self._nodes.writable(self._name)
-        if found is None and self._start_node is not None:
-            self._start_node()
+        try:
             found = self._nodes.writable(self._name)
+            if found is None and start and self._start_node is not None:
+                self._start_node()
+                found = self._nodes.writable(self._name)
+        except IndexUnavailableError as e:
+            self._search_at = now + NODE_SEARCH_S
+            raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
         if found is None:
             self._search_at = now + NODE_SEARCH_S
             which = f"named {self._name!r} " if self._name else ""
@@ -290,12 +303,12 @@ class Writer:
         if now < self._touched_at + TOUCH_EVERY_S:
             return
         self._touched_at = now
-        link = self._link
-        if link is None:
-            return
         self._touched = {}
-        batch = list(touched)[:BATCH_KEYS_MAX]
-        link.control.say(Op.TOUCH, join_keys(batch))
+        try:
+            link = self.link(start=False)
+        except NodeUnavailableError:
+            return
+        link.control.say(Op.TOUCH, join_keys(list(touched)[:BATCH_KEYS_MAX]))
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
         dropped: list[bool] = []

@@ -42,6 +42,8 @@ from kvstore.types import Key, Location
 
 EXISTS_CODE = 1
 IN_PROGRESS_CODE = 2
+NO_SPACE_CODE = 3
+"""Every slot that fits is reserved or pinned at this moment: worth another try soon."""
 STORED_CODE = 0
 """Per-key answers on the wire; a string is a rejection's reason, a list a grant."""
 
@@ -133,7 +135,7 @@ class NodeCore:
                 answers.append(self._already(slot))
                 continue
             slot_or_reason = self._take(event.sizes[i], session, effects.writes)
-            if isinstance(slot_or_reason, str):
+            if not isinstance(slot_or_reason, Slot):
                 self.counts["rejected"] += 1
                 answers.append(slot_or_reason)
                 continue
@@ -168,7 +170,7 @@ class NodeCore:
         self.counts["in_progress"] += 1
         return IN_PROGRESS_CODE
 
-    def _take(self, length: int, session: _Session, writes: list[Write]) -> Slot | str:
+    def _take(self, length: int, session: _Session, writes: list[Write]) -> Slot | str | int:
         """A slot in state RESERVED, or why there is none."""
         if not 0 < length <= self.allocator.arena_bytes:
             return f"size_bytes={length}: must be 1 to {self.allocator.arena_bytes} (one arena)"
@@ -179,7 +181,7 @@ class NodeCore:
             )
         taken = self.allocator.take(length)
         if taken is None:
-            return f"no space for {length} bytes: every slot that fits is reserved or pinned"
+            return NO_SPACE_CODE
         for evicted in taken.evicted:
             self.counts["evicted"] += 1
             self._free(evicted, SlotEvent.EVICT, writes)

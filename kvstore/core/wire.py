@@ -130,7 +130,7 @@ def decode(session: int, message: Any) -> Event:
         raise _fail("request", request, "must be an integer from 0 to 2**63 - 1")
     decoder = _DECODERS.get(op) if type(op) is int else None
     if decoder is None:
-        raise _fail("op", op, f"must be one of {sorted(_DECODERS)}")
+        raise _fail("op", op, f"must be one of {[int(known) for known in _DECODERS]}")
     width, decode_args = decoder
     if len(args) != width:
         raise _fail("message", len(args), f"op {op} takes {width} arguments")

@@ -257,6 +257,9 @@ def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
     if said != "ready":
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        gone_by = monotonic() + supervisor.STOP_TIMEOUT_S
+        while _supervised(directory) and monotonic() < gone_by:
+            sleep(_POLL_S)
     process.wait(ACQUIRE_TIMEOUT_S)  # it forked and ended at once, or was killed
     if said != "ready":
         why = said.removeprefix("error ") or "its supervisor said nothing"

@@ -90,6 +90,21 @@ class Supervisor:
                 self._watch(locks)
         finally:
             self._stop()
+            if self._unused(locks):
+                remove_files(self._directory)
+
+    def _unused(self, locks: dict[str, int]) -> bool:
+        """Whether nobody is there and nobody can come; holds all locks then.
+
+        start.lock is taken last and not waited for: its holder may be a new user that
+        waits for users.lock, which is why that is given back.
+        """
+        if not locked(locks[USERS_LOCK], fcntl.LOCK_EX):
+            return False
+        if locked(locks[START_LOCK], fcntl.LOCK_EX):
+            return True
+        fcntl.flock(locks[USERS_LOCK], fcntl.LOCK_UN)
+        return False
 
     def _open(self, name: str) -> int:
         return os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -102,14 +117,8 @@ class Supervisor:
                 if restarts == RESTARTS_MAX or self._start():
                     return
                 restarts += 1
-            if locked(locks[USERS_LOCK], fcntl.LOCK_EX):
-                # start.lock is taken last and not waited for: its holder may be a new
-                # user that waits for users.lock, which is why that is given back.
-                if locked(locks[START_LOCK], fcntl.LOCK_EX):
-                    self._stop()
-                    remove_files(self._directory)
-                    return
-                fcntl.flock(locks[USERS_LOCK], fcntl.LOCK_UN)
+            if self._unused(locks):
+                return
             time.sleep(POLL_S)
 
     def _start(self) -> str:
@@ -133,6 +142,7 @@ class Supervisor:
             )
         except OSError as e:
             return f"{self._command[0]}: {e.strerror}"
+        self._write_pids(self._redis.pid)  # before it answers: who hears it reads this next
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not answers(path):
             if self._redis.poll() is not None:
@@ -140,7 +150,6 @@ class Supervisor:
             if time.monotonic() > deadline:
                 return f"no answer within {READY_TIMEOUT_S} s: {self._log_tail()}"
             time.sleep(0.002)
-        self._write_pids(self._redis.pid)
         return ""
 
     def _write_pids(self, pid: int) -> None:

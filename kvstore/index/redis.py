@@ -86,7 +86,7 @@ def open_index(
     )
 
 
-def _open_route(target: Target, *, timeout_s: float, links_max: int) -> Route:
+def open_route(target: Target, *, timeout_s: float, links_max: int) -> Route:
     """The route to `target`; connects to nothing yet."""
     if target.kind == "cluster":
         return ClusterRoute(target, timeout_s=timeout_s, links_max=links_max)
@@ -126,8 +126,8 @@ class RedisIndex:
         self._publish_timeout_s = publish_timeout_s
         self._space = KeySpace(key_prefix)
         self._key_prefix = key_prefix
-        self._read = _open_route(target, timeout_s=timeout_s, links_max=lookup_links_max)
-        self._write = _open_route(target, timeout_s=publish_timeout_s, links_max=PUBLISH_LINKS_MAX)
+        self._read = open_route(target, timeout_s=timeout_s, links_max=lookup_links_max)
+        self._write = open_route(target, timeout_s=publish_timeout_s, links_max=PUBLISH_LINKS_MAX)
         self._clustered = self._read.clustered
         self._scripts_banned = False
         self._touch_command = b"TOUCH"

@@ -108,7 +108,10 @@ def parse_url(url: str) -> Target:
         raise _wrong(url, f"its scheme must be one of {', '.join(_SCHEMES)}")
     for name in options:
         if name not in _OPTIONS:
-            raise _wrong(url, f"unknown option {name!r}; known are {', '.join(sorted(_OPTIONS))}")
+            # With an @ behind the ?, this may be the rest of a password that is not encoded.
+            shown = "" if "@" in parts.query else f" {name!r}"
+            known = ", ".join(sorted(_OPTIONS))
+            raise _wrong(url, f"unknown option{shown}; known are {known}")
     return _target(url, parts, options)
 
 

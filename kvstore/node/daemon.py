@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvstore.core import wire
-from kvstore.core.events import Event, SessionDead, SessionResumed
+from kvstore.core.events import Clear, Drop, Event, SessionDead, SessionResumed
 from kvstore.core.eviction import POLICIES
 from kvstore.core.node import NodeCore
 from kvstore.core.wire import Hello, Op
@@ -304,6 +304,9 @@ class Node:
         except (InternalError, AssertionError, KeyError) as e:
             self._fail(e)
             return
+        if isinstance(event, Drop | Clear):
+            # Asked for by somebody: the answer waits until the index was told.
+            self._remove()
         publishing = self.core.publications_pending
         for reply in effects.replies:
             session = self.sessions.get(reply.session)
@@ -365,16 +368,18 @@ class Node:
     def _remove(self) -> None:
         assert self._loop is not None
         work = self.core.take_removals(PUBLISH_BATCH)
+        if not work:
+            self._remove_due = False
+            return
         again_s = REMOVE_DELAY_S
         try:
             self.index.remove([KeyRecord(*item) for item in work])
             self.core.removed(work)
         except IndexUnavailableError:
             again_s = INDEX_RETRY_S
-        if self.core.removals_pending:
+        self._remove_due = self.core.removals_pending > 0
+        if self._remove_due:
             self._loop.call_later(again_s, self._remove)
-        else:
-            self._remove_due = False
 
     def _index_lost(self) -> None:
         count = self.core.republish()

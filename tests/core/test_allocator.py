@@ -1,5 +1,6 @@
 """Space: classes, arenas, eviction. `Pool` plays the caller, which frees and reserves."""
 
+import itertools
 import random
 
 import pytest
@@ -48,7 +49,7 @@ def test_slots_of_one_class_never_overlap_and_stay_in_their_arena():
         slot = pool.put(length)
         spans.append((slot.offset, slot.offset + SLOT_BYTES[slot.size_class]))
     spans.sort()
-    for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(spans):
         assert end <= start
     for start, end in spans:
         assert start // ARENA == (end - 1) // ARENA

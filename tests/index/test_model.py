@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redis_servers import RedisCluster, RedisServer
 
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis import RedisIndex, open_index
+
+if TYPE_CHECKING:
+    from redis_servers import RedisCluster, RedisServer
 
 # Few keys, tags and records, so that calls meet; tags repeat and alternate.
 KEYS = [bytes([tag]) * 8 + bytes([digest]) * 24 for tag in range(4) for digest in range(5)]

@@ -1,0 +1,249 @@
+"""vLLM 0.32: translates its connector calls to the two sides of the core, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from connector.adapters.vllm_shape import engine_shape
+from connector.base import StepPlan, WorkerReport
+from connector.config import ConnectorConfig
+from connector.factory import scheduler_side, worker_side
+from connector.limits import IDLE_WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from connector.scheduler import SchedulerCore
+    from connector.worker import WorkerCore
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class KVStoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Scheduler to workers, once per step."""
+
+    plan: StepPlan
+
+
+@dataclass
+class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to scheduler, once per step."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVStoreWorkerMetadata)
+        self.report.merge(other.report)
+        return self
+
+
+class PoolPins:
+    """Saves hold a reference on blocks of vLLM's pool, as one more request would."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[i] for i in block_ids])
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[i] for i in block_ids])
+
+
+class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Saves full KV blocks to the store and loads those that match a new request's prefix."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache is best effort: a dropped save is a future miss, not a lost hand-off."""
+        return False
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        config = ConnectorConfig.from_extra(transfer.kv_connector_extra_config or {})
+        shape = engine_shape(vllm_config, kv_cache_config, config)
+        self._config = config
+        self._shape = shape
+        self._scheduler: SchedulerCore | None = None
+        self._worker: WorkerCore | None = None
+        self._requests: dict[str, Any] = {}
+        self._report = WorkerReport()
+        if role == KVConnectorRole.SCHEDULER:
+            _warn(vllm_config)
+            self._scheduler = scheduler_side(config, shape)
+            layout = shape.layout(config)
+            logger.info(
+                "kvstore: blocks of %d tokens, %d shards, namespace %s",
+                layout.block_tokens,
+                len(layout.namespaces),
+                layout.namespaces[0],
+            )
+        else:
+            self._worker = worker_side(config, shape, vllm_config.parallel_config.rank)
+
+    # Scheduler side
+
+    @property
+    def _s(self) -> SchedulerCore:
+        assert self._scheduler is not None, "a scheduler call on a worker's connector"
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            most = int(gpu_block_pool.num_gpu_blocks * self._config.pinned_fraction)
+            self._s.bind_pins(PoolPins(gpu_block_pool), self._shape.topology.workers, most)
+
+    def on_new_request(self, request: Any) -> None:
+        self._requests[request.request_id] = request
+        if not request.skip_reading_prefix_cache:
+            self._s.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._requests[request.request_id] = request
+        if request.skip_reading_prefix_cache:
+            return 0, False  # vLLM would discard the answer
+        tokens = self._s.match(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        group = self._shape.group
+        self._s.allocated(request, lambda: blocks.get_block_ids()[group], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        state = scheduler_output.kv_connector_block_state
+        group = self._shape.group
+
+        def block_ids(request_id: str) -> Sequence[int] | None:
+            ids = state.get_block_ids(request_id) if state is not None else None
+            return None if ids is None else ids[group]
+
+        requests = self._requests
+        scheduled = (
+            (requests[request_id], tokens)
+            for request_id, tokens in scheduler_output.num_scheduled_tokens.items()
+            if request_id in requests
+        )
+        # Resumed requests need nothing special: they are told from running
+        # ones by neither runner's lists, only by having been preempted.
+        preempted = scheduler_output.preempted_req_ids or ()
+        return KVStoreMetadata(self._s.plan_step(scheduled, preempted, block_ids))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KVStoreWorkerMetadata):
+            self._s.report(meta.report)
+        self._s.loads_ended(connector_output.finished_recving or ())
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Nothing to delay: saves in flight hold their own reference on the blocks.
+        self._requests.pop(request.request_id, None)
+        self._s.finished(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._s.has_pending_work()
+
+    def reset_cache(self) -> bool | None:
+        return self._s.reset() if self._scheduler is not None else None
+
+    # Worker side
+
+    @property
+    def _w(self) -> WorkerCore:
+        assert self._worker is not None, "a worker call on the scheduler's connector"
+        return self._worker
+
+    @property
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVStoreMetadata)
+        return metadata.plan
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        names = self._kv_cache_config.kv_cache_groups[self._shape.group].layer_names
+        self._w.register_kv_caches({name: kv_caches[name] for name in names})
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._w.start_loads(self._plan.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # loads end between steps, never within one
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        return  # saves read whole blocks after the forward
+
+    def wait_for_save(self) -> None:
+        self._w.start_saves(self._plan.saves)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._w.cancel_loads(finished_req_ids)
+        self._report = self._w.poll(IDLE_WAIT_S if self._plan.idle else 0.0)
+        return KVConnectorTransferResults(
+            finished_recving=self._report.finished_loads,
+            failed_recving=self._report.failed_requests if self._ambiguous_ids else set(),
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._ambiguous_ids else self._report.invalid_block_ids
+
+    @property
+    def _ambiguous_ids(self) -> bool:
+        """With several groups a block id does not name a block; vLLM rejects a flat set."""
+        return len(self._kv_cache_config.kv_cache_groups) > 1
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report, self._report = self._report, WorkerReport()
+        if not report.failed_blocks and not report.ended_saves:
+            return None
+        return KVStoreWorkerMetadata(
+            WorkerReport(failed_blocks=report.failed_blocks, ended_saves=report.ended_saves)
+        )
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _warn(vllm_config: Any) -> None:
+    """Settings with which the store works badly are said once, at start."""
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        logger.error(
+            "\n%s\nkvstore: kv_load_failure_policy is %r: a block that cannot be loaded FAILS its "
+            'request.\nSet "kv_load_failure_policy": "recompute" at the top level of '
+            "--kv-transfer-config, so that it is computed instead.\n%s",
+            "!" * 78,
+            policy,
+            "!" * 78,
+        )
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm != "sha256_cbor":
+        logger.warning(
+            "kvstore: prefix_caching_hash_algo is %s; with LoRA or multimodal input equal prompts "
+            "of two processes may get different hashes. Use --prefix-caching-hash-algo "
+            "sha256_cbor on every engine.",
+            algorithm,
+        )

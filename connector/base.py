@@ -1,0 +1,184 @@
+"""What the scheduler side and the worker side tell each other, and both sides as protocols.
+
+All of it is plain, picklable data: the two sides usually live in different processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvstore import Found, Key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class EngineRequest(Protocol):
+    """What the core reads of an engine's request; it never writes one."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and accepted output."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the engine, before the step that is being planned."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The engine's chained hashes, one per full hash block of the known tokens."""
+        ...
+
+
+class BlockPins(Protocol):
+    """Keeps engine blocks from being given to somebody else while a save reads them."""
+
+    def pin(self, block_ids: Sequence[int]) -> None: ...
+    def unpin(self, block_ids: Sequence[int]) -> None: ...
+
+
+class LoadBlock(NamedTuple):
+    """One store block, or the rest of one, on its way into the engine."""
+
+    found: tuple[Found, ...]
+    """Where it is, one per shard."""
+    skip: int
+    """Engine blocks at the head of the store block that are not needed."""
+    block_ids: tuple[int, ...]
+    """Engine blocks to write, in token order, following the skipped ones."""
+
+
+class LoadJob(NamedTuple):
+    job_id: int
+    request_id: str
+    blocks: tuple[LoadBlock, ...]
+
+
+class SaveBlock(NamedTuple):
+    keys: tuple[Key, ...]
+    """One per shard."""
+    block_ids: tuple[int, ...]
+    """The engine blocks that make one store block, in token order."""
+
+
+class SaveJob(NamedTuple):
+    job_id: int
+    request_id: str
+    blocks: tuple[SaveBlock, ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the workers do in one engine step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    idle: bool = False
+    """No forward runs in this step, so the worker may wait a moment for transfers."""
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What one worker, or after `merge` all of them, has to say about one step."""
+
+    finished_loads: set[str] = field(default_factory=set)
+    """Requests whose load ended on this worker, each exactly once, failed or not."""
+    failed_requests: set[str] = field(default_factory=set)
+    """Those of them that failed at least in part."""
+    invalid_block_ids: set[int] = field(default_factory=set)
+    """Engine blocks that hold no valid KV although a load was planned into them."""
+    failed_blocks: dict[int, int] = field(default_factory=dict)
+    """Load job -> position of its first store block that could not be loaded."""
+    ended_saves: dict[int, int] = field(default_factory=dict)
+    """Save job -> how many workers no longer read its blocks, done or dropped."""
+
+    def merge(self, other: WorkerReport) -> WorkerReport:
+        """Fold `other` into this report; the first failure of a load job wins."""
+        self.finished_loads |= other.finished_loads
+        self.failed_requests |= other.failed_requests
+        self.invalid_block_ids |= other.invalid_block_ids
+        for job_id, position in other.failed_blocks.items():
+            self.failed_blocks[job_id] = min(position, self.failed_blocks.get(job_id, position))
+        for job_id, workers in other.ended_saves.items():
+            self.ended_saves[job_id] = self.ended_saves.get(job_id, 0) + workers
+        return self
+
+
+class SchedulerSide(Protocol):
+    """Decides what is loaded and saved. One per engine; called by one thread."""
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """A request arrived: start looking it up."""
+        ...
+
+    def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
+        """Tokens beyond `num_computed_tokens` that can be loaded; None: ask again."""
+        ...
+
+    def allocated(
+        self, request: EngineRequest, block_ids: Callable[[], Sequence[int]], num_tokens: int
+    ) -> None:
+        """The engine made room for `num_tokens` of what `match` offered (0: nothing)."""
+        ...
+
+    def plan_step(
+        self,
+        scheduled: Iterable[tuple[EngineRequest, int]],
+        preempted: Iterable[str],
+        block_ids: Callable[[str], Sequence[int] | None],
+    ) -> StepPlan:
+        """Loads and saves of this step; `block_ids` gives a request's current block table."""
+        ...
+
+    def report(self, report: WorkerReport) -> None:
+        """All workers' words about a step."""
+        ...
+
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        """Loads that have ended on every worker."""
+        ...
+
+    def finished(self, request_id: str) -> None:
+        """The request is done or aborted."""
+        ...
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping although no request is left."""
+        ...
+
+    def reset(self) -> bool:
+        """Clear what is stored; False when that could not be done now."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WorkerSide(Protocol):
+    """Moves the bytes of one shard. One per engine worker; called by one thread."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take the engine's layer tensors, each a strided [B, H, N, C] view."""
+        ...
+
+    def start_loads(self, jobs: Sequence[LoadJob]) -> None: ...
+    def start_saves(self, jobs: Sequence[SaveJob]) -> None:
+        """To be called after the forward that fills the blocks."""
+        ...
+
+    def cancel_loads(self, request_ids: Iterable[str]) -> None:
+        """Requests that are gone; their loads end early and are still reported."""
+        ...
+
+    def poll(self, wait_s: float = 0.0) -> WorkerReport:
+        """All that ended since the last call; waits up to `wait_s` for something to end."""
+        ...
+
+    def close(self) -> None: ...

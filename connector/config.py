@@ -1,0 +1,80 @@
+"""Settings of the connector, as they come in `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from connector.limits import BLOCK_TOKENS_MAX, PINNED_FRACTION_MAX, TIMEOUT_S_MAX
+from kvstore import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """One connector's settings. Raises `UsageError` naming field, value and limit."""
+
+    url: str | None = None
+    """The index, a Redis URL; None: KVSTORE_URL, else the Redis embedded in this machine."""
+    key_prefix: str = "kv:default"
+    """Prefix of the index's keys: stores with different ones know nothing of each other."""
+    node: str | None = None
+    """Name of the memory node on this host; None: the only one there is."""
+    run_dir: str | None = None
+    """Directory of the node's socket; None: the store's own default."""
+    block_tokens: int | None = None
+    """Tokens of one store block; None: chosen from the KV geometry."""
+    lookup_timeout_s: float = 0.05
+    """After that a lookup is a miss."""
+    load_timeout_s: float = 5.0
+    """After that the engine computes what was not loaded."""
+    save_timeout_s: float = 10.0
+    """After that a save is dropped and its engine blocks are free again."""
+    verify: Literal["never", "always"] = "never"
+    """Whether payload checksums are written and checked on this host too."""
+    save_decode: bool = True
+    """Save blocks that hold generated tokens too."""
+    model_id: str | None = None
+    """Name of the weights in the namespace; None: the engine's model name or path."""
+    model_revision: str | None = None
+    """Revision of the weights in the namespace; None: the engine's."""
+    pinned_fraction: float = PINNED_FRACTION_MAX
+    """Share of the engine's blocks that saves in flight may hold."""
+
+    def __post_init__(self) -> None:
+        for name in ("lookup_timeout_s", "load_timeout_s", "save_timeout_s"):
+            _number(name, getattr(self, name), TIMEOUT_S_MAX)
+        _number("pinned_fraction", self.pinned_fraction, 1.0)
+        for name in ("key_prefix", "node", "run_dir", "model_id", "model_revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise UsageError(name, value, "must be a string that is not empty")
+        if self.url is not None and (not isinstance(self.url, str) or "://" not in self.url):
+            raise UsageError("url", self.url, "must be a URL such as redis://host:6379/0")
+        if self.verify not in ("never", "always"):
+            raise UsageError("verify", self.verify, "must be 'never' or 'always'")
+        if not isinstance(self.save_decode, bool):
+            raise UsageError("save_decode", self.save_decode, "must be true or false")
+        tokens = self.block_tokens
+        if tokens is not None and (
+            not isinstance(tokens, int)
+            or isinstance(tokens, bool)
+            or not 1 <= tokens <= BLOCK_TOKENS_MAX
+        ):
+            raise UsageError("block_tokens", tokens, f"must be from 1 to {BLOCK_TOKENS_MAX}")
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+        """Settings from an engine's free-form mapping; an unknown name is an error."""
+        known = sorted(f.name for f in fields(cls))
+        for name in extra:
+            if name not in known:
+                raise UsageError(
+                    "kv_connector_extra_config", name, f"unknown; known are {', '.join(known)}"
+                )
+        return cls(**extra)
+
+
+def _number(name: str, value: object, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise UsageError(name, value, f"must be a number greater than 0, at most {most:g}")

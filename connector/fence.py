@@ -1,0 +1,37 @@
+"""A transfer that can be ended from outside without racing its copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Fence:
+    """Lets the copying thread in until somebody ends the transfer; then never again.
+
+    The engine reuses blocks as soon as a transfer is reported ended. So whoever
+    reports must first know that no copy is running and that none will start.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @contextmanager
+    def copying(self) -> Iterator[bool]:
+        """Hold off `try_end` during a copy; gives False when the transfer has ended."""
+        with self._lock:
+            yield not self._ended
+
+    def try_end(self) -> bool:
+        """End the transfer unless a copy is running right now; never waits."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._ended = True
+        self._lock.release()
+        return True

@@ -1,0 +1,72 @@
+"""Save jobs in flight and the engine blocks they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from connector.base import BlockPins, SaveBlock, SaveJob
+from connector.limits import SAVE_JOBS_MAX
+
+
+class SaveLedger:
+    """Pins a save's engine blocks from planning until every worker has let go of them.
+
+    Without the pin a preemption in the same step frees the blocks, the next
+    forward fills them with somebody else's tokens, and the save stores those
+    under this prefix's keys (rule 1).
+    """
+
+    def __init__(self, pins: BlockPins, workers: int, pinned_blocks_max: int) -> None:
+        self._pins = pins
+        self._workers = workers
+        self._pinned_blocks_max = pinned_blocks_max
+        self._pinned_blocks = 0
+        self._next_job_id = 0
+        self._jobs: dict[int, tuple[list[int], int]] = {}
+
+    def __len__(self) -> int:
+        """Jobs in flight."""
+        return len(self._jobs)
+
+    @property
+    def room_blocks(self) -> int:
+        """Engine blocks that one more job may hold now; 0 when it must wait."""
+        if len(self._jobs) >= SAVE_JOBS_MAX:
+            return 0
+        return max(0, self._pinned_blocks_max - self._pinned_blocks)
+
+    def open(self, request_id: str, blocks: tuple[SaveBlock, ...]) -> SaveJob:
+        """A job for `blocks`, which are pinned from now on."""
+        job = SaveJob(self._next_job_id, request_id, blocks)
+        self._next_job_id += 1
+        block_ids = [block_id for block in blocks for block_id in block.block_ids]
+        self._pins.pin(block_ids)
+        self._pinned_blocks += len(block_ids)
+        self._jobs[job.job_id] = (block_ids, self._workers)
+        return job
+
+    def ended(self, job_id: int, workers: int) -> None:
+        """`workers` more workers have let go of the job; the last one frees its blocks."""
+        entry = self._jobs.get(job_id)
+        if entry is None:
+            return
+        block_ids, left = entry
+        left -= workers
+        if left > 0:
+            self._jobs[job_id] = (block_ids, left)
+            return
+        del self._jobs[job_id]
+        self._pinned_blocks -= len(block_ids)
+        # Back to front: the engine reuses the first one given back first, and
+        # the head of a prefix is worth most.
+        self._pins.unpin(block_ids[::-1])
+
+
+class NoPins:
+    """For a side that never saves, and until an engine has given its pool."""
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        raise RuntimeError("no block pool was bound: a save would read unprotected blocks")
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        raise RuntimeError("nothing was pinned")

@@ -1,0 +1,44 @@
+"""Limits of the transfer package, by name (rule 9). Times in seconds, sizes as named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Seconds that never run backwards."""
+
+LOOKUP_WAIT_PER_STEP_S = 0.003
+"""How long one engine step may wait for lookups, all requests together."""
+LOOKUP_TTL_S = 2.0
+"""Age at which an answer is asked again. An older one costs a failed load, never wrong bytes."""
+LOOKUP_QUEUE_MAX = 1024
+"""Lookups waiting for their thread; one more is a miss at once."""
+MATCH_BLOCKS_MAX = 4096
+"""Store blocks of one prompt that are looked up; what is beyond is computed."""
+
+LOAD_ATTEMPTS_MAX = 3
+"""Failed loads of one request, after which all of it is computed."""
+LOAD_JOBS_MAX = 1024
+"""Loads waiting in one worker; one more fails at once and is computed."""
+SAVE_JOBS_MAX = 256
+"""Save jobs that a scheduler keeps in flight; beyond it blocks wait for a later step."""
+SAVE_JOB_BLOCKS_MAX = 64
+"""Store blocks in one save job, so that pins of a long prompt are given back piecemeal."""
+SAVE_BATCH_BLOCKS = 64
+"""Store blocks that one reserve and one commit carry, unless they are larger than"""
+SAVE_BATCH_BYTES = 64 << 20
+"""this together."""
+PINNED_FRACTION_MAX = 0.25
+"""Share of the engine's blocks that saves may keep from being reused."""
+
+IDLE_WAIT_S = 0.002
+"""How long an engine step without a forward waits for a transfer to end."""
+SHUTDOWN_TIMEOUT_S = 5.0
+"""How long closing waits for a transfer thread."""
+STORE_RETRY_S = 1.0
+"""Pause before a store that could not be opened is tried again."""
+
+BLOCK_TOKENS_MAX_DEFAULT = 256
+BLOCK_BYTES_MIN_DEFAULT = 1 << 20
+BLOCK_TOKENS_MAX = 1 << 16
+TIMEOUT_S_MAX = 600.0

@@ -1,0 +1,326 @@
+"""The scheduler side: what to load and what to save, decided per engine step.
+
+Knows no engine. Called by the engine's scheduling thread alone, so it may not
+wait: lookups run on their own thread, and a step waits for all of them together
+at most `LOOKUP_WAIT_PER_STEP_S`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from connector.base import BlockPins, EngineRequest, LoadJob, SaveJob, StepPlan, WorkerReport
+from connector.ledger import NoPins, SaveLedger
+from connector.limits import (
+    LOAD_ATTEMPTS_MAX,
+    LOOKUP_TTL_S,
+    LOOKUP_WAIT_PER_STEP_S,
+    SAVE_JOB_BLOCKS_MAX,
+    Clock,
+)
+from connector.lookup import Lookup, Lookups
+from connector.plan import full_blocks, load_blocks, offered_tokens, save_blocks, usable_run
+from kvstore import Key, KVStoreError
+
+if TYPE_CHECKING:
+    from connector.geometry import StoreLayout
+    from connector.state import LazyStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    loads: bool = True
+    saves: bool = True
+    save_decode: bool = True
+    lookup_timeout_s: float = 0.05
+    volatile_tokens: int = 0
+    """Tokens at a request's end whose KV may still change (speculative decoding)."""
+    null_block_id: int | None = None
+    """The engine's block id for "no block here"."""
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """What the last `match` offered; taken up by `allocated`, or not."""
+
+    lookup: Lookup
+    start_token: int
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _RequestState:
+    lookup: Lookup | None = None
+    offer: _Offer | None = None
+    barred: dict[Key, bytes] = field(default_factory=dict)
+    """Records of this request that could not be loaded: never offered to it again."""
+    failed_loads: int = 0
+    present_blocks: int = 0
+    """Leading store blocks that the last lookup found: not saved again."""
+    saved_blocks: int = 0
+    """Leading store blocks that were planned for saving since the last preemption."""
+    save_barred: bool = False
+    """Computed before a reset: not saved until it is computed anew."""
+    keys: tuple[list[Key], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    job: LoadJob
+    first_block: int
+    """Index in the prefix of the job's first store block."""
+
+
+class SchedulerCore:
+    """Implements `SchedulerSide` over a `BlockStore`."""
+
+    def __init__(
+        self,
+        store: LazyStore,
+        layout: StoreLayout,
+        settings: SchedulerSettings,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._settings = settings
+        self._clock = clock
+        self._lookups = Lookups(store, layout, settings.lookup_timeout_s, clock)
+        self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
+        self._requests: dict[str, _RequestState] = {}
+        self._planned_loads: list[LoadJob] = []
+        self._loads: dict[str, _Load] = {}
+        """By request, until the load has ended on every worker."""
+        self._next_load_id = 0
+        self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
+
+    def bind_pins(self, pins: BlockPins, workers: int, pinned_blocks_max: int) -> None:
+        """How to keep engine blocks alive, and how many; before that nothing is saved."""
+        self._ledger = SaveLedger(pins, workers, pinned_blocks_max)
+
+    # Loads
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """Ask early: the answer is usually there when the engine first schedules it."""
+        if self._settings.loads and self._long_enough(request):
+            state = self._state(request.request_id)
+            if state.lookup is None:
+                state.lookup = self._lookups.submit(tuple(request.block_hashes))
+
+    def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
+        """Tokens beyond `num_computed_tokens` to load; None: no answer yet, ask next step.
+
+        May be called any number of times without anything coming of it.
+        """
+        if not self._settings.loads or not self._long_enough(request):
+            return 0
+        state = self._state(request.request_id)
+        state.offer = None
+        if state.failed_loads >= LOAD_ATTEMPTS_MAX:
+            return 0
+        lookup = self._lookup(state, request)
+        if lookup is None:
+            return 0
+        if not lookup.done.is_set() and not self._wait(lookup):
+            late = self._clock() - lookup.submitted_at >= self._settings.lookup_timeout_s
+            return 0 if late else None
+        run = usable_run(lookup.runs, state.barred)
+        state.present_blocks = run
+        tokens = offered_tokens(run, num_computed_tokens, self._layout)
+        # Tokens that came after the lookup are not part of the prompt it saw.
+        tokens = min(tokens, request.num_tokens - num_computed_tokens)
+        if tokens > 0:
+            state.offer = _Offer(lookup, num_computed_tokens, tokens)
+        return max(0, tokens)
+
+    def allocated(
+        self, request: EngineRequest, block_ids: Callable[[], Sequence[int]], num_tokens: int
+    ) -> None:
+        """Plan the load of what was offered, or of the part the engine made room for.
+
+        Decided by `num_tokens` alone: the engine calls again after a load, and
+        when somebody else's offer won, with 0 and real blocks.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or state.offer is None:
+            return
+        offer, state.offer = state.offer, None
+        num_tokens = min(num_tokens, offer.tokens)
+        if num_tokens <= 0:
+            return
+        blocks = load_blocks(
+            offer.lookup.runs, offer.start_token, num_tokens, block_ids(), self._layout
+        )
+        job = LoadJob(self._next_load_id, request.request_id, blocks)
+        self._next_load_id += 1
+        self._planned_loads.append(job)
+        first_block = offer.start_token // self._layout.block_tokens
+        self._loads[request.request_id] = _Load(job, first_block)
+
+    def _long_enough(self, request: EngineRequest) -> bool:
+        return len(request.block_hashes) >= self._layout.blocks_per_key
+
+    def _lookup(self, state: _RequestState, request: EngineRequest) -> Lookup | None:
+        """The current lookup, a new one when there is none or it is too old."""
+        lookup = state.lookup
+        if lookup is not None and lookup.done.is_set():
+            age_s = self._clock() - lookup.answered_at
+            lookup = lookup if age_s < LOOKUP_TTL_S else None
+        if lookup is None:
+            lookup = self._lookups.submit(tuple(request.block_hashes))
+            state.lookup = lookup
+        return lookup
+
+    def _wait(self, lookup: Lookup) -> bool:
+        """Spend what is left of this step's time on `lookup`."""
+        started = self._clock()
+        done = lookup.done.wait(max(0.0, self._wait_left_s))
+        self._wait_left_s -= self._clock() - started
+        return done
+
+    # Saves
+
+    def plan_step(
+        self,
+        scheduled: Iterable[tuple[EngineRequest, int]],
+        preempted: Iterable[str],
+        block_ids: Callable[[str], Sequence[int] | None],
+    ) -> StepPlan:
+        """Loads planned since the last step, and saves of what this step's forward fills."""
+        self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
+        for request_id in preempted:
+            self._forget_progress(request_id)
+        plan = StepPlan(loads=self._planned_loads, idle=True)
+        self._planned_loads = []
+        for request, num_scheduled_tokens in scheduled:
+            plan.idle = False
+            if self._settings.saves:
+                self._plan_saves(request, num_scheduled_tokens, block_ids, plan.saves)
+        return plan
+
+    def _forget_progress(self, request_id: str) -> None:
+        """A preempted request starts over: its blocks are gone and come back elsewhere."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.lookup = None
+            state.offer = None
+            state.present_blocks = 0
+            state.saved_blocks = 0
+            state.save_barred = False
+
+    def _plan_saves(
+        self,
+        request: EngineRequest,
+        num_scheduled_tokens: int,
+        block_ids: Callable[[str], Sequence[int] | None],
+        out: list[SaveJob],
+    ) -> None:
+        settings, layout = self._settings, self._layout
+        state = self._state(request.request_id)
+        first = max(state.saved_blocks, state.present_blocks)
+        last = full_blocks(
+            request, num_scheduled_tokens, layout, settings.save_decode, settings.volatile_tokens
+        )
+        if last <= first or state.save_barred:
+            return
+        keys = self._keys(state, request, last)
+        last = min(last, len(keys[0]))
+        table = block_ids(request.request_id)
+        while table is not None and first < last:
+            room = self._ledger.room_blocks // layout.blocks_per_key
+            count = min(last - first, SAVE_JOB_BLOCKS_MAX, room)
+            if count == 0:
+                return
+            blocks = save_blocks(keys, first, first + count, table, layout, settings.null_block_id)
+            if blocks:
+                out.append(self._ledger.open(request.request_id, blocks))
+            first += count
+            state.saved_blocks = first
+
+    def _keys(
+        self, state: _RequestState, request: EngineRequest, blocks: int
+    ) -> tuple[list[Key], ...]:
+        """Keys of at least `blocks` store blocks, as far as the engine has hashed."""
+        if not state.keys and state.lookup is not None and state.lookup.done.is_set():
+            state.keys = state.lookup.keys
+        if not state.keys or len(state.keys[0]) < blocks:
+            hashes = request.block_hashes
+            per_key = self._layout.blocks_per_key
+            state.keys = tuple(ns.engine_keys(hashes, per_key) for ns in self._layout.namespaces)
+        return state.keys
+
+    # What came back
+
+    def report(self, report: WorkerReport) -> None:
+        """Bar what could not be loaded, and give back what is no longer read."""
+        failed = report.failed_blocks
+        for request_id, load in self._loads.items() if failed else ():
+            position = failed.get(load.job.job_id)
+            state = self._requests.get(request_id)
+            if position is not None and state is not None:
+                for found in load.job.blocks[position].found:
+                    state.barred[found.key] = found.record
+                state.failed_loads += 1
+                state.lookup = None
+                state.present_blocks = load.first_block + position
+        for job_id, workers in report.ended_saves.items():
+            self._ledger.ended(job_id, workers)
+
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        """Every worker is done with the loads of these requests."""
+        for request_id in request_ids:
+            self._loads.pop(request_id, None)
+
+    def finished(self, request_id: str) -> None:
+        """Forget the request. Its saves go on by themselves: they hold their blocks."""
+        self._requests.pop(request_id, None)
+
+    def has_pending_work(self) -> bool:
+        """Saves are in flight: an engine that stopped stepping would never learn their end."""
+        return len(self._ledger) > 0
+
+    def reset(self) -> bool:
+        """Clear the namespaces on the local node and forget every lookup.
+
+        False while transfers are in flight and when the node cannot be reached.
+        What live requests have computed so far is not saved after this.
+        """
+        for state in self._requests.values():
+            state.lookup = None
+            state.offer = None
+            state.present_blocks = 0
+            state.save_barred = True
+        if self._loads or len(self._ledger):
+            log.warning(
+                "reset refused: %d loads and %d saves are in flight",
+                len(self._loads),
+                len(self._ledger),
+            )
+            return False
+        store = self._store.get()
+        if store is None:
+            return False
+        try:
+            for namespace in self._layout.namespaces:
+                store.clear(namespace.id)
+        except KVStoreError as e:
+            log.warning("reset failed: %s", e)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop the lookup thread and close the store."""
+        self._lookups.close()
+        self._store.close()
+
+    def _state(self, request_id: str) -> _RequestState:
+        state = self._requests.get(request_id)
+        if state is None:
+            state = self._requests[request_id] = _RequestState()
+        return state

@@ -1,0 +1,339 @@
+"""The worker side: moves the bytes of one shard between engine blocks and the store.
+
+Knows no engine. One thread loads, one saves; the engine's thread only hands
+jobs over and polls. Nothing that happens here may raise into the engine: a load
+that fails is a recompute, a save that fails is a future miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
+from connector.blocks import KVBlocks, kv_blocks
+from connector.fence import Fence
+from connector.limits import (
+    LOAD_JOBS_MAX,
+    SAVE_BATCH_BLOCKS,
+    SAVE_BATCH_BYTES,
+    SAVE_JOBS_MAX,
+    SHUTDOWN_TIMEOUT_S,
+    Clock,
+)
+from kvstore import BlockStore, KVStoreError, Reservation
+
+if TYPE_CHECKING:
+    from connector.geometry import KVGeometry, StoreLayout
+    from connector.state import LazyStore
+
+log = logging.getLogger(__name__)
+
+
+class _Load:
+    """One load under way. `loaded` counts blocks that were copied and checked."""
+
+    __slots__ = ("deadline", "ended", "fence", "job", "loaded")
+
+    def __init__(self, job: LoadJob, deadline: float) -> None:
+        self.job = job
+        self.deadline = deadline
+        self.fence = Fence()
+        self.loaded = 0
+        self.ended = False
+
+
+class _Save:
+    __slots__ = ("deadline", "ended", "fence", "job", "ready")
+
+    def __init__(self, job: SaveJob, deadline: float, ready: Any) -> None:
+        self.job = job
+        self.deadline = deadline
+        self.ready = ready
+        self.fence = Fence()
+        self.ended = False
+
+
+_Task = _Load | _Save
+
+
+class WorkerCore:
+    """Implements `WorkerSide` for one shard over a `BlockStore`."""
+
+    def __init__(
+        self,
+        store: LazyStore,
+        layout: StoreLayout,
+        geometry: KVGeometry,
+        *,
+        shard: int,
+        saves: bool,
+        load_timeout_s: float,
+        save_timeout_s: float,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._geometry = geometry
+        self._shard = shard
+        self._saves = saves
+        self._load_timeout_s = load_timeout_s
+        self._save_timeout_s = save_timeout_s
+        self._clock = clock
+        self._block_bytes = geometry.token_bytes * layout.block_tokens
+        self._batch_blocks = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // self._block_bytes))
+        self._blocks: KVBlocks | None = None
+        self._wake = threading.Condition()
+        self._active: dict[_Task, None] = {}
+        self._done: list[_Task] = []
+        self._load_queue: queue.Queue[_Load | None] = queue.Queue(LOAD_JOBS_MAX)
+        self._save_queue: queue.Queue[_Save | None] = queue.Queue(SAVE_JOBS_MAX)
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take the layer tensors and start the transfer threads.
+
+        Raises `UsageError` when the shapes are not those of the namespace.
+        """
+        self._blocks = kv_blocks(kv_caches, self._geometry, self._layout.block_tokens)
+        loops: list[tuple[str, Callable[[], None]]] = [
+            ("kvstore-load", self._load_loop),
+            ("kvstore-save", self._save_loop),
+        ]
+        for name, target in loops:
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    # Called by the engine's thread
+
+    def start_loads(self, jobs: Sequence[LoadJob]) -> None:
+        """Queue loads; one that finds the queue full ends at once, failed."""
+        deadline = self._clock() + self._load_timeout_s
+        for job in jobs:
+            self._start(_Load(job, deadline), self._load_queue)
+
+    def start_saves(self, jobs: Sequence[SaveJob]) -> None:
+        """Queue saves of blocks that the forward before this call has filled."""
+        if not jobs:
+            return
+        ready = self._blocks.mark_ready() if self._blocks is not None else None
+        deadline = self._clock() + self._save_timeout_s
+        for job in jobs:
+            task = _Save(job, deadline, ready)
+            if self._saves:
+                self._start(task, self._save_queue)
+            else:  # a replica: another worker saves this shard
+                self._end(task)
+
+    def _start(self, task: Any, to: queue.Queue[Any]) -> None:
+        with self._wake:
+            self._active[task] = None
+        try:
+            if self._blocks is None:
+                raise queue.Full
+            to.put_nowait(task)
+        except queue.Full:
+            self._end(task)
+
+    def cancel_loads(self, request_ids: Iterable[str]) -> None:
+        """End the loads of requests that are gone; each is still reported once."""
+        gone = set(request_ids)
+        if not gone:
+            return
+        with self._wake:
+            for task in list(self._active):
+                if isinstance(task, _Load) and task.job.request_id in gone:
+                    # From now on late: the next poll between two copies ends it.
+                    task.deadline = self._clock()
+
+    def poll(self, wait_s: float = 0.0) -> WorkerReport:
+        """What ended since the last call, each job exactly once.
+
+        Waits up to `wait_s` seconds for a first one while any job is active.
+        A job past its deadline is ended here if no copy of it is running.
+        """
+        with self._wake:
+            if wait_s > 0 and self._active and not self._done:
+                self._wake.wait(wait_s)
+            now = self._clock()
+            late = [task for task in self._active if now >= task.deadline]
+            for task in late:
+                if task.fence.try_end():
+                    self._end_locked(task)
+            done, self._done = self._done, []
+        report = WorkerReport()
+        for task in done:
+            if isinstance(task, _Load):
+                _report_load(task, report)
+            else:
+                report.ended_saves[task.job.job_id] = 1
+        return report
+
+    def close(self) -> None:
+        """Stop both threads and close the store; waits at most `SHUTDOWN_TIMEOUT_S`."""
+        if self._closing:
+            return
+        self._closing = True
+        deadline = self._clock() + SHUTDOWN_TIMEOUT_S
+        with self._wake:
+            tasks = list(self._active)
+        for task in tasks:
+            task.fence.try_end()
+        for stop in (self._load_queue.put, self._save_queue.put):
+            try:
+                stop(None, timeout=max(0.0, deadline - self._clock()))
+            except queue.Full:
+                log.warning("a transfer thread hangs at shutdown and is left behind")
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self._store.close()
+
+    def _end(self, task: _Task) -> None:
+        with self._wake:
+            self._end_locked(task)
+
+    def _end_locked(self, task: _Task) -> None:
+        if not task.ended:
+            task.ended = True
+            self._active.pop(task, None)
+            self._done.append(task)
+            self._wake.notify_all()
+
+    # The loading thread
+
+    def _load_loop(self) -> None:
+        while (task := self._load_queue.get()) is not None:
+            try:
+                self._run_load(task)
+            except Exception:
+                log.exception("load failed")
+            finally:
+                self._end(task)
+
+    def _run_load(self, task: _Load) -> None:
+        store = self._store.get()
+        if store is None:
+            return
+        for block in task.job.blocks:
+            # A block after a failed one is of no use: the engine recomputes from there.
+            if task.fence.ended or self._clock() >= task.deadline:
+                return
+            if not self._load_block(task, block, store):
+                return
+            task.loaded += 1
+        store.touch([block.found[self._shard].key for block in task.job.blocks])
+
+    def _load_block(self, task: _Load, block: LoadBlock, store: BlockStore) -> bool:
+        assert self._blocks is not None
+        view = store.view(block.found[self._shard])
+        if view is None:
+            return False
+        payload = view.buffer
+        if len(payload) != self._block_bytes:
+            log.error("a stored block has %d bytes, not %d", len(payload), self._block_bytes)
+            return False
+        with task.fence.copying() as allowed:
+            if not allowed:
+                return False
+            self._blocks.scatter(payload, block.skip, block.block_ids)
+        return view.valid()
+
+    # The saving thread
+
+    def _save_loop(self) -> None:
+        stop = False
+        while not stop and (first := self._save_queue.get()) is not None:
+            tasks = [first]
+            while not stop and sum(len(t.job.blocks) for t in tasks) < self._batch_blocks:
+                try:
+                    task = self._save_queue.get_nowait()
+                except queue.Empty:
+                    break
+                if task is None:
+                    stop = True
+                else:
+                    tasks.append(task)
+            try:
+                self._run_saves(tasks)
+            except KVStoreError as e:
+                log.warning("%d saves dropped: %s", len(tasks), e)
+            except Exception:
+                log.exception("%d saves dropped", len(tasks))
+            finally:
+                for task in tasks:
+                    self._end(task)
+
+    def _run_saves(self, tasks: Sequence[_Save]) -> None:
+        store = self._store.get()
+        if store is None:
+            return
+        blocks = [(task, block) for task in tasks for block in task.job.blocks]
+        for start in range(0, len(blocks), self._batch_blocks):
+            self._save_batch(store, blocks[start : start + self._batch_blocks])
+
+    def _save_batch(self, store: BlockStore, blocks: Sequence[tuple[_Save, SaveBlock]]) -> None:
+        """One reserve, one copy per block that the store does not have, one commit."""
+        wanted = {
+            block.keys[self._shard]: (task, block) for task, block in blocks if not task.fence.ended
+        }
+        if not wanted:
+            return
+        namespace = self._layout.namespaces[self._shard]
+        answers = store.reserve(list(wanted), self._block_bytes, namespace.id)
+        open_ones = {a.key: a for a in answers if isinstance(a, Reservation)}
+        filled: list[tuple[_Save, Reservation]] = []
+        try:
+            for key, reservation in list(open_ones.items()):
+                task, block = wanted[key]
+                if self._save_block(task, block, reservation):
+                    filled.append((task, reservation))
+                    del open_ones[key]
+        except BaseException:
+            store.abort([*open_ones.values(), *(r for _, r in filled)])
+            raise
+        if open_ones:
+            store.abort(list(open_ones.values()))
+        self._commit(store, filled)
+
+    def _save_block(self, task: _Save, block: SaveBlock, reservation: Reservation) -> bool:
+        assert self._blocks is not None
+        self._blocks.wait_ready(task.ready)
+        with task.fence.copying() as allowed:
+            if not allowed or self._clock() >= task.deadline:
+                return False
+            self._blocks.gather(block.block_ids, reservation.buffer)
+        return True
+
+    def _commit(self, store: BlockStore, filled: Sequence[tuple[_Save, Reservation]]) -> None:
+        """Commit under the fences: a job that was reported as ended publishes nothing later.
+
+        A reset relies on it: it clears the store once no job is in flight.
+        """
+        with ExitStack() as stack:
+            tasks = {task for task, _ in filled}
+            alive = {t for t in tasks if stack.enter_context(t.fence.copying())}
+            dropped = [r for task, r in filled if task not in alive]
+            kept = [r for task, r in filled if task in alive]
+            if dropped:
+                store.abort(dropped)
+            if kept:
+                store.commit(kept)
+
+
+def _report_load(task: _Load, report: WorkerReport) -> None:
+    job = task.job
+    report.finished_loads.add(job.request_id)
+    loaded = task.loaded
+    if loaded < len(job.blocks):
+        report.failed_requests.add(job.request_id)
+        report.failed_blocks[job.job_id] = loaded
+        for block in job.blocks[loaded:]:
+            report.invalid_block_ids.update(block.block_ids)

@@ -1,0 +1,1 @@
+"""What `kvstore doctor` looks at; doctor.py runs and shows it."""

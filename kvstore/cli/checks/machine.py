@@ -1,0 +1,169 @@
+"""The interpreter, directories, shared memory and limits that this host gives us."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import stat
+import sys
+from pathlib import Path
+
+from kvstore.cli.checks.base import Context, Finding, Level, read_text
+from kvstore.cli.output import human_bytes
+from kvstore.cli.store import local_nodes
+from kvstore.errors import PeerError, UsageError
+from kvstore.limits import ARENA_BYTES_DEFAULT
+from kvstore.node.config import SIZE_BYTES_DEFAULT
+from kvstore.nodedir import NAME_CHARS_MAX, NodeDir, node_dirs
+from kvstore.rundir import RUN_DIR_ENV, run_dir, socket_path
+from kvstore.segment.shm import RESERVE_BYTES, SHM_DIR, header_file_bytes
+
+PYTHON_MIN, PYTHON_BELOW = (3, 11), (3, 15)
+SHM_BYTES_MIN = 32 << 20
+"""Below this no node is of any use."""
+SWEEPERS = "the next start of a node or a client that misses it removes it; `kvstore node` does"
+THP_FILE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+def python(context: Context) -> list[Finding]:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return [Finding(Level.FAIL, found, "use Linux: shared memory and locks are Linux's")]
+    if not PYTHON_MIN <= sys.version_info[:2] < PYTHON_BELOW:
+        do = f"use Python {PYTHON_MIN[0]}.{PYTHON_MIN[1]} to 3.{PYTHON_BELOW[1] - 1}"
+        return [Finding(Level.FAIL, found, do)]
+    return [Finding(Level.OK, found)]
+
+
+def run_directory(context: Context) -> list[Finding]:
+    try:
+        path = run_dir(context.run_dir)
+    except UsageError as e:
+        return [Finding(Level.FAIL, str(e), f"name another with --run-dir or {RUN_DIR_ENV}")]
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    found = f"{path}, owner {status.st_uid}, mode {mode:04o}"
+    try:
+        socket_path(NodeDir(path, "node").socket)
+    except UsageError as e:
+        return [Finding(Level.FAIL, str(e), f"name a shorter one with --run-dir or {RUN_DIR_ENV}")]
+    try:
+        socket_path(NodeDir(path, "n" * NAME_CHARS_MAX).socket)
+    except UsageError:
+        do = "use short node names, or a shorter directory"
+        return [Finding(Level.WARN, f"{found}: too long for a socket of every node name", do)]
+    return [Finding(Level.OK, found)]
+
+
+def shared_memory(context: Context) -> list[Finding]:
+    try:
+        fs = os.statvfs(SHM_DIR)
+    except OSError as e:
+        return [Finding(Level.FAIL, f"{SHM_DIR}: {e.strerror}", "mount a tmpfs there")]
+    size_bytes, free_bytes = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
+    found = f"{SHM_DIR}: {human_bytes(free_bytes)} free of {human_bytes(size_bytes)}"
+    room_bytes = max(free_bytes - RESERVE_BYTES, 0)
+    heads = header_file_bytes(SIZE_BYTES_DEFAULT // ARENA_BYTES_DEFAULT, ARENA_BYTES_DEFAULT)
+    do = (
+        f"a node takes {human_bytes(SIZE_BYTES_DEFAULT)} unless --size says less; enlarge it "
+        f"(`mount -o remount,size=...`, `docker run --shm-size`, an emptyDir of medium Memory)"
+    )
+    if room_bytes < SHM_BYTES_MIN:
+        return [Finding(Level.FAIL, found, do)]
+    if room_bytes < SIZE_BYTES_DEFAULT + heads:
+        return [Finding(Level.WARN, found, do)]
+    limited = _memory_left_bytes()
+    if limited is not None and limited < SIZE_BYTES_DEFAULT + heads:
+        found = f"{found}, but this container may use only {human_bytes(limited)} more memory"
+        return [Finding(Level.WARN, found, "shared memory counts: raise its memory limit")]
+    return [Finding(Level.OK, found)]
+
+
+def _memory_left_bytes() -> int | None:
+    """What the control group allows still, None when it has no limit (or version 1)."""
+    limit, used = read_text("/sys/fs/cgroup/memory.max"), read_text("/sys/fs/cgroup/memory.current")
+    return max(int(limit) - int(used), 0) if limit.isdecimal() and used.isdecimal() else None
+
+
+def leftovers(context: Context) -> list[Finding]:
+    findings = []
+    living: set[str] = set()
+    dead: set[str] = set()
+    for directory in node_dirs(run_dir(context.run_dir)):
+        word = directory.announcement()
+        files = {word.data_path, word.head_path} if word is not None else set()
+        if directory.alive():
+            living |= files
+            continue
+        dead |= files
+        held = sum(_size_of(name) for name in files)
+        found = f"node {directory.name} is dead and still holds {human_bytes(held)}"
+        findings.append(Finding(Level.WARN, found, SWEEPERS))
+    others = {str(path) for path in SHM_DIR.glob(f"kvstore-{os.getuid()}-*")} - living - dead
+    mapped = _mapped() if others else set()
+    for name in sorted(others - mapped):
+        found = f"{name} is of a node in another run directory, and no process uses it"
+        findings.append(Finding(Level.WARN, found, f"delete it: rm {name}"))
+    if others & mapped:
+        found = f"{len(others & mapped)} files in use by nodes of other run directories"
+        findings.append(Finding(Level.INFO, found))
+    return findings or [Finding(Level.OK, f"no segment of a dead node in {SHM_DIR}")]
+
+
+def _size_of(name: str) -> int:
+    try:
+        return Path(name).stat().st_size
+    except OSError:
+        return 0
+
+
+def _mapped() -> set[str]:
+    """Segment files that some process of this user has mapped."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        found |= set(re.findall(rf"{SHM_DIR}/kvstore-\S+", read_text(str(maps))))
+    return found
+
+
+def memlock(context: Context) -> list[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return [Finding(Level.OK, "unlimited")]
+    found = f"{human_bytes(soft)} may be locked (ulimit -l)"
+    if Path("/dev/infiniband").exists():
+        do = "RDMA registers memory by locking it: `ulimit -l unlimited`, `--ulimit memlock=-1`"
+        return [Finding(Level.WARN, found, do)]
+    return [Finding(Level.INFO, f"{found}; matters for RDMA only, and there is none")]
+
+
+def huge_pages(context: Context) -> list[Finding]:
+    setting = re.search(r"\[(\w+)\]", read_text(THP_FILE))
+    if setting is None:
+        return [Finding(Level.INFO, "this kernel has no huge pages for shared memory")]
+    return [Finding(Level.INFO, f"{setting[1]} ({THP_FILE})")]
+
+
+def nodes(context: Context) -> list[Finding]:
+    findings = []
+    for node in local_nodes(run_dir(context.run_dir), None):
+        word = node.word
+        name = f"node {word.name} (pid {word.pid}, key prefix {word.key_prefix})"
+        try:
+            stats = node.stats()
+        except PeerError as e:
+            do = f"look at its log; it is stopped or hangs: kill {word.pid} and start it again"
+            findings.append(Finding(Level.FAIL, f"{name}: {e}", do))
+            continue
+        used, size = human_bytes(stats["block_bytes"]), human_bytes(stats["capacity_bytes"])
+        found = f"{name}: {stats['blocks']} blocks, {used} of {size}"
+        if stats["unpublished"]:
+            do = "they cannot be found until Redis takes them: see the check of Redis"
+            findings.append(
+                Finding(Level.WARN, f"{found}, {stats['unpublished']} not in the index", do)
+            )
+            continue
+        findings.append(Finding(Level.OK, found))
+    none = "none on this host; `kvstore up` or `kvstore node` starts one"
+    return findings or [Finding(Level.INFO, none)]

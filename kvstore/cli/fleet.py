@@ -1,0 +1,149 @@
+"""Memory nodes as child processes: started together, again when they die, ended together."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.nodedir import sweep
+
+READY_TIMEOUT_S = 300.0
+"""A node clears all its memory first; at 2 GB/s this is 600 GB."""
+RESTARTS_MAX = 5
+"""In a row: a node that then ran for `STEADY_S` starts counting anew."""
+STEADY_S = 60.0
+BACKOFF_S, BACKOFF_MAX_S = 0.5, 8.0
+STOP_TIMEOUT_S = 10.0
+"""Above what a node takes to remove its records (daemon.STOP_TIMEOUT_S)."""
+POLL_S = 0.1
+
+
+class Child:
+    """One node's process, over its restarts."""
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.name = name
+        self.restarts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._command = command
+        self._env = env
+        self._started_at = 0.0
+        self._start_again_at = 0.0
+
+    def start(self) -> None:
+        self._started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            self._command,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            process_group=0,  # Ctrl-C is for us; we end the nodes
+        )
+
+    def wait_ready(self, stopped: Callable[[], bool]) -> str:
+        """The line it says when it is ready, or nothing when `stopped` meanwhile."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        give_up_at = time.monotonic() + READY_TIMEOUT_S
+        while not stopped():
+            if select.select([self.process.stdout], [], [], POLL_S)[0]:
+                line = self.process.stdout.readline().decode(errors="replace").strip()
+                if line:
+                    return line
+                raise NodeUnavailableError(f"node {self.name} did not start")
+            if time.monotonic() > give_up_at:
+                raise DeadlineError(f"node {self.name} was not ready in {READY_TIMEOUT_S:.0f} s")
+        return ""
+
+    def tend(self, say: Callable[[str], None]) -> None:
+        """Start it again when it died. Raises `NodeUnavailableError` when it died too often."""
+        now = time.monotonic()
+        if self.process is None:
+            if now >= self._start_again_at:
+                self.start()
+            return
+        code = self.process.poll()
+        if code is None:
+            return
+        if now - self._started_at > STEADY_S:
+            self.restarts = 0
+        self._let_go()
+        why = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if self.restarts == RESTARTS_MAX:
+            raise NodeUnavailableError(
+                f"node {self.name} ended ({why}) after {RESTARTS_MAX} restarts in a row"
+            )
+        delay_s = min(BACKOFF_S * 2**self.restarts, BACKOFF_MAX_S)
+        self.restarts += 1
+        self._start_again_at = now + delay_s
+        say(
+            f"node {self.name} ended ({why}); restart {self.restarts} of {RESTARTS_MAX} "
+            f"in {delay_s:g} s"
+        )
+
+    def terminate(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+
+    def end_by(self, give_up_at: float) -> None:
+        """Wait for its end until `give_up_at`, then make it end."""
+        if self.process is None:
+            return
+        try:
+            self.process.wait(max(give_up_at - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(STOP_TIMEOUT_S)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
+        self.process = None
+
+
+class Fleet:
+    """`count` nodes of one shape, called node-0, node-1, ..."""
+
+    def __init__(
+        self, count: int, options: Sequence[str], *, run_dir: Path, env: Mapping[str, str]
+    ) -> None:
+        """`options` are those of `kvstore node` that all share; `env` is added to ours."""
+        self._run_dir = run_dir
+        command = [sys.executable, "-m", "kvstore.cli", "node", *options]
+        command += ["--run-dir", str(run_dir), "--end-with-parent", str(os.getpid())]
+        self.children = [
+            Child(name, [*command, "--name", name], {**os.environ, **env})
+            for name in (f"node-{i}" for i in range(count))
+        ]
+
+    def start(self, stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """Returns when all are ready, or when `stopped`."""
+        for child in self.children:
+            child.start()
+        for child in self.children:
+            line = child.wait_ready(stopped)
+            if line:
+                say(line)
+
+    def tend(self, stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """Keep them running until `stopped`."""
+        while not stopped():
+            time.sleep(POLL_S)
+            for child in self.children:
+                child.tend(say)
+
+    def stop(self) -> None:
+        """End all of them and remove what those that were killed left behind."""
+        give_up_at = time.monotonic() + STOP_TIMEOUT_S
+        for child in self.children:
+            child.terminate()
+        for child in self.children:
+            child.end_by(give_up_at)
+        sweep(self._run_dir)

@@ -1,0 +1,65 @@
+"""`kvstore get KEY [-o FILE]`: the value's bytes as they are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgpack
+
+from kvstore.cli.options import add_store, run_dir_of
+from kvstore.cli.store import open_client
+from kvstore.client.client import Client
+from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.types import Kind
+
+_LIBRARIES = {Kind.NUMPY: "a numpy array", Kind.TORCH: "a torch tensor"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("key", metavar="KEY")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    add_store(parser, namespace=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    with open_client(args, run_dir_of(args)) as client:
+        found = read_raw(client, args.key)
+    if found is None:
+        print(f"kvstore: {args.key}: miss", file=sys.stderr)
+        return 1
+    value, note = found
+    if note:
+        print(f"kvstore: {args.key}: {note}", file=sys.stderr)
+    if args.output is None or args.output == "-":
+        sys.stdout.buffer.write(value)
+        sys.stdout.buffer.flush()
+        return 0
+    try:
+        Path(args.output).write_bytes(value)
+    except OSError as e:
+        raise UsageError("output", args.output, f"cannot be written: {e.strerror}") from e
+    return 0
+
+
+def read_raw(client: Client, key: str) -> tuple[bytes, str] | None:
+    """The bytes of a value and what they are if not plain bytes; None on a miss.
+
+    Not `Client.get`: that makes an array or a tensor, and needs numpy or torch for it.
+    """
+    reader = client.session.reader
+    (place,) = reader.find((client.namespace.value_key(key),))
+    if place is None:
+        if reader.index_failures:
+            raise IndexUnavailableError("Redis did not answer")
+        return None
+    data_bytes = place.payload.nbytes - place.meta_length
+    value, meta = bytes(place.payload[:data_bytes]), bytes(place.payload[data_bytes:])
+    if not place.valid():
+        return None
+    what = _LIBRARIES.get(Kind(place.kind))
+    if what is None:
+        return value, ""
+    dtype, shape = msgpack.unpackb(meta)
+    return value, f"raw bytes of {what}, dtype {dtype}, shape {tuple(shape)}"

@@ -1,0 +1,47 @@
+"""`kvstore put KEY [FILE|-]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from kvstore.cli.options import add_store, run_dir_of
+from kvstore.cli.store import open_client
+from kvstore.errors import UsageError
+from kvstore.limits import ARENA_BYTES_MAX
+from kvstore.types import PutStatus
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("key", metavar="KEY")
+    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="default: -, stdin")
+    parser.add_argument("--node", metavar="NAME", help="the node of this host to save to")
+    add_store(parser, namespace=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    value = _read(args.file)
+    with open_client(args, run_dir_of(args), node=args.node) as client:
+        result = client.put(args.key, value)
+    if result:
+        print(result.status.value)
+        return 0
+    busy = "another writer is saving this key"
+    why = busy if result.status is PutStatus.IN_PROGRESS else result.reason
+    print(f"kvstore: {args.key}: not stored: {why}", file=sys.stderr)
+    return 1
+
+
+def _read(name: str) -> bytes:
+    try:
+        if name == "-":
+            value = sys.stdin.buffer.read(ARENA_BYTES_MAX + 1)
+        else:
+            with Path(name).open("rb") as file:
+                value = file.read(ARENA_BYTES_MAX + 1)
+    except OSError as e:
+        raise UsageError("file", name, f"cannot be read: {e.strerror}") from e
+    if len(value) > ARENA_BYTES_MAX:
+        raise UsageError("file", name, f"at most {ARENA_BYTES_MAX} bytes fit under one key")
+    return value

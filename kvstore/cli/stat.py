@@ -1,0 +1,146 @@
+"""`kvstore stat`: nodes in the index and on this host, what they hold, what was found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvstore.cli.options import add_store, no_password, run_dir_of
+from kvstore.cli.output import as_json, human_bytes, table
+from kvstore.cli.store import LIMITS, local_nodes, store_url
+from kvstore.errors import IndexUnavailableError, PeerError
+from kvstore.index.redis import open_index
+from kvstore.index.redis_info import server_info
+from kvstore.nodedir import Announcement
+
+SUMMED = (
+    "capacity_bytes",
+    "blocks",
+    "block_bytes",
+    "stored",
+    "exists",
+    "rejected",
+    "evicted",
+    "reserved",
+    "pinned",
+    "unpublished",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_store(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    found = collect(store_url(args, run_dir_of(args)), args.key_prefix, run_dir_of(args))
+    print(as_json(found) if args.json else _text(found))
+    if found["index"]["error"]:
+        print(f"kvstore: {found['index']['error']}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
+    """Everything there is to tell, as plain data. A Redis that is away is told, not raised."""
+    announced: dict[int, Announcement] = {}
+    index: dict[str, Any] = {"redis": no_password(url), "key_prefix": key_prefix, "error": ""}
+    try:
+        announced = _announced(url, key_prefix)
+        index |= _counters(server_info(url, LIMITS.redis_timeout_s))
+    except IndexUnavailableError as e:
+        index["error"] = str(e)
+    local = {node.word.node_id: node for node in local_nodes(run_dir, key_prefix)}
+    nodes: list[dict[str, Any]] = []
+    words = announced | {node_id: node.word for node_id, node in local.items()}
+    for node_id, word in sorted(words.items(), key=lambda item: (item[1].host, item[1].name)):
+        stats: dict[str, int | float] | None = None
+        error = ""
+        if node_id in local:
+            try:
+                stats = local[node_id].stats()
+            except PeerError as e:
+                error = str(e)
+        nodes.append(
+            asdict(word)
+            | {
+                "node_id": f"{node_id:016x}",
+                "capacity_bytes": word.arenas * word.arena_bytes,
+                "announced": node_id in announced,
+                "local": node_id in local,
+                "stats": stats,
+                "error": error,
+            }
+        )
+    told = [node["stats"] for node in nodes if node["stats"] is not None]
+    totals = {name: sum(stats[name] for stats in told) for name in SUMMED}
+    return {"index": index, "nodes": nodes, "local_totals": totals}
+
+
+def _announced(url: str, key_prefix: str) -> dict[int, Announcement]:
+    index = open_index(url, key_prefix=key_prefix, timeout_s=LIMITS.redis_timeout_s)
+    try:
+        words = {node_id: Announcement.unpack(raw) for node_id, raw in index.nodes().items()}
+    finally:
+        index.close()
+    return {node_id: word for node_id, word in words.items() if word is not None}
+
+
+def _counters(servers: list[dict[str, str]]) -> dict[str, Any]:
+    """Sums over the servers, of all their users: Redis counts a lookup of a key as hit or miss."""
+
+    def summed(field: str) -> int:
+        return sum(int(server.get(field, "0")) for server in servers)
+
+    return {
+        "servers": len(servers),
+        "version": servers[0].get("redis_version", "?") if servers else "?",
+        "lookup_hits": summed("keyspace_hits"),
+        "lookup_misses": summed("keyspace_misses"),
+        "used_memory_bytes": summed("used_memory"),
+        "maxmemory_bytes": summed("maxmemory"),
+        "evicted_keys": summed("evicted_keys"),
+    }
+
+
+def _text(found: dict[str, Any]) -> str:
+    columns = "NODE HOST STATE SIZE USED BLOCKS STORED EXISTS REJECTED EVICTED PINNED UNPUBLISHED"
+    rows = [_row(node) for node in found["nodes"]]
+    totals = found["local_totals"]
+    if sum(node["stats"] is not None for node in found["nodes"]) > 1:
+        rows.append(("total here", "", "", *_numbers(totals["capacity_bytes"], totals)))
+    lines = [table(columns.split(), rows, left=3), ""]
+    index = found["index"]
+    if not found["nodes"]:
+        lines = ["no nodes", ""]
+    lines.append(f"index       Redis {index['redis']}, key prefix {index['key_prefix']}")
+    if not index["error"]:
+        hits, misses = index["lookup_hits"], index["lookup_misses"]
+        memory = human_bytes(index["used_memory_bytes"])
+        limit = human_bytes(index["maxmemory_bytes"]) if index["maxmemory_bytes"] else "no limit"
+        lines += [
+            f"key lookups {hits} hits, {misses} misses: of all its users, heartbeats too",
+            f"its memory  {memory} of {limit}, {index['evicted_keys']} keys evicted, "
+            f"version {index['version']}",
+        ]
+    return "\n".join(lines)
+
+
+def _row(node: dict[str, Any]) -> tuple[object, ...]:
+    state = "on this host" if node["local"] else "elsewhere"
+    if node["error"]:
+        state = "does not answer"
+    elif not node["announced"]:
+        state = "not in the index"
+    return node["name"], node["host"], state, *_numbers(node["capacity_bytes"], node["stats"])
+
+
+def _numbers(capacity_bytes: int, stats: dict[str, Any] | None) -> tuple[object, ...]:
+    if stats is None:
+        return human_bytes(capacity_bytes), *("-" for _ in range(8))
+    names = ("blocks", "stored", "exists", "rejected", "evicted", "pinned", "unpublished")
+    used = human_bytes(stats["block_bytes"])
+    return human_bytes(capacity_bytes), used, *(stats[name] for name in names)

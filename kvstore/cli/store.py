@@ -1,0 +1,96 @@
+"""The store that runs already: commands that only look never start one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from kvstore.client.client import Client
+from kvstore.client.control import ControlChannel
+from kvstore.core.wire import Op
+from kvstore.errors import NodeUnavailableError
+from kvstore.index import embedded_supervisor
+from kvstore.index.open import URL_VARIABLE
+from kvstore.limits import Limits
+from kvstore.nodedir import Announcement, NodeDir, node_dirs
+
+LIMITS = Limits(redis_timeout_s=1.0, publish_timeout_s=2.0, request_timeout_s=5.0)
+"""A person waits longer than an engine, and wants an answer rather than a miss."""
+
+
+def embedded_url(run_dir: Path) -> str | None:
+    """URL of the embedded Redis of `run_dir`, None when none runs."""
+    path = run_dir / "redis" / embedded_supervisor.SOCKET
+    return f"unix://{quote(str(path))}" if embedded_supervisor.answers(path) else None
+
+
+def store_url(args: argparse.Namespace, run_dir: Path) -> str:
+    """The Redis that is meant. Raises `NodeUnavailableError` when none is named and none runs."""
+    url = args.url or os.environ.get(URL_VARIABLE) or embedded_url(run_dir)
+    if not url:
+        raise NodeUnavailableError(
+            "no store runs here: start one with `kvstore up`, "
+            f"or name its Redis with --url or {URL_VARIABLE}"
+        )
+    return url
+
+
+def open_client(args: argparse.Namespace, run_dir: Path, *, node: str | None = None) -> Client:
+    """A client of the running store. Raises `IndexUnavailableError` when Redis does not answer."""
+    client = Client(
+        store_url(args, run_dir),
+        namespace=args.namespace,
+        key_prefix=args.key_prefix,
+        node=node,
+        run_dir=run_dir,
+        limits=LIMITS,
+    )
+    try:
+        client.session.index.ping()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+class LocalNode(NamedTuple):
+    """A node that lives on this host."""
+
+    word: Announcement
+    directory: NodeDir
+
+    @contextmanager
+    def asked(self) -> Iterator[ControlChannel]:
+        """Its control channel, said goodbye to at the end."""
+        channel = ControlChannel(
+            self.directory,
+            (self.word.node_id, self.word.epoch),
+            LIMITS.request_timeout_s,
+            lambda: ((), ()),
+        )
+        try:
+            yield channel
+        finally:
+            channel.close()
+
+    def stats(self) -> dict[str, int | float]:
+        """Raises `NodeUnavailableError` or `DeadlineError`."""
+        with self.asked() as channel:
+            return dict(channel.request(Op.STAT))
+
+
+def local_nodes(run_dir: Path, key_prefix: str | None) -> list[LocalNode]:
+    """The living nodes of this host, in name order; all of them when `key_prefix` is None."""
+    found: list[LocalNode] = []
+    for directory in node_dirs(run_dir):
+        word = directory.announcement()
+        if word is None or not directory.alive():
+            continue
+        if key_prefix is None or word.key_prefix == key_prefix:
+            found.append(LocalNode(word, directory))
+    return found

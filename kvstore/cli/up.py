@@ -1,0 +1,134 @@
+"""`kvstore up`: Redis and memory nodes in the foreground, and nothing left of them afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+from kvstore.cli.fleet import Fleet
+from kvstore.cli.node import STOP_SIGNALS, add_memory
+from kvstore.cli.options import (
+    KEY_PREFIX_DEFAULT,
+    add_store,
+    add_verbose,
+    at_least_one,
+    no_password,
+    run_dir_of,
+    start_logging,
+)
+from kvstore.cli.store import embedded_url
+from kvstore.errors import UsageError
+from kvstore.index.embedded import resolve_url
+from kvstore.index.open import URL_VARIABLE
+from kvstore.index.redis_url import parse_url
+from kvstore.node import NodeConfig
+from kvstore.rundir import RUN_DIR_ENV
+from kvstore.segment.shm import SHM_DIR, check_room
+
+NODES_MAX = 64
+REDIS_END_TIMEOUT_S = 3.0
+POLL_S = 0.02
+
+
+class Stop:
+    """Which signal asked us to end. Only noted: what is half done is undone in order."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+
+    def asked(self) -> bool:
+        return self.number != 0
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + signal.SIGINT if self.number == signal.SIGINT else 0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes", type=at_least_one, default=1, metavar="N", help="how many (default: 1)"
+    )
+    add_memory(parser)
+    add_store(parser)
+    add_verbose(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    start_logging(args)
+    if args.nodes > NODES_MAX:
+        raise UsageError("nodes", args.nodes, f"at most {NODES_MAX}")
+    run_dir = run_dir_of(args)
+    # A wrong option is told here, once, and not by each node.
+    arenas, arena_bytes = NodeConfig(
+        run_dir=run_dir, size_bytes=args.size, arena_bytes=args.arena
+    ).shape()
+    check_room(SHM_DIR, arenas * args.nodes, arena_bytes)
+    if args.url:
+        parse_url(args.url)
+    stop = Stop()
+    with resolve_url(args.url, run_dir=run_dir) as redis:
+        _say(f"Redis {no_password(redis.url)} ({redis.source})")
+        options = ["--size", str(args.size), "--arena", str(args.arena), "--policy", args.policy]
+        options += ["--key-prefix", args.key_prefix, *("-v" for _ in range(args.verbose))]
+        # By the environment: command lines, with a password, are for everyone to read.
+        fleet = Fleet(args.nodes, options, run_dir=run_dir, env={URL_VARIABLE: redis.url})
+        try:
+            fleet.start(stop.asked, _say)
+            if not stop.asked():
+                print(_how_to_use(args, redis.url, run_dir), flush=True)
+            fleet.tend(stop.asked, _say)
+        finally:
+            fleet.stop()
+    if redis.embedded is not None:
+        _wait_for_redis_end(run_dir)
+    return stop.exit_code
+
+
+def _say(line: str) -> None:
+    print(f"kvstore up: {line.removeprefix('kvstore ')}", flush=True)
+
+
+def _how_to_use(args: argparse.Namespace, url: str, run_dir: Path) -> str:
+    target = parse_url(url)
+    secret = bool(target.password or target.sentinel_password)
+    shown = "(the URL you gave: its password is not shown)" if secret else url
+    extra = {"url": shown}
+    lines = ["", "Use it:", ""]
+    lines.append(f"    export {URL_VARIABLE}={shown if secret else shlex.quote(url)}")
+    if args.run_dir is not None:
+        lines.append(f"    export {RUN_DIR_ENV}={shlex.quote(str(run_dir))}")
+        extra["run_dir"] = str(run_dir)
+    if args.key_prefix != KEY_PREFIX_DEFAULT:
+        extra["key_prefix"] = args.key_prefix
+    transfer = {
+        "kv_connector": "KVStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    lines += [
+        "    vllm serve MODEL --prefix-caching-hash-algo sha256_cbor \\",
+        f"        --kv-transfer-config {shlex.quote(json.dumps(transfer))}",
+        "",
+        "Ctrl-C ends it.",
+    ]
+    return "\n".join(lines)
+
+
+def _wait_for_redis_end(run_dir: Path) -> None:
+    """It ends with its last user; when that was us, it is gone before we are."""
+    give_up_at = time.monotonic() + REDIS_END_TIMEOUT_S
+    while (run_dir / "redis").exists() and time.monotonic() < give_up_at:
+        time.sleep(POLL_S)
+    if embedded_url(run_dir) is not None:
+        _say("Redis stays: others use it")

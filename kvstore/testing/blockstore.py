@@ -1,0 +1,222 @@
+"""A `BlockStore` in this process's memory: the model that connectors are tested with.
+
+It keeps the promises of the contract (tests/contract/blockstore.py runs against
+it and against `BlockSession`) and lets a test be the rest of the world: evict a
+block, fill the node, hang, take the index away, change a block while it is read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.client.base import BlockView, Found, Reservation
+from kvstore.core.record import pack_record, unpack_record
+from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
+
+NODE_ID = 1
+EPOCH = 1
+
+
+@dataclass(slots=True)
+class _Slot:
+    key: Key
+    namespace_id: int
+    payload: bytearray
+    generation: int
+    sealed: bool = False
+
+
+class _View:
+    def __init__(self, store: MemoryBlockStore, slot_id: int, slot: _Slot) -> None:
+        self._store = store
+        self._slot_id = slot_id
+        self._generation = slot.generation
+        self._buffer = memoryview(slot.payload).toreadonly()
+
+    @property
+    def buffer(self) -> memoryview:
+        return self._buffer
+
+    def valid(self) -> bool:
+        self._store.on_check()
+        slot = self._store._slots.get(self._slot_id)
+        return slot is not None and slot.sealed and slot.generation == self._generation
+
+
+class MemoryBlockStore:
+    """Thread-safe. Slots are reused, lowest first, with a new generation each time."""
+
+    def __init__(self, capacity_blocks: int = 1 << 16) -> None:
+        self.capacity_blocks = capacity_blocks
+        self._lock = threading.RLock()
+        self._slots: dict[int, _Slot] = {}
+        self._index: dict[Key, bytes] = {}
+        self._generations: dict[int, int] = {}
+        self.touched: list[Key] = []
+        self.reserve_calls = 0
+        self.match_calls = 0
+        self.node_down = False
+        self.index_down = False
+        self.closed = False
+        self.on_match: Callable[[], None] = _nothing
+        """Runs inside `match`, before it answers: a test may wait in it."""
+        self.on_view: Callable[[], None] = _nothing
+        self.on_check: Callable[[], None] = _nothing
+        """Runs between a reader's copy and its check."""
+        self.on_reserve: Callable[[], None] = _nothing
+        self.on_commit: Callable[[], None] = _nothing
+
+    # --- the contract -----------------------------------------------------
+
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+        """See `BlockStore.match`."""
+        started = time.monotonic()
+        self.match_calls += 1
+        self.on_match()
+        late = timeout_s is not None and time.monotonic() - started > timeout_s
+        run: list[Found] = []
+        if self.index_down or late:
+            return run
+        with self._lock:
+            for key in keys:
+                record = self._index.get(key)
+                if record is None:
+                    break
+                run.append(Found(key, record))
+        return run
+
+    def view(self, found: Found) -> BlockView | None:
+        """See `BlockStore.view`."""
+        self.on_view()
+        location = unpack_record(found.key, found.record)
+        if location is None or self.node_down:
+            return None
+        with self._lock:
+            slot = self._slots.get(location.slot)
+            if (
+                slot is None
+                or not slot.sealed
+                or slot.key != found.key
+                or slot.generation != location.generation
+            ):
+                return None
+            return _View(self, location.slot, slot)
+
+    def reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[Reservation | PutResult]:
+        """See `BlockStore.reserve`."""
+        self.on_reserve()
+        self._need_node()
+        with self._lock:
+            self.reserve_calls += 1
+            return [self._reserve(key, size_bytes, namespace_id) for key in keys]
+
+    def _reserve(self, key: Key, size_bytes: int, namespace_id: int) -> Reservation | PutResult:
+        for slot in self._slots.values():
+            if slot.key == key:
+                return EXISTS if slot.sealed else IN_PROGRESS
+        if len(self._slots) >= self.capacity_blocks:
+            return rejected("full")
+        slot_id = next(i for i in range(self.capacity_blocks) if i not in self._slots)
+        generation = self._generations[slot_id] = self._generations.get(slot_id, 0) + 1
+        slot = _Slot(key, namespace_id, bytearray(size_bytes), generation)
+        self._slots[slot_id] = slot
+        return Reservation(key, memoryview(slot.payload), NODE_ID, EPOCH, slot_id, generation)
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+        """See `BlockStore.commit`."""
+        self.on_commit()
+        self._need_node()
+        with self._lock:
+            return [self._commit(reservation) for reservation in reservations]
+
+    def _commit(self, reservation: Reservation) -> PutResult:
+        slot = self._slots.get(reservation.slot)
+        if slot is None or slot.generation != reservation.generation or slot.sealed:
+            return rejected("not reserved")
+        slot.sealed = True
+        location = Location(
+            NODE_ID, EPOCH, 0, reservation.slot, slot.generation, 0, len(slot.payload), 0
+        )
+        self._index[slot.key] = pack_record(slot.key, location)
+        return STORED
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """See `BlockStore.abort`."""
+        with self._lock:
+            for reservation in reservations:
+                slot = self._slots.get(reservation.slot)
+                if (
+                    slot is not None
+                    and slot.generation == reservation.generation
+                    and not slot.sealed
+                ):
+                    del self._slots[reservation.slot]
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore.touch`."""
+        self.touched += keys
+
+    def clear(self, namespace_id: int) -> int:
+        """See `BlockStore.clear`."""
+        self._need_node()
+        with self._lock:
+            keys = [
+                slot.key
+                for slot in self._slots.values()
+                if slot.sealed and slot.namespace_id == namespace_id
+            ]
+        return sum(self.evict(key) for key in keys)
+
+    def close(self) -> None:
+        """See `BlockStore.close`."""
+        self.closed = True
+
+    def _need_node(self) -> None:
+        if self.node_down:
+            raise NodeUnavailableError("the model's node is down")
+
+    # --- the rest of the world --------------------------------------------
+
+    def evict(self, key: Key, *, forget: bool = True) -> bool:
+        """Take a sealed block's slot away; with `forget=False` the index still points there."""
+        with self._lock:
+            if forget:
+                self._index.pop(key, None)
+            for slot_id, slot in self._slots.items():
+                if slot.key == key and slot.sealed:
+                    del self._slots[slot_id]
+                    return True
+        return False
+
+    def sealed(self) -> list[Key]:
+        """Sealed blocks, oldest first."""
+        with self._lock:
+            return [slot.key for slot in self._slots.values() if slot.sealed]
+
+    def payload(self, key: Key) -> bytes:
+        """The sealed bytes under `key`; `KeyError` when there are none."""
+        with self._lock:
+            for slot in self._slots.values():
+                if slot.key == key and slot.sealed:
+                    return bytes(slot.payload)
+        raise KeyError(key)
+
+    def reserved(self) -> int:
+        """Slots that were reserved and neither committed nor given back."""
+        with self._lock:
+            return sum(not slot.sealed for slot in self._slots.values())
+
+
+def timed_out() -> None:
+    """For the `on_…` hooks: the node did not answer in time."""
+    raise DeadlineError("the model's node did not answer")
+
+
+def _nothing() -> None:
+    return None

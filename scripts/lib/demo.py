@@ -1,0 +1,279 @@
+"""The main job: two producers and two consumers share KV through Redis and shared memory.
+
+    reference   an engine without a store answers every prompt: what is right
+    round 1     the producers compute the prompts, half each, and save the KV
+    round 2     each consumer is sent all of them and loads the KV
+    round 3     the same again, and the memory node is killed in the middle
+
+Exit status 0 only if every answer equals the reference and every possible block
+was loaded in round 2. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from demo_report import draw, show_table
+from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model, kv_transfer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvstore import Client
+from kvstore.nodedir import NodeDir
+
+PREFIX_TOKENS = 2048
+TAIL_TOKENS = 2
+"""Computed by every engine in a step of its own, so that all run the same kernels on the same
+shapes: what differs between answers is then the KV and nothing else."""
+PROMPTS = 8
+NEW_TOKENS = 16
+NODE_BYTES = 1 << 30
+SAVE_TIMEOUT_S = 30.0
+NODE_TIMEOUT_S = 30.0
+MODEL = ModelShape(
+    layers=8, hidden=512, heads=8, kv_heads=4, vocabulary=4096, context_tokens=PREFIX_TOKENS * 2
+)
+HERE = Path(__file__).parent
+
+
+class Row(NamedTuple):
+    """One prompt over all engines; times in milliseconds."""
+
+    prompt: int
+    computed_ms: float
+    loaded_ms: float
+    tokens_loaded: int
+    identical: bool
+
+
+class Demo:
+    """Owns the processes; `close` ends them whatever happened."""
+
+    def __init__(self, out: Path, engine: bool, console: Console) -> None:
+        self.out = out
+        self.engine = engine
+        self.console = console
+        self.run_dir = Path(tempfile.mkdtemp(prefix="kvd-"))
+        self.node: subprocess.Popen[bytes] | None = None
+        self.engines: dict[str, EngineProcess] = {}
+        rng = random.Random(20)
+        self.prompts = [
+            [rng.randrange(2, MODEL.vocabulary) for _ in range(PREFIX_TOKENS + TAIL_TOKENS)]
+            for _ in range(PROMPTS)
+        ]
+
+    def start(self, progress: Progress) -> None:
+        task = progress.add_task("starting the node and five engines", total=6)
+        self.start_node()
+        progress.advance(task)
+        model = self.out / "model"
+        if self.engine:
+            build_model(model, MODEL)
+        roles = {
+            "reference": None,
+            "producer 1": "kv_producer",
+            "producer 2": "kv_producer",
+            "consumer 1": "kv_consumer",
+            "consumer 2": "kv_consumer",
+        }
+        cores = sorted(os.sched_getaffinity(0))
+
+        def launch(number: int, name: str, role: str | None) -> None:
+            settings = EngineSettings(
+                connector=kv_transfer(role, run_dir=str(self.run_dir)) if role else None,
+                max_model_len=PREFIX_TOKENS + 64,
+                max_batched_tokens=PREFIX_TOKENS,
+                kv_blocks=2 * (PREFIX_TOKENS // 32) + 16,
+                prefix_caching=False,
+                cpus=str(cores[number % len(cores)]),
+            )
+            program = HERE / ("engines.py" if self.engine else "synthetic.py")
+            log = self.out / f"{name.replace(' ', '-')}.log"
+            self.engines[name] = EngineProcess(model, settings, log, program)
+            progress.advance(task)
+
+        with ThreadPoolExecutor(len(roles)) as pool:
+            jobs = [pool.submit(launch, i, *role) for i, role in enumerate(roles.items())]
+            for job in jobs:
+                job.result()
+
+    def start_node(self) -> None:
+        self.node = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "kvstore.cli", "node", "--name", "demo"),
+                *("--run-dir", str(self.run_dir), "--size", str(NODE_BYTES)),
+                *("--end-with-parent", str(os.getpid())),
+            ],
+            stdout=(self.out / "node.log").open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+        directory, give_up_at = NodeDir(self.run_dir, "demo"), time.monotonic() + NODE_TIMEOUT_S
+        while not (directory.alive() and directory.socket.exists()):
+            if self.node.poll() is not None or time.monotonic() > give_up_at:
+                raise RuntimeError((self.out / "node.log").read_text())
+            time.sleep(0.02)
+
+    def kill_node(self) -> None:
+        assert self.node is not None
+        self.node.send_signal(signal.SIGKILL)
+        self.node.wait()
+
+    def ask(
+        self,
+        work: dict[str, Sequence[int]],
+        progress: Progress,
+        title: str,
+        after: Callable[[], None] = lambda: None,
+    ) -> dict[str, dict[int, Generated]]:
+        """Send prompts to engines, one at a time to each, engines side by side."""
+        task = progress.add_task(title, total=sum(map(len, work.values())))
+        answers: dict[str, dict[int, Generated]] = {name: {} for name in work}
+
+        def feed(name: str) -> None:
+            for i in work[name]:
+                answers[name][i] = self.engines[name].generate([self.prompts[i]], NEW_TOKENS)[0]
+                progress.advance(task)
+                after()
+
+        with ThreadPoolExecutor(len(work)) as pool:
+            for job in [pool.submit(feed, name) for name in work]:
+                job.result()
+        return answers
+
+    def wait_for_saves(self, tokens: int) -> None:
+        """Saving goes on behind the answers; return when every block is in the store."""
+        with Client(run_dir=self.run_dir) as client:
+            give_up_at = time.monotonic() + SAVE_TIMEOUT_S
+            stored = -1
+            while time.monotonic() < give_up_at:
+                node = client.stats()["node"]
+                if node["reserved"] == 0 and node["unpublished"] == 0 and node["blocks"] == stored:
+                    return
+                stored = int(node["blocks"])
+                time.sleep(0.25)
+        self.console.print(f"[yellow]saves were still going on after {SAVE_TIMEOUT_S:.0f} s")
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(EngineProcess.close, self.engines.values()))
+        if self.node is not None and self.node.poll() is None:
+            self.node.terminate()
+            self.node.wait()
+
+
+def run(demo: Demo, progress: Progress) -> tuple[list[Row], dict[str, object]]:
+    """All rounds; the rows of the table and the summary."""
+    demo.start(progress)
+    everything = range(PROMPTS)
+    right = demo.ask({"reference": everything}, progress, "reference: no store")["reference"]
+    half = PROMPTS // 2
+    made = demo.ask(
+        {"producer 1": everything[:half], "producer 2": everything[half:]},
+        progress,
+        "round 1: producers compute and save",
+    )
+    computed = {**made["producer 1"], **made["producer 2"]}
+    demo.wait_for_saves(PROMPTS * PREFIX_TOKENS)
+    consumers = {"consumer 1": everything, "consumer 2": everything}
+    loaded = demo.ask(consumers, progress, "round 2: consumers load")
+
+    answered = 0
+
+    def kill_in_the_middle() -> None:
+        nonlocal answered
+        answered += 1
+        if answered == PROMPTS // 2:
+            demo.kill_node()
+            demo.console.print("[red]the memory node was killed (SIGKILL)")
+
+    last = demo.ask(consumers, progress, "round 3: the node is killed", kill_in_the_middle)
+
+    def same(answers: dict[int, Generated]) -> int:
+        return sum(answers[i].tokens == right[i].tokens for i in answers)
+
+    rows = [
+        Row(
+            i,
+            computed[i].ttft_s * 1e3,
+            statistics.median(loaded[c][i].ttft_s for c in consumers) * 1e3,
+            sum(loaded[c][i].cached_tokens for c in consumers),
+            all(
+                a.tokens == right[i].tokens for a in (computed[i], *(loaded[c][i] for c in loaded))
+            ),
+        )
+        for i in everything
+    ]
+    summary: dict[str, object] = {
+        "requests": 2 * PROMPTS,
+        "identical": sum(map(same, loaded.values())),
+        "tokens_possible": 2 * PROMPTS * PREFIX_TOKENS,
+        "tokens_loaded": sum(a.cached_tokens for c in loaded.values() for a in c.values()),
+        "ttft_computed_ms": round(statistics.median(row.computed_ms for row in rows), 1),
+        "ttft_loaded_ms": round(statistics.median(row.loaded_ms for row in rows), 1),
+        "after_node_kill": {
+            "requests": 2 * PROMPTS,
+            "answered": sum(map(len, last.values())),
+            "identical": sum(map(same, last.values())),
+        },
+    }
+    return rows, summary
+
+
+def passed(rows: list[Row], summary: dict[str, object]) -> bool:
+    after = summary["after_node_kill"]
+    assert isinstance(after, dict)
+    return (
+        all(row.identical for row in rows)
+        and summary["identical"] == summary["requests"]
+        and summary["tokens_loaded"] == summary["tokens_possible"]
+        and after["answered"] == after["identical"] == after["requests"]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("--no-engine", action="store_true", help="synthetic blocks, no vLLM")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="logs and the picture")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    if not options.no_engine and find_spec("vllm") is None:
+        console.print(
+            "vLLM is not installed here (scripts/setup says why).\n"
+            "`scripts/demo --no-engine` does the same with synthetic blocks."
+        )
+        return 2
+    if options.no_engine:
+        console.print(
+            "[yellow]no engine: blocks are synthetic, computed by hashing, not by a model"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    demo = Demo(options.out, not options.no_engine, console)
+    columns = (TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn())
+    try:
+        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+            rows, summary = run(demo, progress)
+    finally:
+        demo.close()
+    show_table(console, rows)
+    picture = draw(rows, summary, options.out / "demo.png")
+    console.print(f"picture: {picture}, logs: {options.out}")
+    print(json.dumps(summary))
+    return 0 if passed(rows, summary) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

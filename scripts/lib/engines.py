@@ -1,0 +1,326 @@
+"""Real vLLM engines for tests, the demo and benchmarks, with a model made on the spot.
+
+    with EngineProcess(model_dir, EngineSettings(connector={...})) as engine:
+        result = engine.generate([[1, 2, 3]], max_tokens=8)[0]
+
+The engine lives in a process of its own and speaks JSON lines over a socket
+that it inherits, so that its own output stays readable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+START_TIMEOUT_S = 240.0
+CALL_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A Llama with random weights. The defaults make it tiny."""
+
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    vocabulary: int = 512
+    context_tokens: int = 4096
+    seed: int = 7
+
+
+def build_model(path: Path, shape: ModelShape = ModelShape()) -> Path:
+    """Write the model to `path` unless it is there; the same shape gives the same weights."""
+    if (path / "config.json").exists():
+        return path
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(shape.seed)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.hidden * 2,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context_tokens,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How one engine is started."""
+
+    connector: dict[str, Any] | None = None
+    """kv_transfer_config, or None for an engine without a store."""
+    in_process: bool = True
+    """Scheduler and model in the engine process itself, else in one more, as `vllm serve` does."""
+    kv_blocks: int = 256
+    block_size: int = 32
+    max_model_len: int = 4096
+    max_batched_tokens: int = 2048
+    prefix_caching: bool = True
+    cpus: str | None = None
+    """Cores for the model's threads, as in VLLM_CPU_OMP_THREADS_BIND; None: vLLM chooses."""
+    env: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `vllm.LLM`."""
+
+
+def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """A kv_transfer_config for the connector of this project."""
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "connector.adapters.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One finished request."""
+
+    tokens: list[int]
+    ttft_s: float
+    """From handing the request in to its first token."""
+    cached_tokens: int
+    """Prompt tokens that were not computed: found locally or loaded."""
+
+
+class EngineProcess:
+    """One engine in a process of its own. Starting waits until it can generate."""
+
+    def __init__(
+        self,
+        model: Path,
+        settings: EngineSettings,
+        log: Path | None = None,
+        program: Path = Path(__file__),
+    ) -> None:
+        """`program` is what runs in the process: this file, or another that calls `serve`."""
+        ours, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if settings.in_process else "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **({"VLLM_CPU_OMP_THREADS_BIND": settings.cpus} if settings.cpus else {}),
+            **settings.env,
+        }
+        request = json.dumps({"model": str(model), "settings": asdict(settings)})
+        self._log = log.open("wb") if log is not None else None
+        self._process = subprocess.Popen(
+            [sys.executable, str(program), str(theirs.fileno()), request],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log or subprocess.DEVNULL,
+            stderr=subprocess.STDOUT if self._log else subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._socket = ours
+        self._lines = ours.makefile("rwb")
+        self._read(START_TIMEOUT_S)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, op: str, timeout_s: float = CALL_TIMEOUT_S, **args: Any) -> Any:
+        """One request to the process. Raises `RuntimeError` with what went wrong there."""
+        self._lines.write(json.dumps({"op": op, **args}).encode() + b"\n")
+        self._lines.flush()
+        return self._read(timeout_s)
+
+    def _read(self, timeout_s: float) -> Any:
+        self._socket.settimeout(timeout_s)
+        line = self._lines.readline()
+        if not line:
+            raise RuntimeError(f"the engine ended with code {self._process.wait(STOP_TIMEOUT_S)}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["value"]
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 16,
+        abort_after_s: dict[int, float] | None = None,
+    ) -> list[Generated]:
+        """Run prompts together, greedily; `abort_after_s` ends some of them early."""
+        return [
+            Generated(**result)
+            for result in self.call(
+                "generate",
+                prompts=prompts,
+                max_tokens=max_tokens,
+                abort_after_s=abort_after_s or {},
+            )
+        ]
+
+    def drain(self) -> None:
+        """Return when the connector has nothing in flight (engines in this process only)."""
+        self.call("drain")
+
+    def close(self) -> None:
+        """End the process: ask, then kill. Safe to call twice."""
+        if self._process.poll() is None:
+            try:
+                self.call("close", timeout_s=STOP_TIMEOUT_S)
+                self._process.wait(STOP_TIMEOUT_S)
+            except (OSError, RuntimeError, subprocess.TimeoutExpired):
+                self._process.kill()
+                self._process.wait(STOP_TIMEOUT_S)
+        self._lines.close()
+        self._socket.close()
+        if self._log is not None:
+            self._log.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def make_llm(model: str, settings: EngineSettings) -> Any:
+    """A `vllm.LLM` in this very process."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(**settings.connector) if settings.connector else None
+    return LLM(
+        **{
+            "model": model,
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "block_size": settings.block_size,
+            "num_gpu_blocks_override": settings.kv_blocks,
+            "max_model_len": settings.max_model_len,
+            "max_num_batched_tokens": settings.max_batched_tokens,
+            "max_num_seqs": 16,
+            "enable_prefix_caching": settings.prefix_caching,
+            "prefix_caching_hash_algo": "sha256_cbor",
+            "kv_transfer_config": transfer,
+            "disable_log_stats": True,
+            "seed": 0,
+            **settings.extra,
+        }
+    )
+
+
+class Driver:
+    """Drives an engine step by step, to see first tokens when they come."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.engine = llm.llm_engine
+        self._next = 0
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, abort_after_s: dict[str, float]
+    ) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        started: dict[str, float] = {}
+        results: dict[str, dict[str, Any]] = {}
+        aborts: dict[str, float] = {}
+        for i, prompt in enumerate(prompts):
+            name = f"r{self._next}"
+            self._next += 1
+            started[name] = time.perf_counter()
+            results[name] = {"tokens": [], "ttft_s": -1.0, "cached_tokens": -1}
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+            if str(i) in abort_after_s:
+                aborts[name] = started[name] + abort_after_s[str(i)]
+        while self.engine.has_unfinished_requests():
+            now = time.perf_counter()
+            due = [name for name, at in aborts.items() if now >= at]
+            if due:
+                self.engine.abort_request(due)
+                for name in due:
+                    del aborts[name]
+            for output in self.engine.step():
+                result = results[output.request_id]
+                result["tokens"] = list(output.outputs[0].token_ids)
+                if result["tokens"] and result["ttft_s"] < 0:
+                    result["ttft_s"] = time.perf_counter() - started[output.request_id]
+                if output.num_cached_tokens is not None:
+                    result["cached_tokens"] = output.num_cached_tokens
+        return list(results.values())
+
+    def drain(self) -> None:
+        core = self.engine.engine_core.engine_core
+        give_up_at = time.monotonic() + 30
+        while core.scheduler.has_requests() and time.monotonic() < give_up_at:
+            core.step_fn()
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+    def reset(self, connector: bool) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
+
+
+def serve(make_driver: Callable[[str, EngineSettings], Any]) -> None:
+    """The engine process: argv is the socket's descriptor and the start request."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    lines = connection.makefile("rwb")
+
+    def answer(value: Any, error: str | None = None) -> None:
+        body = {"error": error} if error is not None else {"value": value}
+        lines.write(json.dumps(body).encode() + b"\n")
+        lines.flush()
+
+    request = json.loads(sys.argv[2])
+    try:
+        driver = make_driver(request["model"], EngineSettings(**request["settings"]))
+    except Exception as e:
+        answer(None, f"{type(e).__name__}: {e}")
+        raise
+    answer("ready")
+    while line := lines.readline():
+        call = json.loads(line)
+        op = call.pop("op")
+        try:
+            if op == "close":
+                driver.close()
+                answer(True)
+                os._exit(0)  # an engine's threads may outlive an ordinary exit by seconds
+            answer(getattr(driver, op)(**call))
+        except Exception as e:
+            answer(None, f"{type(e).__name__}: {e}")
+
+
+if __name__ == "__main__":
+    serve(lambda model, settings: Driver(make_llm(model, settings)))

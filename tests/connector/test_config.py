@@ -1,0 +1,51 @@
+"""Settings are refused with the field, the value and the limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from connector.config import ConnectorConfig
+from kvstore import UsageError
+
+
+def test_defaults_are_good() -> None:
+    config = ConnectorConfig.from_extra({})
+    assert config.lookup_timeout_s == 0.05
+    assert config.save_decode is True
+
+
+def test_settings_are_taken_over() -> None:
+    config = ConnectorConfig.from_extra({"url": "redis://h:1/2", "block_tokens": 64})
+    assert (config.url, config.block_tokens) == ("redis://h:1/2", 64)
+
+
+def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"'block_token'.*known are.*block_tokens.*url"):
+        ConnectorConfig.from_extra({"block_token": 64})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("url", "redis"),
+        ("url", 5),
+        ("block_tokens", 0),
+        ("block_tokens", 1 << 20),
+        ("block_tokens", True),
+        ("block_tokens", 64.0),
+        ("lookup_timeout_s", 0),
+        ("lookup_timeout_s", "0.1"),
+        ("load_timeout_s", -1),
+        ("save_timeout_s", 1e9),
+        ("pinned_fraction", 1.5),
+        ("save_decode", "yes"),
+        ("verify", "sometimes"),
+        ("model_id", ""),
+        ("node", 3),
+    ],
+)
+def test_a_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{name}="):
+        ConnectorConfig.from_extra({name: value})

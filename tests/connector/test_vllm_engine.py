@@ -1,0 +1,234 @@
+"""Real vLLM engines, real processes, the real store: they share KV and give the same tokens.
+
+Prompts are T + 2 tokens with T a multiple of the block, and every engine splits
+its prefill at T, so that the tail runs through the same kernel shapes everywhere
+(near-ties in bf16 would differ otherwise, for reasons that are not the store's).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from connector_parts import wait_for
+from engines import EngineProcess, EngineSettings, Generated, build_model, kv_transfer
+from redis_servers import RedisServer
+
+from kvstore import Limits
+from kvstore.core.record import RECORD_BYTES
+from kvstore.index.open import open_guarded
+from kvstore.node.daemon import Node, NodeConfig
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+BLOCK = 64
+T = 8 * BLOCK
+PREFIX = "kv:engines"
+TESTS = Path(__file__).parents[1]
+
+
+def prompts(count: int, seed: int, tokens: int = T + 2) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 500) for _ in range(tokens)] for _ in range(count)]
+
+
+def tokens_of(results: list[Generated]) -> list[list[int]]:
+    return [result.tokens for result in results]
+
+
+class Store:
+    """A Redis and a memory node that a test may take away."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.redis = RedisServer()
+        self.url = self.redis.url
+        self.opened = open_guarded(
+            self.url, key_prefix=PREFIX, run_dir=run_dir, limits=Limits(redis_timeout_s=1.0)
+        )
+        self.node = Node(
+            NodeConfig(run_dir=run_dir, size_bytes=256 << 20, key_prefix=PREFIX),
+            self.opened.index,
+        )
+        self.node.start()
+
+    def transfer(self, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+        settings = {"url": self.url, "run_dir": str(self.run_dir), "key_prefix": PREFIX}
+        # A shared machine may take longer than a server would.
+        patience = {"lookup_timeout_s": 1.0, "load_timeout_s": 30.0}
+        return kv_transfer(role, **{**settings, **patience, "block_tokens": BLOCK, **extra})
+
+    @property
+    def blocks(self) -> int:
+        return int(self.node.stats()["blocks"])
+
+    def close(self) -> None:
+        self.node.stop()
+        self.opened.close()
+        self.redis.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    with tempfile.TemporaryDirectory(prefix="kve") as path:
+        store = Store(Path(path))
+        yield store
+        store.close()
+
+
+Start = Callable[..., EngineProcess]
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    logs = tmp_path_factory.mktemp("logs")
+    engines: list[EngineProcess] = []
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+
+    def one(connector: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
+        settings = {"max_batched_tokens": T, "env": {"PYTHONPATH": path}, **settings}
+        engine = EngineProcess(
+            model,
+            EngineSettings(connector=connector, **settings),
+            log=logs / f"engine{len(engines)}.log",
+        )
+        engines.append(engine)
+        return engine
+
+    yield one
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> EngineProcess:
+    """An engine without a store: what every other one must answer."""
+    return start(None)
+
+
+@pytest.fixture(scope="module")
+def producer(start: Start, store: Store) -> EngineProcess:
+    """With its scheduler in a process of its own, as under `vllm serve`."""
+    return start(store.transfer("kv_producer"), in_process=False)
+
+
+@pytest.fixture(scope="module")
+def consumer(start: Start, store: Store) -> EngineProcess:
+    return start(store.transfer("kv_consumer"))
+
+
+def produce(producer: EngineProcess, store: Store, wanted: list[list[int]]) -> list[Generated]:
+    """Run prompts on the producer and wait until their blocks are in the store."""
+    before = store.blocks
+    results = producer.generate(wanted)
+    full = len(wanted) * (len(wanted[0]) // BLOCK)
+    wait_for(lambda: store.blocks >= before + full, "the blocks to be saved")
+    return results
+
+
+def test_two_processes_share_kv_and_answer_alike(
+    alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
+) -> None:
+    wanted = prompts(4, seed=1)
+    reference = tokens_of(alone.generate(wanted))
+    assert tokens_of(produce(producer, store, wanted)) == reference
+    loaded = consumer.generate(wanted)
+    assert tokens_of(loaded) == reference
+    assert [result.cached_tokens for result in loaded] == [T] * 4
+
+
+def test_trap_negative_control_garbage_kv_fails_the_comparison(
+    start: Start, alone: EngineProcess, producer: EngineProcess, store: Store
+) -> None:
+    wanted = prompts(3, seed=2)
+    produce(producer, store, wanted)
+    garbage = start(
+        {
+            **store.transfer("kv_consumer"),
+            "kv_connector": "GarbageConnector",
+            "kv_connector_module_path": "garbage_connector",
+        }
+    )
+    results = garbage.generate(wanted)
+    assert [result.cached_tokens for result in results] == [T] * 3
+    assert tokens_of(results) != tokens_of(alone.generate(wanted))
+
+
+def test_chunked_prefill_and_long_prompts(
+    alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
+) -> None:
+    wanted = prompts(2, seed=3, tokens=3 * T + 2)  # four chunks
+    reference = tokens_of(alone.generate(wanted))
+    assert tokens_of(produce(producer, store, wanted)) == reference
+    loaded = consumer.generate(wanted)
+    assert tokens_of(loaded) == reference
+    assert [result.cached_tokens for result in loaded] == [3 * T] * 2
+
+
+def test_aborts_while_loading_leave_the_engine_right(
+    alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
+) -> None:
+    wanted = prompts(4, seed=4)
+    produce(producer, store, wanted)
+    aborted = consumer.generate(wanted, abort_after_s={0: 0.0, 1: 0.002, 2: 0.004})
+    assert [len(result.tokens) < 16 for result in aborted[:3]] == [True] * 3
+    assert tokens_of(consumer.generate(wanted)) == tokens_of(alone.generate(wanted))
+
+
+def test_trap_preemption_with_a_store_gives_what_no_store_gives(
+    start: Start, alone: EngineProcess, store: Store
+) -> None:
+    """Six requests of 576 tokens in 80 blocks of 32: about four fit."""
+    small = start(store.transfer(block_tokens=32), kv_blocks=80, max_model_len=1024)
+    wanted = prompts(6, seed=5)
+    reference = tokens_of(alone.generate(wanted, max_tokens=64))
+    assert tokens_of(small.generate(wanted, max_tokens=64)) == reference
+    small.drain()
+    again = small.generate(wanted, max_tokens=64)
+    assert tokens_of(again) == reference
+    assert sum(result.cached_tokens for result in again) >= 4 * T
+
+
+def test_trap_records_that_point_nowhere_are_computed_and_the_request_ends(
+    alone: EngineProcess, producer: EngineProcess, start: Start, store: Store
+) -> None:
+    wanted = prompts(2, seed=6)
+    produce(producer, store, wanted)
+    redis = store.redis.admin()
+    broken = 0
+    for key in redis.scan_iter(count=1000):
+        record = redis.get(key) if redis.type(key) == b"string" else b""
+        if len(record) == RECORD_BYTES:
+            redis.set(key, record[:-1] + bytes([record[-1] ^ 1]))
+            broken += 1
+    assert broken >= len(wanted) * T // BLOCK
+    late = start(store.transfer("kv_consumer"))
+    results = late.generate(wanted)
+    assert tokens_of(results) == tokens_of(alone.generate(wanted))
+
+
+def test_a_dead_node_and_a_dead_redis_cost_a_recompute(
+    alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
+) -> None:
+    """Runs last: it takes the store away."""
+    wanted = prompts(6, seed=7)
+    reference = tokens_of(alone.generate(wanted))
+    produce(producer, store, wanted[:2])
+    store.node.stop()
+    assert tokens_of(consumer.generate(wanted[:2])) == reference[:2]
+    assert tokens_of(producer.generate(wanted[2:4])) == reference[2:4]
+    store.redis.kill()
+    started = time.monotonic()
+    assert tokens_of(consumer.generate(wanted[4:])) == reference[4:]
+    assert tokens_of(producer.generate(wanted[4:])) == reference[4:]
+    assert time.monotonic() - started < 60

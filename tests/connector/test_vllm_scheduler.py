@@ -1,0 +1,316 @@
+"""The vLLM adapter under vLLM's own scheduler, with a model that shows every wrong byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_model_engine import ENGINE_BLOCK, ModelEngine, expected_output
+
+from kvstore.testing.blockstore import MemoryBlockStore
+
+pytestmark = pytest.mark.vllm
+BLOCK = 2 * ENGINE_BLOCK
+Make = Callable[..., ModelEngine]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture
+def store() -> MemoryBlockStore:
+    return MemoryBlockStore()
+
+
+@pytest.fixture
+def make(model: Path, store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    engines: list[ModelEngine] = []
+
+    def one(**settings: Any) -> ModelEngine:
+        settings.setdefault("block_tokens", BLOCK)
+        engines.append(ModelEngine(model, store, monkeypatch, **settings))
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        engine.close()
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(500) for _ in range(tokens)]
+
+
+def test_what_one_engine_computed_another_loads(make: Make) -> None:
+    producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
+    tokens = prompt(3 * BLOCK + 5)
+    for engine in (producer, consumer):
+        engine.add("a", tokens)
+        engine.run()
+        assert engine.outputs["a"] == expected_output(tokens, 4)
+    assert producer.loaded_tokens == 0
+    assert consumer.loaded_tokens == 3 * BLOCK
+    assert consumer.computed_tokens == 5 + 3
+
+
+def test_negative_control_a_wrong_byte_in_the_store_changes_the_output(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
+    tokens = prompt(2 * BLOCK + 5)
+    producer.add("a", tokens)
+    producer.run()
+    slot = next(iter(store._slots.values()))
+    slot.payload[17] ^= 1
+    consumer.add("a", tokens)
+    consumer.run()
+    assert consumer.loaded_tokens == 2 * BLOCK
+    assert consumer.outputs["a"] != expected_output(tokens, 4)
+
+
+def test_trap_a_whole_prompt_hit_computes_one_token(make: Make) -> None:
+    producer, consumer = make(), make()
+    tokens = prompt(2 * BLOCK)
+    for engine in (producer, consumer):
+        engine.add("a", tokens)
+        engine.run()
+        assert engine.outputs["a"] == expected_output(tokens, 4)
+    assert consumer.computed_tokens == 1 + 3
+
+
+def test_chunked_prefill_saves_and_loads(make: Make) -> None:
+    producer = make(max_batched_tokens=ENGINE_BLOCK + 3)
+    consumer = make(max_batched_tokens=ENGINE_BLOCK + 3)
+    tokens = prompt(5 * BLOCK + 7)
+    for engine in (producer, consumer):
+        engine.add("a", tokens)
+        engine.run()
+        assert engine.outputs["a"] == expected_output(tokens, 4)
+    assert consumer.loaded_tokens == 5 * BLOCK
+
+
+def test_a_local_hit_is_kept_and_only_the_rest_is_loaded(make: Make) -> None:
+    producer, consumer = make(), make()
+    tokens = prompt(3 * BLOCK + 5)
+    producer.add("a", tokens)
+    producer.run()
+    # One engine block of the same prefix, not a whole store block, is cached locally.
+    consumer.add("short", tokens[: ENGINE_BLOCK + 1], max_tokens=1)
+    consumer.run()
+    consumer.add("a", tokens)
+    consumer.run()
+    assert consumer.outputs["a"] == expected_output(tokens, 4)
+    assert consumer.loaded_tokens == 3 * BLOCK - ENGINE_BLOCK
+
+
+def test_generated_tokens_are_shared_too(make: Make) -> None:
+    producer, consumer = make(), make()
+    tokens = prompt(BLOCK + 3)
+    producer.add("a", tokens, max_tokens=BLOCK)
+    producer.run()
+    longer = tokens + producer.outputs["a"]
+    consumer.add("b", longer)
+    consumer.run()
+    assert consumer.outputs["b"] == expected_output(longer, 4)
+    assert consumer.loaded_tokens == 2 * BLOCK - (2 * BLOCK) % BLOCK
+
+
+@pytest.mark.parametrize("v2_runner", [False, True], ids=["v1_runner", "v2_runner"])
+def test_trap_preempted_requests_give_the_same_output_with_both_runners(
+    make: Make, v2_runner: bool
+) -> None:
+    """Blocks are reused while saves of their former owner are in flight."""
+    engine = make(blocks=26, v2_runner=v2_runner)
+    prompts = {f"r{i}": prompt(4 * ENGINE_BLOCK + 5, seed=i) for i in range(5)}
+    for name, tokens in prompts.items():
+        engine.add(name, tokens, max_tokens=40)
+    engine.run()
+    assert engine.preemptions > 0, "the space was meant to be too small"
+    for name, tokens in prompts.items():
+        assert engine.outputs[name] == expected_output(tokens, 40)
+    again = make(blocks=64)
+    for name, tokens in prompts.items():
+        again.add(name, tokens, max_tokens=40)
+    again.run()
+    assert again.loaded_tokens >= 5 * 2 * BLOCK
+    for name, tokens in prompts.items():
+        assert again.outputs[name] == expected_output(tokens, 40)
+
+
+def test_trap_blocks_freed_by_preemption_are_not_reused_while_a_save_reads_them(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    import threading
+
+    gate = threading.Event()
+    store.on_reserve = lambda: gate.wait(10) and None  # saves stay in flight
+    engine = make(blocks=64, pinned_fraction=1.0)
+    engine.add("a", prompt(2 * BLOCK), max_tokens=1)
+    engine.step()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    held = [
+        block for job in engine.metadata[0].plan.saves for b in job.blocks for block in b.block_ids
+    ]
+    assert len(held) == 2 * BLOCK // ENGINE_BLOCK
+    assert [pool.blocks[i].ref_cnt for i in held] == [1] * len(held), "the request is done"
+    free = engine.free_blocks
+    engine.add("b", prompt(8 * BLOCK, seed=1), max_tokens=1)
+    engine.step()
+    table = {i for job in engine.metadata[-1].plan.saves for b in job.blocks for i in b.block_ids}
+    assert table.isdisjoint(held)
+    gate.set()
+    engine.run()
+    assert engine.free_blocks == 63 >= free
+
+
+def test_trap_an_idle_engine_steps_until_its_saves_are_done(make: Make) -> None:
+    engine = make()
+    engine.add("a", prompt(2 * BLOCK), max_tokens=1)
+    engine.step()
+    assert engine.scheduler.connector.has_pending_push_work()
+    engine.run()
+    assert not engine.scheduler.connector.has_pending_push_work()
+    assert engine.free_blocks == 63, "all but the null block"
+
+
+def test_trap_a_bad_first_block_terminates_with_the_right_output(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    producer, consumer = make(), make(role="kv_consumer")
+    tokens = prompt(3 * BLOCK + 5)
+    producer.add("a", tokens)
+    producer.run()
+    for key in store.sealed():
+        store.evict(key, forget=False)  # the index still names them
+    consumer.add("a", tokens)
+    consumer.run(steps_max=100)
+    assert consumer.outputs["a"] == expected_output(tokens, 4)
+
+
+def test_a_bad_later_block_keeps_the_good_prefix(make: Make, store: MemoryBlockStore) -> None:
+    producer, consumer = make(), make(role="kv_consumer")
+    tokens = prompt(3 * BLOCK + 5)
+    producer.add("a", tokens)
+    producer.run()
+    store.evict(store.sealed()[1], forget=False)
+    consumer.add("a", tokens)
+    consumer.run()
+    assert consumer.outputs["a"] == expected_output(tokens, 4)
+    assert consumer.computed_tokens == 2 * BLOCK + 5 + 3
+
+
+def test_trap_an_abort_during_a_load_frees_the_blocks_and_later_requests_are_right(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    import threading
+
+    producer, consumer = make(), make(role="kv_consumer")
+    tokens = prompt(3 * BLOCK + 5)
+    producer.add("a", tokens)
+    producer.run()
+    gate, reached = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        gate.wait(10)
+
+    store.on_view = hang
+    consumer.add("gone", tokens)
+    while not reached.is_set():
+        consumer.step()
+    consumer.abort("gone")
+    consumer.run()
+    assert consumer.free_blocks == 63
+    gate.set()
+    store.on_view = lambda: None
+    consumer.add("a", tokens)
+    consumer.run()
+    assert consumer.outputs["a"] == expected_output(tokens, 4)
+
+
+def test_a_dead_store_answers_every_request(make: Make, store: MemoryBlockStore) -> None:
+    store.node_down = store.index_down = True
+    engine = make()
+    tokens = prompt(3 * BLOCK + 5)
+    engine.add("a", tokens)
+    engine.run()
+    assert engine.outputs["a"] == expected_output(tokens, 4)
+    assert engine.free_blocks == 63
+
+
+def test_trap_a_slow_lookup_does_not_hold_up_other_requests(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    import threading
+
+    gate = threading.Event()
+    store.on_match = lambda: gate.wait(10) and None
+    engine = make(lookup_timeout_s=5.0)
+    engine.add("long", prompt(2 * BLOCK))
+    engine.add("short", prompt(5, seed=1), max_tokens=1)
+    engine.step()
+    assert engine.outputs == {"long": [], "short": expected_output(prompt(5, seed=1), 1)}
+    gate.set()
+    engine.run()
+    assert engine.outputs["long"] == expected_output(prompt(2 * BLOCK), 4)
+
+
+def test_trap_reset_clears_what_was_stored(make: Make, store: MemoryBlockStore) -> None:
+    engine = make()
+    engine.add("a", prompt(2 * BLOCK))
+    engine.run()
+    assert store.sealed()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is True
+    assert store.sealed() == []
+    store.node_down = True
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+
+
+def test_trap_hits_are_counted_as_coming_from_the_host(make: Make) -> None:
+    producer, consumer = make(), make()
+    tokens = prompt(2 * BLOCK + 3)
+    producer.add("a", tokens)
+    producer.run()
+    consumer.add("a", tokens)
+    consumer.run()
+    assert producer.hits == {}
+    assert consumer.hits == {"host": 2 * BLOCK}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_engines_under_pressure_never_give_a_wrong_token(
+    make: Make, store: MemoryBlockStore, seed: int
+) -> None:
+    """Shared prefixes, preemption, eviction and aborts, all at once."""
+    rng = random.Random(seed)
+    store.capacity_blocks = 12
+    engines = [make(blocks=24, max_batched_tokens=50) for _ in range(2)]
+    prefixes = [prompt(4 * BLOCK, seed=100 + i) for i in range(3)]
+    wanted: list[tuple[ModelEngine, str, list[int], int]] = []
+    aborted: set[str] = set()
+    for i in range(24):
+        engine = rng.choice(engines)
+        tokens = rng.choice(prefixes)[: rng.randrange(10, 4 * BLOCK)] + prompt(3, seed=i)
+        count = rng.randrange(1, 30)
+        engine.add(f"r{i}", tokens, max_tokens=count)
+        wanted.append((engine, f"r{i}", tokens, count))
+        for _ in range(rng.randrange(6)):
+            rng.choice(engines).step()
+        if store.sealed() and rng.random() < 0.5:
+            store.evict(rng.choice(store.sealed()), forget=rng.random() < 0.5)
+        if rng.random() < 0.15:
+            aborted.add(f"r{i}")
+            engine.abort(f"r{i}")
+    for engine in engines:
+        engine.run(steps_max=5000)
+    for engine, name, tokens, count in wanted:
+        output = engine.outputs[name]
+        assert output == expected_output(tokens, count)[: len(output)]
+        assert len(output) == count or name in aborted
+    assert sum(engine.loaded_tokens for engine in engines) > 0
+    assert [engine.free_blocks for engine in engines] == [23, 23]

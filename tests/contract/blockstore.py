@@ -1,0 +1,114 @@
+"""What every `BlockStore` promises. Subclasses give a `store` and a `fresh_key`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvstore import BlockStore, Found, Key, PutStatus, Reservation
+
+SIZE = 40_000
+"""Bytes of a block here: larger than what travels inline."""
+NAMESPACE, OTHER_NAMESPACE = 7, 8
+
+
+def keys(count: int) -> list[Key]:
+    """Keys that nobody else uses, in one run."""
+    tag = os.urandom(8)
+    return [tag + os.urandom(24) for _ in range(count)]
+
+
+def save(store: BlockStore, key: Key, fill: int, namespace_id: int = NAMESPACE) -> None:
+    (reservation,) = store.reserve([key], SIZE, namespace_id)
+    assert isinstance(reservation, Reservation)
+    reservation.buffer[:] = bytes([fill]) * SIZE
+    (result,) = store.commit([reservation])
+    assert result.status is PutStatus.STORED
+
+
+class BlockStoreContract:
+    @pytest.fixture
+    def store(self) -> BlockStore:
+        raise NotImplementedError
+
+    def test_a_block_comes_back_as_it_was_saved(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        save(store, key, 5)
+        (found,) = store.match([key])
+        view = store.view(found)
+        assert view is not None
+        assert bytes(view.buffer) == bytes([5]) * SIZE
+        assert view.buffer.readonly
+        assert view.valid()
+
+    def test_match_is_the_longest_leading_run(self, store: BlockStore) -> None:
+        a, b, c, d = keys(4)
+        for i, key in enumerate((a, b, d)):
+            save(store, key, i)
+        assert [found.key for found in store.match([a, b, c, d])] == [a, b]
+        assert store.match([c, d]) == []
+        assert store.match([]) == []
+
+    def test_nothing_is_found_before_the_commit(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        (reservation,) = store.reserve([key], SIZE, NAMESPACE)
+        assert isinstance(reservation, Reservation)
+        assert len(reservation.buffer) == SIZE
+        assert not reservation.buffer.readonly
+        assert store.match([key]) == []
+        store.abort([reservation])
+        assert store.match([key]) == []
+
+    def test_what_is_saved_or_being_saved_needs_no_writing(self, store: BlockStore) -> None:
+        saved, open_, fresh = keys(3)
+        save(store, saved, 1)
+        (reservation,) = store.reserve([open_], SIZE, NAMESPACE)
+        assert isinstance(reservation, Reservation)
+        answers = store.reserve([saved, open_, fresh], SIZE, NAMESPACE)
+        assert [getattr(a, "status", None) for a in answers] == [
+            PutStatus.EXISTS,
+            PutStatus.IN_PROGRESS,
+            None,
+        ]
+        store.abort([reservation, *(a for a in answers if isinstance(a, Reservation))])
+
+    def test_an_aborted_key_can_be_reserved_again(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        (first,) = store.reserve([key], SIZE, NAMESPACE)
+        assert isinstance(first, Reservation)
+        store.abort([first])
+        (second,) = store.reserve([key], SIZE, NAMESPACE)
+        assert isinstance(second, Reservation)
+        store.abort([second])
+
+    def test_a_view_of_a_cleared_block_is_not_valid(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        save(store, key, 9)
+        (found,) = store.match([key])
+        view = store.view(found)
+        assert view is not None
+        assert store.clear(NAMESPACE) >= 1
+        assert not view.valid()
+        assert store.view(found) is None
+
+    def test_clear_drops_one_namespace(self, store: BlockStore) -> None:
+        mine, other = keys(1) + keys(1)
+        save(store, mine, 1, NAMESPACE)
+        save(store, other, 2, OTHER_NAMESPACE)
+        store.clear(NAMESPACE)
+        (found,) = store.match([other])
+        assert store.view(found) is not None
+        stale = store.match([mine])
+        assert all(store.view(found) is None for found in stale)
+        store.clear(OTHER_NAMESPACE)
+
+    def test_a_record_under_another_key_is_a_miss(self, store: BlockStore) -> None:
+        a, b = keys(2)
+        save(store, a, 1)
+        (found,) = store.match([a])
+        assert store.view(Found(b, found.record)) is None
+        assert store.view(Found(a, b"\0" * 44)) is None
+
+    def test_touch_takes_any_keys(self, store: BlockStore) -> None:
+        store.touch(keys(3))

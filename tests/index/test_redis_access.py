@@ -1,0 +1,258 @@
+"""Who may do what: passwords, the ACLs of docs/decisions/0003, TLS. And what no message says."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis_servers import RedisServer, free_port
+
+from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.index.base import KeyRecord
+from kvstore.index.redis import RedisIndex, open_index
+
+PREFIX = "kv:tenant"
+READER = (
+    "resetkeys %R~kv:tenant:* resetchannels &kv:tenant:* -@all "
+    "+mget +get +exists +ping +hello +client|id +subscribe +ssubscribe"
+)
+NODE = (
+    "%RW~kv:tenant:* &kv:tenant:* -@all +mget +get +set +mset +exists +del +unlink "
+    "+evalsha +script|load +ping +hello +publish +spublish +info"
+)
+SECRET = "s3cret/:@?&%"
+SECRET_IN_URL = "s3cret%2F%3A%40%3F%26%25"
+RECORDS = [KeyRecord(bytes([i]) * 32, b"record") for i in range(3)]
+KEYS = [key for key, _ in RECORDS]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        for name, rights in (("reader", READER), ("node", NODE)):
+            set_user(server, name, rights)
+        yield server
+
+
+def set_user(server: RedisServer, name: str, rights: str) -> None:
+    """As far as this Redis knows the rights: %R~, sharded pub/sub came with Redis 7."""
+    words = ["resetchannels", *rights.split()]
+    if int(str(server.admin().info()["redis_version"]).partition(".")[0]) < 7:
+        words = [word.replace("%RW~", "~").replace("%R~", "~") for word in words]
+        words = [word for word in words if word not in ("+ssubscribe", "+spublish")]
+    server.admin().execute_command("ACL", "SETUSER", name, "reset", "on", f">{SECRET}", *words)
+
+
+def index_of(server: RedisServer, user: str, password: str = SECRET_IN_URL) -> RedisIndex:
+    url = f"unix://{user}:{password}@{server.socket}"
+    return open_index(url, key_prefix=PREFIX, timeout_s=5, publish_timeout_s=5)
+
+
+def test_the_node_profile_allows_everything_a_node_does(server: RedisServer) -> None:
+    node = index_of(server, "node")
+    server.admin().script_flush()
+    node.publish(RECORDS)
+    assert node.match(KEYS) == [b"record"] * 3
+    assert node.touch(KEYS) == 3
+    assert node.remove(RECORDS[:1]) == 1
+    node.announce(1, b"here", 60)
+    assert node.node(1) == b"here"
+    node.withdraw(1)
+    assert node.incarnation() == node.incarnation()
+    node.ping()
+    node.close()
+
+
+def test_the_reader_profile_allows_every_read(server: RedisServer) -> None:
+    node, reader = index_of(server, "node"), index_of(server, "reader")
+    node.publish(RECORDS)
+    node.announce(1, b"here", 60)
+    assert reader.match(KEYS) == [b"record"] * 3
+    assert reader.lookup(KEYS) == [b"record"] * 3
+    assert reader.touch(KEYS) == 3
+    assert reader.node(1) == b"here"
+    reader.ping()
+    node.close()
+    reader.close()
+
+
+def test_the_reader_profile_changes_nothing(server: RedisServer) -> None:
+    node, reader = index_of(server, "node"), index_of(server, "reader")
+    node.publish(RECORDS)
+    changed = [KeyRecord(key, b"changed") for key in KEYS]
+    for call in (
+        lambda: reader.publish(changed),
+        lambda: reader.remove(RECORDS),
+        lambda: reader.announce(1, b"fake", 60),
+        lambda: reader.withdraw(1),
+        reader.incarnation,
+        reader.nodes,  # SCAN: an operator's right
+    ):
+        with pytest.raises(IndexUnavailableError, match="lacks a right"):
+            call()
+    assert node.match(KEYS) == [b"record"] * 3
+    node.close()
+    reader.close()
+
+
+def test_another_tenant_is_out_of_reach(server: RedisServer) -> None:
+    url = f"unix://node:{SECRET_IN_URL}@{server.socket}"
+    stranger = open_index(url, key_prefix="kv:other", timeout_s=5, publish_timeout_s=5)
+    for call in (lambda: stranger.match(KEYS), lambda: stranger.publish(RECORDS)):
+        with pytest.raises(IndexUnavailableError, match="lacks a right"):
+            call()
+    stranger.close()
+
+
+@pytest.mark.parametrize("user", ["reader", "nobody"])
+def test_a_wrong_password_is_said_and_no_password_is_shown(server: RedisServer, user: str) -> None:
+    index = index_of(server, user, "wr0ng-pw")
+    with pytest.raises(IndexUnavailableError, match="wrong user name or password") as raised:
+        index.match(KEYS)
+    shown = f"{raised.value!r} {raised.value} {index!r} {index._read!r}"
+    assert "wr0ng-pw" not in shown
+    assert SECRET not in shown
+
+
+def test_a_missing_password_is_said() -> None:
+    with RedisServer("--requirepass", SECRET) as server:
+        index = open_index(server.url, timeout_s=5)
+        with pytest.raises(IndexUnavailableError, match="a user name or password is needed"):
+            index.match(KEYS)
+        index.close()
+        index = open_index(f"unix://:{SECRET_IN_URL}@{server.socket}?db=3", timeout_s=5)
+        assert index.match(KEYS) == []
+        index.close()
+
+
+def test_a_password_that_redis_does_not_want_is_said(server: RedisServer) -> None:
+    with pytest.raises(IndexUnavailableError, match="a password was given, but none is set"):
+        index_of(server, "").ping()
+
+
+def test_a_db_is_selected(server: RedisServer) -> None:
+    one = open_index(f"{server.url}?db=1", timeout_s=5, publish_timeout_s=5)
+    two = open_index(f"{server.url}?db=2", timeout_s=5)
+    one.publish(RECORDS)
+    assert one.match(KEYS) == [b"record"] * 3
+    assert two.match(KEYS) == []
+    far = open_index(f"{server.url}?db=999", timeout_s=5)
+    with pytest.raises(IndexUnavailableError, match="DB index"):
+        far.ping()
+
+
+def test_compare_and_delete_needs_scripts_or_transactions_and_says_so() -> None:
+    with RedisServer() as server:
+        set_user(server, "node", NODE.replace("+evalsha", "").replace("+script|load", ""))
+        node = index_of(server, "node")
+        with pytest.raises(IndexUnavailableError, match=r"lacks a right.*watch"):
+            node.remove(RECORDS)
+        set_user(server, "node", NODE.replace("+evalsha", "+watch +unwatch +multi +exec"))
+        node = index_of(server, "node")
+        node.publish(RECORDS)
+        assert node.remove([RECORDS[0], KeyRecord(KEYS[1], b"other")]) == 1
+        assert node.lookup(KEYS) == [None, b"record", b"record"]
+        node.close()
+
+
+# TLS: the packaged Redis is built without it, so a terminator stands in front of it.
+
+
+class TlsFront:
+    """Ends TLS and passes bytes on to a Redis."""
+
+    def __init__(self, server: RedisServer, certificate: Path, key: Path) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self.port = free_port()
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self._context = context
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                raw, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(raw,), daemon=True).start()
+
+    def _serve(self, raw: socket.socket) -> None:
+        raw.settimeout(10)
+        behind = socket.socket(socket.AF_UNIX)
+        behind.settimeout(10)
+        try:
+            with self._context.wrap_socket(raw, server_side=True) as front, behind:
+                behind.connect(str(self._server.socket))
+                # One request, one reply at a time is all that these tests send.
+                while request := front.recv(1 << 16):
+                    behind.sendall(request)
+                    front.sendall(behind.recv(1 << 16))
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+@pytest.fixture
+def tls_port(server: RedisServer, certificate: tuple[Path, Path]) -> Iterator[int]:
+    front = TlsFront(server, *certificate)
+    yield front.port
+    front.close()
+
+
+def test_tls_with_the_right_authority_works(tls_port: int, certificate: tuple[Path, Path]) -> None:
+    url = f"rediss://node:{SECRET_IN_URL}@localhost:{tls_port}?ssl_ca_certs={certificate[0]}"
+    index = open_index(url, key_prefix=PREFIX, timeout_s=5, publish_timeout_s=5)
+    index.publish(RECORDS)
+    for _ in range(3):
+        assert index.match(KEYS) == [b"record"] * 3
+    index.close()
+
+
+def test_tls_refuses_a_certificate_that_nobody_vouches_for(tls_port: int) -> None:
+    index = open_index(f"rediss://localhost:{tls_port}", timeout_s=5)
+    with pytest.raises(IndexUnavailableError, match="certificate"):
+        index.ping()
+
+
+def test_tls_can_be_told_not_to_check(tls_port: int) -> None:
+    url = f"rediss://node:{SECRET_IN_URL}@127.0.0.1:{tls_port}?ssl_cert_reqs=none"
+    index = open_index(url, key_prefix=PREFIX, timeout_s=5)
+    index.ping()
+    index.close()
+
+
+def test_plain_text_to_a_tls_port_fails_in_time(tls_port: int) -> None:
+    index = open_index(f"redis://localhost:{tls_port}", timeout_s=2)
+    with pytest.raises(IndexUnavailableError):
+        index.ping()
+
+
+def test_a_missing_authority_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"ssl_ca_certs=.*no such file"):
+        open_index(f"rediss://localhost?ssl_ca_certs={tmp_path}/none.pem")

@@ -1,0 +1,271 @@
+"""The daemon: sockets, sessions, heartbeat, refill. `Node` runs in a thread of this process."""
+
+import socket
+import time
+
+import msgpack
+import pytest
+from redis_servers import wait_until
+
+from kvstore.client.lease import Lease
+from kvstore.core import wire
+from kvstore.core.wire import Op
+from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.hashing import Namespace
+from kvstore.index.memory import MemoryIndex
+from kvstore.limits import Limits
+from kvstore.node import Node, NodeConfig
+from kvstore.nodedir import Announcement, NodeDir
+
+KEYS = Namespace.named("test").block_keys(range(64), 1)
+MIB = 1 << 20
+
+
+class Index(MemoryIndex):
+    """The model, with a switch."""
+
+    unavailable = False
+
+    def publish(self, records):
+        if self.unavailable:
+            raise IndexUnavailableError("switched off")
+        super().publish(records)
+
+    def incarnation(self):
+        if self.unavailable:
+            raise IndexUnavailableError("switched off")
+        return super().incarnation()
+
+
+@pytest.fixture
+def index():
+    return Index()
+
+
+@pytest.fixture
+def node(tmp_path, index):
+    with Node(NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB), index) as node:
+        yield node
+
+
+class Talker:
+    """A client that says exactly what the test wants it to say."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.lease = Lease(node.dir.leases)
+        self.connect()
+
+    def connect(self, held=()) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(5)
+        self.socket.connect(str(self.node.dir.socket))
+        self.unpacker = msgpack.Unpacker()
+        hello = [Op.HELLO, 1, wire.PROTOCOL_VERSION, self.lease.client_id, list(held), []]
+        self.hello = self.ask(*hello)
+
+    def ask(self, *message):
+        self.socket.sendall(msgpack.packb(list(message)))
+        return self.answer()
+
+    def answer(self):
+        while True:
+            for answer in self.unpacker:
+                return answer
+            data = self.socket.recv(65536)
+            if not data:
+                return None
+            self.unpacker.feed(data)
+
+    def put(self, key, value=b"v"):
+        return self.ask(Op.RESERVE, 2, 0, key, len(value), 0, 0, [value], 0)
+
+    def reserve(self, keys, size=1000):
+        return self.ask(Op.RESERVE, 2, 0, b"".join(keys), size, 0, 0, None, 0)
+
+    def stat(self):
+        return self.ask(Op.STAT, 3)[2]
+
+
+@pytest.fixture
+def talker(node):
+    talker = Talker(node)
+    yield talker
+    talker.socket.close()
+    talker.lease.release()
+
+
+def test_hello_says_which_start_of_which_node_answers(node, talker):
+    word = node.announcement
+    assert talker.hello == [1, True, [word.node_id, word.epoch]]
+
+
+def test_a_put_that_says_stored_is_in_the_index(talker, index):
+    assert talker.put(KEYS[0]) == [2, True, [0]]
+    assert index.lookup([KEYS[0]]) != [None]
+
+
+def test_the_node_announces_itself_and_takes_it_back_at_the_end(tmp_path, index):
+    with Node(NodeConfig(run_dir=tmp_path, size_bytes=MIB), index) as node:
+        wait_until(index.nodes, "the announcement")
+        ((node_id, raw),) = index.nodes().items()
+        assert Announcement.unpack(raw) == node.announcement
+        assert node_id == node.announcement.node_id
+    assert index.nodes() == {}
+
+
+def test_at_the_end_its_records_are_taken_out_of_the_index(tmp_path, index):
+    with Node(NodeConfig(run_dir=tmp_path, size_bytes=MIB), index) as node:
+        talker = Talker(node)
+        for key in KEYS:
+            talker.put(key)
+        assert len(index) == len(KEYS)
+    assert len(index) == 0
+    assert not list((tmp_path / "nodes").iterdir())
+
+
+def test_an_emptied_index_is_refilled_within_seconds(talker, index):
+    for key in KEYS:
+        talker.put(key)
+    wait_until(index.nodes, "the first heartbeat")
+    index.lose_everything()
+    wait_until(lambda: len(index) == len(KEYS), "the refill", 5)
+
+
+def test_an_index_that_is_away_delays_no_put_and_learns_of_it_later(talker, index):
+    index.unavailable = True
+    started = time.monotonic()
+    assert talker.put(KEYS[0]) == [2, True, [0]]
+    assert time.monotonic() - started < 1
+    assert len(index) == 0
+    index.unavailable = False
+    wait_until(lambda: len(index) == 1, "the publication", 5)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [99, 5],
+        [Op.RESERVE, 5],
+        [Op.RESERVE, 5, 0, b"short", 1, 0, 0, None, 0],
+        [Op.COMMIT, 5, "items"],
+    ],
+)
+def test_a_wrong_request_is_refused_with_its_reason_and_the_connection_goes_on(talker, message):
+    number, good, reason = talker.ask(*message)
+    assert (number, good) == (5, False)
+    assert "=" in reason
+    assert talker.put(KEYS[0])[1]
+
+
+def test_bytes_that_are_no_messages_end_the_connection_and_nothing_else(node, talker):
+    broken = Talker(node)
+    broken.socket.sendall(b"\xc1" * 100)
+    assert broken.answer() is None
+    assert talker.put(KEYS[0])[1]
+
+
+def test_a_first_message_that_is_no_hello_ends_the_connection(node):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(str(node.dir.socket))
+        stranger.sendall(msgpack.packb([Op.STAT, 1]))
+        assert b"HELLO" in stranger.recv(1000)
+        assert stranger.recv(1000) == b""
+
+
+def test_a_client_whose_lease_is_not_locked_is_refused(node):
+    (node.dir.leases / ("a" * 32)).touch()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(str(node.dir.socket))
+        stranger.sendall(msgpack.packb([Op.HELLO, 1, wire.PROTOCOL_VERSION, "a" * 32, [], []]))
+        assert b"lease" in stranger.recv(1000)
+
+
+def test_a_lost_connection_leaves_reservations_and_their_end_is_the_end_of_the_process(
+    node, talker
+):
+    other = Talker(node)
+    other.reserve(KEYS[:2])
+    other.socket.close()
+    time.sleep(0.4)
+    assert talker.stat()["reserved"] == 2
+    other.lease.release()  # what the end of its process does
+    wait_until(lambda: talker.stat()["reserved"] == 0, "the reservations end", 5)
+
+
+def test_a_client_that_is_back_keeps_what_it_says_it_holds(node, talker):
+    other = Talker(node)
+    grants = other.reserve(KEYS[:2])[2]
+    other.socket.close()
+    other.connect(held=[grants[0][:2]])
+    assert talker.stat()["reserved"] == 1
+    slot, generation, _ = grants[0]
+    assert other.ask(Op.COMMIT, 4, [[slot, generation, 0]]) == [4, True, [0]]
+
+
+def test_words_of_an_older_connection_are_not_listened_to(node, talker):
+    other = Talker(node)
+    old = other.socket
+    other.connect()
+    old.sendall(msgpack.packb([Op.RESERVE, 9, 0, KEYS[0], 1000, 0, 0, None, 0]))
+    assert old.recv(1000) == b""
+    assert talker.stat()["reserved"] == 0
+
+
+def test_goodbye_gives_everything_back(node, talker):
+    other = Talker(node)
+    other.reserve(KEYS[:2])
+    other.socket.sendall(msgpack.packb([Op.BYE, 0]))
+    wait_until(lambda: talker.stat()["reserved"] == 0, "the slots are free")
+
+
+def test_one_client_too_many_is_refused_with_the_limit(tmp_path, index):
+    limits = Limits(clients=2)
+    config = NodeConfig(run_dir=tmp_path, size_bytes=MIB, limits=limits)
+    with Node(config, index) as node:
+        first, second = Talker(node), Talker(node)
+        third = Talker(node)
+        assert third.hello[1] is False
+        assert "at most 2" in third.hello[2]
+        assert first.put(KEYS[0])[1]
+        assert second.put(KEYS[1])[1]
+
+
+def test_requests_of_many_clients_are_published_together(node, index, monkeypatch):
+    calls = []
+    real = index.publish
+    monkeypatch.setattr(
+        index, "publish", lambda records: (calls.append(len(records)), real(records))
+    )
+    talkers = [Talker(node) for _ in range(20)]
+    for i, talker in enumerate(talkers):
+        message = [Op.RESERVE, 2, 0, KEYS[i], 1, 0, 0, [b"v"], 0]
+        talker.socket.sendall(msgpack.packb(message))
+    assert all(talker.answer() == [2, True, [0]] for talker in talkers)
+    assert sum(calls) == 20
+    assert max(calls) > 1
+
+
+def test_epochs_grow_with_every_start(tmp_path, index):
+    epochs = []
+    for _ in range(3):
+        with Node(NodeConfig(run_dir=tmp_path, size_bytes=MIB), index) as node:
+            epochs.append(node.announcement.epoch)
+    assert epochs[0] < epochs[1] < epochs[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"policy": "belady"}, "policy"),
+        ({"size_bytes": 100}, "size_bytes"),
+        ({"arena_bytes": 100_000}, "arena_bytes"),
+        ({"name": "a/b"}, "name"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name_and_leaves_nothing(tmp_path, index, options, field):
+    with pytest.raises(UsageError, match=rf"^{field}="):
+        Node(NodeConfig(run_dir=tmp_path, **{"size_bytes": MIB, **options}), index).start()
+    assert not NodeDir(tmp_path, "node").path.exists()

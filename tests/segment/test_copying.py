@@ -1,0 +1,46 @@
+import threading
+import time
+
+import pytest
+
+from kvstore.segment.copying import GIL_FREE_BYTES, copy
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, GIL_FREE_BYTES - 1, GIL_FREE_BYTES, 3 << 20])
+def test_a_copy_is_exact_whatever_its_size(size):
+    source = bytes(i * 31 % 251 for i in range(min(size, 1000))) * (size // 1000 + 1)
+    target = bytearray(size + 2)
+    copy(memoryview(target)[1 : size + 1], memoryview(source)[:size])
+    assert bytes(target) == b"\0" + source[:size] + b"\0"
+
+
+@pytest.mark.parametrize("size", [100, GIL_FREE_BYTES])
+def test_a_copy_between_unequal_sizes_is_refused(size):
+    with pytest.raises(ValueError):
+        copy(memoryview(bytearray(size - 1)), memoryview(bytes(size)))
+
+
+@pytest.mark.parametrize("size", [100, GIL_FREE_BYTES])
+def test_a_copy_into_read_only_memory_is_refused(size):
+    with pytest.raises((ValueError, TypeError)):
+        copy(memoryview(bytes(size)), memoryview(bytes(size)))
+
+
+def test_a_large_copy_lets_other_threads_run():
+    source, target = bytes(256 << 20), bytearray(256 << 20)
+    ticks = []
+    stop = threading.Event()
+
+    def tick():
+        while not stop.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    started = time.monotonic()
+    copy(memoryview(target), memoryview(source))
+    ended = time.monotonic()
+    stop.set()
+    thread.join()
+    assert [t for t in ticks if started < t < ended]

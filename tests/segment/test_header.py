@@ -1,0 +1,71 @@
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.segment.header import (
+    FREE,
+    HEADER_BYTES,
+    RESERVED,
+    Header,
+    Superblock,
+    pack,
+    pack_superblock,
+    unpack,
+    unpack_superblock,
+    word,
+)
+
+headers = st.builds(
+    Header,
+    generation=st.integers(0, 2**56 - 1),
+    key=st.binary(min_size=32, max_size=32),
+    length=st.integers(0, 2**32 - 1),
+    size_class=st.integers(0, 255),
+    kind=st.integers(0, 255),
+    meta_length=st.integers(0, 2**16 - 1),
+    checksum=st.integers(0, 2**64 - 1),
+    namespace_id=st.integers(0, 2**32 - 1),
+)
+
+
+@given(headers)
+def test_a_sealed_header_is_64_bytes_and_gives_back_what_it_was_made_of(header):
+    raw = pack(header)
+    assert len(raw) == HEADER_BYTES
+    assert unpack(raw) == header
+
+
+@given(headers, st.integers(0, HEADER_BYTES * 8 - 1))
+def test_a_header_with_any_bit_flipped_is_not_trusted(header, bit):
+    raw = bytearray(pack(header))
+    raw[bit // 8] ^= 1 << bit % 8
+    assert unpack(bytes(raw)) is None
+
+
+@given(headers, headers, st.integers(1, 7))
+def test_a_half_written_header_is_not_trusted(old, new, words):
+    """Any mixture of the words of two headers that is neither of them."""
+    before, after = pack(old), pack(new)
+    mixed = after[: words * 8] + before[words * 8 :]
+    if mixed not in (before, after):
+        assert unpack(mixed) is None
+
+
+@pytest.mark.parametrize("state", [FREE, RESERVED])
+@given(headers)
+def test_a_header_that_is_not_sealed_is_not_trusted(state, header):
+    raw = struct.pack("<Q", word(state, header.generation)) + pack(header)[8:]
+    assert unpack(raw) is None
+
+
+def test_a_superblock_gives_back_what_it_was_made_of_and_nothing_when_damaged():
+    block = Superblock(2**64 - 1, 2**32 - 1, 3, 4, 1 << 26)
+    raw = pack_superblock(block)
+    assert unpack_superblock(raw + bytes(4000)) == block
+    for at in range(len(raw)):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1
+        assert unpack_superblock(bytes(damaged)) is None
+    assert unpack_superblock(b"") is None

@@ -1,0 +1,106 @@
+import mmap
+import os
+
+import pytest
+
+from kvstore.core.events import Fill, Mark, Seal
+from kvstore.errors import NoSpaceError
+from kvstore.segment import shm
+from kvstore.segment.header import SEALED, Superblock, unpack
+from kvstore.segment.shm import AttachedShm, OwnedShm
+
+KEY = bytes(range(32))
+BLOCK = Superblock(7, 3, 0, 2, 64 << 10)
+
+
+@pytest.fixture
+def owned(tmp_path):
+    segment = OwnedShm(tmp_path / "segment", BLOCK)
+    yield segment
+    segment.close()
+
+
+def test_a_reader_sees_what_the_owner_sealed(owned):
+    owned.apply(Fill(1024, b"payload"))
+    owned.apply(Seal(1, 9, KEY, 7, 0, 1, 0, 0, 5))
+    reader = AttachedShm(owned.data_path, owned.head_path)
+    assert reader.superblock == BLOCK
+    assert bytes(reader.payload[1024:1031]) == b"payload"
+    header = unpack(reader.header(1))
+    assert (header.generation, header.key, header.length) == (9, KEY, 7)
+    reader.close()
+
+
+def test_a_mark_changes_the_word_alone(owned):
+    owned.apply(Seal(1, 9, KEY, 7, 0, 1, 0, 0, 5))
+    before = owned.header(1)
+    owned.apply(Mark(1, SEALED + 1, 10))
+    assert owned.header(1)[8:] == before[8:]
+    assert int.from_bytes(owned.header(1)[:8], "little") == 10 << 8 | SEALED + 1
+
+
+def test_a_readers_mapping_cannot_write(owned):
+    reader = AttachedShm(owned.data_path, owned.head_path)
+    assert reader.payload.readonly
+    with pytest.raises(TypeError):
+        reader.payload[0] = 1
+    reader.close()
+
+
+def test_a_writers_mapping_can_write_payload_and_not_headers(owned):
+    writer = AttachedShm(owned.data_path, owned.head_path, writable=True)
+    writer.payload[5:8] = b"abc"
+    reader = AttachedShm(owned.data_path, owned.head_path)
+    assert bytes(reader.payload[5:8]) == b"abc"
+    assert writer._head[:1]
+    with pytest.raises(TypeError):
+        writer._head[0] = 1
+    writer.close()
+    reader.close()
+
+
+def test_a_segment_that_does_not_fit_is_refused_with_figures_and_leaves_nothing(tmp_path):
+    huge = Superblock(7, 3, 0, 1 << 22, 64 << 20)
+    with pytest.raises(NoSpaceError, match=r"asked for, \d+ free"):
+        OwnedShm(tmp_path / "huge", huge)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_when_pages_run_out_half_way_nothing_is_left(tmp_path, monkeypatch):
+    """The room can go between the check and the allocation."""
+    real = os.posix_fallocate
+
+    def fallocate(fd, offset, size):
+        if size < BLOCK.arenas * BLOCK.arena_bytes:
+            raise OSError(28, "No space left on device")
+        real(fd, offset, size)
+
+    monkeypatch.setattr(shm.os, "posix_fallocate", fallocate)
+    with pytest.raises(NoSpaceError, match="no room"):
+        OwnedShm(tmp_path / "segment", BLOCK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_close_removes_the_files_and_may_be_called_twice(tmp_path):
+    segment = OwnedShm(tmp_path / "segment", BLOCK)
+    segment.close()
+    segment.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_view_outlives_the_mapping_it_came_from(owned):
+    owned.apply(Fill(0, b"still here"))
+    reader = AttachedShm(owned.data_path, owned.head_path)
+    view = reader.payload[:10]
+    reader.close()
+    assert bytes(view) == b"still here"
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\0" * (mmap.PAGESIZE * 3)])
+def test_a_file_that_is_no_segment_is_refused(tmp_path, owned, content):
+    alien = tmp_path / "alien"
+    alien.write_bytes(content)
+    with pytest.raises(ValueError, match="alien"):
+        AttachedShm(owned.data_path, alien)
+    with pytest.raises(ValueError, match="alien"):
+        AttachedShm(alien, owned.head_path)

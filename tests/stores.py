@@ -1,0 +1,73 @@
+"""Real memory nodes for tests: in this process, or as a process that can be killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from redis_servers import RedisServer, wait_until
+
+from kvstore.nodedir import NodeDir
+
+MIB = 1 << 20
+
+
+class NodeProcess:
+    """`kvstore node` with its own run directory and key prefix."""
+
+    def __init__(self, redis: RedisServer, *, size: int = 64 * MIB, arena: int = 4 * MIB) -> None:
+        self.redis = redis
+        self.run_dir = Path(tempfile.mkdtemp(prefix="kvn-"))
+        self.key_prefix = f"kv:{self.run_dir.name}"
+        self.directory = NodeDir(self.run_dir, "node")
+        self._options = ("--size", str(size), "--arena", str(arena))
+        self.start()
+
+    @property
+    def client_options(self) -> dict[str, object]:
+        return {"url": self.redis.url, "run_dir": self.run_dir, "key_prefix": self.key_prefix}
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "kvstore.cli", "node", "--url", self.redis.url),
+                *("--run-dir", str(self.run_dir), "--key-prefix", self.key_prefix),
+                *("--end-with-parent", str(os.getpid()), *self._options),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        wait_until(self._ready, "the node is ready")
+
+    def _ready(self) -> bool:
+        assert self.process.poll() is None, "the node ended at once"
+        return self.directory.alive() and self.directory.socket.exists()
+
+    def segment_files(self) -> list[Path]:
+        word = self.directory.announcement()
+        return [] if word is None else [Path(word.data_path), Path(word.head_path)]
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def close(self) -> None:
+        """End it as a user would; whatever it left is for the test to find."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            self.process.wait(20)
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def __enter__(self) -> NodeProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,120 @@
+import fcntl
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvstore.errors import UsageError
+from kvstore.nodedir import Announcement, NodeDir, is_locked, node_dirs, sweep, try_lock
+
+WORD = Announcement(
+    node_id=2**64 - 1,
+    epoch=5,
+    name="n",
+    host="h",
+    pid=1,
+    key_prefix="kv:x",
+    data_path="/dev/shm/d",
+    head_path="/dev/shm/h",
+    control_path="/run/c",
+    arenas=4,
+    arena_bytes=1 << 26,
+    inline_bytes=1000,
+)
+
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+print(1, flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_announcement_gives_back_what_it_was_made_of():
+    assert Announcement.unpack(WORD.pack()) == WORD
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        WORD.pack()[:-2],
+        WORD.pack().replace(b'"version": 1', b'"version": 2'),
+        WORD.pack().replace(b'"arenas": 4', b'"arenas": "4"'),
+        WORD.pack().replace(b'"epoch": 5, ', b""),
+    ],
+)
+def test_anything_else_is_no_announcement(raw):
+    assert Announcement.unpack(raw) is None
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 33, "a b", "ä\n"])
+def test_a_name_that_could_be_a_path_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match=r"^name="):
+        NodeDir(tmp_path, name)
+
+
+def test_a_lock_is_held_by_one_and_free_after_its_process(tmp_path):
+    path = tmp_path / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    assert is_locked(path)
+    assert try_lock(path) is None
+    holder.kill()
+    holder.wait()
+    assert not is_locked(path)
+    fd = try_lock(path)
+    assert fd is not None
+    os.close(fd)
+
+
+def test_asking_whether_a_file_is_locked_does_not_lock_it(tmp_path):
+    path = tmp_path / "lock"
+    path.touch()
+    assert not is_locked(path)
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_lock_file_that_is_not_there_is_not_locked(tmp_path):
+    assert not is_locked(tmp_path / "absent")
+
+
+def make(tmp_path, name: str) -> NodeDir:
+    directory = NodeDir(tmp_path, name)
+    directory.path.mkdir(parents=True)
+    data, head = tmp_path / f"{name}.data", tmp_path / f"{name}.head"
+    data.touch()
+    head.touch()
+    word = Announcement.unpack(WORD.pack())
+    raw = word.pack().replace(b"/dev/shm/d", str(data).encode())
+    directory.announcement_path.write_bytes(raw.replace(b"/dev/shm/h", str(head).encode()))
+    directory.lock.touch()
+    return directory
+
+
+def test_a_sweep_removes_the_dead_with_their_segments_and_leaves_the_living(tmp_path):
+    make(tmp_path, "dead")
+    alive = make(tmp_path, "alive")
+    fd = try_lock(alive.lock)
+    assert sweep(tmp_path) == ["dead"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["alive.data", "alive.head", "nodes"]
+    assert [d.name for d in node_dirs(tmp_path)] == ["alive"]
+    os.close(fd)
+
+
+def test_a_sweep_of_nothing_is_fine(tmp_path):
+    assert sweep(tmp_path) == []
+
+
+def test_a_directory_without_a_lock_file_is_left_alone(tmp_path):
+    """A node that is just starting has made its directory and not yet its lock."""
+    NodeDir(tmp_path, "starting").path.mkdir(parents=True)
+    assert sweep(tmp_path) == []
+    assert NodeDir(tmp_path, "starting").path.exists()

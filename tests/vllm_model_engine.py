@@ -1,0 +1,281 @@
+"""vLLM's own scheduler and our connector around a model whose output shows every wrong byte.
+
+The "model" writes into each token's KV slot a digest of all tokens up to it, and
+samples a digest of all KV of the request, read back through the block table. So
+one foreign, stale or missing block anywhere in the prefix changes the output,
+and what the output must be is known from the prompt alone.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from connector import factory
+from connector.config import ConnectorConfig
+from kvstore.testing.blockstore import MemoryBlockStore
+
+ENGINE_BLOCK = 16
+LAYERS, HEADS, HEAD_SIZE = 2, 2, 4
+SLOT_BYTES = LAYERS * HEADS * 2 * HEAD_SIZE * 2
+VOCABULARY = 500
+assert SLOT_BYTES == 64, "one blake2b digest fills a token's slot"
+
+
+def digests(tokens: list[int]) -> list[bytes]:
+    """KV of each token: depends on all tokens before it."""
+    out: list[bytes] = []
+    for token in tokens:
+        out.append(blake2b((out[-1] if out else b"") + token.to_bytes(4, "little")).digest())
+    return out
+
+
+def sample(slots: bytes) -> int:
+    return int.from_bytes(blake2b(slots, digest_size=4).digest(), "little") % VOCABULARY
+
+
+def expected_output(prompt: list[int], count: int) -> list[int]:
+    """What a request must give, whatever was loaded, preempted or computed again."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(sample(b"".join(digests(tokens))))
+    return tokens[len(prompt) :]
+
+
+def vllm_config(
+    model: Path,
+    role: str = "kv_both",
+    *,
+    blocks: int,
+    max_batched_tokens: int = 256,
+    transfer: dict[str, Any] | None = None,
+    **extra: Any,
+) -> Any:
+    from transformers import LlamaConfig
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    if not (model / "config.json").exists():
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=HEAD_SIZE * HEADS,
+            intermediate_size=16,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=HEAD_SIZE,
+            max_position_embeddings=2048,
+            architectures=["LlamaForCausalLM"],
+        ).save_pretrained(model)
+    model_config = ModelConfig(
+        model=str(model), dtype="bfloat16", seed=0, skip_tokenizer_init=True, max_model_len=1024
+    )
+    cache = CacheConfig(
+        block_size=ENGINE_BLOCK,
+        enable_prefix_caching=True,
+        prefix_caching_hash_algo="sha256_cbor",
+    )
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=max_batched_tokens,
+            max_model_len=1024,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            **(
+                transfer
+                or {
+                    "kv_connector": "KVStoreConnector",
+                    "kv_connector_module_path": "connector.adapters.vllm",
+                    "kv_role": role,
+                    "kv_load_failure_policy": "recompute",
+                    "kv_connector_extra_config": extra,
+                }
+            )
+        ),
+    )
+    config.cache_config.num_gpu_blocks = blocks
+    config.cache_config.block_size = ENGINE_BLOCK
+    return config
+
+
+def kv_cache_config(blocks: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(
+        block_size=ENGINE_BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
+    )
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+    return KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
+    )
+
+
+class ModelEngine:
+    """Scheduler, worker connector and the model; `step` is one engine step."""
+
+    def __init__(
+        self,
+        model: Path,
+        store: MemoryBlockStore,
+        monkeypatch: Any,
+        *,
+        blocks: int = 64,
+        v2_runner: bool = False,
+        **config: Any,
+    ) -> None:
+        import torch
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        def open_model(_: ConnectorConfig) -> MemoryBlockStore:
+            return store
+
+        monkeypatch.setattr(factory, "open_store", open_model)
+        self.config = vllm_config(model, blocks=blocks, **config)
+        groups = kv_cache_config(blocks)
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=groups,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=ENGINE_BLOCK,
+            log_stats=True,
+        )
+        self.scheduler.use_v2_model_runner = v2_runner
+        self.worker = KVConnectorFactory.create_connector(
+            self.config, KVConnectorRole.WORKER, groups
+        )
+        self.kv = torch.zeros(
+            (LAYERS, blocks, HEADS, ENGINE_BLOCK, 2 * HEAD_SIZE), dtype=torch.bfloat16
+        )
+        names = groups.kv_cache_groups[0].layer_names
+        self.worker.register_kv_caches({name: self.kv[i] for i, name in enumerate(names)})
+        hash_fn = get_hash_fn_by_name("sha256_cbor")
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(ENGINE_BLOCK, hash_fn)
+        self._slots = self.kv.view(torch.uint8).permute(1, 3, 0, 2, 4)  # [B, N, L, H, bytes]
+        self.outputs: dict[str, list[int]] = {}
+        self.computed_tokens = 0
+        self.loaded_tokens = 0
+        self.preemptions = 0
+        self.hits: dict[str, int] = {}
+        self.metadata: list[Any] = []
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 4) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        parameters.update_from_generation_config({}, None)
+        self.outputs[name] = []
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=prompt,
+                sampling_params=parameters,
+                pooling_params=None,
+                block_hasher=self._hasher,
+            )
+        )
+
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> Any:
+        """Schedule, compute, transfer, as vLLM's model runners order it."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        self.metadata.append(metadata)
+        self.preemptions += len(output.preempted_req_ids or ())
+        self.loaded_tokens += sum(
+            len(block.block_ids) * ENGINE_BLOCK
+            for job in metadata.plan.loads
+            for block in job.blocks
+        )
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
+        sampled = {name: self._forward(name, n) for name, n in output.num_scheduled_tokens.items()}
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        transfers = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.worker.clear_connector_metadata()
+        names = list(sampled)
+        outputs = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=[sampled[name] for name in names],
+                kv_connector_output=transfers,
+            ),
+        )
+        for name, tokens in sampled.items():
+            self.outputs[name] += tokens
+        for client in outputs.values():
+            stats = client.scheduler_stats and client.scheduler_stats.connector_prefix_cache_stats
+            for source, tokens in stats.hits_by_source.items() if stats else ():
+                self.hits[source.value] = self.hits.get(source.value, 0) + tokens
+        return output
+
+    def _forward(self, name: str, count: int) -> list[int]:
+        """Write the KV of `count` tokens; a token when that completes what is known."""
+        import torch
+
+        request = self.scheduler.requests[name]
+        end = request.num_computed_tokens  # the scheduler has advanced it already
+        table = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+        self.computed_tokens += count
+        kv = digests(list(request.all_token_ids))
+        for position in range(end - count, end):
+            block, offset = divmod(position, ENGINE_BLOCK)
+            slot = torch.frombuffer(bytearray(kv[position]), dtype=torch.uint8)
+            self._slots[table[block], offset] = slot.view(LAYERS, HEADS, -1)
+        if end < request.num_tokens:
+            return []
+        read = self._slots[table].flatten(0, 1)[:end].contiguous()
+        return [sample(read.numpy().tobytes())]
+
+    def run(self, steps_max: int = 2000) -> None:
+        """Step until nothing is left to do, saves included."""
+        for _ in range(steps_max):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"not done after {steps_max} steps")
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
