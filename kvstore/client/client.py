@@ -8,28 +8,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-import xxhash
-
 from kvstore.client import tensors
-from kvstore.client.base import Found, Reservation
+from kvstore.client.base import Found
 from kvstore.client.reader import Place
+from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.tensors import Payload
-from kvstore.client.writer import NO_SPACE, Want
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
 from kvstore.segment.copying import copy
-from kvstore.types import IN_PROGRESS, Key, Kind, PutResult, rejected
-
-WINDOW_BYTES = 128 << 20
-"""Bytes reserved at a time by one put_many: a large batch must not hold all slots at once."""
-NO_SPACE_TRIES = 6
-NO_SPACE_WAIT_S = 0.002
-"""Before the second try; doubles with each further one."""
-INLINE_WINDOW_BYTES = 1 << 20
-"""Bytes that travel inside one reserve request at most."""
+from kvstore.types import Key, Kind, PutResult
 
 Items = Mapping[str | bytes, Any] | Iterable[tuple[str | bytes, Any]]
 
@@ -149,66 +139,10 @@ class Client:
         return self._save(keys[: len(blocks)], payloads)
 
     def _save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
-        results: list[PutResult] = []
-        start = 0
-        for end in _windows(payloads):
-            try:
-                results += self._save_with_patience(keys[start:end], payloads[start:end])
-            except (NodeUnavailableError, DeadlineError) as e:
-                results += [rejected(str(e))] * (end - start)
-            start = end
+        results = save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
         stored = sum(map(bool, results))
         self._counts["stored"] += stored
         self._counts["not_stored"] += len(results) - stored
-        return results
-
-    def _save_with_patience(
-        self, keys: Sequence[Key], payloads: Sequence[Payload]
-    ) -> list[PutResult]:
-        """Try again what found every slot reserved: reservations are short, and some were ours."""
-        results = self._save_window(keys, payloads)
-        for attempt in range(NO_SPACE_TRIES):
-            again = [i for i, result in enumerate(results) if result is NO_SPACE]
-            if not again:
-                break
-            if len(again) == len(results):
-                time.sleep(NO_SPACE_WAIT_S * 2**attempt)
-            retried = self._save_window([keys[i] for i in again], [payloads[i] for i in again])
-            for i, result in zip(again, retried, strict=True):
-                results[i] = result
-        return results
-
-    def _save_window(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
-        inline_max = self._writer.inline_bytes
-        wants: list[Want] = []
-        inline_room = INLINE_WINDOW_BYTES
-        for key, payload in zip(keys, payloads, strict=True):
-            value, checksum = None, 0
-            size_bytes = payload.size_bytes
-            if size_bytes <= inline_max and size_bytes <= inline_room:
-                inline_room -= size_bytes
-                value = payload.data.tobytes() + payload.meta
-                checksum = xxhash.xxh3_64_intdigest(value) if self._verify else 0
-            wants.append(Want(key, size_bytes, payload.kind, len(payload.meta), value, checksum))
-        answers = self._writer.reserve(wants, self.namespace.id)
-        granted = [
-            (i, answer) for i, answer in enumerate(answers) if isinstance(answer, Reservation)
-        ]
-        results = [answer if isinstance(answer, PutResult) else IN_PROGRESS for answer in answers]
-        if not granted:
-            return results
-        try:
-            for i, reservation in granted:
-                data, meta, _ = payloads[i]
-                copy(reservation.buffer[: data.nbytes], data)
-                if meta:
-                    reservation.buffer[data.nbytes :] = meta
-        except BaseException:
-            self._writer.abort([reservation for _, reservation in granted])
-            raise
-        committed = self._writer.commit([reservation for _, reservation in granted])
-        for (i, _), result in zip(granted, committed, strict=True):
-            results[i] = result
         return results
 
     # --- getting ----------------------------------------------------------
@@ -283,7 +217,7 @@ class Client:
     def _read(self, key: Key, place: Place, out: Any) -> Any:
         """Copy, then check (rule 4): the value, or None and the place is forgotten."""
         data = place.data
-        data_bytes = data.nbytes
+        data_bytes = len(data)
         value: Any
         if out is not None:
             target = tensors.target_of(out, data_bytes)
@@ -369,15 +303,3 @@ class Client:
 
 def _is_tensor(out: Any) -> bool:
     return type(out).__module__.startswith("torch")
-
-
-def _windows(payloads: Sequence[Payload]) -> Iterable[int]:
-    """Ends of consecutive runs of at most `WINDOW_BYTES` each, or one payload if it is larger."""
-    size_bytes = 0
-    for i, payload in enumerate(payloads):
-        if size_bytes and size_bytes + payload.size_bytes > WINDOW_BYTES:
-            yield i
-            size_bytes = 0
-        size_bytes += payload.size_bytes
-    if payloads:
-        yield len(payloads)

@@ -1,4 +1,8 @@
-"""Requests to the local node: one socket, one request at a time, each with a deadline."""
+"""Requests to the local node over one socket, each with a deadline.
+
+Several may be on their way at once, so that the node works while a client copies.
+Whoever waits reads the answers of all.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,30 @@ Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
 """(slot, generation) pairs reserved and pinned by this client right now."""
 
 
+Accept = Callable[[Any], Any]
+
+
+def as_it_is(body: Any) -> Any:
+    return body
+
+
+class Ticket:
+    """A request on its way."""
+
+    __slots__ = ("accept", "answer", "done", "error", "give_up_at")
+
+    def __init__(self, give_up_at: float, accept: Accept) -> None:
+        self.give_up_at = give_up_at
+        self.accept = accept
+        self.answer: Any = None
+        self.error: Exception | None = None
+        self.done = False
+
+    def end(self, answer: Any, error: Exception | None) -> None:
+        self.answer, self.error = answer, error
+        self.done = True
+
+
 class ControlChannel:
     """Connects when it is needed, again after a failure, and says then what it still holds.
 
@@ -56,29 +84,66 @@ class ControlChannel:
         self._last_request = 0
         self._pid = os.getpid()
         self._closed = False
+        self._awaited: dict[int, Ticket] = {}
+        self._out_of_step = False
+        """Somebody gave up on an answer that may still come: connect again."""
         self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
 
-    def request(self, op: Op, *args: Any) -> Any:
-        """The node's answer."""
+    def request(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Any:
+        """The node's answer, as `accept` makes it."""
+        return self.collect(self.post(op, *args, accept=accept))
+
+    def post(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Ticket:
+        """Send a request; `collect` gets its answer, in any order.
+
+        `accept` is called before anyone can connect again: what it notes down as
+        held is part of what the next connection says is held (rule 5).
+        """
         give_up_at = time.monotonic() + self._timeout_s
-        if not self._lock.acquire(timeout=self._timeout_s):
-            raise DeadlineError(
-                f"node {self.directory.name}: busy with this client's other requests"
-            )
+        self._acquire(give_up_at)
         try:
             if not self._breaker.allows(time.monotonic()):
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
             try:
                 self._connect(give_up_at)
-                answer = self._exchange([op, self._number(), *args], give_up_at)
+                return self._send([op, self._number(), *args], give_up_at, accept)
             except (DeadlineError, NodeUnavailableError):
-                self._disconnect()
-                self._breaker.failed(time.monotonic())
+                self._failed()
                 raise
-            self._breaker.succeeded()
-            return answer
         finally:
             self._lock.release()
+
+    def collect(self, ticket: Ticket) -> Any:
+        """The answer to a posted request, within the deadline that began when it was posted."""
+        if not ticket.done:
+            try:
+                self._acquire(ticket.give_up_at)
+            except DeadlineError:
+                # Its answer may still come and grant what nobody then holds.
+                self._out_of_step = True
+                raise
+            try:
+                self._receive(ticket)
+                if ticket.error is None:
+                    self._breaker.succeeded()
+            except (DeadlineError, NodeUnavailableError):
+                self._failed()
+                raise
+            finally:
+                self._lock.release()
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.answer
+
+    def _acquire(self, give_up_at: float) -> None:
+        if not self._lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0)):
+            raise DeadlineError(
+                f"node {self.directory.name}: busy with this client's other requests"
+            )
+
+    def _failed(self) -> None:
+        self._disconnect()
+        self._breaker.failed(time.monotonic())
 
     def say(self, op: Op, *args: Any) -> bool:
         """One way: False when it could not be said now. Waits at most `SAY_CONNECT_TIMEOUT_S`,
@@ -86,7 +151,7 @@ class ControlChannel:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if not self._connect_to_say():
+            if self._awaited or not self._connect_to_say():
                 return False
             assert self._socket is not None
             message = wire.packed([op, 0, *args])
@@ -143,6 +208,8 @@ class ControlChannel:
             )
         if self._closed:
             raise UsageError("client", "closed", "must be open")
+        if self._out_of_step:
+            self._disconnect()
         if self._socket is not None:
             return
         if self._lease is None:
@@ -158,47 +225,67 @@ class ControlChannel:
         self._socket = connection
         reserved, pinned = self._held()
         hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._lease.client_id]
-        try:
-            who = self._exchange([*hello, list(reserved), list(pinned)], give_up_at)
-        except UsageError as e:
-            raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
-        if who != self._node:
+        ticket = self._send([*hello, list(reserved), list(pinned)], give_up_at, as_it_is)
+        self._receive(ticket)
+        if isinstance(ticket.error, UsageError):
+            raise NodeUnavailableError(f"node {self.directory.name}: {ticket.error}")
+        if ticket.answer != self._node:
             raise NodeUnavailableError(f"node {self.directory.name} was started anew")
 
     def _disconnect(self) -> None:
+        """Whoever still waits for an answer will not get it."""
+        self._out_of_step = False
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        awaited, self._awaited = self._awaited, {}
+        for ticket in awaited.values():
+            ticket.end(None, NodeUnavailableError(f"node {self.directory.name}: connection lost"))
 
-    def _exchange(self, message: list[Any], give_up_at: float) -> Any:
+    def _send(self, message: list[Any], give_up_at: float, accept: Accept) -> Ticket:
         connection = self._socket
         assert connection is not None
-        number = message[1]
+        ticket = Ticket(give_up_at, accept)
         try:
             connection.settimeout(max(give_up_at - time.monotonic(), 0.001))
             connection.sendall(wire.packed(message))
-            while True:
-                for answer in self._unpacker:
-                    if answer[0] == number:
-                        return self._accept(answer)
-                connection.settimeout(max(give_up_at - time.monotonic(), 0.001))
+        except TimeoutError as e:
+            raise self._too_late() from e
+        except OSError as e:
+            raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
+        self._awaited[message[1]] = ticket
+        return ticket
+
+    def _receive(self, ticket: Ticket) -> None:
+        """Read answers, whosoever they are, until that of `ticket` is there."""
+        connection = self._socket
+        try:
+            while not ticket.done:
+                assert connection is not None  # without one, every ticket has ended
+                connection.settimeout(max(ticket.give_up_at - time.monotonic(), 0.001))
                 data = connection.recv(RECV_BYTES)
                 if not data:
                     raise NodeUnavailableError(f"node {self.directory.name} hung up")
                 self._unpacker.feed(data)
+                for number, good, body in self._unpacker:
+                    self._accept(number, good, body)
         except TimeoutError as e:
-            raise DeadlineError(
-                f"node {self.directory.name} did not answer within {self._timeout_s} s"
-            ) from e
+            raise self._too_late() from e
         except OSError as e:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
-        except (msgpack.UnpackException, ValueError, IndexError, TypeError) as e:
-            if isinstance(e, UsageError):
-                raise
+        except (msgpack.UnpackException, ValueError, IndexError, TypeError, KeyError) as e:
             raise NodeUnavailableError(f"node {self.directory.name} speaks no sense: {e}") from e
 
-    @staticmethod
-    def _accept(answer: list[Any]) -> Any:
-        if answer[1] is not True:
-            raise UsageError("request", "refused", str(answer[2]))
-        return answer[2]
+    def _accept(self, number: int, good: Any, body: Any) -> None:
+        ticket = self._awaited.pop(number, None)
+        if ticket is None:
+            return
+        if good is not True:
+            ticket.end(None, UsageError("request", "refused", str(body)))
+            return
+        ticket.end(ticket.accept(body), None)
+
+    def _too_late(self) -> DeadlineError:
+        return DeadlineError(
+            f"node {self.directory.name} did not answer within {self._timeout_s} s"
+        )

@@ -10,11 +10,10 @@ import xxhash
 
 from kvstore.client.nodes import Attached, LocalNodes
 from kvstore.core.record import unpack_record
-from kvstore.core.sizes import SLOT_BYTES
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.segment.header import KEY_PART, Header, unpack
+from kvstore.segment.header import KEY_PART, fields
 from kvstore.types import Key
 
 log = logging.getLogger("kvstore.client")
@@ -28,34 +27,27 @@ class Place:
     """A block found in shared memory, with the header that was seen there."""
 
     __slots__ = (
-        "_attached",
-        "_image",
-        "_slot_id",
+        "attached",
         "checksum",
         "data",
+        "image",
         "kind",
         "meta_length",
         "payload",
+        "slot_id",
     )
 
-    def __init__(
-        self,
-        attached: Attached,
-        slot_id: int,
-        image: bytes,
-        header: Header,
-        payload: memoryview,
-    ) -> None:
-        self._attached = attached
-        self._slot_id = slot_id
-        self._image = image
-        self.payload = payload
-        """The whole payload, value and meta, read-only."""
-        self.kind = header.kind
-        self.meta_length = header.meta_length
-        self.checksum = header.checksum
-        self.data = payload[: -header.meta_length] if header.meta_length else payload
-        """The value alone."""
+    attached: Attached
+    slot_id: int
+    image: bytes
+    """The header when it was found."""
+    kind: int
+    meta_length: int
+    checksum: int
+    payload: memoryview
+    """The whole payload, value and meta, read-only."""
+    data: memoryview
+    """The value alone."""
 
     @property
     def buffer(self) -> memoryview:
@@ -63,8 +55,8 @@ class Place:
 
     def valid(self) -> bool:
         """Everything read from `payload` so far is this key's block."""
-        attached = self._attached
-        return not attached.gone and attached.shm.header(self._slot_id) == self._image
+        attached = self.attached
+        return not attached.gone and attached.shm.header(self.slot_id) == self.image
 
     def verified(self) -> bool:
         """The payload's checksum was saved and is right."""
@@ -119,13 +111,11 @@ class Reader:
     def _local(self, key: Key) -> Place | None:
         """The place of `key` in a segment that is mapped already, by its table of hints."""
         for attached in self._nodes.mapped:
-            slot_id = attached.shm.hint(key)
-            if slot_id < attached.shm.slots:
-                image = attached.shm.header(slot_id)
-                if image[KEY_PART] == key:
-                    found = self._seen(key, attached, slot_id, image, unpack(image))
-                    if found is not None:
-                        return found
+            slot_id, image = attached.shm.hinted(key)
+            if image[KEY_PART] == key:
+                header = fields(image)
+                if header is not None:
+                    return self._seen(attached, slot_id, image, header)
         return None
 
     def place(self, key: Key, record: Record) -> Place | None:
@@ -137,42 +127,45 @@ class Reader:
         if attached is None or location.slot >= attached.shm.slots:
             return None
         image = attached.shm.header(location.slot)
-        header = unpack(image)
-        if (
-            header is None
-            or header.generation != location.generation
-            or header.length != location.length
-            or header.size_class != location.size_class
+        header = fields(image)
+        if header is None or header[:4] != (
+            location.generation,
+            key,
+            location.length,
+            location.size_class,
         ):
             return None
-        return self._seen(key, attached, location.slot, image, header)
+        return self._seen(attached, location.slot, image, header)
 
     def _seen(
-        self, key: Key, attached: Attached, slot_id: int, image: bytes, header: Header | None
+        self,
+        attached: Attached,
+        slot_id: int,
+        image: bytes,
+        header: tuple[int, Key, int, int, int, int, int, int],
     ) -> Place | None:
-        """The place that a header describes, None unless it is `key`'s and lies in its arena."""
-        if header is None or header.key != key or header.meta_length > header.length:
-            return None
+        """The place that a header describes, None unless it lies in its arena."""
+        _, key, length, size_class, kind, meta_length, checksum, _ = header
         shm = attached.shm
         arena_bytes = shm.superblock.arena_bytes
         arena, position = divmod(slot_id, shm.slots_per_arena)
-        if header.size_class >= len(SLOT_BYTES):
+        if arena >= shm.superblock.arenas or size_class >= len(shm.slot_bytes):
             return None
-        slot_bytes = min(SLOT_BYTES[header.size_class], arena_bytes)
+        slot_bytes = shm.slot_bytes[size_class]
         start = position * slot_bytes
-        if header.length > slot_bytes or start + slot_bytes > arena_bytes:
+        if not meta_length <= length <= slot_bytes or start + slot_bytes > arena_bytes:
             return None
         offset = arena * arena_bytes + start
-        end = offset + header.length
-        shm.populate(offset, header.length)
-        found = Place(attached, slot_id, image, header, shm.payload[offset:end])
-        self._remember(key, found)
-        return found
-
-    def _remember(self, key: Key, place: Place) -> None:
+        shm.populate(offset, length)
+        place = Place()
+        place.attached, place.slot_id, place.image = attached, slot_id, image
+        place.kind, place.meta_length, place.checksum = kind, meta_length, checksum
+        place.payload = shm.payload[offset : offset + length]
+        place.data = place.payload[: length - meta_length] if meta_length else place.payload
         if len(self._places) >= PLACES_KEPT_MAX:
             self._places.pop(next(iter(self._places)), None)
         self._places[key] = place
+        return place
 
     def readable_run(self, keys: Sequence[Key]) -> list[Record]:
         """Records of the longest leading run whose nodes can be read from here.

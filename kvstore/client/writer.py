@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import xxhash
 
 from kvstore.client.base import Reservation
-from kvstore.client.control import ControlChannel, Held
+from kvstore.client.control import ControlChannel, Held, Ticket, as_it_is
 from kvstore.client.nodes import LocalNodes
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import (
@@ -32,7 +33,8 @@ TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
 NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
 _CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
-T = TypeVar("T")
+Later = Callable[[], list[Any]]
+"""What becomes of each of the blocks of a request that was sent."""
 
 
 class Want(NamedTuple):
@@ -126,16 +128,18 @@ class Writer:
     def _held(self) -> Held:
         return list(self._reserved), list(self._pinned)
 
-    def _ask(self, op: Op, *args: Any) -> tuple[_Link, Any]:
+    def _ask(self, op: Op, *args: Any, accept: Callable[[_Link, Any], Any] | None = None) -> Any:
         """Ask the node; when it is gone, look for another one once."""
-        link = self.link()
-        try:
-            answer = link.control.request(op, *args)
-        except NodeUnavailableError:
-            self._drop(link)
+        for last in (False, True):
             link = self.link()
-            answer = link.control.request(op, *args)
-        return link, answer
+            take = as_it_is if accept is None else partial(accept, link)
+            try:
+                return link.control.request(op, *args, accept=take)
+            except NodeUnavailableError:
+                if last:
+                    raise
+                self._drop(link)
+        raise AssertionError("unreachable")
 
     def _drop(self, link: _Link) -> None:
         """The node is gone; so is everything this client held there."""
@@ -167,17 +171,39 @@ class Writer:
         return answers
 
     def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
-        values = [want.value for want in wants]
-        link, raw = self._ask(
-            Op.RESERVE,
-            namespace_id,
-            join_keys([want.key for want in wants]),
-            [want.size_bytes for want in wants],
-            [want.kind for want in wants],
-            [want.meta_length for want in wants],
-            values if any(value is not None for value in values) else None,
-            [want.checksum for want in wants] if self._checksums else 0,
+        arguments = self._reserve_arguments(wants, namespace_id)
+        answers: list[Reservation | PutResult] = self._ask(
+            Op.RESERVE, *arguments, accept=partial(self._granted, wants)
         )
+        return answers
+
+    def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later:
+        """`reserve` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called.
+
+        Call it, or the slots stay reserved; the link is not looked for again.
+        """
+        link = self.link()
+        arguments = self._reserve_arguments(wants, namespace_id)
+        accept = partial(self._granted, wants, link)
+        ticket = link.control.post(Op.RESERVE, *arguments, accept=accept)
+        return partial(self._collect, link, ticket)
+
+    def _reserve_arguments(self, wants: Sequence[Want], namespace_id: int) -> tuple[Any, ...]:
+        keys, sizes, kinds, meta_lengths, values, checksums = zip(*wants, strict=True)
+        return (
+            namespace_id,
+            join_keys(keys),
+            sizes,
+            kinds,
+            meta_lengths,
+            values if any(value is not None for value in values) else None,
+            checksums if self._checksums else 0,
+        )
+
+    def _granted(
+        self, wants: Sequence[Want], link: _Link, raw: list[Any]
+    ) -> list[Reservation | PutResult]:
+        """What the node's answer means; from here on the slots count as held."""
         word, payload = link.word, link.payload
         answers: list[Reservation | PutResult] = []
         for want, answer in zip(wants, raw, strict=True):
@@ -193,26 +219,36 @@ class Writer:
                 answers.append(_CODES[answer] if type(answer) is int else rejected(answer))
         return answers
 
+    def _collect(self, link: _Link, ticket: Ticket) -> Any:
+        try:
+            return link.control.collect(ticket)
+        except NodeUnavailableError:
+            self._drop(link)
+            raise
+
     def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
         """Seal and publish."""
         results: list[PutResult] = []
         for start in range(0, len(reservations), BATCH_KEYS_MAX):
-            batch = reservations[start : start + BATCH_KEYS_MAX]
-            checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
-            items = [(r.slot, r.generation, checksum(r.buffer)) for r in batch]
-            link = self.link()
-            if any((r.node_id, r.epoch) != (link.word.node_id, link.word.epoch) for r in batch):
-                self._forget(batch)
-                raise NodeUnavailableError("the node that reserved these slots is gone")
-            try:
-                raw = link.control.request(Op.COMMIT, items)
-            except NodeUnavailableError:
-                self._drop(link)
-                raise
-            finally:
-                self._forget(batch)
-            results += [_CODES[a] if type(a) is int else rejected(a) for a in raw]
+            results += self.commit_later(reservations[start : start + BATCH_KEYS_MAX])()
         return results
+
+    def commit_later(self, reservations: Sequence[Reservation]) -> Later:
+        """`commit` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called."""
+        checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
+        items = [(r.slot, r.generation, checksum(r.buffer)) for r in reservations]
+        link = self.link()
+        node = (link.word.node_id, link.word.epoch)
+        # Whatever becomes of the request: these buffers are not written any more.
+        self._forget(reservations)
+        if any((r.node_id, r.epoch) != node for r in reservations):
+            raise NodeUnavailableError("the node that reserved these slots is gone")
+        try:
+            ticket = link.control.post(Op.COMMIT, items, accept=_outcomes)
+        except NodeUnavailableError:
+            self._drop(link)
+            raise
+        return partial(self._collect, link, ticket)
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """Give slots back; what cannot be said now is said by the next reconnect."""
@@ -234,11 +270,16 @@ class Writer:
 
     def pin(self, key: Key) -> tuple[bytes, tuple[int, int]] | None:
         """(record, handle) of a block that now stays until `unpin(handle)`."""
-        _, (answer,) = self._ask(Op.PIN, key)
-        if answer is None:
-            return None
+        answer: tuple[bytes, tuple[int, int]] | str | None
+        answer = self._ask(Op.PIN, key, accept=self._pinned_now)
         if isinstance(answer, str):
             raise UsageError("pin", key.hex(), answer)
+        return answer
+
+    def _pinned_now(self, _: _Link, raw: list[Any]) -> tuple[bytes, tuple[int, int]] | str | None:
+        (answer,) = raw
+        if not isinstance(answer, bytes):
+            return None if answer is None else str(answer)
         slot = int.from_bytes(answer[24:28], "little")
         generation = int.from_bytes(answer[16:24], "little")
         handle = (slot, generation)
@@ -273,24 +314,28 @@ class Writer:
         dropped: list[bool] = []
         for start in range(0, len(keys), BATCH_KEYS_MAX):
             batch = keys[start : start + BATCH_KEYS_MAX]
-            dropped += self._ask(Op.DROP, join_keys(batch))[1]
+            dropped += self._ask(Op.DROP, join_keys(batch))
         return dropped
 
     def clear(self, namespace_id: int) -> int:
-        return int(self._ask(Op.CLEAR, namespace_id)[1])
+        return int(self._ask(Op.CLEAR, namespace_id))
 
     def stats(self) -> dict[str, int | float]:
-        return dict(self._ask(Op.STAT)[1])
+        return dict(self._ask(Op.STAT))
 
     def listing(self, after: bytes, at_most: int) -> list[tuple[Key, int, int, int]]:
         """(key, length, namespace id, pins) of blocks in key order, from above `after`."""
-        return [tuple(row) for row in self._ask(Op.LIST, after, at_most)[1]]
+        return [tuple(row) for row in self._ask(Op.LIST, after, at_most)]
 
     def close(self) -> None:
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
             link.control.close()
+
+
+def _outcomes(raw: list[Any]) -> list[PutResult]:
+    return [_CODES[a] if type(a) is int else rejected(a) for a in raw]
 
 
 def _no_checksum(buffer: memoryview) -> int:

@@ -72,10 +72,16 @@ def pack(header: Header) -> bytes:
 
 def unpack(raw: bytes) -> Header | None:
     """The header in `raw`, None unless it is SEALED and whole."""
+    seen = fields(raw)
+    return Header(*seen) if seen is not None else None
+
+
+def fields(raw: bytes) -> tuple[int, Key, int, int, int, int, int, int] | None:
+    """`unpack` as a plain tuple, which readers make one of for every block they look at."""
     w, key, length, size_class, kind, meta_length, checksum, namespace_id, crc = _HEADER.unpack(raw)
     if w & 0xFF != SEALED or crc32(raw[:60]) != crc:
         return None
-    return Header(w >> 8, key, length, size_class, kind, meta_length, checksum, namespace_id)
+    return w >> 8, key, length, size_class, kind, meta_length, checksum, namespace_id
 
 
 def hints_of(slots: int) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.core.events import Fill, Mark, Seal, Write
+from kvstore.core.sizes import SLOT_BYTES
 from kvstore.errors import NoSpaceError
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import (
@@ -180,21 +181,25 @@ class AttachedShm:
         self.payload = memoryview(self._data)
         self.slots_per_arena = superblock.arena_bytes // SLOT_BYTES_MIN
         self.slots = superblock.arenas * self.slots_per_arena
+        self.slot_bytes = tuple(min(size, superblock.arena_bytes) for size in SLOT_BYTES)
+        """By size class; a class above an arena has slots of one arena."""
         self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
         self._populated: set[int] = set()
         """Arenas whose pages are all mapped."""
         self._arena_bytes = superblock.arena_bytes
         self._ahead: threading.Thread | None = None
         self._hints = _hints(self._head, superblock)
-        self._hints_count = len(self._hints)
+        self._hint_mask = len(self._hints) - 1
 
     def header(self, slot_id: int) -> bytes:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
         return self._head[start : start + HEADER_BYTES]
 
-    def hint(self, key: Key) -> int:
-        """The slot that may hold `key`; its header says whether it does."""
-        return self._hints[hint_of(key, self._hints_count)]
+    def hinted(self, key: Key) -> tuple[int, bytes]:
+        """The slot that may hold `key` and its header, which says whether it does."""
+        slot_id = self._hints[int.from_bytes(key[8:12], "little") & self._hint_mask]  # hint_of
+        start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
+        return slot_id, self._head[start : start + HEADER_BYTES]
 
     def populate(self, offset: int, size_bytes: int) -> None:
         """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstore.core.events import Fill, Mark, Seal, Write
+from kvstore.core.sizes import SLOT_BYTES
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import (
     HEADER_BYTES,
@@ -31,6 +32,7 @@ class SimSegment:
         self.bytes = bytearray(superblock.arenas * superblock.arena_bytes)
         self.payload = memoryview(self.bytes)
         self.slots = superblock.arenas * self.slots_per_arena
+        self.slot_bytes = tuple(min(size, superblock.arena_bytes) for size in SLOT_BYTES)
         self._head = bytearray(SUPERBLOCK_BYTES + self.slots * HEADER_BYTES)
         self._hints = [0] * hints_of(self.slots)
         raw = pack_superblock(superblock)
@@ -39,8 +41,9 @@ class SimSegment:
     def populate(self, offset: int, size_bytes: int) -> None:
         """Pages are always there."""
 
-    def hint(self, key: Key) -> int:
-        return self._hints[hint_of(key, len(self._hints))]
+    def hinted(self, key: Key) -> tuple[int, bytes]:
+        slot_id = self._hints[hint_of(key, len(self._hints))]
+        return slot_id, self.header(slot_id)
 
     def header(self, slot_id: int) -> bytes:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
