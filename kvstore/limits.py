@@ -39,8 +39,6 @@ class Limits:
     clients: int = 1024
     reservations_per_client: int = 8192
     pins_per_client: int = 4096
-    pending_publish: int = 1 << 16
-    """Sealed records waiting for Redis; beyond it the oldest wait for the reconcile scan."""
     pending_remove: int = 1 << 16
     """Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
     redis_timeout_s: float = 0.05
