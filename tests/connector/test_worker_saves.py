@@ -33,6 +33,16 @@ def test_an_unreachable_node_drops_the_save(store: MemoryBlockStore, worker: Wor
     assert store.sealed() == keys(1)
 
 
+def test_a_node_that_stays_down_is_logged_once_not_per_save(
+    store: MemoryBlockStore, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.node_down = True
+    for job_id in range(5):
+        save(worker, save_job(1, job_id=job_id))
+    said = [record for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(said) == 1
+
+
 def test_a_full_node_drops_what_does_not_fit() -> None:
     store = MemoryBlockStore(capacity_blocks=1)
     worker = Worker(store)
