@@ -13,7 +13,7 @@ from kvstore.core.record import unpack_record
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.segment.header import KEY_PART, fields
+from kvstore.segment.header import KEY_PART, Fields, fields
 from kvstore.types import Key
 
 log = logging.getLogger("kvstore.client")
@@ -142,7 +142,7 @@ class Reader:
         attached: Attached,
         slot_id: int,
         image: bytes,
-        header: tuple[int, Key, int, int, int, int, int, int],
+        header: Fields,
     ) -> Place | None:
         """The place that a header describes, None unless it lies in its arena."""
         _, key, length, size_class, kind, meta_length, checksum, _ = header

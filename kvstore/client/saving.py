@@ -20,8 +20,9 @@ WINDOW_BYTES = 128 << 20
 """Bytes reserved at a time by one put_many: a large batch must not hold all slots at once."""
 INLINE_WINDOW_BYTES = 1 << 20
 """Bytes that travel inside the reserve requests of a window at most."""
-PARTS = 4
-"""Of a window. Only the first reserve and the last commit are then waited for."""
+PARTS = 2
+"""Of a window: half of the node's work is then done while a client copies. More parts are
+more messages, and on a busy machine each may cost the sender its core for a while."""
 PART_BYTES_MIN = 4 << 20
 """Copying it takes about as long as the node needs for a request."""
 

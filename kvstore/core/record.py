@@ -19,16 +19,9 @@ assert RECORD_BYTES == 44
 
 def pack_record(key: Key, location: Location) -> bytes:
     """`location` as the index keeps it under `key`."""
+    node_id, epoch, segment, slot, generation, size_class, length, checksum = location
     body = _BODY.pack(
-        RECORD_VERSION,
-        location.size_class,
-        location.segment,
-        location.epoch,
-        location.node_id,
-        location.generation,
-        location.slot,
-        location.length,
-        location.checksum,
+        RECORD_VERSION, size_class, segment, epoch, node_id, generation, slot, length, checksum
     )
     return body + _CRC.pack(crc32(body, crc32(key)))
 

@@ -19,13 +19,13 @@ class SlotState(enum.IntEnum):
     """Dropped while pinned: readers see FREE, but the bytes stay until the last unpin."""
 
 
-class SlotEvent(enum.Enum):
-    RESERVE = "reserve"
-    COMMIT = "commit"
-    ABORT = "abort"
-    EVICT = "evict"
-    DOOM = "doom"
-    UNPIN = "unpin"
+class SlotEvent(enum.IntEnum):
+    RESERVE = 0
+    COMMIT = 1
+    ABORT = 2
+    EVICT = 3
+    DOOM = 4
+    UNPIN = 5
 
 
 TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
@@ -37,6 +37,9 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.DOOMED, SlotEvent.UNPIN): SlotState.FREE,
 }
 """Every transition there is; anything else is our bug."""
+
+_NEXT = tuple(tuple(TRANSITIONS.get((s, e)) for e in SlotEvent) for s in SlotState)
+"""The same by position: looking up a pair of enums takes a microsecond, three times a block."""
 
 
 class Slot:
@@ -91,11 +94,11 @@ class Slot:
 
     def move(self, event: SlotEvent) -> None:
         """Take the transition for `event`; a reserve also starts the next generation."""
-        target = TRANSITIONS.get((self.state, event))
+        target = _NEXT[self.state][event]
         if target is None:
             raise InternalError(
                 f"slot {self.slot_id}, generation {self.generation}: "
-                f"{event.value} in {self.state.name}"
+                f"{event.name} in {self.state.name}"
             )
         if event is SlotEvent.RESERVE:
             self.generation += 1

@@ -33,7 +33,7 @@ HINT_BYTES = 4
 KEY_PART = slice(8, 40)
 FREE, RESERVED, SEALED = 0, 1, 2
 _HEADER = struct.Struct("<Q32sIBBHQII")
-_WORD = struct.Struct("<Q")
+_BODY = struct.Struct("<Q32sIBBHQI")
 assert _HEADER.size == HEADER_BYTES
 
 
@@ -50,24 +50,18 @@ class Header(NamedTuple):
     namespace_id: int
 
 
+Fields = tuple[int, Key, int, int, int, int, int, int]
+"""What a `Header` is made of, in its order."""
+
+
 def word(state: int, generation: int) -> int:
     return generation << 8 | state
 
 
-def pack(header: Header) -> bytes:
+def pack(header: Fields) -> bytes:
     """The 64 bytes of a sealed slot."""
-    raw = _HEADER.pack(
-        word(SEALED, header.generation),
-        header.key,
-        header.length,
-        header.size_class,
-        header.kind,
-        header.meta_length,
-        header.checksum,
-        header.namespace_id,
-        0,
-    )
-    return raw[:60] + crc32(raw[:60]).to_bytes(4, "little")
+    raw = _BODY.pack(header[0] << 8 | SEALED, *header[1:])
+    return raw + crc32(raw).to_bytes(4, "little")
 
 
 def unpack(raw: bytes) -> Header | None:
@@ -76,7 +70,7 @@ def unpack(raw: bytes) -> Header | None:
     return Header(*seen) if seen is not None else None
 
 
-def fields(raw: bytes) -> tuple[int, Key, int, int, int, int, int, int] | None:
+def fields(raw: bytes) -> Fields | None:
     """`unpack` as a plain tuple, which readers make one of for every block they look at."""
     w, key, length, size_class, kind, meta_length, checksum, namespace_id, crc = _HEADER.unpack(raw)
     if w & 0xFF != SEALED or crc32(raw[:60]) != crc:

@@ -23,7 +23,6 @@ from kvstore.segment.header import (
     HEADER_BYTES,
     HINT_BYTES,
     SUPERBLOCK_BYTES,
-    Header,
     Superblock,
     hint_of,
     hints_of,
@@ -129,7 +128,7 @@ class OwnedShm:
 
     def _seal(self, write: Seal) -> None:
         start = SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES
-        raw = pack(Header(*write[1:]))
+        raw = pack(write[1:])
         self._head[start + 8 : start + HEADER_BYTES] = raw[8:]
         self._words[start >> 3] = int.from_bytes(raw[:8], "little")
         self._hints[hint_of(write.key, len(self._hints))] = write.slot_id

@@ -10,7 +10,6 @@ from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
-    Header,
     Superblock,
     hint_of,
     hints_of,
@@ -65,7 +64,7 @@ class SimSegment:
             yield
             return
         assert isinstance(write, Seal)
-        raw = pack(Header(*write[1:]))
+        raw = pack(write[1:])
         self._head[start + 8 : start + 40] = raw[8:40]
         yield
         self._head[start + 40 : start + HEADER_BYTES] = raw[40:]
