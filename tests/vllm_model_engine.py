@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from connector import factory
-from connector.config import ConnectorConfig
+from connector.settings import ConnectorSettings
 from kvstore.testing.blockstore import MemoryBlockStore
 
 ENGINE_BLOCK = 16
@@ -146,7 +146,7 @@ class ModelEngine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        def open_model(_: ConnectorConfig) -> MemoryBlockStore:
+        def open_model(_: ConnectorSettings) -> MemoryBlockStore:
             return store
 
         monkeypatch.setattr(factory, "open_store", open_model)

@@ -11,7 +11,7 @@ from kvstore import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorConfig:
+class ConnectorSettings:
     """One connector's settings. Raises `UsageError` naming field, value and limit."""
 
     url: str | None = None
@@ -64,7 +64,7 @@ class ConnectorConfig:
             raise UsageError("block_tokens", tokens, f"must be from 1 to {BLOCK_TOKENS_MAX}")
 
     @classmethod
-    def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+    def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """Settings from an engine's free-form mapping; an unknown name is an error."""
         known = sorted(f.name for f in fields(cls))
         for name in extra:
