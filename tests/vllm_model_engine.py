@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from connector import factory
+from connector import assembly
 from connector.settings import ConnectorSettings
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -149,7 +149,7 @@ class ModelEngine:
         def open_model(_: ConnectorSettings) -> MemoryBlockStore:
             return store
 
-        monkeypatch.setattr(factory, "open_store", open_model)
+        monkeypatch.setattr(assembly, "open_store", open_model)
         self.config = vllm_config(model, blocks=blocks, **config)
         groups = kv_cache_config(blocks)
         self.scheduler = Scheduler(
