@@ -56,6 +56,14 @@ class BlockStore(Protocol):
         """
         ...
 
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found | None]:
+        """Each of `keys` that can be read from here, None for the others; one index round trip.
+
+        For questions that are no single run, such as which of several writers
+        has a block. Never raises for a peer's fault: then all are None.
+        """
+        ...
+
     def view(self, found: Found) -> BlockView | None:
         """The block in place, or None when it is not there (any more): a miss."""
         ...

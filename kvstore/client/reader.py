@@ -182,16 +182,35 @@ class Reader:
             records += run
             if len(run) < len(batch):
                 break
-        unreachable = {
-            part
-            for part in {record[_NODE_PART] for record in records}
-            if not self._reachable(part, now)
-        }
+        unreachable = self._unreachable(records, now)
         if unreachable:
             for i, record in enumerate(records):
                 if record[_NODE_PART] in unreachable:
                     return records[:i]
         return records
+
+    def readable(self, keys: Sequence[Key]) -> list[Record | None]:
+        """For each of `keys` its record, if the node it names can be read from here.
+
+        Raises `IndexUnavailableError`.
+        """
+        now = time.monotonic()
+        self._nodes.check(now)
+        records: list[Record | None] = []
+        for start in range(0, len(keys), BATCH_KEYS_MAX):
+            records += self._index.lookup(keys[start : start + BATCH_KEYS_MAX])
+        unreachable = self._unreachable([r for r in records if r is not None], now)
+        if unreachable:
+            return [
+                None if record is None or record[_NODE_PART] in unreachable else record
+                for record in records
+            ]
+        return records
+
+    def _unreachable(self, records: Sequence[Record], now: float) -> set[bytes]:
+        """Nodes that records name and that cannot be read from here."""
+        parts = {record[_NODE_PART] for record in records}
+        return {part for part in parts if not self._reachable(part, now)}
 
     def _reachable(self, part: bytes, now: float) -> bool:
         if len(part) != 12:

@@ -79,6 +79,21 @@ class BlockSession:
             return []
         return [Found(key, record) for key, record in zip(keys, records, strict=False)]
 
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found | None]:
+        """See `BlockStore.lookup`; its deadline is that of `match`."""
+        started = time.monotonic()
+        try:
+            records = self.reader.readable(keys)
+        except IndexUnavailableError as e:
+            self.reader.index_failed(e)
+            return [None] * len(keys)
+        if timeout_s is not None and time.monotonic() - started > timeout_s:
+            return [None] * len(keys)
+        return [
+            Found(key, record) if record is not None else None
+            for key, record in zip(keys, records, strict=True)
+        ]
+
     def view(self, found: Found) -> BlockView | None:
         place = self.reader.place(found.key, found.record)
         if place is None or (self.verify == "always" and not place.verified()):

@@ -59,6 +59,7 @@ class MemoryBlockStore:
         self.touched: list[Key] = []
         self.reserve_calls = 0
         self.match_calls = 0
+        """Questions to the index, of either kind."""
         self.node_down = False
         self.index_down = False
         self.closed = False
@@ -74,20 +75,24 @@ class MemoryBlockStore:
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
         """See `BlockStore.match`."""
+        found = self.lookup(keys, timeout_s)
+        run = found[: found.index(None)] if None in found else found
+        return [one for one in run if one is not None]
+
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found | None]:
+        """See `BlockStore.lookup`."""
         started = time.monotonic()
         self.match_calls += 1
         self.on_match()
         late = timeout_s is not None and time.monotonic() - started > timeout_s
-        run: list[Found] = []
         if self.index_down or late:
-            return run
+            return [None] * len(keys)
         with self._lock:
-            for key in keys:
-                record = self._index.get(key)
-                if record is None:
-                    break
-                run.append(Found(key, record))
-        return run
+            records = [self._index.get(key) for key in keys]
+        return [
+            Found(key, record) if record is not None else None
+            for key, record in zip(keys, records, strict=True)
+        ]
 
     def view(self, found: Found) -> BlockView | None:
         """See `BlockStore.view`."""

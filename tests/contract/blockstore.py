@@ -50,6 +50,18 @@ class BlockStoreContract:
         assert store.match([c, d]) == []
         assert store.match([]) == []
 
+    def test_lookup_answers_for_each_key_by_itself(self, store: BlockStore) -> None:
+        a, b, c, d = keys(4)
+        for i, key in enumerate((a, d)):
+            save(store, key, i)
+        found = store.lookup([a, b, c, d])
+        assert [one and one.key for one in found] == [a, None, None, d]
+        assert found[3] is not None
+        view = store.view(found[3])
+        assert view is not None
+        assert bytes(view.buffer) == bytes([1]) * SIZE
+        assert store.lookup([]) == []
+
     def test_nothing_is_found_before_the_commit(self, store: BlockStore) -> None:
         (key,) = keys(1)
         (reservation,) = store.reserve([key], SIZE, NAMESPACE)
