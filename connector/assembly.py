@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from connector.geometry import Field, KVGeometry, ShardTopology, StoreLayout, shard_namespaces
+from connector.geometry import (
+    Field,
+    GroupLayout,
+    KVGeometry,
+    ShardTopology,
+    StoreLayout,
+    check_block_tokens,
+    default_block_tokens,
+    splits_of,
+)
 from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.worker import WorkerCore
-from kvstore import BlockSession, BlockStore, Limits
+from kvstore import BlockSession, BlockStore, Limits, UsageError
 
 if TYPE_CHECKING:
     from connector.settings import ConnectorSettings
@@ -29,14 +38,31 @@ def open_store(config: ConnectorSettings) -> BlockStore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShape:
-    """What an adapter has read from its engine's configuration."""
+class GroupShape:
+    """One KV cache group of the engine."""
 
     geometry: KVGeometry
     topology: ShardTopology
+    number: int = 0
+    """The engine's own number of the group."""
+    layers_of_default: int | None = None
+    """Layers that the default block size is computed from, where workers have different ones."""
+    window_tokens: int | None = None
+    """Tokens of a sliding window; None: every token needs all before it."""
+    fields: dict[str, Field] = field(default_factory=dict)
+    """Namespace fields that tell this group from others and from those of other models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What an adapter has read from its engine's configuration."""
+
+    groups: tuple[GroupShape, ...]
+    workers: int
     model: dict[str, Field]
     """Namespace fields that only the engine knows."""
-    group: int = 0
+    hash_block_tokens: int | None = None
+    """Tokens of one of the engine's own hashes; None: the adapter chains store blocks itself."""
     null_block_id: int | None = None
     volatile_tokens: int = 0
     loads: bool = True
@@ -44,13 +70,44 @@ class EngineShape:
 
     def layout(self, config: ConnectorSettings) -> StoreLayout:
         """The same on both sides, so that they agree on every key."""
-        tokens = config.block_tokens or self.geometry.default_block_tokens()
-        self.geometry.check_block_tokens(tokens)
-        return StoreLayout(
-            self.geometry.engine_block_tokens,
-            tokens,
-            shard_namespaces(self.model, self.geometry, self.topology, tokens, self.group),
+        tokens = config.block_tokens or default_block_tokens(
+            [
+                (
+                    replace(
+                        group.geometry, layers=group.layers_of_default or group.geometry.layers
+                    ),
+                    group.topology,
+                    group.window_tokens,
+                )
+                for group in self.groups
+            ]
         )
+        hash_tokens = self.hash_block_tokens or tokens
+        if tokens % hash_tokens:
+            raise UsageError("block_tokens", tokens, f"must be a multiple of {hash_tokens}")
+        layout = StoreLayout(
+            block_tokens=tokens,
+            hash_block_tokens=hash_tokens,
+            groups=tuple(
+                GroupLayout(
+                    geometry=group.geometry,
+                    topology=group.topology,
+                    splits=splits_of(
+                        {**self.model, **group.fields},
+                        group.geometry,
+                        group.topology,
+                        tokens,
+                        config.tp_sizes,
+                        group.number,
+                        hash_tokens,
+                    ),
+                    window_tokens=group.window_tokens,
+                )
+                for group in self.groups
+            ),
+        )
+        check_block_tokens(tokens, layout.engine_block_tokens)
+        return layout
 
 
 def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCore:
@@ -72,9 +129,8 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
     return WorkerCore(
         LazyStore(lambda: open_store(config)),
         shape.layout(config),
-        shape.geometry,
-        shard=shape.topology.shard_of(rank),
-        saves=shape.saves and shape.topology.saves(rank),
+        rank=rank,
+        saves=shape.saves,
         load_timeout_s=config.load_timeout_s,
         save_timeout_s=config.save_timeout_s,
     )

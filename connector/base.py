@@ -34,8 +34,12 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """The engine's chained hashes, one per full hash block of the known tokens."""
+        """Chained hashes of the known tokens, one per full hash block of the layout."""
         ...
+
+
+BlockTables = Sequence[Sequence[int]]
+"""A request's engine blocks in token order, one list per KV cache group of the layout."""
 
 
 class BlockPins(Protocol):
@@ -49,11 +53,15 @@ class LoadBlock(NamedTuple):
     """One store block, or the rest of one, on its way into the engine."""
 
     found: tuple[Found, ...]
-    """Where it is, one per shard."""
+    """Where it is, one per shard of the split; empty: nowhere, so that the load fails."""
     skip: int
     """Engine blocks at the head of the store block that are not needed."""
     block_ids: tuple[int, ...]
     """Engine blocks to write, in token order, following the skipped ones."""
+    split: int = 0
+    """Which of the group's splits the shards are of."""
+    group: int = 0
+    """KV cache group, by its place in the layout."""
 
 
 class LoadJob(NamedTuple):
@@ -67,6 +75,8 @@ class SaveBlock(NamedTuple):
     """One per shard."""
     block_ids: tuple[int, ...]
     """The engine blocks that make one store block, in token order."""
+    group: int = 0
+    """KV cache group, by its place in the layout."""
 
 
 class SaveJob(NamedTuple):
@@ -124,7 +134,7 @@ class SchedulerSide(Protocol):
         ...
 
     def allocated(
-        self, request: EngineRequest, block_ids: Callable[[], Sequence[int]], num_tokens: int
+        self, request: EngineRequest, block_ids: Callable[[], BlockTables], num_tokens: int
     ) -> None:
         """The engine made room for `num_tokens` of what `match` offered (0: nothing)."""
         ...
@@ -133,9 +143,9 @@ class SchedulerSide(Protocol):
         self,
         scheduled: Iterable[tuple[EngineRequest, int]],
         preempted: Iterable[str],
-        block_ids: Callable[[str], Sequence[int] | None],
+        block_ids: Callable[[str], BlockTables | None],
     ) -> StepPlan:
-        """Loads and saves of this step; `block_ids` gives a request's current block table."""
+        """Loads and saves of this step; `block_ids` gives a request's current block tables."""
         ...
 
     def report(self, report: WorkerReport) -> None:
@@ -164,8 +174,8 @@ class SchedulerSide(Protocol):
 class WorkerSide(Protocol):
     """Moves the bytes of one shard. One per engine worker; called by one thread."""
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take the engine's layer tensors, each a strided [B, H, N, C] view."""
+    def register_kv_caches(self, *groups: Mapping[str, Any]) -> None:
+        """Take each group's layer tensors, each a strided [B, H, N, C] view."""
         ...
 
     def start_loads(self, jobs: Sequence[LoadJob]) -> None: ...

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvstore import UsageError
 
 if TYPE_CHECKING:
     from connector.geometry import KVGeometry
+
+
+class HeadPart(NamedTuple):
+    """A range of a payload's heads and where it goes among the engine's."""
+
+    payload_heads: int
+    """Heads that the whole payload has."""
+    source: int
+    target: int
+    heads: int
 
 
 class KVBlocks(Protocol):
@@ -22,8 +32,17 @@ class KVBlocks(Protocol):
         """Engine blocks, in token order, into a whole payload."""
         ...
 
-    def scatter(self, payload: memoryview, skip: int, block_ids: Sequence[int]) -> None:
-        """The payload's engine blocks from number `skip` on into `block_ids`."""
+    def scatter(
+        self,
+        payload: memoryview,
+        skip: int,
+        block_ids: Sequence[int],
+        part: HeadPart | None = None,
+    ) -> None:
+        """The payload's engine blocks from number `skip` on into `block_ids`.
+
+        With `part` only those heads of it, and only those bytes are read.
+        """
         ...
 
     def mark_ready(self) -> Any:
@@ -122,12 +141,23 @@ class HostBlocks:
             for i, block_id in enumerate(self._kernel_ids(block_ids)):
                 part[:, :, i] = view[:, block_id]
 
-    def scatter(self, payload: memoryview, skip: int, block_ids: Sequence[int]) -> None:
-        source = self._np.frombuffer(payload, self._word).reshape(self._payload_shape)
+    def scatter(
+        self,
+        payload: memoryview,
+        skip: int,
+        block_ids: Sequence[int],
+        part: HeadPart | None = None,
+    ) -> None:
+        layers, heads, *rest = self._payload_shape
+        take = part or HeadPart(heads, 0, 0, heads)
+        whole = self._np.frombuffer(payload, self._word)
+        source = whole.reshape((layers, take.payload_heads, *rest))
+        taken = slice(take.source, take.source + take.heads)
+        given = slice(take.target, take.target + take.heads)
         for first, count, view in self._runs:
-            part = source[first : first + count]
+            blocks = source[first : first + count, taken]
             for i, block_id in enumerate(self._kernel_ids(block_ids), skip * self._split):
-                view[:, block_id] = part[:, :, i]
+                view[:, block_id, given] = blocks[:, :, i]
 
     def mark_ready(self) -> None:
         return None
@@ -171,10 +201,12 @@ class DeviceBlocks:
     """
 
     def __init__(self, layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> None:
+        import numpy as np
         import torch as untyped_torch
 
         torch: Any = untyped_torch
         self._torch = torch
+        self._np = np
         self._device = layers[0].device
         # Raw bytes: the store moves KV of any dtype without knowing it.
         self._layers = [layer.view(torch.uint8) for layer in layers]
@@ -205,15 +237,29 @@ class DeviceBlocks:
             self._save_stream.synchronize()
         out[:] = self._saved.numpy().reshape(-1).data
 
-    def scatter(self, payload: memoryview, skip: int, block_ids: Sequence[int]) -> None:
+    def scatter(
+        self,
+        payload: memoryview,
+        skip: int,
+        block_ids: Sequence[int],
+        part: HeadPart | None = None,
+    ) -> None:
         torch = self._torch
-        self._loaded.numpy().reshape(-1).data[:] = payload
+        layers, heads, *rest = self._loaded.shape
+        take = part or HeadPart(heads, 0, 0, heads)
+        source = self._np.frombuffer(payload, "u1").reshape((layers, take.payload_heads, *rest))
         begin, count = skip * self._split, len(block_ids) * self._split
+        wanted = source[:, take.source : take.source + take.heads]
+        # The front of the pinned block, so that it crosses to the device in one copy.
+        taken = self._loaded.view(-1)[: wanted.size].view(wanted.shape)
+        taken.numpy()[:] = wanted
         with torch.cuda.stream(self._load_stream):
             ids = self._ids(block_ids)
-            staging = self._loaded.to(self._device, non_blocking=True)
-            for layer, part in zip(self._layers, staging, strict=True):
-                layer.index_copy_(0, ids, part[:, begin : begin + count].transpose(0, 1))
+            staging = taken.to(self._device, non_blocking=True)
+            for layer, heads_of_layer in zip(self._layers, staging, strict=True):
+                layer.narrow(1, take.target, take.heads).index_copy_(
+                    0, ids, heads_of_layer[:, begin : begin + count].transpose(0, 1)
+                )
             self._load_stream.synchronize()
 
     def mark_ready(self) -> Any:

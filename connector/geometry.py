@@ -3,18 +3,24 @@
 Payload of a store block, one shard: `[layer][head][token][C]`, C being the
 engine's packed bytes of one token and head (K, then V). Head ranges are
 contiguous in every layer, the token run covers all of `block_tokens`, so
-neither the engine's block size nor its memory layout shows in the bytes.
+neither the engine's block size nor its memory layout shows in the bytes. The
+namespace of a shard names its heads and not its writer's tensor-parallel size,
+so that any reader can compute who may have saved what it needs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from connector.limits import (
     BLOCK_BYTES_MIN_DEFAULT,
     BLOCK_TOKENS_MAX,
     BLOCK_TOKENS_MAX_DEFAULT,
+    TP_SIZES_DEFAULT,
 )
+from connector.topology import HeadRange, shards_of
 from kvstore import Namespace, UsageError
 
 Field = str | int | float | bool | None
@@ -45,30 +51,6 @@ class KVGeometry:
     def token_bytes(self) -> int:
         return self.layers * self.heads * self.channel_bytes
 
-    def default_block_tokens(self) -> int:
-        """The smallest power-of-two multiple of the engine block with 1 MiB a shard.
-
-        At most 256 tokens, but never less than one engine block.
-        """
-        tokens = self.engine_block_tokens
-        while (
-            tokens * self.token_bytes < BLOCK_BYTES_MIN_DEFAULT
-            and tokens * 2 <= BLOCK_TOKENS_MAX_DEFAULT
-        ):
-            tokens *= 2
-        return tokens
-
-    def check_block_tokens(self, block_tokens: int) -> int:
-        """`block_tokens` when the engine's blocks fit into it, else `UsageError`."""
-        if block_tokens % self.engine_block_tokens or not 0 < block_tokens <= BLOCK_TOKENS_MAX:
-            raise UsageError(
-                "block_tokens",
-                block_tokens,
-                f"must be a multiple of the engine's block size {self.engine_block_tokens}, "
-                f"at most {BLOCK_TOKENS_MAX}",
-            )
-        return block_tokens
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTopology:
@@ -96,6 +78,10 @@ class ShardTopology:
         """`total_kv_heads` of the whole model; 1 for latent attention (MLA)."""
         return cls(tp_size=tp_size, pp_size=pp_size, tp_shards=min(tp_size, total_kv_heads))
 
+    def heads_of(self, shard: int, heads: int) -> HeadRange:
+        """Heads of the whole model that `shard` holds, `heads` of them."""
+        return HeadRange(shard % self.tp_shards * heads, heads)
+
     @property
     def workers(self) -> int:
         return self.tp_size * self.pp_size
@@ -114,17 +100,160 @@ class ShardTopology:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreLayout:
-    """What both sides must agree on: sizes and one namespace per shard."""
+class Split:
+    """One way in which a writer's workers share the heads of a group."""
 
-    engine_block_tokens: int
-    """Tokens of one engine block, which is also what one engine hash covers."""
-    block_tokens: int
+    tp_shards: int
+    heads: int
+    """Heads of each shard."""
     namespaces: tuple[Namespace, ...]
+    """One per shard, pipeline-major."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLayout:
+    """One KV cache group: how this engine holds it and how it is stored."""
+
+    geometry: KVGeometry
+    topology: ShardTopology
+    splits: tuple[Split, ...]
+    """The engine's own first: it saves in this one, and prefers it."""
+    window_tokens: int | None = None
+    """Sliding window: a token needs the KV of the `window_tokens - 1` before it; None: of all."""
 
     @property
-    def blocks_per_key(self) -> int:
-        return self.block_tokens // self.engine_block_tokens
+    def namespaces(self) -> tuple[Namespace, ...]:
+        return self.splits[0].namespaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLayout:
+    """What both sides must agree on: sizes, groups and their namespaces."""
+
+    block_tokens: int
+    hash_block_tokens: int
+    """Tokens that one hash of a request covers."""
+    groups: tuple[GroupLayout, ...]
+
+    @property
+    def engine_block_tokens(self) -> int:
+        """Boundaries at which blocks of every group begin."""
+        return math.lcm(*(group.geometry.engine_block_tokens for group in self.groups))
+
+    @property
+    def hashes_per_key(self) -> int:
+        return self.block_tokens // self.hash_block_tokens
+
+    @property
+    def windowed(self) -> bool:
+        return any(group.window_tokens is not None for group in self.groups)
+
+    def blocks_per_key(self, group: int = 0) -> int:
+        """Engine blocks in one store block of `group`."""
+        return self.block_tokens // self.groups[group].geometry.engine_block_tokens
+
+    def all_namespaces(self) -> Iterable[Namespace]:
+        """Of all groups and shards that this engine may load, whoever saved them."""
+        return (
+            namespace
+            for group in self.groups
+            for split in group.splits
+            for namespace in split.namespaces
+        )
+
+
+def default_block_tokens(groups: Sequence[tuple[KVGeometry, ShardTopology, int | None]]) -> int:
+    """The smallest power-of-two multiple of the engine block with 1 MiB a shard.
+
+    At most 256 tokens and at most a sliding window, but never less than one
+    engine block. The shard is that of the largest usual tensor-parallel size,
+    so that engines of all sizes come to the same answer. Each of `groups` is
+    geometry, topology and window.
+    """
+    tokens = math.lcm(*(geometry.engine_block_tokens for geometry, _, _ in groups))
+    token_bytes = min(
+        geometry.layers
+        * max(1, geometry.heads * topology.tp_shards // max(TP_SIZES_DEFAULT))
+        * geometry.channel_bytes
+        for geometry, topology, _ in groups
+    )
+    most = min([BLOCK_TOKENS_MAX_DEFAULT, *(window for _, _, window in groups if window)])
+    while tokens * token_bytes < BLOCK_BYTES_MIN_DEFAULT and tokens * 2 <= most:
+        tokens *= 2
+    return tokens
+
+
+def check_block_tokens(block_tokens: int, engine_block_tokens: int) -> int:
+    """`block_tokens` when the engine's blocks fit into it, else `UsageError`."""
+    if block_tokens % engine_block_tokens or not 0 < block_tokens <= BLOCK_TOKENS_MAX:
+        raise UsageError(
+            "block_tokens",
+            block_tokens,
+            f"must be a multiple of the engine's block size {engine_block_tokens}, "
+            f"at most {BLOCK_TOKENS_MAX}",
+        )
+    return block_tokens
+
+
+def splits_of(
+    model: dict[str, Field],
+    geometry: KVGeometry,
+    topology: ShardTopology,
+    block_tokens: int,
+    tp_sizes: Sequence[int] = (),
+    group: int | str = 0,
+    hash_block_tokens: int | None = None,
+) -> tuple[Split, ...]:
+    """The engine's own split, then those of writers with `tp_sizes` as far as heads allow."""
+    total = geometry.heads * topology.tp_shards
+    shards = [topology.tp_shards]
+    for tp_size in tp_sizes:
+        try:
+            count = shards_of(tp_size, total)
+        except UsageError:
+            continue  # no engine of that size runs this model
+        if count not in shards:
+            shards.append(count)
+    return tuple(
+        Split(
+            count,
+            total // count,
+            _namespaces(
+                {
+                    **model,
+                    "channel_bytes": geometry.channel_bytes,
+                    "total_heads": total,
+                    "hash_block_tokens": hash_block_tokens or geometry.engine_block_tokens,
+                    "block_tokens": block_tokens,
+                    "kv_group": group,
+                },
+                count,
+                total // count,
+                topology.pp_size,
+            ),
+        )
+        for count in shards
+    )
+
+
+def _namespaces(
+    common: dict[str, Field], tp_shards: int, heads: int, pp_size: int
+) -> tuple[Namespace, ...]:
+    return tuple(
+        Namespace(
+            {
+                **common,
+                "layout": LAYOUT,
+                "layout_version": LAYOUT_VERSION,
+                "head_first": tp_shard * heads,
+                "heads": heads,
+                "pp_rank": pp_rank,
+                "pp_size": pp_size,
+            }
+        )
+        for pp_rank in range(pp_size)
+        for tp_shard in range(tp_shards)
+    )
 
 
 def shard_namespaces(
@@ -132,29 +261,12 @@ def shard_namespaces(
     geometry: KVGeometry,
     topology: ShardTopology,
     block_tokens: int,
-    group: int = 0,
+    group: int | str = 0,
 ) -> tuple[Namespace, ...]:
-    """One namespace per shard.
+    """One namespace per shard of an engine that hashes its own blocks.
 
     `model` carries what the geometry does not know: model, revision, dtype,
     quantisation, KV cache dtype, head counts, and how the engine hashes.
     """
-    return tuple(
-        Namespace(
-            {
-                **model,
-                "heads": geometry.heads,
-                "channel_bytes": geometry.channel_bytes,
-                "hash_block_tokens": geometry.engine_block_tokens,
-                "block_tokens": block_tokens,
-                "layout": LAYOUT,
-                "layout_version": LAYOUT_VERSION,
-                "kv_group": group,
-                "tp_shard": shard % topology.tp_shards,
-                "tp_shards": topology.tp_shards,
-                "pp_rank": shard // topology.tp_shards,
-                "pp_size": topology.pp_size,
-            }
-        )
-        for shard in range(topology.shards)
-    )
+    (own,) = splits_of(model, geometry, topology, block_tokens, group=group)
+    return own.namespaces

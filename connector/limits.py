@@ -38,6 +38,10 @@ SHUTDOWN_TIMEOUT_S = 5.0
 STORE_RETRY_S = 1.0
 """Pause before a store that could not be opened is tried again."""
 
+TP_SIZES_DEFAULT = (1, 2, 4, 8)
+"""Tensor-parallel sizes of writers whose blocks are looked for; each costs a key per block."""
+TP_SIZES_MAX = 8
+"""How many of them a user may name."""
 BLOCK_TOKENS_MAX_DEFAULT = 256
 BLOCK_BYTES_MIN_DEFAULT = 1 << 20
 BLOCK_TOKENS_MAX = 1 << 16

@@ -6,12 +6,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from connector.limits import LOOKUP_QUEUE_MAX, MATCH_BLOCKS_MAX, SHUTDOWN_TIMEOUT_S, Clock
-from kvstore import Found, Key
+from connector.plan import Placed
+from kvstore import BlockStore, Found, Key
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -28,14 +29,10 @@ class Lookup:
     submitted_at: float
     done: threading.Event = field(default_factory=threading.Event)
     answered_at: float = 0.0
-    keys: tuple[list[Key], ...] = ()
-    """Keys of every full store block, one list per shard."""
-    runs: tuple[list[Found], ...] = ()
-    """What is present, one list per shard, all equally long: the shortest shard's run."""
-
-    @property
-    def run(self) -> int:
-        return len(self.runs[0]) if self.runs else 0
+    keys: tuple[tuple[list[Key], ...], ...] = ()
+    """Keys of every full store block in the engine's own split, per group and shard."""
+    placement: tuple[tuple[Placed | None, ...], ...] = ()
+    """What is present, per group and block; empty when nothing is."""
 
 
 class Lookups:
@@ -85,7 +82,7 @@ class Lookups:
             except Exception:
                 # A lookup may cost its own hit, never the thread that all others need.
                 log.exception("lookup failed")
-                lookup.runs = ()
+                lookup.placement = ()
             lookup.answered_at = self._clock()
             lookup.done.set()
 
@@ -94,24 +91,90 @@ class Lookups:
         try:
             store = self._store.get()
             if store is not None:
-                store.match([self._layout.namespaces[0].value_key("warm-up")])
+                store.match([self._layout.groups[0].namespaces[0].value_key("warm-up")])
         except Exception:
             log.exception("warm-up failed")
 
     def _answer(self, lookup: Lookup) -> None:
         deadline = lookup.submitted_at + self._timeout_s
-        per_key = self._layout.blocks_per_key
+        layout = self._layout
+        per_key = layout.hashes_per_key
         blocks = min(len(lookup.hashes) // per_key, MATCH_BLOCKS_MAX)
         hashes = lookup.hashes[: blocks * per_key]
-        lookup.keys = tuple(ns.engine_keys(hashes, per_key) for ns in self._layout.namespaces)
+        keys = [
+            [[ns.engine_keys(hashes, per_key) for ns in split.namespaces] for split in group.splits]
+            for group in layout.groups
+        ]
+        lookup.keys = tuple(tuple(group[0]) for group in keys)
         store = self._store.get()
-        if store is None:
+        if store is None or blocks == 0:
             return
-        runs: list[list[Found]] = []
-        for keys in lookup.keys:
-            left_s = deadline - self._clock()
-            if left_s <= 0 or blocks == 0:
-                return
-            runs.append(store.match(keys[:blocks], timeout_s=left_s))
-            blocks = len(runs[-1])
-        lookup.runs = tuple(run[:blocks] for run in runs)
+        lookup.placement = Finder(keys, lambda wanted: _ask(store, wanted, deadline, self._clock))()
+
+
+def _ask(
+    store: BlockStore, keys: Sequence[Key], deadline: float, clock: Clock
+) -> Sequence[Found | None]:
+    left_s = deadline - clock()
+    if left_s <= 0:
+        return [None] * len(keys)
+    return store.lookup(keys, timeout_s=left_s)
+
+
+class Finder:
+    """Where each store block is, whoever saved it, in one question to the index or two.
+
+    The first asks for all shards of the engine's own split and for the first
+    shard of every other: a writer whose first shard is missing has nothing to
+    give. Only when another writer may fill a gap, its other shards are asked for.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Sequence[Sequence[Sequence[Key]]]],
+        ask: Callable[[Sequence[Key]], Sequence[Found | None]],
+    ) -> None:
+        """`keys` are per group, split, shard and block; the first split is preferred."""
+        self._keys = keys
+        self._ask_store = ask
+        self._found: dict[Key, Found] = {}
+
+    def __call__(self) -> tuple[tuple[Placed | None, ...], ...]:
+        self._ask(
+            key
+            for group in self._keys
+            for split, shards in enumerate(group)
+            for shard in (shards if split == 0 else shards[:1])
+            for key in shard
+        )
+        placement = self._placement()
+        more = [
+            shard[index]
+            for group, row in zip(self._keys, placement, strict=True)
+            for shards in group[1:]
+            for index, placed in enumerate(row)
+            if placed is None and shards[0][index] in self._found
+            for shard in shards[1:]
+        ]
+        if not more:
+            return placement
+        self._ask(more)
+        return self._placement()
+
+    def _ask(self, keys: Iterable[Key]) -> None:
+        for found in self._ask_store(list(keys)):
+            if found is not None:
+                self._found[found.key] = found
+
+    def _placement(self) -> tuple[tuple[Placed | None, ...], ...]:
+        return tuple(
+            tuple(self._placed(group, index) for index in range(len(group[0][0])))
+            for group in self._keys
+        )
+
+    def _placed(self, group: Sequence[Sequence[Sequence[Key]]], index: int) -> Placed | None:
+        for split, shards in enumerate(group):
+            found = [self._found.get(shard[index]) for shard in shards]
+            if None not in found:
+                return Placed(split, tuple(one for one in found if one is not None))
+        return None

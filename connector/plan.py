@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from connector.base import EngineRequest, LoadBlock, SaveBlock
+from connector.base import BlockTables, EngineRequest, LoadBlock, SaveBlock
 from kvstore import Found, Key
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
 
 
-def usable_run(runs: Sequence[Sequence[Found]], barred: Mapping[Key, bytes]) -> int:
-    """Length of the leading run in which no shard points to a record that failed before."""
-    length = len(runs[0]) if runs else 0
-    if not barred:
-        return length
-    for i in range(length):
-        if any(barred.get(run[i].key) == run[i].record for run in runs):
-            return i
-    return length
+class Placed(NamedTuple):
+    """A store block of one group all of whose shards are there, as one writer saved them."""
+
+    split: int
+    found: tuple[Found, ...]
+
+
+Placement = Sequence[Sequence[Placed | None]]
+"""Per group, per store block of the prefix: where it is."""
+
+
+def usable_run(
+    placement: Placement, barred: Mapping[Key, bytes], layout: StoreLayout, num_tokens: int
+) -> int:
+    """Store blocks of the longest prefix that every group has what it needs of.
+
+    A group with a window needs the blocks that the window before the end
+    touches, the others need all. No record that failed before counts. A prefix
+    of all `num_tokens` is cut by one block for a window: engines compute the
+    last token again, and its window reaches one token further back.
+    """
+    if not placement:
+        return 0
+    usable = [[one is not None and not _barred(one, barred) for one in row] for row in placement]
+    run = min(len(row) for row in usable)
+    if layout.windowed:
+        run = min(run, max(0, num_tokens - 1) // layout.block_tokens)
+    for group, row in zip(layout.groups, usable, strict=True):
+        if group.window_tokens is None and False in row[:run]:
+            run = row.index(False)
+    while run > 0:
+        missing = -1
+        for group, row in zip(layout.groups, usable, strict=True):
+            if group.window_tokens is not None:
+                first = max(0, run * layout.block_tokens - group.window_tokens + 1)
+                needed = range(first // layout.block_tokens, run)
+                missing = max([missing, *(i for i in needed if not row[i])])
+        if missing < 0:
+            return run
+        run = missing  # every longer prefix has it in its window
+    return 0
+
+
+def _barred(placed: Placed, barred: Mapping[Key, bytes]) -> bool:
+    return bool(barred) and any(barred.get(found.key) == found.record for found in placed.found)
 
 
 def offered_tokens(run: int, num_computed_tokens: int, layout: StoreLayout) -> int:
@@ -35,26 +71,36 @@ def offered_tokens(run: int, num_computed_tokens: int, layout: StoreLayout) -> i
 
 
 def load_blocks(
-    runs: Sequence[Sequence[Found]],
+    placement: Placement,
     start_token: int,
     num_tokens: int,
-    block_ids: Sequence[int],
+    tables: BlockTables,
     layout: StoreLayout,
+    null_block_id: int | None,
 ) -> tuple[LoadBlock, ...]:
     """Loads that fill tokens `start_token` to `start_token + num_tokens`.
 
-    `block_ids` is the request's whole table; `start_token` lies on an engine
-    block's start, not necessarily on a store block's.
+    `tables` are the request's whole tables; `start_token` lies on a boundary of
+    engine blocks, not necessarily on a store block's. Blocks that the engine
+    left out (before a window) are not loaded. One that it has made room for and
+    that is nowhere becomes a load that fails: the engine would take it as valid.
     """
-    per_key = layout.blocks_per_key
-    first = start_token // layout.engine_block_tokens
-    last = -(-(start_token + num_tokens) // layout.engine_block_tokens)
+    end_token = start_token + num_tokens
     blocks: list[LoadBlock] = []
-    for index in range(first // per_key, -(-last // per_key)):
-        begin = max(first, index * per_key)
-        end = min(last, (index + 1) * per_key)
-        found = tuple(run[index] for run in runs)
-        blocks.append(LoadBlock(found, begin - index * per_key, tuple(block_ids[begin:end])))
+    for index in range(start_token // layout.block_tokens, -(-end_token // layout.block_tokens)):
+        for group, table in enumerate(tables):
+            tokens = layout.groups[group].geometry.engine_block_tokens
+            per_key = layout.blocks_per_key(group)
+            begin = max(start_token // tokens, index * per_key)
+            end = min(-(-end_token // tokens), (index + 1) * per_key)
+            while begin < end and table[begin] == null_block_id:
+                begin += 1
+            if begin < end:
+                row = placement[group]
+                placed = (row[index] if index < len(row) else None) or Placed(0, ())
+                skip = begin - index * per_key
+                ids = tuple(table[begin:end])
+                blocks.append(LoadBlock(placed.found, skip, ids, placed.split, group))
     return tuple(blocks)
 
 
@@ -79,18 +125,23 @@ def full_blocks(
 
 
 def save_blocks(
-    keys: Sequence[Sequence[Key]],
+    keys: Sequence[Sequence[Sequence[Key]]],
     first: int,
     last: int,
-    block_ids: Sequence[int],
+    tables: BlockTables,
     layout: StoreLayout,
     null_block_id: int | None,
 ) -> tuple[SaveBlock, ...]:
-    """Saves of store blocks `first` to `last`; those the engine no longer holds are left out."""
-    per_key = layout.blocks_per_key
+    """Saves of store blocks `first` to `last`; those the engine no longer holds are left out.
+
+    `keys` are per group, shard and block.
+    """
     blocks: list[SaveBlock] = []
     for index in range(first, last):
-        ids = tuple(block_ids[index * per_key : (index + 1) * per_key])
-        if len(ids) == per_key and null_block_id not in ids:
-            blocks.append(SaveBlock(tuple(shard[index] for shard in keys), ids))
+        for group, table in enumerate(tables):
+            per_key = layout.blocks_per_key(group)
+            ids = tuple(table[index * per_key : (index + 1) * per_key])
+            if len(ids) == per_key and null_block_id not in ids:
+                shards = tuple(shard[index] for shard in keys[group])
+                blocks.append(SaveBlock(shards, ids, group))
     return tuple(blocks)

@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from connector.base import BlockPins, EngineRequest, LoadJob, SaveJob, StepPlan, WorkerReport
+from connector.base import (
+    BlockPins,
+    BlockTables,
+    EngineRequest,
+    LoadJob,
+    SaveJob,
+    StepPlan,
+    WorkerReport,
+)
 from connector.ledger import NoPins, SaveLedger
 from connector.limits import (
     LOAD_ATTEMPTS_MAX,
@@ -67,7 +75,10 @@ class _RequestState:
     """Leading store blocks that were planned for saving since the last preemption."""
     save_barred: bool = False
     """Computed before a reset: not saved until it is computed anew."""
-    keys: tuple[list[Key], ...] = ()
+    keys: tuple[tuple[list[Key], ...], ...] = ()
+    """Of the engine's own split, per group and shard."""
+    key_hashes: Sequence[bytes] = ()
+    """What they were made from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +143,7 @@ class SchedulerCore:
         if not lookup.done.is_set() and not self._wait(lookup):
             late = self._clock() - lookup.submitted_at >= self._settings.lookup_timeout_s
             return 0 if late else None
-        run = usable_run(lookup.runs, state.barred)
+        run = usable_run(lookup.placement, state.barred, self._layout, request.num_tokens)
         state.present_blocks = run
         tokens = offered_tokens(run, num_computed_tokens, self._layout)
         # Tokens that came after the lookup are not part of the prompt it saw.
@@ -142,7 +153,7 @@ class SchedulerCore:
         return max(0, tokens)
 
     def allocated(
-        self, request: EngineRequest, block_ids: Callable[[], Sequence[int]], num_tokens: int
+        self, request: EngineRequest, block_ids: Callable[[], BlockTables], num_tokens: int
     ) -> None:
         """Plan the load of what was offered, or of the part the engine made room for.
 
@@ -157,7 +168,12 @@ class SchedulerCore:
         if num_tokens <= 0:
             return
         blocks = load_blocks(
-            offer.lookup.runs, offer.start_token, num_tokens, block_ids(), self._layout
+            offer.lookup.placement,
+            offer.start_token,
+            num_tokens,
+            block_ids(),
+            self._layout,
+            self._settings.null_block_id,
         )
         job = LoadJob(self._next_load_id, request.request_id, blocks)
         self._next_load_id += 1
@@ -166,7 +182,7 @@ class SchedulerCore:
         self._loads[request.request_id] = _Load(job, first_block)
 
     def _long_enough(self, request: EngineRequest) -> bool:
-        return len(request.block_hashes) >= self._layout.blocks_per_key
+        return request.num_tokens >= self._layout.block_tokens
 
     def _lookup(self, state: _RequestState, request: EngineRequest) -> Lookup | None:
         """The current lookup, a new one when there is none or it is too old."""
@@ -192,7 +208,7 @@ class SchedulerCore:
         self,
         scheduled: Iterable[tuple[EngineRequest, int]],
         preempted: Iterable[str],
-        block_ids: Callable[[str], Sequence[int] | None],
+        block_ids: Callable[[str], BlockTables | None],
     ) -> StepPlan:
         """Loads planned since the last step, and saves of what this step's forward fills."""
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
@@ -220,7 +236,7 @@ class SchedulerCore:
         self,
         request: EngineRequest,
         num_scheduled_tokens: int,
-        block_ids: Callable[[str], Sequence[int] | None],
+        block_ids: Callable[[str], BlockTables | None],
         out: list[SaveJob],
     ) -> None:
         settings, layout = self._settings, self._layout
@@ -232,14 +248,15 @@ class SchedulerCore:
         if last <= first or state.save_barred:
             return
         keys = self._keys(state, request, last)
-        last = min(last, len(keys[0]))
-        table = block_ids(request.request_id)
-        while table is not None and first < last:
-            room = self._ledger.room_blocks // layout.blocks_per_key
+        last = min(last, len(keys[0][0]))
+        tables = block_ids(request.request_id)
+        blocks_per_key = sum(layout.blocks_per_key(group) for group in range(len(layout.groups)))
+        while tables is not None and first < last:
+            room = self._ledger.room_blocks // blocks_per_key
             count = min(last - first, SAVE_JOB_BLOCKS_MAX, room)
             if count == 0:
                 return
-            blocks = save_blocks(keys, first, first + count, table, layout, settings.null_block_id)
+            blocks = save_blocks(keys, first, first + count, tables, layout, settings.null_block_id)
             if blocks:
                 out.append(self._ledger.open(request.request_id, blocks))
             first += count
@@ -247,14 +264,27 @@ class SchedulerCore:
 
     def _keys(
         self, state: _RequestState, request: EngineRequest, blocks: int
-    ) -> tuple[list[Key], ...]:
-        """Keys of at least `blocks` store blocks, as far as the engine has hashed."""
+    ) -> tuple[tuple[list[Key], ...], ...]:
+        """Keys of at least `blocks` store blocks, as far as the engine has hashed.
+
+        Those of a lookup are used again only while the request still has the
+        tokens that were looked up: a session may replace its last ones.
+        """
+        per_key = self._layout.hashes_per_key
+        hashes = request.block_hashes
+        last = blocks * per_key - 1
         if not state.keys and state.lookup is not None and state.lookup.done.is_set():
-            state.keys = state.lookup.keys
-        if not state.keys or len(state.keys[0]) < blocks:
-            hashes = request.block_hashes
-            per_key = self._layout.blocks_per_key
-            state.keys = tuple(ns.engine_keys(hashes, per_key) for ns in self._layout.namespaces)
+            state.keys, state.key_hashes = state.lookup.keys, state.lookup.hashes
+        if (
+            not state.keys
+            or len(state.keys[0][0]) < blocks
+            or tuple(state.key_hashes[last : last + 1]) != tuple(hashes[last : last + 1])
+        ):
+            state.key_hashes = tuple(hashes)
+            state.keys = tuple(
+                tuple(ns.engine_keys(state.key_hashes, per_key) for ns in group.namespaces)
+                for group in self._layout.groups
+            )
         return state.keys
 
     # What came back
@@ -270,7 +300,9 @@ class SchedulerCore:
                     state.barred[found.key] = found.record
                 state.failed_loads += 1
                 state.lookup = None
-                state.present_blocks = load.first_block + position
+                # With several groups a position counts more than one block of the prefix.
+                loaded = position if len(self._layout.groups) == 1 else 0
+                state.present_blocks = load.first_block + loaded
         for job_id, workers in report.ended_saves.items():
             self._ledger.ended(job_id, workers)
 
@@ -309,7 +341,7 @@ class SchedulerCore:
         if store is None:
             return False
         try:
-            for namespace in self._layout.namespaces:
+            for namespace in self._layout.all_namespaces():
                 store.clear(namespace.id)
         except KVStoreError as e:
             log.warning("reset failed: %s", e)

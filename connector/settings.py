@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from connector.limits import BLOCK_TOKENS_MAX, PINNED_FRACTION_MAX, TIMEOUT_S_MAX
+from connector.limits import (
+    BLOCK_TOKENS_MAX,
+    PINNED_FRACTION_MAX,
+    TIMEOUT_S_MAX,
+    TP_SIZES_DEFAULT,
+    TP_SIZES_MAX,
+)
 from kvstore import UsageError
 
 
@@ -24,6 +30,8 @@ class ConnectorSettings:
     """Directory of the node's socket; None: the store's own default."""
     block_tokens: int | None = None
     """Tokens of one store block; None: chosen from the KV geometry."""
+    tp_sizes: Sequence[int] = TP_SIZES_DEFAULT
+    """Tensor-parallel sizes of engines whose blocks are looked for, besides this engine's own."""
     lookup_timeout_s: float = 0.05
     """After that a lookup is a miss."""
     load_timeout_s: float = 5.0
@@ -55,6 +63,12 @@ class ConnectorSettings:
             raise UsageError("verify", self.verify, "must be 'never' or 'always'")
         if not isinstance(self.save_decode, bool):
             raise UsageError("save_decode", self.save_decode, "must be true or false")
+        if not isinstance(self.tp_sizes, list | tuple) or not all(
+            isinstance(size, int) and size >= 1 for size in self.tp_sizes
+        ):
+            raise UsageError("tp_sizes", self.tp_sizes, "must be a list of numbers of at least 1")
+        if len(self.tp_sizes) > TP_SIZES_MAX:
+            raise UsageError("tp_sizes", self.tp_sizes, f"must be at most {TP_SIZES_MAX} numbers")
         tokens = self.block_tokens
         if tokens is not None and (
             not isinstance(tokens, int)

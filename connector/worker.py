@@ -1,4 +1,4 @@
-"""The worker side: moves the bytes of one shard between engine blocks and the store.
+"""The worker side: moves one worker's bytes between engine blocks and the store.
 
 Knows no engine. One thread loads, one saves; the engine's thread only hands
 jobs over and polls. Nothing that happens here may raise into the engine: a load
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
-from connector.blocks import KVBlocks, kv_blocks
+from connector.blocks import HeadPart, KVBlocks, kv_blocks
 from connector.fence import Fence
 from connector.limits import (
     LOAD_JOBS_MAX,
@@ -27,10 +27,11 @@ from connector.limits import (
     SHUTDOWN_TIMEOUT_S,
     Clock,
 )
-from kvstore import BlockStore, KVStoreError, Reservation
+from connector.pieces import GroupPieces
+from kvstore import BlockStore, BlockView, KVStoreError, Reservation
 
 if TYPE_CHECKING:
-    from connector.geometry import KVGeometry, StoreLayout
+    from connector.geometry import StoreLayout
     from connector.lazy_store import LazyStore
 
 log = logging.getLogger(__name__)
@@ -64,15 +65,14 @@ _Task = _Load | _Save
 
 
 class WorkerCore:
-    """Implements `WorkerSide` for one shard over a `BlockStore`."""
+    """Implements `WorkerSide` for one worker over a `BlockStore`."""
 
     def __init__(
         self,
         store: LazyStore,
         layout: StoreLayout,
-        geometry: KVGeometry,
         *,
-        shard: int,
+        rank: int,
         saves: bool,
         load_timeout_s: float,
         save_timeout_s: float,
@@ -80,15 +80,15 @@ class WorkerCore:
     ) -> None:
         self._store = store
         self._layout = layout
-        self._geometry = geometry
-        self._shard = shard
-        self._saves = saves
+        self._groups = [GroupPieces(group, rank, layout.block_tokens) for group in layout.groups]
+        self._saves = saves and any(group.saves for group in self._groups)
         self._load_timeout_s = load_timeout_s
         self._save_timeout_s = save_timeout_s
         self._clock = clock
-        self._block_bytes = geometry.token_bytes * layout.block_tokens
-        self._batch_blocks = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // self._block_bytes))
-        self._blocks: KVBlocks | None = None
+        largest = max(group.block_bytes for group in self._groups)
+        self._batch_blocks = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // largest))
+        self._blocks: list[KVBlocks] = []
+        """Per group; empty before the engine has given its memory."""
         self._wake = threading.Condition()
         self._active: dict[_Task, None] = {}
         self._done: list[_Task] = []
@@ -99,12 +99,15 @@ class WorkerCore:
         self._dropped = 0
         self._said_at = float("-inf")
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take the layer tensors and start the transfer threads.
+    def register_kv_caches(self, *groups: Mapping[str, Any]) -> None:
+        """Take the layer tensors of every group and start the transfer threads.
 
         Raises `UsageError` when the shapes are not those of the namespace.
         """
-        self._blocks = kv_blocks(kv_caches, self._geometry, self._layout.block_tokens)
+        self._blocks = [
+            kv_blocks(kv_caches, pieces.geometry, self._layout.block_tokens)
+            for kv_caches, pieces in zip(groups, self._groups, strict=True)
+        ]
         loops: list[tuple[str, Callable[[], None]]] = [
             ("kvstore-load", self._load_loop),
             ("kvstore-save", self._save_loop),
@@ -126,20 +129,21 @@ class WorkerCore:
         """Queue saves of blocks that the forward before this call has filled."""
         if not jobs:
             return
-        ready = self._blocks.mark_ready() if self._blocks is not None else None
+        # One token for all groups: it stands for all work submitted to the device.
+        ready = self._blocks[0].mark_ready() if self._blocks else None
         deadline = self._clock() + self._save_timeout_s
         for job in jobs:
             task = _Save(job, deadline, ready)
             if self._saves:
                 self._start(task, self._save_queue)
-            else:  # a replica: another worker saves this shard
+            else:  # a replica: another worker saves these heads
                 self._end(task)
 
     def _start(self, task: Any, to: queue.Queue[Any]) -> None:
         with self._wake:
             self._active[task] = None
         try:
-            if self._blocks is None:
+            if not self._blocks:
                 raise queue.Full
             to.put_nowait(task)
         except queue.Full:
@@ -232,22 +236,35 @@ class WorkerCore:
             if not self._load_block(task, block, store):
                 return
             task.loaded += 1
-        store.touch([block.found[self._shard].key for block in task.job.blocks])
+        store.touch(
+            [
+                block.found[piece.shard].key
+                for block in task.job.blocks
+                for piece in self._groups[block.group].pieces(block.split)
+            ]
+        )
 
     def _load_block(self, task: _Load, block: LoadBlock, store: BlockStore) -> bool:
-        assert self._blocks is not None
-        view = store.view(block.found[self._shard])
-        if view is None:
+        """Copy this worker's heads from every shard that has some of them."""
+        if not block.found:
             return False
-        payload = view.buffer
-        if len(payload) != self._block_bytes:
-            log.error("a stored block has %d bytes, not %d", len(payload), self._block_bytes)
-            return False
+        views: list[tuple[BlockView, HeadPart]] = []
+        for piece in self._groups[block.group].pieces(block.split):
+            view = store.view(block.found[piece.shard])
+            if view is None:
+                return False
+            if len(view.buffer) != piece.payload_bytes:
+                log.error(
+                    "a stored block has %d bytes, not %d", len(view.buffer), piece.payload_bytes
+                )
+                return False
+            views.append((view, piece.part))
         with task.fence.copying() as allowed:
             if not allowed:
                 return False
-            self._blocks.scatter(payload, block.skip, block.block_ids)
-        return view.valid()
+            for view, part in views:
+                self._blocks[block.group].scatter(view.buffer, block.skip, block.block_ids, part)
+        return all(view.valid() for view, _ in views)
 
     # The saving thread
 
@@ -285,19 +302,26 @@ class WorkerCore:
         store = self._store.get()
         if store is None:
             return
-        blocks = [(task, block) for task in tasks for block in task.job.blocks]
-        for start in range(0, len(blocks), self._batch_blocks):
-            self._save_batch(store, blocks[start : start + self._batch_blocks])
+        for number, group in enumerate(self._groups):
+            blocks = [
+                (task, block)
+                for task in tasks
+                for block in task.job.blocks
+                if block.group == number and group.saves
+            ]
+            for start in range(0, len(blocks), self._batch_blocks):
+                self._save_batch(store, group, blocks[start : start + self._batch_blocks])
 
-    def _save_batch(self, store: BlockStore, blocks: Sequence[tuple[_Save, SaveBlock]]) -> None:
+    def _save_batch(
+        self, store: BlockStore, group: GroupPieces, blocks: Sequence[tuple[_Save, SaveBlock]]
+    ) -> None:
         """One reserve, one copy per block that the store does not have, one commit."""
         wanted = {
-            block.keys[self._shard]: (task, block) for task, block in blocks if not task.fence.ended
+            block.keys[group.shard]: (task, block) for task, block in blocks if not task.fence.ended
         }
         if not wanted:
             return
-        namespace = self._layout.namespaces[self._shard]
-        answers = store.reserve(list(wanted), self._block_bytes, namespace.id)
+        answers = store.reserve(list(wanted), group.block_bytes, group.namespace.id)
         open_ones = {a.key: a for a in answers if isinstance(a, Reservation)}
         filled: list[tuple[_Save, Reservation]] = []
         try:
@@ -314,12 +338,12 @@ class WorkerCore:
         self._commit(store, filled)
 
     def _save_block(self, task: _Save, block: SaveBlock, reservation: Reservation) -> bool:
-        assert self._blocks is not None
-        self._blocks.wait_ready(task.ready)
+        blocks = self._blocks[block.group]
+        blocks.wait_ready(task.ready)
         with task.fence.copying() as allowed:
             if not allowed or self._clock() >= task.deadline:
                 return False
-            self._blocks.gather(block.block_ids, reservation.buffer)
+            blocks.gather(block.block_ids, reservation.buffer)
         return True
 
     def _commit(self, store: BlockStore, filled: Sequence[tuple[_Save, Reservation]]) -> None:

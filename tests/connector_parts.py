@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, StepPlan, WorkerReport
-from connector.geometry import KVGeometry, ShardTopology, StoreLayout, shard_namespaces
+from connector.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout, splits_of
 from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.worker import WorkerCore
@@ -24,11 +24,14 @@ PATIENCE_S = 10.0
 """How long a test waits for a thread that should take milliseconds."""
 
 
-def layout(topology: ShardTopology | None = None, **fields: Any) -> StoreLayout:
-    namespaces = shard_namespaces(
-        {"model": "m", **fields}, GEOMETRY, topology or ShardTopology(), BLOCK
-    )
-    return StoreLayout(ENGINE_BLOCK, BLOCK, namespaces)
+def layout(
+    topology: ShardTopology | None = None, tp_sizes: Sequence[int] = (), **fields: Any
+) -> StoreLayout:
+    """One group of `GEOMETRY`, hashed by engine block."""
+    topology = topology or ShardTopology()
+    splits = splits_of({"model": "m", **fields}, GEOMETRY, topology, BLOCK, tp_sizes)
+    group = GroupLayout(geometry=GEOMETRY, topology=topology, splits=splits)
+    return StoreLayout(block_tokens=BLOCK, hash_block_tokens=ENGINE_BLOCK, groups=(group,))
 
 
 def hashes_of(tokens: Sequence[int], size: int = ENGINE_BLOCK) -> list[bytes]:
@@ -126,7 +129,7 @@ class Side:
 
         def asked() -> bool:
             answer[0] = self.core.match(request, computed)
-            self.core.plan_step([], [], self.tables.get)
+            self.core.plan_step([], [], self.table)
             return answer[0] is not None
 
         wait_for(asked, "an answer")
@@ -134,16 +137,20 @@ class Side:
         return answer[0]
 
     def step(self, *scheduled: tuple[FakeRequest, int], preempted: Sequence[str] = ()) -> StepPlan:
-        plan = self.core.plan_step(scheduled, preempted, self.tables.get)
+        plan = self.core.plan_step(scheduled, preempted, self.table)
         for request, tokens in scheduled:
             request.num_computed_tokens += tokens
         return plan
 
+    def table(self, request_id: str) -> list[list[int]] | None:
+        table = self.tables.get(request_id)
+        return None if table is None else [table]
+
     def put(self, request: FakeRequest, blocks: int, shards: Sequence[int] = (0,)) -> None:
         """Have the store hold the first `blocks` store blocks of a request's prompt."""
         for shard in shards:
-            namespace = self.layout.namespaces[shard]
-            keys = namespace.engine_keys(request.block_hashes, self.layout.blocks_per_key)
+            namespace = self.layout.groups[0].namespaces[shard]
+            keys = self.keys(request, shard)
             for key in keys[:blocks]:
                 (reservation,) = self.store.reserve(
                     [key], GEOMETRY.token_bytes * BLOCK, namespace.id
@@ -151,8 +158,10 @@ class Side:
                 self.store.commit([reservation])  # type: ignore[list-item]
 
     def keys(self, request: FakeRequest, shard: int = 0) -> list[bytes]:
-        return self.layout.namespaces[shard].engine_keys(
-            request.block_hashes, self.layout.blocks_per_key
+        return (
+            self.layout.groups[0]
+            .namespaces[shard]
+            .engine_keys(request.block_hashes, self.layout.hashes_per_key)
         )
 
 
@@ -188,7 +197,7 @@ class Worker:
         *,
         blocks: int = 32,
         seed: int = 0,
-        shard: int = 0,
+        rank: int = 0,
         saves: bool = True,
         timeout_s: float = PATIENCE_S,
         topology: ShardTopology | None = None,
@@ -198,8 +207,7 @@ class Worker:
         self.core = WorkerCore(
             LazyStore(lambda: store),
             layout(topology),
-            GEOMETRY,
-            shard=shard,
+            rank=rank,
             saves=saves,
             load_timeout_s=timeout_s,
             save_timeout_s=timeout_s,
@@ -221,7 +229,7 @@ class Worker:
 
 def keys(count: int, shard: int = 0, topology: ShardTopology | None = None) -> list[bytes]:
     hashes = hashes_of(list(range(count * BLOCK)))
-    return layout(topology).namespaces[shard].engine_keys(hashes, PER_KEY)
+    return layout(topology).groups[0].namespaces[shard].engine_keys(hashes, PER_KEY)
 
 
 def save_job(count: int, first_block_id: int = 1, job_id: int = 0) -> SaveJob:

@@ -11,13 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from connector.adapters.vllm_shape import engine_shape
+from connector.adapters.vllm_request import HashedRequest
+from connector.adapters.vllm_shape import engine_shape, vllm_hash_tokens
 from connector.assembly import scheduler_side, worker_side
-from connector.base import StepPlan, WorkerReport
+from connector.base import BlockTables, StepPlan, WorkerReport
 from connector.limits import IDLE_WAIT_S
 from connector.settings import ConnectorSettings
 
@@ -62,7 +64,7 @@ class PoolPins:
         self._pool.free_blocks([self._pool.blocks[i] for i in block_ids])
 
 
-class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Saves full KV blocks to the store and loads those that match a new request's prefix."""
 
     _cache_hit_source = CacheHitSource.HOST
@@ -81,18 +83,20 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._shape = shape
         self._scheduler: SchedulerCore | None = None
         self._worker: WorkerCore | None = None
-        self._requests: dict[str, Any] = {}
+        self._requests: dict[str, HashedRequest] = {}
+        self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
+        self._block_tokens = shape.layout(config).block_tokens
         self._report = WorkerReport()
         if role == KVConnectorRole.SCHEDULER:
             _warn(vllm_config)
             self._scheduler = scheduler_side(config, shape)
-            layout = shape.layout(config)
-            logger.info(
-                "kvstore: blocks of %d tokens, %d shards, namespace %s",
-                layout.block_tokens,
-                len(layout.namespaces),
-                layout.namespaces[0],
-            )
+            for group in shape.layout(config).groups:
+                logger.info(
+                    "kvstore: blocks of %d tokens, %d shards, namespace %s",
+                    self._block_tokens,
+                    len(group.namespaces),
+                    group.namespaces[0],
+                )
         else:
             self._worker = worker_side(config, shape, vllm_config.parallel_config.rank)
 
@@ -106,33 +110,37 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
             most = int(gpu_block_pool.num_gpu_blocks * self._config.pinned_fraction)
-            self._s.bind_pins(PoolPins(gpu_block_pool), self._shape.topology.workers, most)
+            self._s.bind_pins(PoolPins(gpu_block_pool), self._shape.workers, most)
+
+    def _hashed(self, request: Any) -> HashedRequest:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            known = HashedRequest(request, self._block_tokens, self._hash_tokens)
+            self._requests[request.request_id] = known
+        return known
 
     def on_new_request(self, request: Any) -> None:
-        self._requests[request.request_id] = request
+        hashed = self._hashed(request)
         if not request.skip_reading_prefix_cache:
-            self._s.on_new_request(request)
+            self._s.on_new_request(hashed)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._requests[request.request_id] = request
+        hashed = self._hashed(request)
         if request.skip_reading_prefix_cache:
             return 0, False  # vLLM would discard the answer
-        tokens = self._s.match(request, num_computed_tokens)
+        tokens = self._s.match(hashed, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        group = self._shape.group
-        self._s.allocated(request, lambda: blocks.get_block_ids()[group], num_external_tokens)
+        self._s.allocated(self._hashed(request), blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
-        group = self._shape.group
 
-        def block_ids(request_id: str) -> Sequence[int] | None:
-            ids = state.get_block_ids(request_id) if state is not None else None
-            return None if ids is None else ids[group]
+        def block_ids(request_id: str) -> BlockTables | None:
+            return state.get_block_ids(request_id) if state is not None else None
 
         requests = self._requests
         scheduled = (
@@ -153,6 +161,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(
         self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Nothing to delay: saves in flight hold their own reference on the blocks.
         self._requests.pop(request.request_id, None)
@@ -179,8 +192,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return metadata.plan
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        names = self._kv_cache_config.kv_cache_groups[self._shape.group].layer_names
-        self._w.register_kv_caches({name: kv_caches[name] for name in names})
+        groups = self._kv_cache_config.kv_cache_groups
+        self._w.register_kv_caches(
+            *({name: kv_caches[name] for name in group.layer_names} for group in groups)
+        )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._w.start_loads(self._plan.loads)
@@ -238,12 +253,4 @@ def _warn(vllm_config: Any) -> None:
             "!" * 78,
             policy,
             "!" * 78,
-        )
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if algorithm != "sha256_cbor":
-        logger.warning(
-            "kvstore: prefix_caching_hash_algo is %s; with LoRA or multimodal input equal prompts "
-            "of two processes may get different hashes. Use --prefix-caching-hash-algo "
-            "sha256_cbor on every engine.",
-            algorithm,
         )

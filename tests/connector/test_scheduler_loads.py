@@ -35,7 +35,7 @@ def load(side: Side, request: FakeRequest, computed: int = 0, tokens: int | None
     """Match, allocate blocks 101, 102, ... and give the planned load."""
     offered = side.match(request, computed)
     table = list(range(101, 101 + len(request.tokens) // ENGINE_BLOCK + 1))
-    side.core.allocated(request, lambda: table, offered if tokens is None else tokens)
+    side.core.allocated(request, lambda: [table], offered if tokens is None else tokens)
     return side.step().loads
 
 
@@ -122,7 +122,7 @@ def test_trap_second_allocation_call_with_zero_tokens_loads_nothing(side: Side) 
     side.put(request, 2)
     (job,) = load(side, request)
     side.core.loads_ended([job.request_id])
-    side.core.allocated(request, lambda: list(range(101, 110)), 0)
+    side.core.allocated(request, lambda: [list(range(101, 110))], 0)
     assert side.step().loads == []
 
 

@@ -106,7 +106,7 @@ def test_what_a_lookup_found_is_not_saved_again(side: Side) -> None:
     request = prompt(side, 3, extra=0)
     side.put(request, 2)
     offered = side.match(request)
-    side.core.allocated(request, lambda: side.tables["r"], offered)
+    side.core.allocated(request, lambda: [side.tables["r"]], offered)
     side.step()
     side.core.loads_ended(["r"])
     request.num_computed_tokens = offered
@@ -116,7 +116,7 @@ def test_what_a_lookup_found_is_not_saved_again(side: Side) -> None:
 def test_after_a_failed_load_the_recomputed_blocks_are_saved(side: Side) -> None:
     request = prompt(side, 3, extra=0)
     side.put(request, 3)
-    side.core.allocated(request, lambda: side.tables["r"], side.match(request))
+    side.core.allocated(request, lambda: [side.tables["r"]], side.match(request))
     (job,) = side.step().loads
     side.core.report(WorkerReport(failed_blocks={job.job_id: 1}))
     side.core.loads_ended(["r"])

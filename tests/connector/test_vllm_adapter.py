@@ -97,7 +97,10 @@ class TestRegistration:
         """Drift guard: what we override must still exist and take the same arguments."""
         import inspect
 
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+            KVConnectorBase_V1,
+            SupportsHMA,
+        )
 
         from connector.adapters.vllm import KVStoreConnector
 
@@ -108,7 +111,8 @@ class TestRegistration:
         ]
         assert len(own) > 15
         for name in own:
-            theirs = inspect.signature(getattr(KVConnectorBase_V1, name))
+            base = KVConnectorBase_V1 if hasattr(KVConnectorBase_V1, name) else SupportsHMA
+            theirs = inspect.signature(getattr(base, name))
             ours = inspect.signature(getattr(KVStoreConnector, name))
             assert list(ours.parameters) == list(theirs.parameters), name
 
@@ -168,40 +172,33 @@ class TestWarnings:
         assert level == logging.ERROR
         assert '"kv_load_failure_policy": "recompute"' in text
 
-    def test_trap_another_hash_algorithm_is_warned_about(
+    def test_good_settings_are_passed_in_silence(
         self, model: Path, said: list[tuple[int, str]]
     ) -> None:
-        config = vllm_config(model, blocks=8)
-        warned(config)
+        warned(vllm_config(model, blocks=8))
         assert said == []
-        config.cache_config.prefix_caching_hash_algo = "sha256"
-        warned(config)
-        ((level, text),) = said
-        assert level == logging.WARNING
-        assert "sha256_cbor" in text
 
 
 class TestShape:
-    def test_trap_hash_seed_algorithm_and_rope_are_in_the_namespace(
+    def test_trap_engines_that_hash_in_another_way_share_blocks(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fields(**changes: Any) -> Any:
-            config = vllm_config(model, blocks=8)
-            for name, value in changes.items():
-                setattr(config.cache_config, name, value)
-            return shape(config, kv_cache_config(8)).model
-
-        base = fields()
-        assert fields(prefix_caching_hash_algo="sha256") != base
+        base = shape(vllm_config(model, blocks=8), kv_cache_config(8)).model
         monkeypatch.setenv("PYTHONHASHSEED", "5")
-        assert fields() != base
-        monkeypatch.delenv("PYTHONHASHSEED")
+        config = vllm_config(model, blocks=8)
+        config.cache_config.prefix_caching_hash_algo = "sha256"
+        assert shape(config, kv_cache_config(8)).model == base
+        assert base["hash_algorithm"] == "kvstore-chain-1"
+
+    def test_trap_rope_is_in_the_namespace(self, model: Path) -> None:
+        base = shape(vllm_config(model, blocks=8), kv_cache_config(8)).model
         config = vllm_config(model, blocks=8)
         config.model_config.hf_text_config.rope_parameters = {"rope_theta": 5e5}
         assert shape(config, kv_cache_config(8)).model != base
 
     def test_trap_sizes_come_from_the_resolved_block_size(self, model: Path) -> None:
-        geometry = shape(vllm_config(model, blocks=8), kv_cache_config(8)).geometry
+        (group,) = shape(vllm_config(model, blocks=8), kv_cache_config(8)).groups
+        geometry = group.geometry
         assert dataclasses.asdict(geometry) == {
             "layers": 2,
             "heads": 2,
@@ -215,11 +212,33 @@ class TestShape:
         with pytest.raises(UsageError, match="decode_context_parallel_size"):
             shape(config, kv_cache_config(8))
 
-    def test_trap_hybrid_models_are_refused_with_the_way_out(self, model: Path) -> None:
+    @pytest.mark.parametrize("kind", ["mamba", "reference_window", "chunked"])
+    def test_trap_groups_that_cannot_be_stored_are_refused_at_start(
+        self, model: Path, kind: str
+    ) -> None:
+        import torch
+        from vllm.v1.kv_cache_interface import (
+            ChunkedLocalAttentionSpec,
+            KVCacheGroupSpec,
+            MambaSpec,
+            RSWASpec,
+        )
+
+        heads = {"num_kv_heads": 2, "head_size": 4, "dtype": torch.bfloat16}
+        spec = {
+            "mamba": lambda: MambaSpec(
+                block_size=ENGINE_BLOCK, shapes=((4, 4),), dtypes=(torch.float32,)
+            ),
+            "reference_window": lambda: RSWASpec(block_size=ENGINE_BLOCK, rswa_window=32, **heads),
+            "chunked": lambda: ChunkedLocalAttentionSpec(
+                block_size=ENGINE_BLOCK, attention_chunk_size=32, **heads
+            ),
+        }[kind]()
         groups = kv_cache_config(8)
-        groups.kv_cache_groups.append(groups.kv_cache_groups[0])
-        with pytest.raises(UsageError, match="--disable-hybrid-kv-cache-manager"):
+        groups.kv_cache_groups.append(KVCacheGroupSpec(["other"], spec))
+        with pytest.raises(UsageError, match="only full and sliding-window attention") as refused:
             shape(vllm_config(model, blocks=8), groups)
+        assert f"{type(spec).__name__} in group 1" in str(refused.value)
 
     def test_roles(self, model: Path) -> None:
         for role, loads, saves in (

@@ -90,7 +90,7 @@ def test_a_replica_saves_nothing_and_says_so(store: MemoryBlockStore) -> None:
 def test_each_shard_uses_its_own_keys(store: MemoryBlockStore) -> None:
     topology = ShardTopology(tp_size=2, tp_shards=2)
     pair = tuple(keys(1, shard, topology)[0] for shard in (0, 1))
-    workers = [Worker(store, shard=i, seed=i, topology=topology) for i in (0, 1)]
+    workers = [Worker(store, rank=i, seed=i, topology=topology) for i in (0, 1)]
     for worker in workers:
         save(worker, SaveJob(0, "s", (SaveBlock(pair, (1, 2)),)))
     assert store.sealed() == list(pair)
@@ -207,8 +207,7 @@ class TestFailedLoads:
         core = WorkerCore(
             LazyStore(nobody),
             layout(),
-            GEOMETRY,
-            shard=0,
+            rank=0,
             saves=True,
             load_timeout_s=PATIENCE_S,
             save_timeout_s=PATIENCE_S,
@@ -274,8 +273,7 @@ class TestLoadDeadline:
         save(worker, save_job(1))
         job = load_job(store, 1)
         hold = Hold()
-        blocks = worker.core._blocks
-        assert blocks is not None
+        (blocks,) = worker.core._blocks
         copy = blocks.scatter
 
         def slow(*args) -> None:

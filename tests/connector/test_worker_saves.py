@@ -54,8 +54,7 @@ def test_a_full_node_drops_what_does_not_fit() -> None:
 def test_an_error_while_copying_gives_the_slots_back(
     store: MemoryBlockStore, worker: Worker
 ) -> None:
-    blocks = worker.core._blocks
-    assert blocks is not None
+    (blocks,) = worker.core._blocks
     copy = blocks.gather
 
     def broken(ids, out) -> None:
@@ -80,8 +79,7 @@ def test_the_fence_a_save_past_its_deadline_reads_and_publishes_nothing(
     clock.now += 6
     assert worker.core.poll().ended_saves == {0: 1}
     reads: list[int] = []
-    blocks = worker.core._blocks
-    assert blocks is not None
+    (blocks,) = worker.core._blocks
     blocks.gather = lambda *args: reads.append(1)  # type: ignore[method-assign]
     clock.now -= 6
     hold.release()

@@ -1,0 +1,70 @@
+"""Hashes of a request's store blocks, chained over its tokens and whatever else shapes its KV.
+
+An engine chains its own hashes over its own blocks, so that two engines with
+other block sizes never agree on one. These chain over store blocks, and need
+only tokens and the engine's word on what else there is (`Extra`).
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from kvstore import UsageError
+
+ALGORITHM = "kvstore-chain-1"
+"""Names what is hashed and how, for the namespace; another one when either changes."""
+HASH_BYTES = 32
+_PERSON = ALGORITHM.encode()
+
+Extra = Callable[[int, int], object]
+"""What shapes the KV of tokens `first` to `end`, apart from tokens: adapter, image, salt.
+
+Plain values (None, bool, int, str, bytes) and sequences of them.
+"""
+
+
+def extend(
+    hashes: Sequence[bytes], tokens: Sequence[int], block_tokens: int, extra: Extra
+) -> list[bytes]:
+    """`hashes` of the blocks at the head of `tokens`, and those of all full blocks after them.
+
+    Stops before a token that is none (negative: an engine's placeholder).
+    Raises `UsageError` for an extra that has no canonical bytes.
+    """
+    out = list(hashes)
+    for start in range(len(out) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
+        end = start + block_tokens
+        try:
+            words = array("I", tokens[start:end])
+        except OverflowError:
+            break
+        if sys.byteorder == "big":
+            words.byteswap()
+        h = blake2b(out[-1] if out else b"", digest_size=HASH_BYTES, person=_PERSON)
+        # Lengths are fixed up to here (a hash or none, then whole blocks), so no two
+        # inputs run into one another.
+        h.update(words)
+        h.update(canonical(extra(start, end)))
+        out.append(h.digest())
+    return out
+
+
+def canonical(value: object) -> bytes:
+    """Bytes that are the same for equal values and for no others, in every process."""
+    if value is None:
+        return b"n"
+    if isinstance(value, bool):
+        return b"b1" if value else b"b0"
+    if isinstance(value, int):
+        return b"i%d;" % value
+    if isinstance(value, str):
+        raw = value.encode("utf-8", "surrogatepass")
+        return b"s%d:%b" % (len(raw), raw)
+    if isinstance(value, bytes):
+        return b"y%d:%b" % (len(value), value)
+    if isinstance(value, list | tuple):
+        return b"t%d:%b" % (len(value), b"".join(canonical(item) for item in value))
+    raise UsageError("extra", type(value).__name__, "must be None, bool, int, str, bytes or a list")

@@ -1,0 +1,57 @@
+"""What one worker takes from store blocks and gives to them, per KV cache group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from connector.blocks import HeadPart
+from connector.topology import reads_of
+
+if TYPE_CHECKING:
+    from connector.geometry import GroupLayout, KVGeometry
+    from kvstore import Namespace
+
+
+class Piece(NamedTuple):
+    """One shard of a writer's, as far as this worker needs it."""
+
+    shard: int
+    """Its place among the split's shards."""
+    payload_bytes: int
+    """Size of the whole shard's payload."""
+    part: HeadPart
+
+
+class GroupPieces:
+    """One worker's share of one group. Knows sizes only; the bytes are `KVBlocks`' business."""
+
+    def __init__(self, layout: GroupLayout, rank: int, block_tokens: int) -> None:
+        """`rank` counts this engine's workers pipeline-major."""
+        geometry, topology = layout.geometry, layout.topology
+        self.geometry: KVGeometry = geometry
+        self.shard = topology.shard_of(rank)
+        """The shard of the engine's own split that this worker holds."""
+        self.saves = topology.saves(rank)
+        self.namespace: Namespace = layout.namespaces[self.shard]
+        self.block_bytes = geometry.token_bytes * block_tokens
+        """Payload of the block that this worker saves."""
+        mine = topology.heads_of(self.shard, geometry.heads)
+        pp_rank = self.shard // topology.tp_shards
+        self._by_split: list[tuple[Piece, ...]] = []
+        for split in layout.splits:
+            reads = reads_of(mine, split.tp_shards, geometry.heads * topology.tp_shards)
+            size = geometry.layers * split.heads * geometry.channel_bytes * block_tokens
+            self._by_split.append(
+                tuple(
+                    Piece(
+                        pp_rank * split.tp_shards + read.shard,
+                        size,
+                        HeadPart(split.heads, read.source, read.target, read.heads),
+                    )
+                    for read in reads
+                )
+            )
+
+    def pieces(self, split: int) -> tuple[Piece, ...]:
+        """All heads of this worker, each once, from shards of `split`."""
+        return self._by_split[split]
