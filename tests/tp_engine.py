@@ -37,6 +37,11 @@ class Model:
     dtype: str = "bfloat16"
     window_tokens: int | None = None
     """With one, the model has a second group of layers with this window."""
+    window_heads: int | None = None
+    """KV heads of those layers; None: as many as the others."""
+
+    def heads_of(self, group: int) -> int:
+        return self.window_heads or self.heads if group else self.heads
 
 
 @dataclass
@@ -64,7 +69,8 @@ class TokenRequest:
 
 def truth(model: Model, tokens: Sequence[int], group: int = 0) -> Any:
     """KV bytes `[layer, head, token, C]` of a prompt."""
-    out = np.zeros((model.layers, model.heads, len(tokens), model.channel_bytes), np.uint8)
+    shape = (model.layers, model.heads_of(group), len(tokens), model.channel_bytes)
+    out = np.zeros(shape, np.uint8)
     state = b""
     for i, token in enumerate(tokens):
         state = blake2b(state + b"%d" % token, digest_size=16).digest()
@@ -89,18 +95,8 @@ class TpEngine:
         self.model, self.store, self.engine_block = model, store, engine_block
         self.block_tokens = block_tokens
         self._rng = random.Random(seed)
-        topology = ShardTopology.of(tp_size, 1, model.heads)
-        geometry = KVGeometry(
-            layers=model.layers,
-            heads=model.heads // topology.tp_shards,
-            channel_bytes=model.channel_bytes,
-            engine_block_tokens=engine_block,
-        )
         windows = [None] if model.window_tokens is None else [None, model.window_tokens]
-        groups = [
-            GroupShape(geometry=geometry, topology=topology, number=i, window_tokens=window)
-            for i, window in enumerate(windows)
-        ]
+        groups = [self._group(i, window, tp_size) for i, window in enumerate(windows)]
         shape = EngineShape(groups=tuple(groups), workers=tp_size, model={"model": "m"})
         settings = ConnectorSettings(block_tokens=block_tokens, tp_sizes=list(tp_sizes))
         self.layout = shape.layout(settings)
@@ -123,12 +119,24 @@ class TpEngine:
             for rank in range(tp_size)
         ]
         self.heads = [
-            topology.heads_of(topology.shard_of(r), geometry.heads) for r in range(tp_size)
+            [g.topology.heads_of(g.topology.shard_of(rank), g.geometry.heads) for g in groups]
+            for rank in range(tp_size)
         ]
         # Per worker and group: [layer, block, head, token, C], whatever the memory's order.
-        self.kv = [[self._memory(geometry, order) for _ in groups] for _ in self.workers]
+        self.kv = [[self._memory(g.geometry, order) for g in groups] for _ in self.workers]
         for worker, per_group in zip(self.workers, self.kv, strict=True):
             worker.register_kv_caches(*(self._layers(kv) for kv in per_group))
+
+    def _group(self, number: int, window: int | None, tp_size: int) -> GroupShape:
+        heads = self.model.heads_of(number)
+        topology = ShardTopology.of(tp_size, 1, heads)
+        geometry = KVGeometry(
+            layers=self.model.layers,
+            heads=heads // topology.tp_shards,
+            channel_bytes=self.model.channel_bytes,
+            engine_block_tokens=self.engine_block,
+        )
+        return GroupShape(geometry=geometry, topology=topology, number=number, window_tokens=window)
 
     def _memory(self, geometry: KVGeometry, order: str) -> Any:
         shape = [geometry.layers, POOL_BLOCKS, geometry.heads, self.engine_block]
@@ -159,7 +167,7 @@ class TpEngine:
             for heads, kv in zip(self.heads, self.kv, strict=True):
                 for i in range(len(tokens)):
                     block, offset = divmod(i, self.engine_block)
-                    mine = expected[:, heads.first : heads.end, i]
+                    mine = expected[:, heads[group].first : heads[group].end, i]
                     kv[group][:, table[block], :, offset] = mine
 
     def save(self, tokens: list[int], salt: str | None = None) -> None:
@@ -242,7 +250,8 @@ class TpEngine:
                 assert (got[:, others] == 0xA5).all()
                 for i, block in enumerate(used, first):
                     span = slice(i * self.engine_block, (i + 1) * self.engine_block)
-                    assert (got[:, block] == expected[:, heads.first : heads.end, span]).all()
+                    mine = expected[:, heads[group].first : heads[group].end, span]
+                    assert (got[:, block] == mine).all()
 
     def close(self) -> None:
         self.scheduler.close()

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tp_engine import Model, TpEngine
 
+from connector.geometry import GroupLayout, KVGeometry, ShardTopology, splits_of
+from connector.pieces import GroupPieces
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytest.importorskip("torch")
@@ -137,6 +139,7 @@ def test_trap_one_question_to_the_index_unless_another_size_may_fill_a_gap(
 
     own, foreign, unknown = prompt(3, 1), prompt(3, 2), prompt(3, 3)
     make(2).save(own)
+    make(4).save(own)
     make(4).save(foreign)
     assert questions(2, own) == 1
     assert questions(2, unknown) == 1
@@ -168,6 +171,33 @@ def test_trap_a_shard_that_vanishes_fails_the_load_from_its_block_on(
     assert report.failed_blocks == {job.job_id: 1}
     bad = tables[0][BLOCK // 4 : 3 * BLOCK // 4]
     assert report.invalid_block_ids == set(bad)
+
+
+def test_trap_a_shard_that_changes_while_it_is_read_fails_the_load(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    """Any of them, not only the first."""
+    tokens = prompt(1)
+    writer = make(4)
+    writer.save(tokens)
+    (key,) = (
+        writer.layout.groups[0].namespaces[3].engine_keys(writer.request("r", tokens).block_hashes)
+    )
+    store.on_check = lambda: store.evict(key, forget=False) and None
+    _, tables, (job,), report = make(1).load(tokens)
+    assert report.failed_blocks == {job.job_id: 0}
+    assert report.invalid_block_ids == set(tables[0][:2])
+
+
+def test_a_pipeline_stage_reads_the_shards_of_its_own_layers() -> None:
+    topology = ShardTopology.of(2, 2, 4)
+    geometry = KVGeometry(layers=3, heads=2, channel_bytes=8, engine_block_tokens=4)
+    splits = splits_of({}, geometry, topology, BLOCK, (1, 4))
+    group = GroupLayout(geometry=geometry, topology=topology, splits=splits)
+    own, one, four = ([p.shard for p in GroupPieces(group, 3, BLOCK).pieces(i)] for i in range(3))
+    assert (own, one, four) == ([3], [1], [6, 7])
+    for split, shards in zip(splits, (own, one, four), strict=True):
+        assert {split.namespaces[shard].fields["pp_rank"] for shard in shards} == {1}
 
 
 def test_trap_prompts_that_differ_in_more_than_tokens_never_share(make: Make) -> None:

@@ -1,0 +1,206 @@
+"""Models with several KV cache groups: what a prefix needs of each, saved and loaded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tp_engine import Model, TpEngine
+
+from connector.plan import Placed, load_blocks, save_blocks, usable_run
+from kvstore import Found
+from kvstore.testing.blockstore import MemoryBlockStore
+
+BLOCK = 8
+HYBRID = Model(window_tokens=10)
+Make = Callable[..., TpEngine]
+
+
+def layout(*windows: int | None, engine_block: int = 4) -> SimpleNamespace:
+    groups = [
+        SimpleNamespace(
+            window_tokens=window, geometry=SimpleNamespace(engine_block_tokens=engine_block)
+        )
+        for window in windows
+    ]
+    return SimpleNamespace(
+        groups=groups,
+        windowed=any(windows),
+        block_tokens=BLOCK,
+        blocks_per_key=lambda group=0: BLOCK // engine_block,
+    )
+
+
+def row(present: str, group: int = 0) -> list[Placed | None]:
+    return [
+        Placed(0, (Found(b"%d-%d" % (group, i), b"record"),)) if c == "x" else None
+        for i, c in enumerate(present)
+    ]
+
+
+class TestUsableRun:
+    def run(self, full: str, window: str, tokens: int = 1000, window_tokens: int = 10) -> int:
+        placement = [row(full), row(window, 1)]
+        return usable_run(placement, {}, layout(None, window_tokens), tokens)
+
+    def test_trap_full_attention_needs_all_and_a_window_its_end(self) -> None:
+        assert self.run("xxxxx", "xxxxx") == 5
+        assert self.run("xx.xx", "xxxxx") == 2
+        assert self.run("xxxxx", "...xx") == 5  # 9 tokens before token 40: blocks 3 and 4
+        assert self.run("xxxxx", "xx.xx", window_tokens=18) == 2
+
+    def test_trap_a_hole_in_the_window_falls_back_to_a_shorter_prefix(self) -> None:
+        assert self.run("xxxxx", "xxx.x") == 3
+        assert self.run("xxxxx", ".xx..") == 3
+        assert self.run("xxxxx", ".x.x.") == 0
+        assert self.run("xxxxx", ".....") == 0
+
+    @pytest.mark.parametrize(("window", "run"), [(9, 5), (10, 0)])
+    def test_the_window_reaches_to_the_token(self, window: int, run: int) -> None:
+        """The next token sees itself and window - 1 before it: with 9 that is block 4 alone."""
+        assert self.run("xxxxx", "....x", window_tokens=window) == run
+
+    def test_trap_a_whole_prompt_is_cut_because_its_last_token_is_computed_again(self) -> None:
+        assert self.run("xxxxx", "xxxxx", tokens=5 * BLOCK) == 4
+        assert self.run("xxxxx", "xxxxx", tokens=5 * BLOCK + 1) == 5
+        assert usable_run([row("xxxxx")], {}, layout(None), 5 * BLOCK) == 5
+
+    def test_a_barred_record_counts_as_missing_in_its_group(self) -> None:
+        barred = {b"1-3": b"record"}
+        assert usable_run([row("xxxxx"), row("xxxxx", 1)], barred, layout(None, 10), 99) == 3
+        assert usable_run([row("xxxxx"), row("xxxxx", 1)], {b"1-3": b""}, layout(None, 10), 99) == 5
+
+
+class TestLoadBlocks:
+    def test_trap_blocks_before_the_window_are_not_loaded(self) -> None:
+        tables = [[1, 2, 3, 4, 5, 6], [0, 0, 0, 14, 15, 16]]
+        blocks = load_blocks([row("xxx"), row(".xx", 1)], 0, 24, tables, layout(None, 10), 0)
+        assert [(b.group, b.skip, b.block_ids) for b in blocks] == [
+            (0, 0, (1, 2)),
+            (0, 0, (3, 4)),
+            (1, 1, (14,)),
+            (0, 0, (5, 6)),
+            (1, 0, (15, 16)),
+        ]
+
+    def test_trap_a_block_with_room_but_without_bytes_is_a_load_that_fails(self) -> None:
+        blocks = load_blocks([row("x"), row(".", 1)], 0, 8, [[1, 2], [3, 4]], layout(None, 10), 0)
+        assert [(b.group, len(b.found)) for b in blocks] == [(0, 1), (1, 0)]
+
+
+def test_trap_blocks_that_left_the_window_are_not_saved() -> None:
+    keys = [[[b"a0", b"a1"]], [[b"b0", b"b1"]]]
+    tables = [[1, 2, 3, 4], [0, 12, 13, 14]]
+    blocks = save_blocks(keys, 0, 2, tables, layout(None, 10), 0)
+    assert [(b.group, b.keys, b.block_ids) for b in blocks] == [
+        (0, (b"a0",), (1, 2)),
+        (0, (b"a1",), (3, 4)),
+        (1, (b"b1",), (13, 14)),
+    ]
+
+
+@pytest.fixture
+def store() -> MemoryBlockStore:
+    return MemoryBlockStore()
+
+
+@pytest.fixture
+def make(store: MemoryBlockStore) -> Iterator[Make]:
+    pytest.importorskip("torch")
+    engines: list[TpEngine] = []
+
+    def one(tp_size: int = 1, model: Model = HYBRID, **changes: object) -> TpEngine:
+        engines.append(TpEngine(store, model, tp_size, **changes))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        engine.close()
+
+
+def prompt(blocks: int, extra: int = 3) -> list[int]:
+    rng = random.Random(blocks)
+    return [rng.randrange(32000) for _ in range(blocks * BLOCK + extra)]
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(1, 1), (2, 4), (4, 1)])
+def test_every_group_comes_back_byte_for_byte(make: Make, writer: int, reader: int) -> None:
+    tokens = prompt(4)
+    make(writer).save(tokens)
+    engine = make(reader, seed=1)
+    offered, tables, _, report = engine.load(tokens)
+    assert offered == 4 * BLOCK
+    assert tables[1][:5] == [0] * 5, "9 tokens before the end: the last three blocks of four"
+    assert report.failed_requests == set()
+    engine.check(tokens, offered, tables)
+
+
+def test_trap_groups_have_keys_of_their_own(make: Make, store: MemoryBlockStore) -> None:
+    make().save(prompt(2))
+    assert len(set(store.sealed())) == 2 * 2
+
+
+def test_trap_groups_with_other_replicas_are_saved_by_their_own_first_one(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    model = Model(heads=4, window_tokens=10, window_heads=1)
+    tokens = prompt(2)
+    make(4, model).save(tokens)
+    assert len(store.sealed()) == 2 * (4 + 1)
+    assert store.reserve_calls == 4 + 1
+    engine = make(2, model, seed=3)
+    offered, tables, _, _ = engine.load(tokens)
+    engine.check(tokens, offered, tables)
+
+
+def test_trap_a_lost_block_of_one_group_fails_the_request_and_bars_it(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    tokens = prompt(4)
+    engine = make()
+    engine.save(tokens)
+    hashes = engine.request("r", tokens).block_hashes
+    keys = engine.layout.groups[1].namespaces[0].engine_keys(hashes)
+    store.evict(keys[3], forget=False)
+    _, _, _, report = make(seed=1).load(tokens)
+    assert report.failed_requests == {"load"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_hybrid_geometry_byte_for_byte(data: st.DataObject) -> None:
+    pytest.importorskip("torch")
+    heads = data.draw(st.sampled_from([1, 2, 4]), "heads")
+    model = Model(
+        layers=data.draw(st.integers(1, 2), "layers"),
+        heads=heads,
+        channel_bytes=4,
+        dtype="uint8",
+        window_tokens=data.draw(st.integers(1, 40), "window"),
+        window_heads=data.draw(st.sampled_from([1, 2, 4]), "window heads"),
+    )
+    store = MemoryBlockStore()
+    engines = [
+        TpEngine(
+            store,
+            model,
+            data.draw(st.sampled_from([1, 2, 4]), "tp"),
+            engine_block=data.draw(st.sampled_from([4, 8]), "engine block"),
+            seed=i,
+        )
+        for i in (1, 2)
+    ]
+    tokens = prompt(data.draw(st.integers(1, 4), "blocks"), data.draw(st.integers(1, 7), "extra"))
+    try:
+        engines[0].save(tokens)
+        offered, tables, _, report = engines[1].load(tokens)
+        assert offered == len(tokens) // BLOCK * BLOCK
+        assert report.invalid_block_ids == set()
+        engines[1].check(tokens, offered, tables)
+    finally:
+        for engine in engines:
+            engine.close()
