@@ -23,11 +23,16 @@ VOCABULARY = 500
 assert SLOT_BYTES == 64, "one blake2b digest fills a token's slot"
 
 
-def digests(tokens: list[int]) -> list[bytes]:
-    """KV of each token: depends on all tokens before it."""
+def digests(tokens: list[int], group: int = 0, context: bytes = b"") -> list[bytes]:
+    """KV of each token in one group of layers: depends on all tokens before it.
+
+    `context` stands for what else shapes KV, such as a LoRA adapter.
+    """
     out: list[bytes] = []
     for token in tokens:
-        out.append(blake2b((out[-1] if out else b"") + token.to_bytes(4, "little")).digest())
+        before = out[-1] if out else context
+        raw = before + token.to_bytes(4, "little")
+        out.append(blake2b(raw, salt=bytes([group])).digest())
     return out
 
 
@@ -35,11 +40,16 @@ def sample(slots: bytes) -> int:
     return int.from_bytes(blake2b(slots, digest_size=4).digest(), "little") % VOCABULARY
 
 
-def expected_output(prompt: list[int], count: int) -> list[int]:
+def expected_output(
+    prompt: list[int], count: int, *, window: int | None = None, context: bytes = b""
+) -> list[int]:
     """What a request must give, whatever was loaded, preempted or computed again."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(sample(b"".join(digests(tokens))))
+        seen = digests(tokens, context=context)
+        if window is not None:
+            seen = seen + digests(tokens, 1, context)[-window:]
+        tokens.append(sample(b"".join(seen)))
     return tokens[len(prompt) :]
 
 
@@ -49,6 +59,7 @@ def vllm_config(
     *,
     blocks: int,
     max_batched_tokens: int = 256,
+    block_size: int = ENGINE_BLOCK,
     transfer: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
@@ -78,7 +89,7 @@ def vllm_config(
         model=str(model), dtype="bfloat16", seed=0, skip_tokenizer_init=True, max_model_len=1024
     )
     cache = CacheConfig(
-        block_size=ENGINE_BLOCK,
+        block_size=block_size,
         enable_prefix_caching=True,
         prefix_caching_hash_algo="sha256_cbor",
     )
@@ -108,21 +119,36 @@ def vllm_config(
         ),
     )
     config.cache_config.num_gpu_blocks = blocks
-    config.cache_config.block_size = ENGINE_BLOCK
+    config.cache_config.block_size = block_size
     return config
 
 
-def kv_cache_config(blocks: int) -> Any:
+def kv_cache_config(blocks: int, block_size: int = ENGINE_BLOCK, window: int | None = None) -> Any:
+    """One group of full attention; with `window` a second one of sliding-window layers."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
 
-    spec = FullAttentionSpec(
-        block_size=ENGINE_BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
-    )
-    names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
-    return KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
-    )
+    shape = {
+        "block_size": block_size,
+        "num_kv_heads": HEADS,
+        "head_size": HEAD_SIZE,
+        "dtype": torch.bfloat16,
+    }
+    specs: list[Any] = [FullAttentionSpec(**shape)]
+    if window is not None:
+        specs.append(SlidingWindowSpec(sliding_window=window, **shape))
+    groups = [
+        KVCacheGroupSpec(
+            [f"model.layers.{len(specs) * i + g}.self_attn.attn" for i in range(LAYERS)], spec
+        )
+        for g, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 class ModelEngine:
@@ -136,6 +162,8 @@ class ModelEngine:
         *,
         blocks: int = 64,
         v2_runner: bool = False,
+        block_size: int = ENGINE_BLOCK,
+        window: int | None = None,
         **config: Any,
     ) -> None:
         import torch
@@ -150,28 +178,36 @@ class ModelEngine:
             return store
 
         monkeypatch.setattr(assembly, "open_store", open_model)
-        self.config = vllm_config(model, blocks=blocks, **config)
-        groups = kv_cache_config(blocks)
+        self.block_size, self.window = block_size, window
+        self.config = vllm_config(model, blocks=blocks, block_size=block_size, **config)
+        groups = kv_cache_config(blocks, block_size, window)
         self.scheduler = Scheduler(
             vllm_config=self.config,
             kv_cache_config=groups,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=ENGINE_BLOCK,
+            block_size=block_size,
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = v2_runner
         self.worker = KVConnectorFactory.create_connector(
             self.config, KVConnectorRole.WORKER, groups
         )
-        self.kv = torch.zeros(
-            (LAYERS, blocks, HEADS, ENGINE_BLOCK, 2 * HEAD_SIZE), dtype=torch.bfloat16
+        self.kv = [
+            torch.zeros((LAYERS, blocks, HEADS, block_size, 2 * HEAD_SIZE), dtype=torch.bfloat16)
+            for _ in groups.kv_cache_groups
+        ]
+        self.worker.register_kv_caches(
+            {
+                name: kv[i]
+                for kv, group in zip(self.kv, groups.kv_cache_groups, strict=True)
+                for i, name in enumerate(group.layer_names)
+            }
         )
-        names = groups.kv_cache_groups[0].layer_names
-        self.worker.register_kv_caches({name: self.kv[i] for i, name in enumerate(names)})
         hash_fn = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(ENGINE_BLOCK, hash_fn)
-        self._slots = self.kv.view(torch.uint8).permute(1, 3, 0, 2, 4)  # [B, N, L, H, bytes]
+        self._hasher = get_request_block_hasher(block_size, hash_fn)
+        # Per group [B, N, L, H, bytes].
+        self._slots = [kv.view(torch.uint8).permute(1, 3, 0, 2, 4) for kv in self.kv]
         self.outputs: dict[str, list[int]] = {}
         self.computed_tokens = 0
         self.loaded_tokens = 0
@@ -179,7 +215,7 @@ class ModelEngine:
         self.hits: dict[str, int] = {}
         self.metadata: list[Any] = []
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 4) -> None:
+    def add(self, name: str, prompt: list[int], max_tokens: int = 4, **more: Any) -> None:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -193,6 +229,7 @@ class ModelEngine:
                 sampling_params=parameters,
                 pooling_params=None,
                 block_hasher=self._hasher,
+                **more,
             )
         )
 
@@ -211,9 +248,10 @@ class ModelEngine:
         self.preemptions += len(output.preempted_req_ids or ())
         plan = getattr(metadata, "plan", None)  # MultiConnector's has none
         self.loaded_tokens += sum(
-            len(block.block_ids) * ENGINE_BLOCK
+            len(block.block_ids) * self.block_size
             for job in (plan.loads if plan is not None else ())
             for block in job.blocks
+            if block.group == 0
         )
         self.worker.handle_preemptions(metadata)
         self.worker.bind_connector_metadata(metadata)
@@ -253,17 +291,24 @@ class ModelEngine:
 
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens  # the scheduler has advanced it already
-        table = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         self.computed_tokens += count
-        kv = digests(list(request.all_token_ids))
-        for position in range(end - count, end):
-            block, offset = divmod(position, ENGINE_BLOCK)
-            slot = torch.frombuffer(bytearray(kv[position]), dtype=torch.uint8)
-            self._slots[table[block], offset] = slot.view(LAYERS, HEADS, -1)
+        lora = request.lora_request
+        context = lora.lora_name.encode() if lora is not None else b""
+        for group, table in enumerate(tables):
+            kv = digests(list(request.all_token_ids), group, context)
+            for position in range(end - count, end):
+                block, offset = divmod(position, self.block_size)
+                slot = torch.frombuffer(bytearray(kv[position]), dtype=torch.uint8)
+                self._slots[group][table[block], offset] = slot.view(LAYERS, HEADS, -1)
         if end < request.num_tokens:
             return []
-        read = self._slots[table].flatten(0, 1)[:end].contiguous()
-        return [sample(read.numpy().tobytes())]
+        seen = b""
+        for group, table in enumerate(tables):
+            first = max(0, end - self.window) if group and self.window is not None else 0
+            read = self._slots[group][table].flatten(0, 1)[first:end].contiguous()
+            seen += read.numpy().tobytes()
+        return [sample(seen)]
 
     def run(self, steps_max: int = 2000) -> None:
         """Step until nothing is left to do, saves included."""
