@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
+from hashlib import sha256
 
 from kvstore import UsageError
 
 ALGORITHM = "kvstore-chain-1"
 """Names what is hashed and how, for the namespace; another one when either changes."""
-HASH_BYTES = 32
-_PERSON = ALGORITHM.encode()
+_ROOT = sha256(ALGORITHM.encode()).digest()
 
 Extra = Callable[[int, int], object]
 """What shapes the KV of tokens `first` to `end`, apart from tokens: adapter, image, salt.
@@ -43,9 +42,8 @@ def extend(
             break
         if sys.byteorder == "big":
             words.byteswap()
-        h = blake2b(out[-1] if out else b"", digest_size=HASH_BYTES, person=_PERSON)
-        # Lengths are fixed up to here (a hash or none, then whole blocks), so no two
-        # inputs run into one another.
+        h = sha256(out[-1] if out else _ROOT)
+        # Hash and words have fixed lengths, so no two inputs run into one another.
         h.update(words)
         h.update(canonical(extra(start, end)))
         out.append(h.digest())
