@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, GEOMETRY, bits, kv_tensors
 
-from connector.blocks import _layer_runs, kv_blocks
+from connector.blocks import DeviceBlocks, HeadPart, KVBlocks, _layer_runs, kv_blocks
 from connector.geometry import KVGeometry
 from kvstore import UsageError
 
@@ -99,3 +101,56 @@ def test_tensors_of_another_shape_are_refused(wrong: dict[str, int]) -> None:
     right = {"layers": 2, "heads": 2, "channel_bytes": 16, "engine_block_tokens": ENGINE_BLOCK}
     with pytest.raises(UsageError, match="kv_caches"):
         kv_blocks(kv_tensors(8), KVGeometry(**{**right, **wrong}), BLOCK)
+
+
+@pytest.fixture(params=["host", "device"])
+def make_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """The copier of either kind; the device's runs on host memory, without its streams."""
+    if request.param == "host":
+        return kv_blocks
+    empty = torch.empty
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            return
+
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: empty(*a, **k))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def one(kv: dict, geometry: KVGeometry, block_tokens: int) -> KVBlocks:
+        return DeviceBlocks(list(kv.values()), geometry, block_tokens)
+
+    return one
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_both_kinds_of_copier_gather_and_scatter_alike(make_blocks, order: str) -> None:
+    one, other = kv_tensors(8, order, seed=1), kv_tensors(8, order, seed=2)
+    before = bits(other)
+    out = bytearray(BYTES)
+    make_blocks(one, GEOMETRY, BLOCK).gather([7, 3], memoryview(out))
+    assert bytes(out) == gathered(one, [7, 3])
+    make_blocks(other, GEOMETRY, BLOCK).scatter(memoryview(out), 1, [4])
+    assert torch.equal(bits(other)[:, 4], bits(one)[:, 3])
+    assert torch.equal(bits(other)[:, [0, 1, 2, 3, 5, 6, 7]], before[:, [0, 1, 2, 3, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_trap_a_part_of_the_heads_leaves_the_others_alone(make_blocks, order: str) -> None:
+    """Head 2 of a payload of four heads becomes head 1 of two."""
+    kv = kv_tensors(8, order)
+    before = bits(kv)
+    shape = (GEOMETRY.layers, 4, BLOCK, GEOMETRY.channel_bytes // 2)
+    payload = torch.randint(-30000, 30000, shape, dtype=torch.int16)
+    raw = memoryview(payload.view(torch.uint8).numpy().tobytes())
+    make_blocks(kv, GEOMETRY, BLOCK).scatter(raw, 0, [5, 2], HeadPart(4, 2, 1, 1))
+    after = bits(kv)
+    assert torch.equal(after[:, 5, 1], payload[:, 2, :ENGINE_BLOCK])
+    assert torch.equal(after[:, 2, 1], payload[:, 2, ENGINE_BLOCK:])
+    assert torch.equal(after[:, :, 0], before[:, :, 0])
+    others = [0, 1, 3, 4, 6, 7]
+    assert torch.equal(after[:, others], before[:, others])

@@ -234,3 +234,19 @@ class TestPins:
         end_all(side, plan)
         end_all(side, plan)
         assert side.pins.references == {}
+
+
+def test_trap_a_session_that_replaces_tokens_saves_under_the_keys_of_what_it_has(
+    store: MemoryBlockStore,
+) -> None:
+    """The last token of a finished turn may be dropped and its place filled anew."""
+    side = Side(store)
+    request = FakeRequest("r", list(range(2 * BLOCK)))
+    side.tables["r"] = list(range(1, 2 * BLOCK // ENGINE_BLOCK + 1))
+    side.match(request)
+    side.step((request, BLOCK))
+    request.tokens[-1] = 999
+    plan = side.step((request, BLOCK))
+    keys = [block.keys[0] for job in plan.saves for block in job.blocks]
+    assert keys == side.keys(request)[1:]
+    side.core.close()
