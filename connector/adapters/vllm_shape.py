@@ -6,10 +6,12 @@ import json
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     HiddenStateCacheSpec,
+    KVQuantMode,
     RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -91,6 +93,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
             "kv_cache_dtype": f"{vllm_config.cache_config.cache_dtype}/{spec.dtype}",
             "kv_spec": type(spec).__name__,
             "head_size": int(spec.head_size),
+            "within_block": _within_block(vllm_config, spec),
             "packing": "" if plain else f"{spec.num_heads} slots, {topology.tp_shards} shards",
             # Each pipeline stage has other layers.
             "kv_layers": _digest(group.layer_names) if pp_size == 1 else "",
@@ -122,6 +125,24 @@ def _attention(number: int, spec: Any) -> tuple[Any, int | None]:
     if full:
         return spec, None
     return spec, int(spec.sliding_window) + int(spec.extra_retained_tokens)
+
+
+def _within_block(vllm_config: Any, spec: Any) -> str:
+    """How bytes lie within one engine block and head: empty when token by token, K then V.
+
+    Elsewhere only engines with the same order may share, and so the same block
+    size. vLLM's CPU kernels put all K of a block before all V, in an order that
+    depends on the instruction set; what quantised and packed formats do within
+    a block is not promised anywhere.
+    """
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # needs the CPU's kernels
+
+        dtype = vllm_config.cache_config.cache_dtype
+        isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, dtype)
+        return f"cpu {isa}, {spec.block_size} tokens"
+    dense = spec.state_content_bytes is None and spec.kv_quant_mode == KVQuantMode.NONE
+    return "" if dense else f"{spec.kv_quant_mode.name}, {spec.block_size} tokens"
 
 
 def _model_fields(vllm_config: Any, config: ConnectorSettings) -> dict[str, Field]:

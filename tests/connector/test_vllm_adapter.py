@@ -190,6 +190,29 @@ class TestShape:
         assert shape(config, kv_cache_config(8)).model == base
         assert base["hash_algorithm"] == "kvstore-chain-1"
 
+    def test_trap_the_order_within_a_block_is_in_the_namespace(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.v1.attention.backends import cpu_attn
+
+        from connector.adapters import vllm_shape
+
+        def order(**changes: Any) -> object:
+            groups = kv_cache_config(8)
+            group = groups.kv_cache_groups[0]
+            spec = dataclasses.replace(group.kv_cache_spec, **changes)
+            object.__setattr__(group, "kv_cache_spec", spec)
+            (found,) = shape(vllm_config(model, blocks=8), groups).groups
+            return found.fields["within_block"]
+
+        assert order() != order(block_size=32)
+        before = order()
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "another")
+        assert order() != before
+        monkeypatch.setattr(vllm_shape.current_platform, "is_cpu", lambda: False, raising=False)
+        assert order() == "" == order(block_size=32)
+        assert order(state_content_bytes=16) != order(state_content_bytes=16, block_size=32)
+
     def test_trap_rope_is_in_the_namespace(self, model: Path) -> None:
         base = shape(vllm_config(model, blocks=8), kv_cache_config(8)).model
         config = vllm_config(model, blocks=8)

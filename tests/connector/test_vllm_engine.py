@@ -95,10 +95,12 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     engines: list[EngineProcess] = []
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
 
-    def one(connector: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
+    def one(
+        connector: dict[str, Any] | None = None, path_of: Path | None = None, **settings: Any
+    ) -> EngineProcess:
         settings = {"max_batched_tokens": T, "env": {"PYTHONPATH": path}, **settings}
         engine = EngineProcess(
-            model,
+            path_of or model,
             EngineSettings(connector=connector, **settings),
             log=logs / f"engine{len(engines)}.log",
         )
@@ -215,6 +217,71 @@ def test_trap_records_that_point_nowhere_are_computed_and_the_request_ends(
     late = start(store.transfer("kv_consumer"))
     results = late.generate(wanted)
     assert tokens_of(results) == tokens_of(alone.generate(wanted))
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
+def test_engines_of_other_tensor_parallel_sizes_share_kv(start: Start, store: Store) -> None:
+    """In float32: two workers add up in another order than one, which bf16 would show."""
+    wide = {"dtype": "float32"}
+    transfer = store.transfer(model_id="mixed")
+    two = {**wide, "tensor_parallel_size": 2}
+    pair = start(transfer, in_process=False, cpus="0|1", extra=two)
+    single = start(transfer, extra=wide)
+    for writer, reader, shards, seed in ((pair, single, 2, 8), (single, pair, 1, 9)):
+        wanted = prompts(3, seed=seed)
+        before = store.blocks
+        computed = writer.generate(wanted)
+        assert [result.cached_tokens for result in computed] == [0] * 3
+        if writer is single:
+            single.drain()
+        full = before + len(wanted) * T // BLOCK * shards
+        wait_for(lambda full=full: store.blocks >= full, "the blocks to be saved")  # type: ignore[misc]
+        loaded = reader.generate(wanted)
+        assert [result.cached_tokens for result in loaded] == [T] * 3
+        assert tokens_of(loaded) == tokens_of(computed)
+
+
+def test_a_model_with_sliding_windows_shares_kv(
+    start: Start, store: Store, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two KV cache groups, with vLLM's hybrid KV cache manager."""
+    model = build_hybrid(tmp_path_factory.mktemp("hybrid"))
+    transfer = store.transfer(model_id="hybrid")
+    writer = start(transfer, path_of=model)
+    wanted = prompts(3, seed=10)
+    before = store.blocks
+    computed = writer.generate(wanted)
+    writer.drain()
+    assert store.blocks == before + 2 * len(wanted) * T // BLOCK, "both groups' blocks"
+    reader = start(transfer, path_of=model)
+    loaded = reader.generate(wanted)
+    assert [result.cached_tokens for result in loaded] == [T] * 3
+    assert tokens_of(loaded) == tokens_of(computed)
+
+
+def build_hybrid(path: Path) -> Path:
+    """A Gemma 3 with random weights, every other layer with a window of 128 tokens."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(3)
+    config = Gemma3TextConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
 
 
 def test_a_dead_node_and_a_dead_redis_cost_a_recompute(

@@ -46,6 +46,13 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return [rng.randrange(500) for _ in range(tokens)]
 
 
+@pytest.fixture
+def token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's memory is [block, head, token, K and V], unlike that of vLLM's CPU kernels."""
+    monkeypatch.setattr("connector.adapters.vllm_shape._within_block", lambda *_: "")
+
+
+@pytest.mark.usefixtures("token_by_token")
 @pytest.mark.parametrize(("writer", "reader"), [(16, 32), (32, 16), (8, 32), (32, 8)])
 def test_trap_engines_with_other_block_sizes_share_blocks(
     make: Make, writer: int, reader: int
@@ -59,6 +66,20 @@ def test_trap_engines_with_other_block_sizes_share_blocks(
     assert consumer.loaded_tokens == 4 * BLOCK
 
 
+def test_trap_blocks_that_are_not_laid_out_by_token_stay_with_their_block_size(
+    make: Make,
+) -> None:
+    """As on CPU, where a block holds all of K, then all of V."""
+    producer, consumer = make(block_size=16), make(block_size=32)
+    tokens = prompt(4 * BLOCK + 5)
+    for engine in (producer, consumer):
+        engine.add("a", tokens)
+        engine.run()
+        assert engine.outputs["a"] == expected_output(tokens, 4)
+    assert consumer.loaded_tokens == 0
+
+
+@pytest.mark.usefixtures("token_by_token")
 def test_trap_adapters_and_salts_stay_apart_across_block_sizes(make: Make) -> None:
     from vllm.lora.request import LoRARequest
 
@@ -226,6 +247,7 @@ class TestSlidingWindow:
         assert consumer.outputs["a"] == expected_output(tokens, 4, window=WINDOW)
         assert consumer.free_blocks == 127
 
+    @pytest.mark.usefixtures("token_by_token")
     @pytest.mark.parametrize("seed", range(4))
     def test_many_hybrid_engines_under_pressure_never_give_a_wrong_token(
         self, make: Make, store: MemoryBlockStore, seed: int
