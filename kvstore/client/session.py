@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvstore.client.base import BlockView, Found, Reservation
+from kvstore.client.base import BlockView, Found, Question, Reservation, Run
+from kvstore.client.explain import Explainer
+from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.writer import Want, Writer
 from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import Limits
@@ -27,7 +30,9 @@ class BlockSession:
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
     embedded Redis of this machine. `node` names the local node to write to, None
     takes any that serves the same index. With `verify="always"` payload checksums
-    are written and every read is checked against them, on this host too.
+    are written and every read is checked against them, on this host too. `namespaces`
+    are those whose blocks this process saves: nodes are told what their ids stand for,
+    so that they can explain a miss.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class BlockSession:
         verify: Verify = "never",
         limits: Limits | None = None,
         start_node: Callable[[Path], None] | None = None,
+        namespaces: Sequence[Namespace] = (),
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -64,20 +70,32 @@ class BlockSession:
                 if start_node is not None and self.embedded
                 else None
             ),
+            namespaces=namespaces,
+        )
+        self._explainer = Explainer(
+            self.index, self.run_dir, key_prefix, self.limits.request_timeout_s
         )
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;
         with a `timeout_s` shorter than what it took, the answer counts as too late: a miss."""
         started = time.monotonic()
         try:
-            records = self.reader.readable_run(keys)
+            records = self.reader.indexed_run(keys)
         except IndexUnavailableError as e:
             self.reader.index_failed(e)
-            return []
+            return Run(short=reason_of(e))
+        readable = self.reader.readable(records)
         if timeout_s is not None and time.monotonic() - started > timeout_s:
-            return []
-        return [Found(key, record) for key, record in zip(keys, records, strict=False)]
+            self.reader.missed(MissReason.DEADLINE)
+            return Run(short=MissReason.DEADLINE)
+        run = Run(map(Found, keys, records[:readable]))
+        if readable < len(records):
+            self.reader.missed(MissReason.OUT_OF_REACH)
+            run.short = MissReason.OUT_OF_REACH
+        elif readable < len(keys):
+            run.short = MissReason.ABSENT
+        return run
 
     def view(self, found: Found) -> BlockView | None:
         place = self.reader.place(found.key, found.record)
@@ -103,7 +121,11 @@ class BlockSession:
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
 
+    def why_missing(self, question: Question) -> Missing:
+        return self._explainer.why(question)
+
     def close(self) -> None:
+        self._explainer.close()
         self.writer.close()
         self.reader.close()
         self.nodes.close()

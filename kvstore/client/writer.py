@@ -22,7 +22,8 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.hashing import Namespace
+from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, PutResult, rejected
@@ -58,6 +59,8 @@ class _Link:
         self.shm.populate_ahead()
         self.payload = self.shm.payload
         self.inline_bytes = word.inline_bytes
+        self.introduced: set[int] = set()
+        """Namespaces of which this start of the node was told."""
 
 
 class Writer:
@@ -71,8 +74,14 @@ class Writer:
         timeout_s: float,
         checksums: bool,
         start_node: Callable[[], None] | None,
+        namespaces: Sequence[Namespace] = (),
     ) -> None:
         self._nodes = nodes
+        self._introductions = {
+            namespace.id: raw
+            for namespace in namespaces
+            if len(raw := namespace.canonical()) <= NAMESPACE_BYTES_MAX
+        }
         self._name = name
         self._timeout_s = timeout_s
         self._checksums = checksums
@@ -175,7 +184,18 @@ class Writer:
         answers: list[Reservation | PutResult] = self._ask(
             Op.RESERVE, *arguments, accept=partial(self._granted, wants)
         )
+        self._introduce(namespace_id)
         return answers
+
+    def _introduce(self, namespace_id: int) -> None:
+        """Tell the node once what the id stands for. After a request: then the channel is open,
+        and a node that is slow costs this nothing."""
+        link = self._link
+        if link is None or namespace_id in link.introduced:
+            return
+        raw = self._introductions.get(namespace_id)
+        if raw is None or link.control.say(Op.NAMESPACE, namespace_id, raw):
+            link.introduced.add(namespace_id)
 
     def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later:
         """`reserve` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called.

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.client.base import BlockView, Found, Reservation
+from kvstore.client.base import BlockView, Found, Question, Reservation, Run
+from kvstore.client.explanation import Missing, MissReason
 from kvstore.core.record import pack_record, unpack_record
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
@@ -61,6 +62,9 @@ class MemoryBlockStore:
         self.match_calls = 0
         self.node_down = False
         self.index_down = False
+        self.index_trouble = MissReason.INDEX_ERROR
+        """What a match says of an index that is down."""
+        self._gone: dict[Key, MissReason] = {}
         self.closed = False
         self.on_match: Callable[[], None] = _nothing
         """Runs inside `match`, before it answers: a test may wait in it."""
@@ -69,22 +73,24 @@ class MemoryBlockStore:
         """Runs between a reader's copy and its check."""
         self.on_reserve: Callable[[], None] = _nothing
         self.on_commit: Callable[[], None] = _nothing
+        self.on_why: Callable[[], None] = _nothing
 
     # --- the contract -----------------------------------------------------
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`."""
         started = time.monotonic()
         self.match_calls += 1
         self.on_match()
         late = timeout_s is not None and time.monotonic() - started > timeout_s
-        run: list[Found] = []
         if self.index_down or late:
-            return run
+            return Run(short=MissReason.DEADLINE if late else self.index_trouble)
+        run = Run()
         with self._lock:
             for key in keys:
                 record = self._index.get(key)
                 if record is None:
+                    run.short = MissReason.ABSENT
                     break
                 run.append(Found(key, record))
         return run
@@ -171,7 +177,20 @@ class MemoryBlockStore:
                 for slot in self._slots.values()
                 if slot.sealed and slot.namespace_id == namespace_id
             ]
-        return sum(self.evict(key) for key in keys)
+        return sum(self.evict(key, why=MissReason.CLEARED) for key in keys)
+
+    def why_missing(self, question: Question) -> Missing:
+        """See `BlockStore.why_missing`."""
+        self.on_why()
+        block = question.block
+        if self.index_down:
+            return Missing(block=block, reason=self.index_trouble, detail="the model's index")
+        with self._lock:
+            slots = {slot.key: slot.sealed for slot in self._slots.values()}
+            reason = self._gone.get(question.key, MissReason.NEVER_STORED)
+        if question.key in slots:
+            reason = MissReason.NOT_INDEXED if slots[question.key] else MissReason.BEING_WRITTEN
+        return Missing(block=block, reason=reason, detail="says the model", node="model")
 
     def close(self) -> None:
         """See `BlockStore.close`."""
@@ -183,7 +202,7 @@ class MemoryBlockStore:
 
     # --- the rest of the world --------------------------------------------
 
-    def evict(self, key: Key, *, forget: bool = True) -> bool:
+    def evict(self, key: Key, *, forget: bool = True, why: MissReason = MissReason.EVICTED) -> bool:
         """Take a sealed block's slot away; with `forget=False` the index still points there."""
         with self._lock:
             if forget:
@@ -191,6 +210,7 @@ class MemoryBlockStore:
             for slot_id, slot in self._slots.items():
                 if slot.key == key and slot.sealed:
                     del self._slots[slot_id]
+                    self._gone[key] = why
                     return True
         return False
 
