@@ -42,9 +42,10 @@ class Question(NamedTuple):
     key: Key
     namespace: Namespace
     key_in: Callable[[Namespace], Key | None]
-    """The key that the same tokens have in another namespace; None when nobody can tell."""
+    """The key of the first block in another namespace; None when nobody can tell. Asked for
+    block 0 alone: where earlier blocks are there, the fields were right."""
     others: Sequence[tuple[FieldDifference, Key]] = ()
-    """Keys of the same tokens under other settings, one each."""
+    """Keys of the first block under other settings."""
 
 
 class Reservation(NamedTuple):
@@ -119,6 +120,11 @@ class BlockStore(Protocol):
 
         Raises `NodeUnavailableError` or `DeadlineError`.
         """
+        ...
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        """Say which namespaces this store will save to: nodes then know what their ids stand
+        for, and can explain a miss. Contacts nobody yet."""
         ...
 
     def why_missing(self, question: Question) -> Missing:

@@ -110,8 +110,8 @@ class Client:
             verify=verify,
             limits=limits,
             start_node=start_node,
-            namespaces=[self.namespace],
         )
+        self.session.introduce([self.namespace])
         self._reader = self.session.reader
         self._writer = self.session.writer
         self._nodes = self.session.nodes
@@ -302,12 +302,12 @@ class Client:
         hit = next((i for i, place in enumerate(places) if place is None), len(keys))
         missing = None
         if hit < len(keys):
-            head = tokens[: (hit + 1) * self.block_tokens]
+            head = tokens[: self.block_tokens]
             question = Question(
                 hit,
                 keys[hit],
                 self.namespace,
-                lambda namespace: namespace.block_keys(head, self.block_tokens)[hit],
+                lambda namespace: namespace.block_keys(head, self.block_tokens)[0],
                 self._other_block_sizes(tokens) if hit == 0 else (),
             )
             missing = self.session.why_missing(question)

@@ -118,7 +118,8 @@ class Explainer:
             who = f"{', '.join(silent)} did not answer" if silent else "no node runs on this host"
             detail = f"not in the index; {who}, so nobody can say why"
             return Missing(block=block, reason=MissReason.ABSENT, detail=detail)
-        return self._under_other_fields(question, answers) or _never_stored(block, answers)
+        different = self._under_other_fields(question, answers) if block == 0 else None
+        return different or _never_stored(block, answers)
 
     def close(self) -> None:
         with self._lock:

@@ -96,6 +96,8 @@ class Explanation:
     local_tokens: int = 0
     """Tokens that the engine had in its own cache, so that the store was not needed."""
     request_id: str = ""
+    events: tuple[str, ...] = ()
+    """What happened to the request, the last of it, in order."""
 
     def __str__(self) -> str:
         whose = f"request {self.request_id}: " if self.request_id else ""
@@ -113,6 +115,7 @@ class Explanation:
             "possible_tokens": self.possible_tokens,
             "hit_tokens": self.hit_tokens,
             "local_tokens": self.local_tokens,
+            "events": list(self.events),
             "first_missing": None if missing is None else missing_as_dict(missing),
         }
 

@@ -180,7 +180,7 @@ class Reader:
         Raises `IndexUnavailableError`.
         """
         records = self.indexed_run(keys)
-        return records[: self.readable(records)]
+        return records[: self.readable_count(records)]
 
     def indexed_run(self, keys: Sequence[Key]) -> list[Record]:
         """Records of the longest leading run that is in the index; raises like it."""
@@ -193,7 +193,7 @@ class Reader:
                 break
         return records
 
-    def readable(self, records: Sequence[Record]) -> int:
+    def readable_count(self, records: Sequence[Record]) -> int:
         """How many leading `records` are of nodes that can be read from here.
 
         Headers are looked at when the block is

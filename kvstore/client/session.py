@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,9 +30,7 @@ class BlockSession:
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
     embedded Redis of this machine. `node` names the local node to write to, None
     takes any that serves the same index. With `verify="always"` payload checksums
-    are written and every read is checked against them, on this host too. `namespaces`
-    are those whose blocks this process saves: nodes are told what their ids stand for,
-    so that they can explain a miss.
+    are written and every read is checked against them, on this host too.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class BlockSession:
         verify: Verify = "never",
         limits: Limits | None = None,
         start_node: Callable[[Path], None] | None = None,
-        namespaces: Sequence[Namespace] = (),
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -70,7 +67,6 @@ class BlockSession:
                 if start_node is not None and self.embedded
                 else None
             ),
-            namespaces=namespaces,
         )
         self._explainer = Explainer(
             self.index, self.run_dir, key_prefix, self.limits.request_timeout_s
@@ -85,7 +81,7 @@ class BlockSession:
         except IndexUnavailableError as e:
             self.reader.index_failed(e)
             return Run(short=reason_of(e))
-        readable = self.reader.readable(records)
+        readable = self.reader.readable_count(records)
         if timeout_s is not None and time.monotonic() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
             return Run(short=MissReason.DEADLINE)
@@ -120,6 +116,9 @@ class BlockSession:
 
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        self.writer.introduce(namespaces)
 
     def why_missing(self, question: Question) -> Missing:
         return self._explainer.why(question)

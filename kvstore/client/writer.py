@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -74,14 +74,10 @@ class Writer:
         timeout_s: float,
         checksums: bool,
         start_node: Callable[[], None] | None,
-        namespaces: Sequence[Namespace] = (),
     ) -> None:
         self._nodes = nodes
-        self._introductions = {
-            namespace.id: raw
-            for namespace in namespaces
-            if len(raw := namespace.canonical()) <= NAMESPACE_BYTES_MAX
-        }
+        self._introductions: dict[int, bytes] = {}
+        """Fields of the namespaces that this client saves to, by id."""
         self._name = name
         self._timeout_s = timeout_s
         self._checksums = checksums
@@ -186,6 +182,13 @@ class Writer:
         )
         self._introduce(namespace_id)
         return answers
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        """Nodes are told of these when something is first saved there."""
+        for namespace in namespaces:
+            raw = namespace.canonical()
+            if len(raw) <= NAMESPACE_BYTES_MAX:
+                self._introductions[namespace.id] = raw
 
     def _introduce(self, namespace_id: int) -> None:
         """Tell the node once what the id stands for. After a request: then the channel is open,

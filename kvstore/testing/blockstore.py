@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.client.base import BlockView, Found, Question, Reservation, Run
 from kvstore.client.explanation import Missing, MissReason
 from kvstore.core.record import pack_record, unpack_record
 from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.hashing import Namespace
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
 
 NODE_ID = 1
@@ -178,6 +179,9 @@ class MemoryBlockStore:
                 if slot.sealed and slot.namespace_id == namespace_id
             ]
         return sum(self.evict(key, why=MissReason.CLEARED) for key in keys)
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        """See `BlockStore.introduce`; the model knows no fields."""
 
     def why_missing(self, question: Question) -> Missing:
         """See `BlockStore.why_missing`."""
