@@ -299,7 +299,8 @@ class RequestHistory:
             self.totals["hit_tokens"] += explanation.hit_tokens
             self.totals["local_tokens"] += explanation.local_tokens
             if missing is not None:
-                self.reasons[missing.reason] = self.reasons.get(missing.reason, 0) + 1
+                name = missing.reason.value
+                self.reasons[name] = self.reasons.get(name, 0) + 1
 
     def _explanation(self, trace: _Trace) -> Explanation:
         local_tokens = trace.local_tokens or 0

@@ -45,7 +45,7 @@ class Limits:
     pending_remove: int = 1 << 16
     """Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
     gone_keys: int = 1 << 15
-    """Keys that left the node lately and why, kept for `explain`: about 160 bytes each."""
+    """Keys that left the node lately and why, kept for `explain`: about 170 bytes each."""
     namespaces: int = 256
     """Namespaces whose fields a node remembers for `explain`."""
     redis_timeout_s: float = 0.05

@@ -347,7 +347,8 @@ class Client:
         return explanation
 
     def _count_reason(self, missing: Missing) -> None:
-        self._explained[missing.reason] = self._explained.get(missing.reason, 0) + 1
+        name = missing.reason.value
+        self._explained[name] = self._explained.get(name, 0) + 1
         log.info("%s", missing)
 
     def stats(self) -> dict[str, dict[str, int | float]]:

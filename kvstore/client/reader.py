@@ -86,7 +86,8 @@ class Reader:
             log.warning("the index cannot be asked, every lookup is a miss: %s", reason)
 
     def missed(self, reason: MissReason) -> None:
-        self.miss_reasons[reason] = self.miss_reasons.get(reason, 0) + 1
+        name = reason.value
+        self.miss_reasons[name] = self.miss_reasons.get(name, 0) + 1
 
     def remembered(self, key: Key) -> Place | None:
         """Where `key` was seen before, without asking anyone."""
