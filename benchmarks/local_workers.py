@@ -22,7 +22,7 @@ from benchmarks.processes import Gate
 from kvstore import Client
 from kvstore.core.wire import Op
 
-RING_BYTES = 256 << 20
+RING_BYTES = 512 << 20
 """Sources of the yardstick together, where there are enough repetitions: above any cache."""
 WARM_BYTES = 32 << 20
 now = time.perf_counter
