@@ -42,3 +42,6 @@ BLOCK_TOKENS_MAX_DEFAULT = 256
 BLOCK_BYTES_MIN_DEFAULT = 1 << 20
 BLOCK_TOKENS_MAX = 1 << 16
 TIMEOUT_S_MAX = 600.0
+
+SAY_EVERY_S = 30.0
+"""How often the same trouble is logged; a node that is down drops every save."""

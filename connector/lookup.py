@@ -47,8 +47,11 @@ class Lookups:
         layout: StoreLayout,
         timeout_s: float,
         clock: Clock = time.monotonic,
+        *,
+        warm_up: bool = True,
     ) -> None:
         self._store = store
+        self._wants_warm_up = warm_up
         self._layout = layout
         self._timeout_s = timeout_s
         self._clock = clock
@@ -74,6 +77,8 @@ class Lookups:
         self._thread.join(SHUTDOWN_TIMEOUT_S)
 
     def _run(self) -> None:
+        if self._wants_warm_up:
+            self._warm_up()
         while (lookup := self._queue.get()) is not None:
             try:
                 self._answer(lookup)
@@ -83,6 +88,15 @@ class Lookups:
                 lookup.runs = ()
             lookup.answered_at = self._clock()
             lookup.done.set()
+
+    def _warm_up(self) -> None:
+        """Connect before the first request: its deadline is short and would be missed."""
+        try:
+            store = self._store.get()
+            if store is not None:
+                store.match([self._layout.namespaces[0].value_key("warm-up")])
+        except Exception:
+            log.exception("warm-up failed")
 
     def _answer(self, lookup: Lookup) -> None:
         deadline = lookup.submitted_at + self._timeout_s

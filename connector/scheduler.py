@@ -91,7 +91,9 @@ class SchedulerCore:
         self._layout = layout
         self._settings = settings
         self._clock = clock
-        self._lookups = Lookups(store, layout, settings.lookup_timeout_s, clock)
+        self._lookups = Lookups(
+            store, layout, settings.lookup_timeout_s, clock, warm_up=settings.loads
+        )
         self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
         self._requests: dict[str, _RequestState] = {}
         self._planned_loads: list[LoadJob] = []

@@ -23,6 +23,7 @@ from connector.limits import (
     SAVE_BATCH_BLOCKS,
     SAVE_BATCH_BYTES,
     SAVE_JOBS_MAX,
+    SAY_EVERY_S,
     SHUTDOWN_TIMEOUT_S,
     Clock,
 )
@@ -95,6 +96,8 @@ class WorkerCore:
         self._save_queue: queue.Queue[_Save | None] = queue.Queue(SAVE_JOBS_MAX)
         self._threads: list[threading.Thread] = []
         self._closing = False
+        self._dropped = 0
+        self._said_at = float("-inf")
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the layer tensors and start the transfer threads.
@@ -264,12 +267,19 @@ class WorkerCore:
             try:
                 self._run_saves(tasks)
             except KVStoreError as e:
-                log.warning("%d saves dropped: %s", len(tasks), e)
+                self._say_dropped(len(tasks), e)
             except Exception:
                 log.exception("%d saves dropped", len(tasks))
             finally:
                 for task in tasks:
                     self._end(task)
+
+    def _say_dropped(self, jobs: int, why: Exception) -> None:
+        self._dropped += jobs
+        now = self._clock()
+        if now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            log.warning("%d save jobs dropped so far, the last one because: %s", self._dropped, why)
 
     def _run_saves(self, tasks: Sequence[_Save]) -> None:
         store = self._store.get()

@@ -13,8 +13,9 @@ from kvstore.errors import UsageError
 ARENA_BYTES_DEFAULT = 64 << 20
 ARENA_BYTES_MIN = 64 << 10
 ARENA_BYTES_MAX = 1 << 30
-SLOT_BYTES_MIN = 1 << 10
-"""The smallest size class: values below it share its slot size."""
+SLOT_BYTES_MIN = 4 << 10
+"""The smallest size class: values below it share its slot size. Every 4 KiB of a segment needs
+room for a 64-byte header (1.6%), whatever its arenas hold."""
 SEGMENTS_MAX = 1 << 16
 SLOTS_PER_SEGMENT_MAX = 1 << 32
 
@@ -38,8 +39,6 @@ class Limits:
     clients: int = 1024
     reservations_per_client: int = 8192
     pins_per_client: int = 4096
-    pending_publish: int = 1 << 16
-    """Sealed records waiting for Redis; beyond it the oldest wait for the reconcile scan."""
     pending_remove: int = 1 << 16
     """Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
     redis_timeout_s: float = 0.05

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from connector.base import StepPlan, WorkerReport
+from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, StepPlan, WorkerReport
 from connector.geometry import KVGeometry, ShardTopology, StoreLayout, shard_namespaces
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.state import LazyStore
@@ -19,6 +19,7 @@ from kvstore.testing.blockstore import MemoryBlockStore
 ENGINE_BLOCK = 4
 BLOCK = 8
 GEOMETRY = KVGeometry(layers=2, heads=2, channel_bytes=16, engine_block_tokens=ENGINE_BLOCK)
+PER_KEY = BLOCK // ENGINE_BLOCK
 PATIENCE_S = 10.0
 """How long a test waits for a thread that should take milliseconds."""
 
@@ -112,6 +113,9 @@ class Side:
             SchedulerSettings(lookup_timeout_s=lookup_timeout_s, null_block_id=0, **settings),
             clock,
         )
+        if settings.get("loads", True):
+            wait_for(lambda: store.match_calls == 1, "the lookup thread to have connected")
+            store.match_calls = 0
         workers = (topology or ShardTopology()).workers
         self.core.bind_pins(self.pins, workers, pinned_blocks_max)
         self.tables: dict[str, list[int]] = {}
@@ -213,6 +217,44 @@ class Worker:
 
         wait_for(done, "a report")
         return total
+
+
+def keys(count: int, shard: int = 0, topology: ShardTopology | None = None) -> list[bytes]:
+    hashes = hashes_of(list(range(count * BLOCK)))
+    return layout(topology).namespaces[shard].engine_keys(hashes, PER_KEY)
+
+
+def save_job(count: int, first_block_id: int = 1, job_id: int = 0) -> SaveJob:
+    blocks = [
+        SaveBlock(
+            (key,), tuple(range(first_block_id + i * PER_KEY, first_block_id + (i + 1) * PER_KEY))
+        )
+        for i, key in enumerate(keys(count))
+    ]
+    return SaveJob(job_id, "s", tuple(blocks))
+
+
+def save(worker: Worker, job: SaveJob) -> None:
+    worker.core.start_saves([job])
+    worker.until(lambda report: job.job_id in report.ended_saves)
+
+
+def load_job(
+    store: MemoryBlockStore, count: int, first_block_id: int = 11, name: str = "q", job_id: int = 0
+) -> LoadJob:
+    found = store.match(keys(count))
+    assert len(found) == count
+    blocks = [
+        LoadBlock(
+            (f,), 0, tuple(range(first_block_id + i * PER_KEY, first_block_id + (i + 1) * PER_KEY))
+        )
+        for i, f in enumerate(found)
+    ]
+    return LoadJob(job_id, name, tuple(blocks))
+
+
+def loaded(worker: Worker, name: str = "q") -> WorkerReport:
+    return worker.until(lambda report: name in report.finished_loads)
 
 
 class Hold:

@@ -12,9 +12,12 @@ from pathlib import Path
 
 from redis_servers import RedisServer, wait_until
 
+from kvstore import Limits
 from kvstore.nodedir import NodeDir
 
 MIB = 1 << 20
+PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+"""For tests that are about answers, not about their speed on a busy machine."""
 
 
 class NodeProcess:
@@ -30,7 +33,12 @@ class NodeProcess:
 
     @property
     def client_options(self) -> dict[str, object]:
-        return {"url": self.redis.url, "run_dir": self.run_dir, "key_prefix": self.key_prefix}
+        return {
+            "url": self.redis.url,
+            "run_dir": self.run_dir,
+            "key_prefix": self.key_prefix,
+            "limits": PATIENT,
+        }
 
     def start(self) -> None:
         self.process = subprocess.Popen(

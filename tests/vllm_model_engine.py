@@ -209,9 +209,10 @@ class ModelEngine:
         metadata = output.kv_connector_metadata
         self.metadata.append(metadata)
         self.preemptions += len(output.preempted_req_ids or ())
+        plan = getattr(metadata, "plan", None)  # MultiConnector's has none
         self.loaded_tokens += sum(
             len(block.block_ids) * ENGINE_BLOCK
-            for job in metadata.plan.loads
+            for job in (plan.loads if plan is not None else ())
             for block in job.blocks
         )
         self.worker.handle_preemptions(metadata)

@@ -64,8 +64,9 @@ class Client:
 
     With no `url` (and no KVSTORE_URL) the embedded Redis and an embedded memory
     node of `node_size_bytes` serve all such clients of this user on this machine,
-    and end with the last of them. With a `url`, values are saved to the memory
-    node on this host that serves the same index (`node` names one).
+    and end with the last of them; the largest value is a sixteenth of the node. With
+    a `url`, values are saved to the memory node on this host that serves the same
+    index (`node` names one).
 
     What is missing or cannot be reached is a miss: gets return None, puts say
     "rejected" and why. Only wrong arguments raise (`UsageError`), and calls that
@@ -80,7 +81,7 @@ class Client:
         namespace: str | Namespace = "default",
         key_prefix: str = "kv:default",
         node: str | None = None,
-        node_size_bytes: int = 256 << 20,
+        node_size_bytes: int = 512 << 20,
         block_tokens: int = 256,
         run_dir: Path | None = None,
         verify: Verify = "never",

@@ -10,11 +10,19 @@ from pathlib import Path
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.index.open import URL_VARIABLE
+from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN
 from kvstore.nodedir import NodeDir
 
 EMBEDDED_NAME = "embedded"
 START_TIMEOUT_S = 20.0
 POLL_S = 0.01
+ARENAS_WANTED = 16
+
+
+def arena_bytes_for(size_bytes: int) -> int:
+    """A power of two that leaves room for `ARENAS_WANTED` size classes at once."""
+    wanted = max(size_bytes // ARENAS_WANTED, ARENA_BYTES_MIN)
+    return min(1 << (wanted.bit_length() - 1), ARENA_BYTES_DEFAULT)
 
 
 def start_embedded_node(run_dir: Path, *, key_prefix: str, size_bytes: int) -> None:
@@ -31,7 +39,8 @@ def start_embedded_node(run_dir: Path, *, key_prefix: str, size_bytes: int) -> N
         [
             *(sys.executable, "-m", "kvstore.cli", "node", "--name", EMBEDDED_NAME),
             *("--run-dir", str(run_dir), "--key-prefix", key_prefix),
-            *("--size", str(size_bytes), "--end-with-last-client"),
+            *("--size", str(size_bytes), "--arena", str(arena_bytes_for(size_bytes))),
+            "--end-with-last-client",
         ],
         env={name: value for name, value in os.environ.items() if name != URL_VARIABLE},
         stdin=subprocess.DEVNULL,

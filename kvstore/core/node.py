@@ -1,14 +1,13 @@
 """A memory node's decisions: who gets which slot, what is sealed, what the index must learn.
 
 `NodeCore.handle(event, now) -> Effects` is the whole interface towards the
-outside; `take_publications` and `take_removals` are the one towards the index. The
+outside, `outbox` the one towards the index. The
 daemon and the simulator drive the same code.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -35,7 +34,9 @@ from kvstore.core.events import (
     Write,
 )
 from kvstore.core.eviction import LRU, PolicyFactory
+from kvstore.core.outbox import KeyedRecord, Outbox
 from kvstore.core.record import pack_record
+from kvstore.core.report import listing, stats
 from kvstore.core.slots import Slot, SlotEvent, SlotState
 from kvstore.limits import Limits
 from kvstore.types import Key, Location
@@ -48,10 +49,9 @@ STORED_CODE = 0
 """Per-key answers on the wire; a string is a rejection's reason, a list a grant."""
 
 
-KeyedRecord = tuple[Key, bytes]
+class Session:
+    """What one client holds."""
 
-
-class _Session:
     __slots__ = ("pins", "reserved")
 
     def __init__(self) -> None:
@@ -78,11 +78,9 @@ class NodeCore:
         self.allocator = Allocator(arenas, arena_bytes, policy)
         self.by_key: dict[Key, Slot] = {}
         """Every key that is SEALED or RESERVED here."""
-        self._sessions: dict[int, _Session] = {}
-        self._unpublished: OrderedDict[Key, Slot] = OrderedDict()
-        # By key and record: a publication whose outcome is unknown may have left
-        # an older record of the same key in the index, so both must go.
-        self._removals: OrderedDict[KeyedRecord, None] = OrderedDict()
+        self._sessions: dict[int, Session] = {}
+        self.outbox = Outbox(self.limits.pending_remove)
+        """What Redis has yet to hear."""
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored",
@@ -93,7 +91,6 @@ class NodeCore:
                 "aborted",
                 "dropped",
                 "writers_died",
-                "removals_forgotten",
             ),
             0,
         )
@@ -126,7 +123,7 @@ class NodeCore:
     # --- saving ---------------------------------------------------------
 
     def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
-        session = self._sessions.setdefault(event.session, _Session())
+        session = self._sessions.setdefault(event.session, Session())
         answers: list[Any] = []
         sealed_any = False
         for i, key in enumerate(event.keys):
@@ -170,7 +167,7 @@ class NodeCore:
         self.counts["in_progress"] += 1
         return IN_PROGRESS_CODE
 
-    def _take(self, length: int, session: _Session, writes: list[Write]) -> Slot | str | int:
+    def _take(self, length: int, session: Session, writes: list[Write]) -> Slot | str | int:
         """A slot in state RESERVED, or why there is none."""
         if not 0 < length <= self.allocator.arena_bytes:
             return f"size_bytes={length}: must be 1 to {self.allocator.arena_bytes} (one arena)"
@@ -209,7 +206,7 @@ class NodeCore:
                 slot.namespace_id,
             )
         )
-        self._unpublished[slot.key] = slot
+        self.outbox.publish(slot)
         self.counts["stored"] += 1
 
     def _commit(self, event: Commit, effects: Effects, now: float) -> None:
@@ -232,7 +229,7 @@ class NodeCore:
         effects.replies.append(Reply(event.session, event.request, answers, True))
 
     @staticmethod
-    def _owned(session: _Session | None, slot_id: int, generation: int) -> Slot | None:
+    def _owned(session: Session | None, slot_id: int, generation: int) -> Slot | None:
         if session is None:
             return None
         slot = session.reserved.get(slot_id)
@@ -294,12 +291,7 @@ class NodeCore:
     def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
         """Take a SEALED slot out: readers miss from here on, the index hears of it."""
         self._forget_key(slot)
-        self._unpublished.pop(slot.key, None)
-        if slot.published:
-            if len(self._removals) >= self.limits.pending_remove:
-                self._removals.popitem(last=False)
-                self.counts["removals_forgotten"] += 1
-            self._removals[slot.key, slot.record] = None
+        self.outbox.withdraw(slot)
         slot.move(event)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
         if slot.state is SlotState.FREE:
@@ -336,7 +328,7 @@ class NodeCore:
                 self.allocator.used(slot)
 
     def _pin(self, event: Pin, effects: Effects, now: float) -> None:
-        session = self._sessions.setdefault(event.session, _Session())
+        session = self._sessions.setdefault(event.session, Session())
         answers: list[Any] = []
         for key in event.keys:
             slot = self.by_key.get(key)
@@ -354,7 +346,7 @@ class NodeCore:
         effects.replies.append(Reply(event.session, event.request, answers, False))
 
     def _unpin(self, event: Unpin, effects: Effects, now: float) -> None:
-        session = self._sessions.get(event.session, _Session())
+        session = self._sessions.get(event.session, Session())
         for slot_id, generation in event.items:
             slot = self.allocator.slot(slot_id)
             held = session.pins.get(slot_id, 0)
@@ -395,39 +387,15 @@ class NodeCore:
             ),
         )
 
-    @property
-    def publications_pending(self) -> int:
-        return len(self._unpublished)
+    def republish(self) -> int:
+        """The index lost keys: everything sealed must be published again.
 
-    @property
-    def removals_pending(self) -> int:
-        return len(self._removals)
-
-    def take_publications(self, at_most: int) -> list[KeyedRecord]:
-        """What to publish next, oldest first; it stays pending until `published` says so."""
-        work: list[KeyedRecord] = []
-        for key, slot in islice(self._unpublished.items(), at_most):
-            slot.published = True
-            work.append((key, slot.record))
-        return work
-
-    def published(self, work: list[KeyedRecord]) -> None:
-        """The index took `work`; blocks that changed meanwhile stay pending."""
-        for key, record in work:
-            slot = self._unpublished.get(key)
-            if slot is not None and slot.record == record:
-                del self._unpublished[key]
-
-    def take_removals(self, at_most: int) -> list[KeyedRecord]:
-        """Records to compare-and-delete; they stay pending until `removed` says so.
-
-        Their order against publications is free: a removal names its record.
+        Pending removals stay: after a failover the stale records may still be there.
         """
-        return list(islice(self._removals, at_most))
-
-    def removed(self, work: list[KeyedRecord]) -> None:
-        for item in work:
-            self._removals.pop(item, None)
+        for slot in self.by_key.values():
+            if slot.state is SlotState.SEALED:
+                self.outbox.publish(slot)
+        return self.outbox.publications_pending
 
     def take_published(self, at_most: int) -> list[KeyedRecord]:
         """Forget up to `at_most` published blocks and return their records (the node ends)."""
@@ -436,43 +404,15 @@ class NodeCore:
             del self.by_key[slot.key]
         return [(slot.key, slot.record) for slot in slots]
 
-    def republish(self) -> int:
-        """The index lost keys: everything sealed must be published again.
-
-        Pending removals stay: after a failover the stale records may still be there.
-        """
-        for key, slot in self.by_key.items():
-            if slot.state is SlotState.SEALED:
-                self._unpublished[key] = slot
-        return len(self._unpublished)
-
     # --- telling --------------------------------------------------------
 
-    def stats(self, now: float) -> dict[str, int | float]:
-        """Counts since the start and what is there now; sizes in bytes."""
-        reserved = [s for session in self._sessions.values() for s in session.reserved.values()]
-        sealed = [s for s in self.by_key.values() if s.state is SlotState.SEALED]
-        return {
-            **self.counts,
-            "capacity_bytes": self.allocator.capacity_bytes,
-            "arena_bytes": self.allocator.arena_bytes,
-            "arenas": len(self.allocator.arenas),
-            "arenas_free": self.allocator.free_arenas,
-            "blocks": len(sealed),
-            "block_bytes": sum(s.length for s in sealed),
-            "reserved": len(reserved),
-            "oldest_reservation_s": max((now - s.reserved_at for s in reserved), default=0.0),
-            "pinned": sum(len(s.pins) for s in self._sessions.values()),
-            "unpublished": len(self._unpublished),
-            "removals_pending": len(self._removals),
-        }
+    def sessions(self) -> Iterable[Session]:
+        """Clients that have reserved or pinned something."""
+        return self._sessions.values()
 
     def _stat(self, event: Stat, effects: Effects, now: float) -> None:
-        effects.replies.append(Reply(event.session, event.request, self.stats(now), False))
+        effects.replies.append(Reply(event.session, event.request, stats(self, now), False))
 
     def _listing(self, event: Listing, effects: Effects, now: float) -> None:
-        keys = sorted(
-            k for k, s in self.by_key.items() if k > event.after and s.state is SlotState.SEALED
-        )[: event.at_most]
-        rows = [(k, s.length, s.namespace_id, s.pins) for k in keys for s in (self.by_key[k],)]
+        rows = listing(self, event.after, event.at_most)
         effects.replies.append(Reply(event.session, event.request, rows, False))

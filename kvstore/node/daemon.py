@@ -21,6 +21,7 @@ from kvstore.core import wire
 from kvstore.core.events import Clear, Drop, Event, SessionDead, SessionResumed
 from kvstore.core.eviction import POLICIES
 from kvstore.core.node import NodeCore
+from kvstore.core.report import stats
 from kvstore.core.wire import Hello, Op
 from kvstore.errors import (
     DeadlineError,
@@ -307,7 +308,7 @@ class Node:
         if isinstance(event, Drop | Clear):
             # Asked for by somebody: the answer waits until the index was told.
             self._remove()
-        publishing = self.core.publications_pending
+        publishing = self.core.outbox.publications_pending
         for reply in effects.replies:
             session = self.sessions.get(reply.session)
             connection = session.transport if session is not None else None
@@ -337,47 +338,47 @@ class Node:
 
     def _schedule_index_work(self) -> None:
         assert self._loop is not None
-        if self.core.publications_pending and not self._flush_due:
+        if self.core.outbox.publications_pending and not self._flush_due:
             # All requests that are ready in this turn of the loop are handled
             # before the flush: that is the group commit.
             self._flush_due = True
             self._loop.call_soon(self._flush)
-        if self.core.removals_pending and not self._remove_due:
+        if self.core.outbox.removals_pending and not self._remove_due:
             self._remove_due = True
             self._loop.call_later(REMOVE_DELAY_S, self._remove)
 
     def _flush(self) -> None:
         assert self._loop is not None
-        work = self.core.take_publications(PUBLISH_BATCH)
+        work = self.core.outbox.take_publications(PUBLISH_BATCH)
         again_s = 0.0
         try:
             self.index.publish([KeyRecord(*item) for item in work])
-            self.core.published(work)
+            self.core.outbox.published(work)
         except IndexUnavailableError as e:
             log.debug("publication waits: %s", e)
             again_s = INDEX_RETRY_S
-        if again_s or not self.core.publications_pending:
+        if again_s or not self.core.outbox.publications_pending:
             held, self._held = self._held, []
             for connection, answer in held:
                 connection.send(answer)
-        if self.core.publications_pending:
+        if self.core.outbox.publications_pending:
             self._loop.call_later(again_s, self._flush)
         else:
             self._flush_due = False
 
     def _remove(self) -> None:
         assert self._loop is not None
-        work = self.core.take_removals(PUBLISH_BATCH)
+        work = self.core.outbox.take_removals(PUBLISH_BATCH)
         if not work:
             self._remove_due = False
             return
         again_s = REMOVE_DELAY_S
         try:
             self.index.remove([KeyRecord(*item) for item in work])
-            self.core.removed(work)
+            self.core.outbox.removed(work)
         except IndexUnavailableError:
             again_s = INDEX_RETRY_S
-        self._remove_due = self.core.removals_pending > 0
+        self._remove_due = self.core.outbox.removals_pending > 0
         if self._remove_due:
             self._loop.call_later(again_s, self._remove)
 
@@ -390,4 +391,4 @@ class Node:
         """Counters of the core; for the thread that runs the node, and for tests after it ended."""
         if self._thread is not None and not self._thread.is_alive() and self._failure:
             raise NodeUnavailableError(f"node {self.config.name} failed: {self._failure}")
-        return self.core.stats(time.monotonic())
+        return stats(self.core, time.monotonic())

@@ -25,9 +25,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
-from demo_report import draw, show_table
+from demo_report import Row, draw, show_table
 from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model, kv_transfer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -42,22 +41,15 @@ shapes: what differs between answers is then the KV and nothing else."""
 PROMPTS = 8
 NEW_TOKENS = 16
 NODE_BYTES = 1 << 30
+LOOKUP_TIMEOUT_S = 2.0
+"""Far above the default: five engines on two cores may keep Redis waiting, and here every
+possible block must be loaded."""
 SAVE_TIMEOUT_S = 30.0
 NODE_TIMEOUT_S = 30.0
 MODEL = ModelShape(
     layers=8, hidden=512, heads=8, kv_heads=4, vocabulary=4096, context_tokens=PREFIX_TOKENS * 2
 )
 HERE = Path(__file__).parent
-
-
-class Row(NamedTuple):
-    """One prompt over all engines; times in milliseconds."""
-
-    prompt: int
-    computed_ms: float
-    loaded_ms: float
-    tokens_loaded: int
-    identical: bool
 
 
 class Demo:
@@ -94,7 +86,11 @@ class Demo:
 
         def launch(number: int, name: str, role: str | None) -> None:
             settings = EngineSettings(
-                connector=kv_transfer(role, run_dir=str(self.run_dir)) if role else None,
+                connector=(
+                    kv_transfer(role, run_dir=str(self.run_dir), lookup_timeout_s=LOOKUP_TIMEOUT_S)
+                    if role
+                    else None
+                ),
                 max_model_len=PREFIX_TOKENS + 64,
                 max_batched_tokens=PREFIX_TOKENS,
                 kv_blocks=2 * (PREFIX_TOKENS // 32) + 16,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from demo import Row
     from rich.console import Console
+
+
+class Row(NamedTuple):
+    """One prompt over all engines; times in milliseconds."""
+
+    prompt: int
+    computed_ms: float
+    loaded_ms: float
+    tokens_loaded: int
+    identical: bool
+
 
 COMPUTED, LOADED = "#b0532c", "#2c7fb0"
 

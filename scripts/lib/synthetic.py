@@ -13,7 +13,7 @@ from typing import Any
 
 from engines import EngineSettings, serve
 
-from kvstore import Client
+from kvstore import Client, Limits
 
 BLOCK_TOKENS = 256
 BLOCK_BYTES = 2 << 20
@@ -41,7 +41,10 @@ class SyntheticDriver:
             extra = settings.connector["kv_connector_extra_config"]
             self.role = settings.connector["kv_role"]
             self.client = Client(
-                run_dir=Path(extra["run_dir"]), namespace="synthetic", block_tokens=BLOCK_TOKENS
+                run_dir=Path(extra["run_dir"]),
+                namespace="synthetic",
+                block_tokens=BLOCK_TOKENS,
+                limits=Limits(redis_timeout_s=extra["lookup_timeout_s"]),
             )
 
     def generate(

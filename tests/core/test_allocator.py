@@ -87,7 +87,7 @@ def test_a_class_without_an_arena_empties_the_coldest_one():
     big = pool.put(40_000)
     assert big is not None
     assert len(pool.evicted) == 8
-    assert {slot.size_class for slot in pool.evicted} == {12}
+    assert {slot.size_class for slot in pool.evicted} == {4}
 
 
 def test_an_arena_with_a_reserved_slot_is_not_taken_from_its_class():
@@ -97,7 +97,7 @@ def test_an_arena_with_a_reserved_slot_is_not_taken_from_its_class():
         pool.put(16384)
     assert pool.put(40_000) is not None
     assert reserved.state is SlotState.RESERVED
-    assert {slot.size_class for slot in pool.evicted} == {16}
+    assert {slot.size_class for slot in pool.evicted} == {8}
 
 
 def test_a_hot_class_takes_arenas_from_a_cold_one_instead_of_evicting_its_own():

@@ -60,17 +60,17 @@ def test_a_reserve_grants_a_slot_and_marks_it_reserved_before_the_answer(core):
     effects = reserve(core, KEYS[:1])
     ((slot, generation, offset),) = body(effects)
     assert effects.writes == [Mark(slot, SlotState.RESERVED, generation)]
-    assert offset % 1024 == 0
+    assert offset % 4096 == 0
     assert not effects.replies[0].after_publish
 
 
 def test_a_commit_seals_and_then_publishes_and_answers_after_the_publication(core):
     grants = body(reserve(core, KEYS[:1]))
-    assert core.take_publications(10) == []
+    assert core.outbox.take_publications(10) == []
     effects = commit(core, grants)
     assert [type(w) for w in effects.writes] == [Seal]
     assert effects.replies[0].after_publish
-    ((key, record),) = core.take_publications(10)
+    ((key, record),) = core.outbox.take_publications(10)
     location = unpack_record(key, record)
     assert (location.node_id, location.epoch, location.length) == (5, 9, 8192)
 
@@ -115,28 +115,28 @@ def test_an_evicted_block_is_marked_free_before_its_slot_is_given_away(core):
 
 def test_an_evicted_block_that_was_published_is_removed_from_the_index(core):
     put(core, KEYS[:8])
-    work = core.take_publications(100)
-    core.published(work)
+    work = core.outbox.take_publications(100)
+    core.outbox.published(work)
     reserve(core, KEYS[8:9])
-    assert core.take_removals(10) == [work[0]]
+    assert core.outbox.take_removals(10) == [work[0]]
 
 
 def test_what_the_index_has_not_taken_stays_pending(core):
     put(core, KEYS[:3])
-    first = core.take_publications(2)
-    core.published(first)
-    assert [key for key, _ in core.take_publications(10)] == [KEYS[2]]
+    first = core.outbox.take_publications(2)
+    core.outbox.published(first)
+    assert [key for key, _ in core.outbox.take_publications(10)] == [KEYS[2]]
 
 
 def test_removals_of_two_records_of_one_key_are_both_kept(core):
     """Seed 4 of the simulator: the second once hid the first."""
     put(core, KEYS[:1])
-    core.take_publications(10)
+    core.outbox.take_publications(10)
     core.handle(Drop(A, 1, KEYS[:1]), 0.0)
     put(core, KEYS[:1])
-    core.take_publications(10)
+    core.outbox.take_publications(10)
     core.handle(Drop(A, 1, KEYS[:1]), 0.0)
-    assert len(core.take_removals(10)) == 2
+    assert len(core.outbox.take_removals(10)) == 2
 
 
 def test_a_value_over_one_arena_is_rejected_with_the_limit_and_the_rest_is_stored(core):
@@ -186,7 +186,7 @@ def test_an_abort_frees_the_slot_and_the_key(core):
 def test_a_dead_writer_loses_its_reservations_and_nothing_was_published(core):
     reserve(core, KEYS[:8], session=A)
     core.handle(SessionDead(A), 0.0)
-    assert core.publications_pending == 0
+    assert core.outbox.publications_pending == 0
     assert all(isinstance(a, tuple) for a in body(reserve(core, KEYS[:8], session=B)))
 
 
@@ -247,14 +247,14 @@ def test_a_block_being_written_while_its_namespace_is_cleared_is_not_stored(core
     core.handle(Clear(B, 1, 1), 0.0)
     (answer,) = body(commit(core, grants))
     assert "cleared" in answer
-    assert core.publications_pending == 0
+    assert core.outbox.publications_pending == 0
 
 
 def test_republish_brings_every_sealed_block_back_to_the_index(core):
     put(core, KEYS[:3])
-    core.published(core.take_publications(10))
+    core.outbox.published(core.outbox.take_publications(10))
     assert core.republish() == 3
-    assert [key for key, _ in core.take_publications(10)] == KEYS[:3]
+    assert [key for key, _ in core.outbox.take_publications(10)] == KEYS[:3]
 
 
 def test_stats_add_up(core):

@@ -78,7 +78,7 @@ def test_a_wrong_password_means_misses_and_the_log_says_so(redis_server, tmp_pat
             assert "hunter2" not in caplog.text
 
 
-def test_redis_killed_in_use_costs_hits_nothing_and_comes_back_by_itself(tmp_path):
+def test_redis_killed_in_use_costs_hits_nothing_and_comes_back_by_itself():
     with RedisServer() as redis, watched(NodeProcess(redis)) as node, fresh(node) as client:
         client.put("before", b"1" * 1000)
         assert client.get("before") == b"1" * 1000
@@ -101,8 +101,12 @@ def test_an_emptied_redis_is_refilled_by_the_node(node, client):
         wait_until(lambda: other.get_many(list(values)) == [*values.values()], "the refill", 10)
 
 
-def test_a_stopped_redis_is_a_deadline_and_then_an_immediate_miss(tmp_path):
-    with RedisServer() as redis, watched(NodeProcess(redis)) as node, fresh(node) as client:
+def test_a_stopped_redis_is_a_deadline_and_then_an_immediate_miss():
+    with (
+        RedisServer() as redis,
+        watched(NodeProcess(redis)) as node,
+        fresh(node, limits=Limits()) as client,
+    ):
         client.put("k", b"1")
         redis.signal(signal.SIGSTOP)
         for _ in range(4):
@@ -196,8 +200,9 @@ def test_a_second_node_of_the_same_name_is_refused(tmp_path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from kvstore import BlockSession, Namespace
-session = BlockSession(sys.argv[1], run_dir=Path(sys.argv[2]), key_prefix=sys.argv[3])
+from kvstore import BlockSession, Limits, Namespace
+session = BlockSession(sys.argv[1], run_dir=Path(sys.argv[2]), key_prefix=sys.argv[3],
+                       limits=Limits(redis_timeout_s=5.0))
 ns = Namespace.named("default")
 keys = [ns.value_key(f"w{i}") for i in range(4)]
 granted = session.reserve(keys, 1000, ns.id)
@@ -285,7 +290,7 @@ def test_what_a_killed_node_left_in_shm_is_removed_when_its_last_client_closes(r
 
 
 def test_a_stopped_node_costs_a_put_one_deadline_and_gets_nothing(redis_server):
-    limits = Limits(request_timeout_s=0.5)
+    limits = Limits(request_timeout_s=0.5, redis_timeout_s=5.0)
     with watched(NodeProcess(redis_server)) as node, fresh(node, limits=limits) as client:
         client.put("k", b"1" * 100_000)
         node.signal(signal.SIGSTOP)
@@ -306,7 +311,7 @@ def content(key, size):
     unit = blake2b(key.encode(), digest_size=32).digest()
     return (unit * (size // 32 + 1))[:size]
 client = Client(sys.argv[1], run_dir=Path(sys.argv[2]), key_prefix=sys.argv[3],
-                limits=Limits(request_timeout_s=1.0))
+                limits=Limits(request_timeout_s=1.0, redis_timeout_s=1.0))
 print("ready", flush=True)
 hits = 0
 while True:

@@ -9,13 +9,14 @@ WORKER = """
 import random, sys, time
 from hashlib import blake2b
 from pathlib import Path
-from kvstore import Client
+from kvstore import Client, Limits
 rng = random.Random(int(sys.argv[4]))
 def content(i):
     unit = blake2b(str(i).encode(), digest_size=32).digest()
     return (unit * (1 + (i * 7919) % 12000))
 hits = puts = 0
-with Client(sys.argv[1], run_dir=Path(sys.argv[2]), key_prefix=sys.argv[3]) as client:
+with Client(sys.argv[1], run_dir=Path(sys.argv[2]), key_prefix=sys.argv[3],
+            limits=Limits(redis_timeout_s=5.0, request_timeout_s=10.0)) as client:
     stop = time.monotonic() + 4
     while time.monotonic() < stop:
         ids = [rng.randrange(400) for _ in range(rng.choice([1, 1, 8]))]

@@ -35,7 +35,7 @@ class PublishesBeforeTheSeal(NodeCore):
             if isinstance(answer, tuple):
                 slot = self.allocator.slot(answer[0])
                 slot.record = self._record(slot)
-                self._unpublished[slot.key] = slot
+                self.outbox.publish(slot)
 
 
 class ReservationsTimeOut(NodeCore):
@@ -75,9 +75,9 @@ class DropsPinnedBlocks(NodeCore):
 class ForgetsRemovals(NodeCore):
     """Evicted blocks stay in the index for ever."""
 
-    def take_removals(self, at_most):
-        self._removals.clear()
-        return []
+    def _free(self, slot, event, writes):
+        slot.published = False
+        super()._free(slot, event, writes)
 
 
 class ForgetsDeadWriters(NodeCore):
@@ -91,9 +91,9 @@ class KeepsOneRemovalPerKey(NodeCore):
     """The bug of seed 4: a record of a publication that never arrived hides an older one."""
 
     def _free(self, slot, event, writes):
-        for key, record in [item for item in self._removals if item[0] == slot.key]:
-            if slot.published:
-                del self._removals[key, record]
+        removals = self.outbox._removals
+        for key, record in [item for item in removals if item[0] == slot.key and slot.published]:
+            del removals[key, record]
         super()._free(slot, event, writes)
 
 

@@ -48,6 +48,14 @@ class SimSegment:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
         return bytes(self._head[start : start + HEADER_BYTES])
 
+    def apply(self, write: Write) -> None:
+        """All of `steps`, with nobody in between."""
+        for _ in self.steps(write):
+            pass
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def steps(self, write: Write) -> Iterator[None]:
         """Carry out `write`, yielding after each store that others can see by itself."""
         if isinstance(write, Fill):

@@ -64,7 +64,7 @@ class SimNode:
 
     def idle(self) -> bool:
         core = self.core
-        return not (self.inbox or core.publications_pending or core.removals_pending)
+        return not (self.inbox or core.outbox.publications_pending or core.outbox.removals_pending)
 
     def _serve(self, message: Message | SessionDead) -> Iterator[None]:
         if isinstance(message, SessionDead):
@@ -92,17 +92,17 @@ class SimNode:
     def _tell_index(self) -> Iterator[None]:
         core, index = self.core, self.world.index
         try:
-            work = core.take_publications(INDEX_BATCH)
+            work = core.outbox.take_publications(INDEX_BATCH)
             for key, _ in work:
                 self.world.check_publication(core, self.segment, key, core.by_key[key].slot_id)
             if work:
                 index.publish([KeyRecord(*item) for item in work])
-                core.published(work)
+                core.outbox.published(work)
                 yield
-            removals = core.take_removals(INDEX_BATCH)
+            removals = core.outbox.take_removals(INDEX_BATCH)
             if removals:
                 index.remove([KeyRecord(*item) for item in removals])
-                core.removed(removals)
+                core.outbox.removed(removals)
                 yield
         except IndexUnavailableError:
             yield

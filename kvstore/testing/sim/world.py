@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvstore.core.allocator import Allocator
 from kvstore.core.events import Mark, Write
 from kvstore.core.node import NodeCore
+from kvstore.core.report import stats
 from kvstore.core.slots import SlotState
 from kvstore.segment.header import RESERVED, unpack
 from kvstore.testing.sim.faults import Faults
@@ -120,10 +121,10 @@ class World:
 
     def check_settled(self, core: NodeCore) -> None:
         """After faults stopped: nothing leaked, nothing stale, everything reachable."""
-        stats = core.stats(0.0)
+        now = stats(core, 0.0)
         for what in ("reserved", "pinned", "unpublished", "removals_pending"):
-            if stats[what]:
-                self.fail(f"after the faults: {stats[what]} {what}")
+            if now[what]:
+                self.fail(f"after the faults: {now[what]} {what}")
         truth = self.index.truth()
         for key, slot in core.by_key.items():
             if truth.get(key) != slot.record:

