@@ -79,7 +79,7 @@ def fields(raw: bytes) -> Fields | None:
 
 
 def hints_of(slots: int) -> int:
-    """Entries of the table of hints, a power of two: half in use at most, with blocks of 2 KiB."""
+    """Entries of the table of hints, a power of two; half in use at most, with blocks of 8 KiB."""
     return 1 << (slots - 1).bit_length()
 
 
