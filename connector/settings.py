@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from connector.limits import BLOCK_TOKENS_MAX, PINNED_FRACTION_MAX, TIMEOUT_S_MAX
+from connector.limits import BLOCK_TOKENS_MAX, NODE_BYTES_MIN, PINNED_FRACTION_MAX, TIMEOUT_S_MAX
 from kvstore import UsageError
 
 
@@ -20,6 +20,9 @@ class ConnectorSettings:
     """Prefix of the index's keys: stores with different ones know nothing of each other."""
     node: str | None = None
     """Name of the memory node on this host; None: the only one there is."""
+    node_size_bytes: int = 1 << 30
+    """Of the embedded memory node, which the first save starts when there is neither a URL nor
+    a node."""
     run_dir: str | None = None
     """Directory of the node's socket; None: the store's own default."""
     block_tokens: int | None = None
@@ -55,6 +58,9 @@ class ConnectorSettings:
             raise UsageError("verify", self.verify, "must be 'never' or 'always'")
         if not isinstance(self.save_decode, bool):
             raise UsageError("save_decode", self.save_decode, "must be true or false")
+        size = self.node_size_bytes
+        if not isinstance(size, int) or isinstance(size, bool) or size < NODE_BYTES_MIN:
+            raise UsageError("node_size_bytes", size, f"must be at least {NODE_BYTES_MIN}")
         tokens = self.block_tokens
         if tokens is not None and (
             not isinstance(tokens, int)
