@@ -45,3 +45,5 @@ TIMEOUT_S_MAX = 600.0
 
 SAY_EVERY_S = 30.0
 """How often the same trouble is logged; a node that is down drops every save."""
+NODE_BYTES_MIN = 16 << 20
+"""Of an embedded node: below it hardly a block would stay."""

@@ -15,7 +15,7 @@ from kvstore import Found, Key
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
-    from connector.state import LazyStore
+    from connector.lazy_store import LazyStore
 
 log = logging.getLogger(__name__)
 

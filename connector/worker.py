@@ -31,7 +31,7 @@ from kvstore import BlockStore, KVStoreError, Reservation
 
 if TYPE_CHECKING:
     from connector.geometry import KVGeometry, StoreLayout
-    from connector.state import LazyStore
+    from connector.lazy_store import LazyStore
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, StepPlan, WorkerReport
 from connector.geometry import KVGeometry, ShardTopology, StoreLayout, shard_namespaces
+from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
-from connector.state import LazyStore
 from connector.worker import WorkerCore
 from kvstore.testing.blockstore import MemoryBlockStore
 

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from connector import factory
-from connector.config import ConnectorConfig
+from connector import assembly
+from connector.settings import ConnectorSettings
 from kvstore.testing.blockstore import MemoryBlockStore
 
 ENGINE_BLOCK = 16
@@ -102,7 +102,8 @@ def vllm_config(
                     "kv_connector_module_path": "connector.adapters.vllm",
                     "kv_role": role,
                     "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": extra,
+                    # Tests are about answers, not about their speed on a busy machine.
+                    "kv_connector_extra_config": {"lookup_timeout_s": 5.0, **extra},
                 }
             )
         ),
@@ -146,10 +147,10 @@ class ModelEngine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        def open_model(_: ConnectorConfig) -> MemoryBlockStore:
+        def open_model(_: ConnectorSettings) -> MemoryBlockStore:
             return store
 
-        monkeypatch.setattr(factory, "open_store", open_model)
+        monkeypatch.setattr(assembly, "open_store", open_model)
         self.config = vllm_config(model, blocks=blocks, **config)
         groups = kv_cache_config(blocks)
         self.scheduler = Scheduler(

@@ -16,10 +16,10 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.adapters.vllm_shape import engine_shape
+from connector.assembly import scheduler_side, worker_side
 from connector.base import StepPlan, WorkerReport
-from connector.config import ConnectorConfig
-from connector.factory import scheduler_side, worker_side
 from connector.limits import IDLE_WAIT_S
+from connector.settings import ConnectorSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        config = ConnectorConfig.from_extra(transfer.kv_connector_extra_config or {})
+        config = ConnectorSettings.from_extra(transfer.kv_connector_extra_config or {})
         shape = engine_shape(vllm_config, kv_cache_config, config)
         self._config = config
         self._shape = shape

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
-from connector.factory import EngineShape
+from connector.assembly import EngineShape
 from connector.geometry import Field, KVGeometry, ShardTopology
 from kvstore import UsageError
 
 if TYPE_CHECKING:
-    from connector.config import ConnectorConfig
+    from connector.settings import ConnectorSettings
 
 VLLM_NULL_BLOCK_ID = 0
 """vLLM's block pool keeps block 0 for "no block here"."""
 
 
-def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> EngineShape:
+def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettings) -> EngineShape:
     """Raises `UsageError` for what cannot be stored: it is better not to start than to guess."""
     group, spec, layers = _group(kv_cache_config)
     parallel = vllm_config.parallel_config
@@ -87,7 +87,7 @@ def _group(kv_cache_config: Any) -> tuple[int, Any, int]:
     return ids[0], spec, len(group.layer_names)
 
 
-def _model_fields(vllm_config: Any, spec: Any, config: ConnectorConfig) -> dict[str, Field]:
+def _model_fields(vllm_config: Any, spec: Any, config: ConnectorSettings) -> dict[str, Field]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     return {

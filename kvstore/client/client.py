@@ -13,7 +13,6 @@ from kvstore.client.base import Found
 from kvstore.client.reader import Place
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
-from kvstore.client.spawn import start_embedded_node
 from kvstore.client.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
@@ -91,10 +90,6 @@ class Client:
         if block_tokens < 1:
             raise UsageError("block_tokens", block_tokens, "must be at least 1")
         self.block_tokens = block_tokens
-
-        def start_node(where: Path) -> None:
-            start_embedded_node(where, key_prefix=key_prefix, size_bytes=node_size_bytes)
-
         self.session = BlockSession(
             url,
             key_prefix=key_prefix,
@@ -102,7 +97,7 @@ class Client:
             run_dir=run_dir,
             verify=verify,
             limits=limits,
-            start_node=start_node,
+            node_size_bytes=node_size_bytes,
         )
         self._reader = self.session.reader
         self._writer = self.session.writer

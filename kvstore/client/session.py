@@ -10,6 +10,7 @@ from typing import Literal
 from kvstore.client.base import BlockView, Found, Reservation
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
+from kvstore.client.spawn import start_embedded_node
 from kvstore.client.writer import Want, Writer
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import Index
@@ -27,7 +28,9 @@ class BlockSession:
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
     embedded Redis of this machine. `node` names the local node to write to, None
     takes any that serves the same index. With `verify="always"` payload checksums
-    are written and every read is checked against them, on this host too.
+    are written and every read is checked against them, on this host too. With
+    `node_size_bytes` the first save starts the embedded memory node, of that size,
+    when there is neither a URL nor a node.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class BlockSession:
         run_dir: Path | None = None,
         verify: Verify = "never",
         limits: Limits | None = None,
-        start_node: Callable[[Path], None] | None = None,
+        node_size_bytes: int | None = None,
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -59,11 +62,16 @@ class BlockSession:
             name=node,
             timeout_s=self.limits.request_timeout_s,
             checksums=verify == "always",
-            start_node=(
-                (lambda: start_node(self.run_dir))
-                if start_node is not None and self.embedded
-                else None
-            ),
+            start_node=self._node_starter(key_prefix, node, node_size_bytes),
+        )
+
+    def _node_starter(
+        self, key_prefix: str, node: str | None, size_bytes: int | None
+    ) -> Callable[[], None] | None:
+        if size_bytes is None or node is not None or not self.embedded:
+            return None
+        return lambda: start_embedded_node(
+            self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes
         )
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:

@@ -69,7 +69,7 @@ def _tensor_bytes(tensor: Any, *, own: bool = False) -> memoryview:
         raise UsageError("out", f"{plain.device} tensor", "must be contiguous in CPU memory")
     size_bytes = plain.numel() * plain.element_size()
     if size_bytes == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     raw = (ctypes.c_ubyte * size_bytes).from_address(plain.data_ptr())
     raw.owner = plain  # the view must not outlive the storage it looks at
     return memoryview(raw).cast("B")

@@ -35,9 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shape(config: Any, groups: Any) -> Any:
     from connector.adapters.vllm_shape import engine_shape
-    from connector.config import ConnectorConfig
+    from connector.settings import ConnectorSettings
 
-    return engine_shape(config, groups, ConnectorConfig())
+    return engine_shape(config, groups, ConnectorSettings())
 
 
 def transfer(**changes: Any) -> dict[str, Any]:

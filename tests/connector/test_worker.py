@@ -26,7 +26,7 @@ from connector_parts import (
 
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.geometry import ShardTopology
-from connector.state import LazyStore
+from connector.lazy_store import LazyStore
 from connector.worker import WorkerCore
 from kvstore import Found, NodeUnavailableError
 from kvstore.testing.blockstore import MemoryBlockStore, timed_out

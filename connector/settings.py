@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from connector.limits import BLOCK_TOKENS_MAX, PINNED_FRACTION_MAX, TIMEOUT_S_MAX
+from connector.limits import BLOCK_TOKENS_MAX, NODE_BYTES_MIN, PINNED_FRACTION_MAX, TIMEOUT_S_MAX
 from kvstore import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorConfig:
+class ConnectorSettings:
     """One connector's settings. Raises `UsageError` naming field, value and limit."""
 
     url: str | None = None
@@ -20,6 +20,9 @@ class ConnectorConfig:
     """Prefix of the index's keys: stores with different ones know nothing of each other."""
     node: str | None = None
     """Name of the memory node on this host; None: the only one there is."""
+    node_size_bytes: int = 1 << 30
+    """Of the embedded memory node, which the first save starts when there is neither a URL nor
+    a node."""
     run_dir: str | None = None
     """Directory of the node's socket; None: the store's own default."""
     block_tokens: int | None = None
@@ -55,6 +58,9 @@ class ConnectorConfig:
             raise UsageError("verify", self.verify, "must be 'never' or 'always'")
         if not isinstance(self.save_decode, bool):
             raise UsageError("save_decode", self.save_decode, "must be true or false")
+        size = self.node_size_bytes
+        if not isinstance(size, int) or isinstance(size, bool) or size < NODE_BYTES_MIN:
+            raise UsageError("node_size_bytes", size, f"must be at least {NODE_BYTES_MIN}")
         tokens = self.block_tokens
         if tokens is not None and (
             not isinstance(tokens, int)
@@ -64,7 +70,7 @@ class ConnectorConfig:
             raise UsageError("block_tokens", tokens, f"must be from 1 to {BLOCK_TOKENS_MAX}")
 
     @classmethod
-    def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+    def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """Settings from an engine's free-form mapping; an unknown name is an error."""
         known = sorted(f.name for f in fields(cls))
         for name in extra:

@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from connector.config import ConnectorConfig
+from connector.settings import ConnectorSettings
 from kvstore import UsageError
 
 
 def test_defaults_are_good() -> None:
-    config = ConnectorConfig.from_extra({})
+    config = ConnectorSettings.from_extra({})
     assert config.lookup_timeout_s == 0.05
     assert config.save_decode is True
 
 
 def test_settings_are_taken_over() -> None:
-    config = ConnectorConfig.from_extra({"url": "redis://h:1/2", "block_tokens": 64})
+    config = ConnectorSettings.from_extra({"url": "redis://h:1/2", "block_tokens": 64})
     assert (config.url, config.block_tokens) == ("redis://h:1/2", 64)
 
 
 def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"'block_token'.*known are.*block_tokens.*url"):
-        ConnectorConfig.from_extra({"block_token": 64})
+        ConnectorSettings.from_extra({"block_token": 64})
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
 )
 def test_a_bad_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{name}="):
-        ConnectorConfig.from_extra({name: value})
+        ConnectorSettings.from_extra({name: value})

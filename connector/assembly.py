@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from connector.geometry import Field, KVGeometry, ShardTopology, StoreLayout, shard_namespaces
+from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
-from connector.state import LazyStore
 from connector.worker import WorkerCore
 from kvstore import BlockSession, BlockStore, Limits
 
 if TYPE_CHECKING:
-    from connector.config import ConnectorConfig
+    from connector.settings import ConnectorSettings
 
 
-def open_store(config: ConnectorConfig) -> BlockStore:
+def open_store(config: ConnectorSettings) -> BlockStore:
     """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet."""
     return BlockSession(
         config.url,
@@ -25,6 +25,7 @@ def open_store(config: ConnectorConfig) -> BlockStore:
         run_dir=Path(config.run_dir) if config.run_dir else None,
         verify=config.verify,
         limits=Limits(redis_timeout_s=config.lookup_timeout_s),
+        node_size_bytes=config.node_size_bytes,
     )
 
 
@@ -42,7 +43,7 @@ class EngineShape:
     loads: bool = True
     saves: bool = True
 
-    def layout(self, config: ConnectorConfig) -> StoreLayout:
+    def layout(self, config: ConnectorSettings) -> StoreLayout:
         """The same on both sides, so that they agree on every key."""
         tokens = config.block_tokens or self.geometry.default_block_tokens()
         self.geometry.check_block_tokens(tokens)
@@ -53,7 +54,7 @@ class EngineShape:
         )
 
 
-def scheduler_side(config: ConnectorConfig, shape: EngineShape) -> SchedulerCore:
+def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCore:
     """The scheduler side; the store is opened when it is first needed."""
     settings = SchedulerSettings(
         loads=shape.loads,
@@ -67,7 +68,7 @@ def scheduler_side(config: ConnectorConfig, shape: EngineShape) -> SchedulerCore
     return SchedulerCore(store, shape.layout(config), settings)
 
 
-def worker_side(config: ConnectorConfig, shape: EngineShape, rank: int) -> WorkerCore:
+def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:
     """The worker side of worker `rank` (pipeline-major)."""
     return WorkerCore(
         LazyStore(lambda: open_store(config)),
