@@ -264,6 +264,24 @@ def test_trap_equal_hashes_of_another_dtype_or_layout_are_misses(node: NodeProce
         other.close()
 
 
+def test_trap_in_a_server_the_weights_count_and_not_their_alias(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from sglang.srt import runtime_context
+
+    pool, names, found = mha_pool(), hashes(1), []
+    for path, alias in (("/a", "default"), ("/b", "default"), ("/a", "another")):
+        args = SimpleNamespace(model_path=path, kv_cache_dtype="auto")
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda args=args: args)
+        store = backend(node, pool, model_name=alias)
+        found.append(store.exists(names[0]))
+        assert store.batch_set_v1(names, slots(pool, 0)) == [True]
+        store.close()
+    assert found == [False, False, True]
+
+
 def test_trap_every_rank_finds_replicated_kv_that_one_rank_saved(node: NodeProcess) -> None:
     pool = mla_pool()
     ranks = [backend(node, pool, is_mla_model=True, tp_rank=r, tp_size=2) for r in range(2)]
