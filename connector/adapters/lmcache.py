@@ -1,6 +1,6 @@
 """LMCache 0.5: an L2 adapter plug-in that keeps its chunks in the store.
 
-    lmcache server ... --l2-adapter '{
+    lmcache server --l1-size-gb 20 --eviction-policy LRU --l2-adapter '{
         "type": "plugin", "module_path": "connector.adapters.lmcache",
         "class_name": "KVStoreL2Adapter",
         "adapter_params": {"url": "redis://HOST:6379"}}'

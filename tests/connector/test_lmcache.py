@@ -124,6 +124,13 @@ def fills(objs: list[Any]) -> list[int]:
     return [value.pop() for value in values]
 
 
+@pytest.fixture(autouse=True)
+def untracked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache reports its use over the network unless told not to."""
+    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
+    monkeypatch.setenv("DO_NOT_TRACK", "1")
+
+
 @pytest.fixture
 def adapter(node: NodeProcess) -> Iterator[Any]:
     made = adapter_of(node)
