@@ -19,6 +19,7 @@ from kvstore.errors import (
 )
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
+from kvstore.segment.copying import copy as copy_bytes
 from kvstore.types import Key, PutResult, PutStatus
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "BlockView",
     "Found",
     "Reservation",
+    "copy_bytes",
     "Key",
     "KVStoreError",
     "UsageError",

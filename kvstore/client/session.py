@@ -108,6 +108,16 @@ class BlockSession:
     def touch(self, keys: Sequence[Key]) -> None:
         self.writer.touch(keys, time.monotonic())
 
+    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+        records = self.writer.pin_many(keys)
+        return [
+            Found(key, record) if record is not None else None
+            for key, record in zip(keys, records, strict=True)
+        ]
+
+    def unpin(self, found: Sequence[Found]) -> None:
+        self.writer.unpin_many([(f.key, f.record) for f in found])
+
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
 
