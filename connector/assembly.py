@@ -25,6 +25,7 @@ def open_store(config: ConnectorSettings) -> BlockStore:
         run_dir=Path(config.run_dir) if config.run_dir else None,
         verify=config.verify,
         limits=Limits(redis_timeout_s=config.lookup_timeout_s),
+        node_size_bytes=config.node_size_bytes,
     )
 
 

@@ -31,6 +31,17 @@ SAVE_BATCH_BYTES = 64 << 20
 PINNED_FRACTION_MAX = 0.25
 """Share of the engine's blocks that saves may keep from being reused."""
 
+PAGE_PARTS_MAX = 1 << 12
+"""Ranges of memory that one page of an engine may consist of (two a layer, at most)."""
+LOCKED_KEYS_MAX = 2048
+"""Blocks that an engine may keep locked; a lookup of one more does not find it."""
+LOCK_TIMEOUT_S = 60.0
+"""After that a lock that was not given back is over."""
+TASKS_MAX = 256
+"""Tasks of an engine waiting for their thread; one more fails at once."""
+RESULTS_MAX = 4096
+"""Results that an engine has not asked for; beyond it the oldest are dropped."""
+
 IDLE_WAIT_S = 0.002
 """How long an engine step without a forward waits for a transfer to end."""
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -56,3 +67,5 @@ TIMEOUT_S_MAX = 600.0
 
 SAY_EVERY_S = 30.0
 """How often the same trouble is logged; a node that is down drops every save."""
+NODE_BYTES_MIN = 16 << 20
+"""Of an embedded node: below it hardly a block would stay."""

@@ -20,6 +20,7 @@ from kvstore.errors import (
 )
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
+from kvstore.segment.copying import copy as copy_bytes
 from kvstore.types import Key, PutResult, PutStatus
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "Run",
     "Question",
     "Reservation",
+    "copy_bytes",
     "Key",
     "KVStoreError",
     "UsageError",

@@ -115,6 +115,22 @@ class BlockStore(Protocol):
         """Say that blocks were used: coalesced, one way, never waits."""
         ...
 
+    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+        """Keep blocks of the local node where they are; one request, no index.
+
+        A pinned block is not evicted until as many `unpin`s, `close` or the end of
+        this process; `clear` still makes it a miss. None where the local node has
+        no such block or this store holds as many pins as it may
+        (`Limits.pins_per_client`). Raises `NodeUnavailableError` or `DeadlineError`;
+        then nothing is pinned.
+        """
+        ...
+
+    def unpin(self, found: Sequence[Found]) -> None:
+        """Let pinned blocks go, each once. Never raises for a peer's fault; what cannot be
+        said to the node now is said when it is reached again."""
+        ...
+
     def clear(self, namespace_id: int) -> int:
         """Drop every block of a namespace on the local node; returns how many.
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from kvstore.client import tensors
@@ -15,7 +14,6 @@ from kvstore.client.explanation import Explanation, FieldDifference, Missing, Mi
 from kvstore.client.reader import Place
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
-from kvstore.client.spawn import start_embedded_node
 from kvstore.client.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
@@ -98,10 +96,6 @@ class Client:
         if block_tokens < 1:
             raise UsageError("block_tokens", block_tokens, "must be at least 1")
         self.block_tokens = block_tokens
-
-        def start_node(where: Path) -> None:
-            start_embedded_node(where, key_prefix=key_prefix, size_bytes=node_size_bytes)
-
         self.session = BlockSession(
             url,
             key_prefix=key_prefix,
@@ -109,7 +103,7 @@ class Client:
             run_dir=run_dir,
             verify=verify,
             limits=limits,
-            start_node=start_node,
+            node_size_bytes=node_size_bytes,
         )
         self.session.introduce([self.namespace])
         self._reader = self.session.reader
@@ -377,12 +371,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

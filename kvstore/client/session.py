@@ -12,6 +12,7 @@ from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
+from kvstore.client.spawn import start_embedded_node
 from kvstore.client.writer import Want, Writer
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.hashing import Namespace
@@ -30,7 +31,9 @@ class BlockSession:
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
     embedded Redis of this machine. `node` names the local node to write to, None
     takes any that serves the same index. With `verify="always"` payload checksums
-    are written and every read is checked against them, on this host too.
+    are written and every read is checked against them, on this host too. With
+    `node_size_bytes` the first save starts the embedded memory node, of that size,
+    when there is neither a URL nor a node.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class BlockSession:
         run_dir: Path | None = None,
         verify: Verify = "never",
         limits: Limits | None = None,
-        start_node: Callable[[Path], None] | None = None,
+        node_size_bytes: int | None = None,
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -62,14 +65,19 @@ class BlockSession:
             name=node,
             timeout_s=self.limits.request_timeout_s,
             checksums=verify == "always",
-            start_node=(
-                (lambda: start_node(self.run_dir))
-                if start_node is not None and self.embedded
-                else None
-            ),
+            start_node=self._node_starter(key_prefix, node, node_size_bytes),
         )
         self._explainer = Explainer(
             self.index, self.run_dir, key_prefix, self.limits.request_timeout_s
+        )
+
+    def _node_starter(
+        self, key_prefix: str, node: str | None, size_bytes: int | None
+    ) -> Callable[[], None] | None:
+        if size_bytes is None or node is not None or not self.embedded:
+            return None
+        return lambda: start_embedded_node(
+            self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes
         )
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
@@ -113,6 +121,16 @@ class BlockSession:
 
     def touch(self, keys: Sequence[Key]) -> None:
         self.writer.touch(keys, time.monotonic())
+
+    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+        records = self.writer.pin_many(keys)
+        return [
+            Found(key, record) if record is not None else None
+            for key, record in zip(keys, records, strict=True)
+        ]
+
+    def unpin(self, found: Sequence[Found]) -> None:
+        self.writer.unpin_many([(f.key, f.record) for f in found])
 
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)

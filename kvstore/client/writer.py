@@ -15,6 +15,7 @@ import xxhash
 from kvstore.client.base import Reservation
 from kvstore.client.control import ControlChannel, Held, Ticket, as_it_is
 from kvstore.client.nodes import LocalNodes
+from kvstore.core.record import unpack_record
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import (
     IndexUnavailableError,
@@ -293,30 +294,61 @@ class Writer:
 
     def pin(self, key: Key) -> tuple[bytes, tuple[int, int]] | None:
         """(record, handle) of a block that now stays until `unpin(handle)`."""
-        answer: tuple[bytes, tuple[int, int]] | str | None
-        answer = self._ask(Op.PIN, key, accept=self._pinned_now)
+        (answer,) = self._ask(Op.PIN, key, accept=self._pinned_now)
         if isinstance(answer, str):
             raise UsageError("pin", key.hex(), answer)
-        return answer
+        return None if answer is None else (answer, _handle(answer))
 
-    def _pinned_now(self, _: _Link, raw: list[Any]) -> tuple[bytes, tuple[int, int]] | str | None:
-        (answer,) = raw
-        if not isinstance(answer, bytes):
-            return None if answer is None else str(answer)
-        slot = int.from_bytes(answer[24:28], "little")
-        generation = int.from_bytes(answer[16:24], "little")
-        handle = (slot, generation)
-        self._pinned[handle] = self._pinned.get(handle, 0) + 1
-        return answer, handle
+    def _pinned_now(self, _: _Link, raw: list[Any]) -> list[Any]:
+        """The node's answers as they are; from here on the records among them count as held."""
+        with self._lock:
+            for record in raw:
+                if isinstance(record, bytes):
+                    handle = _handle(record)
+                    self._pinned[handle] = self._pinned.get(handle, 0) + 1
+        return raw
 
     def unpin(self, handle: tuple[int, int]) -> None:
         """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
-        count = self._pinned.get(handle, 0)
-        if count <= 1:
-            self._pinned.pop(handle, None)
-        else:
-            self._pinned[handle] = count - 1
+        self._pin_released(handle)
         self._give_back(Op.UNPIN, [handle])
+
+    def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """The record of each block that now stays until `unpin_many`; None for the others."""
+        records: list[bytes | None] = []
+        try:
+            for start in range(0, len(keys), BATCH_KEYS_MAX):
+                batch = keys[start : start + BATCH_KEYS_MAX]
+                answers = self._ask(Op.PIN, join_keys(batch), accept=self._pinned_now)
+                records += [a if isinstance(a, bytes) else None for a in answers]
+        except PeerError:
+            done = zip(keys, records, strict=False)
+            self.unpin_many([(key, record) for key, record in done if record is not None])
+            raise
+        return records
+
+    def unpin_many(self, pinned: Sequence[tuple[Key, bytes]]) -> None:
+        """Let each go once. Pins on a node that is gone are gone with it."""
+        link = self._link
+        if link is None:
+            return
+        here = (link.word.node_id, link.word.epoch)
+        handles: list[tuple[int, int]] = []
+        for key, record in pinned:
+            location = unpack_record(key, record)
+            if location is not None and (location.node_id, location.epoch) == here:
+                handles.append((location.slot, location.generation))
+                self._pin_released(handles[-1])
+        for start in range(0, len(handles), BATCH_KEYS_MAX):
+            self._give_back(Op.UNPIN, handles[start : start + BATCH_KEYS_MAX])
+
+    def _pin_released(self, handle: tuple[int, int]) -> None:
+        with self._lock:
+            count = self._pinned.get(handle, 0)
+            if count <= 1:
+                self._pinned.pop(handle, None)
+            else:
+                self._pinned[handle] = count - 1
 
     def touch(self, keys: Sequence[Key], now: float) -> None:
         """Remember that `keys` were used; tell the node now and then (design: the load path)."""
@@ -355,6 +387,11 @@ class Writer:
             link, self._link = self._link, None
         if link is not None:
             link.control.close()
+
+
+def _handle(record: bytes) -> tuple[int, int]:
+    """(slot, generation) of a record."""
+    return int.from_bytes(record[24:28], "little"), int.from_bytes(record[16:24], "little")
 
 
 def _outcomes(raw: list[Any]) -> list[PutResult]:

@@ -30,6 +30,7 @@ class _Slot:
     payload: bytearray
     generation: int
     sealed: bool = False
+    pins: int = 0
 
 
 class _View:
@@ -75,6 +76,8 @@ class MemoryBlockStore:
         self.on_reserve: Callable[[], None] = _nothing
         self.on_commit: Callable[[], None] = _nothing
         self.on_why: Callable[[], None] = _nothing
+        self.on_pin: Callable[[], None] = _nothing
+        self.pins_max = 1 << 16
 
     # --- the contract -----------------------------------------------------
 
@@ -147,11 +150,16 @@ class MemoryBlockStore:
         if slot is None or slot.generation != reservation.generation or slot.sealed:
             return rejected("not reserved")
         slot.sealed = True
-        location = Location(
-            NODE_ID, EPOCH, 0, reservation.slot, slot.generation, 0, len(slot.payload), 0
-        )
-        self._index[slot.key] = pack_record(slot.key, location)
+        self._index[slot.key] = self._record(reservation.slot, slot)
         return STORED
+
+    @staticmethod
+    def _record(slot_id: int, slot: _Slot) -> bytes:
+        location = Location(NODE_ID, EPOCH, 0, slot_id, slot.generation, 0, len(slot.payload), 0)
+        return pack_record(slot.key, location)
+
+    def _sealed_slot(self, key: Key) -> int | None:
+        return next((i for i, s in self._slots.items() if s.key == key and s.sealed), None)
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """See `BlockStore.abort`."""
@@ -169,6 +177,36 @@ class MemoryBlockStore:
         """See `BlockStore.touch`."""
         self.touched += keys
 
+    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+        """See `BlockStore.pin`."""
+        self.on_pin()
+        self._need_node()
+        pinned: list[Found | None] = []
+        with self._lock:
+            for key in keys:
+                slot_id = self._sealed_slot(key)
+                if slot_id is None or self.pins() >= self.pins_max:
+                    pinned.append(None)
+                    continue
+                slot = self._slots[slot_id]
+                slot.pins += 1
+                pinned.append(Found(key, self._record(slot_id, slot)))
+        return pinned
+
+    def unpin(self, found: Sequence[Found]) -> None:
+        """See `BlockStore.unpin`."""
+        with self._lock:
+            for key, record in found:
+                location = unpack_record(key, record)
+                slot = self._slots.get(location.slot) if location is not None else None
+                if (
+                    slot is not None
+                    and location is not None
+                    and slot.generation == location.generation
+                    and slot.pins > 0
+                ):
+                    slot.pins -= 1
+
     def clear(self, namespace_id: int) -> int:
         """See `BlockStore.clear`."""
         self._need_node()
@@ -178,7 +216,7 @@ class MemoryBlockStore:
                 for slot in self._slots.values()
                 if slot.sealed and slot.namespace_id == namespace_id
             ]
-        return sum(self.evict(key, why=MissReason.CLEARED) for key in keys)
+        return sum(self._drop(key, MissReason.CLEARED, forget=True) for key in keys)
 
     def introduce(self, namespaces: Iterable[Namespace]) -> None:
         """See `BlockStore.introduce`; the model knows no fields."""
@@ -206,17 +244,30 @@ class MemoryBlockStore:
 
     # --- the rest of the world --------------------------------------------
 
-    def evict(self, key: Key, *, forget: bool = True, why: MissReason = MissReason.EVICTED) -> bool:
-        """Take a sealed block's slot away; with `forget=False` the index still points there."""
+    def evict(self, key: Key, *, forget: bool = True) -> bool:
+        """Take a sealed block's slot away, unless it is pinned; with `forget=False` the index
+        still points there."""
+        with self._lock:
+            slot_id = self._sealed_slot(key)
+            if slot_id is not None and self._slots[slot_id].pins:
+                return False
+            return self._drop(key, MissReason.EVICTED, forget=forget)
+
+    def _drop(self, key: Key, why: MissReason, *, forget: bool) -> bool:
         with self._lock:
             if forget:
                 self._index.pop(key, None)
-            for slot_id, slot in self._slots.items():
-                if slot.key == key and slot.sealed:
-                    del self._slots[slot_id]
-                    self._gone[key] = why
-                    return True
-        return False
+            slot_id = self._sealed_slot(key)
+            if slot_id is None:
+                return False
+            del self._slots[slot_id]
+            self._gone[key] = why
+            return True
+
+    def pins(self) -> int:
+        """Slots that are pinned, however often."""
+        with self._lock:
+            return sum(slot.pins > 0 for slot in self._slots.values())
 
     def sealed(self) -> list[Key]:
         """Sealed blocks, oldest first."""

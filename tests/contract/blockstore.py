@@ -147,3 +147,47 @@ class BlockStoreContract:
 
     def test_touch_takes_any_keys(self, store: BlockStore) -> None:
         store.touch(keys(3))
+
+    def test_pin_answers_for_each_key(self, store: BlockStore) -> None:
+        a, b, c = keys(3)
+        for i, key in enumerate((a, c)):
+            save(store, key, i + 1)
+        pinned = store.pin([a, b, c])
+        assert [found is not None for found in pinned] == [True, False, True]
+        held = [found for found in pinned if found is not None]
+        assert [found.key for found in held] == [a, c]
+        for i, found in enumerate(held):
+            view = store.view(found)
+            assert view is not None
+            assert bytes(view.buffer) == bytes([i + 1]) * SIZE
+            assert view.valid()
+        store.unpin(held)
+        assert store.pin([]) == []
+
+    def test_what_is_only_reserved_cannot_be_pinned(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        (reservation,) = store.reserve([key], SIZE, NAMESPACE)
+        assert isinstance(reservation, Reservation)
+        assert store.pin([key]) == [None]
+        store.abort([reservation])
+
+    def test_unpin_takes_what_is_pinned_no_more(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        save(store, key, 1)
+        (found,) = store.pin([key])
+        assert found is not None
+        for _ in range(3):
+            store.unpin([found])
+        (again,) = store.pin([key])
+        assert again is not None
+        store.unpin([again, Found(key, b"\0" * 44)])
+
+    def test_a_pinned_block_that_is_cleared_is_a_miss(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        save(store, key, 3, OTHER_NAMESPACE)
+        (found,) = store.pin([key])
+        assert found is not None
+        store.clear(OTHER_NAMESPACE)
+        assert store.view(found) is None
+        assert store.pin([key]) == [None]
+        store.unpin([found])
