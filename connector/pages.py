@@ -89,6 +89,7 @@ class Pages:
     def __init__(self, store: BlockStore, namespace: Namespace) -> None:
         self.store = store
         self.namespace = namespace
+        store.introduce([namespace])
 
     def keys(self, names: Sequence[bytes]) -> list[Key]:
         """One key per name. It depends on nothing else: an engine asks for the same page
