@@ -45,3 +45,9 @@ TIMEOUT_S_MAX = 600.0
 
 SAY_EVERY_S = 30.0
 """How often the same trouble is logged; a node that is down drops every save."""
+
+CONFIG_BYTES_MAX = 1 << 20
+"""Characters of a configuration document."""
+PORT_MAX = 65535
+KV_RANKS_MAX = 1 << 16
+"""Engines in one group of `kv_parallel_size`."""
