@@ -51,3 +51,6 @@ CONFIG_BYTES_MAX = 1 << 20
 PORT_MAX = 65535
 KV_RANKS_MAX = 1 << 16
 """Engines in one group of `kv_parallel_size`."""
+
+FINISHED_PENDING_MAX = 1 << 16
+"""Requests that some workers have reported as transferred and others have not (yet)."""
