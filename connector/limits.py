@@ -54,3 +54,6 @@ KV_RANKS_MAX = 1 << 16
 
 FINISHED_PENDING_MAX = 1 << 16
 """Requests that some workers have reported as transferred and others have not (yet)."""
+CONNECTORS_REGISTERED_MAX = 256
+GROUP_WAIT_S = 60.0
+"""How long one thread waits for another that starts or ends the process's connector."""
