@@ -130,6 +130,7 @@ class KVConnectorScheduler(Protocol):
 
     def on_new_request(self, request: EngineRequest) -> None:
         """A request has arrived: a good moment to start looking it up."""
+        return
 
     @abstractmethod
     def get_num_new_matched_tokens(
@@ -161,6 +162,7 @@ class KVConnectorScheduler(Protocol):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """What came of a step, all workers together."""
+        return
 
     def request_finished(
         self, request: EngineRequest, block_ids: Sequence[int]
@@ -186,6 +188,7 @@ class KVConnectorScheduler(Protocol):
 
     def shutdown(self) -> None:
         """Give everything back. Safe to call twice."""
+        return
 
 
 @runtime_checkable
@@ -202,6 +205,7 @@ class KVConnectorWorker(Protocol):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The KV tensors by layer name, in layer order. Raises `UsageError` for their shape."""
+        return
 
     @abstractmethod
     def bind_connector_metadata(self, metadata: Any) -> None:
@@ -218,6 +222,7 @@ class KVConnectorWorker(Protocol):
 
     def handle_preemptions(self, metadata: Any) -> None:
         """Before the forward overwrites blocks that requests have lost."""
+        return
 
     @abstractmethod
     def start_load_kv(self) -> None:
@@ -226,9 +231,11 @@ class KVConnectorWorker(Protocol):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when the layer's KV that this forward needs is in place."""
+        return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
         """The forward has written this layer's KV."""
+        return
 
     @abstractmethod
     def wait_for_save(self) -> None:
@@ -263,6 +270,7 @@ class KVConnectorWorker(Protocol):
 
     def shutdown(self) -> None:
         """End transfers and give everything back. Safe to call twice."""
+        return
 
 
 class KVConnectorBase(Protocol):
