@@ -98,6 +98,12 @@ class KVConnectorFactory:
         cls, config: KVTransferConfig, role: Literal[KVConnectorRole.WORKER], engine: Any
     ) -> KVConnectorWorker: ...
 
+    @overload
+    @classmethod
+    def create_connector(
+        cls, config: KVTransferConfig, role: KVConnectorRole, engine: Any
+    ) -> KVConnectorScheduler | KVConnectorWorker: ...
+
     @classmethod
     def create_connector(
         cls, config: KVTransferConfig, role: KVConnectorRole, engine: Any

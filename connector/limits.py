@@ -57,3 +57,5 @@ FINISHED_PENDING_MAX = 1 << 16
 CONNECTORS_REGISTERED_MAX = 256
 GROUP_WAIT_S = 60.0
 """How long one thread waits for another that starts or ends the process's connector."""
+MULTI_CONNECTORS_MAX = 16
+"""Connectors in one MultiConnector."""
