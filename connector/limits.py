@@ -59,3 +59,5 @@ GROUP_WAIT_S = 60.0
 """How long one thread waits for another that starts or ends the process's connector."""
 MULTI_CONNECTORS_MAX = 16
 """Connectors in one MultiConnector."""
+COPY_BLOCKS_MAX = 1 << 20
+"""Blocks in one `copy_kv_blocks`."""
