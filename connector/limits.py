@@ -61,3 +61,20 @@ MULTI_CONNECTORS_MAX = 16
 """Connectors in one MultiConnector."""
 COPY_BLOCKS_MAX = 1 << 20
 """Blocks in one `copy_kv_blocks`."""
+
+PARCEL_PART_BYTES = 1 << 20
+"""Tensors handed over through the store are cut into values of this size: a value has to fit
+into one arena, and a node of tests or demos has small ones."""
+PARCEL_BYTES_MAX = 2 << 30
+"""What one sender may hold pinned; half the pins that a client may have are parts of this."""
+PARCEL_NAME_MAX = 256
+PIPE_MESSAGES_MAX = 64
+"""Messages sent and not yet received."""
+LOOKUP_ENTRIES_MAX = 64
+"""Entries inserted and not yet dropped."""
+TRANSFER_TIMEOUT_S = 30.0
+"""How long a pipe or a lookup buffer waits unless told otherwise."""
+POLL_MIN_S = 0.0005
+"""Pause before a store is asked again for what is not there yet; doubles up to"""
+POLL_MAX_S = 0.01
+"""this."""
