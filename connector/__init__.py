@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from connector.assembly import EngineShape
     from connector.base import BlockPins, EngineRequest
     from connector.config import KVTransferConfig
+    from connector.copy import copy_kv_blocks
     from connector.factory import KVConnectorFactory
     from connector.geometry import KVGeometry, ShardTopology
     from connector.kvstore_connector import EngineInfo, KVStoreConnector
+    from connector.lookup_buffer import KVEntry, LookupBuffer
+    from connector.multi import MultiConnector
+    from connector.pipe import Pipe, PipeClosedError
     from connector.protocol import (
         CountStats,
         KVConnectorBase,
@@ -40,9 +44,13 @@ _EXPORTS = {
     "assembly": ("EngineShape",),
     "base": ("BlockPins", "EngineRequest"),
     "config": ("KVTransferConfig",),
+    "copy": ("copy_kv_blocks",),
     "factory": ("KVConnectorFactory",),
     "geometry": ("KVGeometry", "ShardTopology"),
     "kvstore_connector": ("EngineInfo", "KVStoreConnector"),
+    "lookup_buffer": ("KVEntry", "LookupBuffer"),
+    "multi": ("MultiConnector",),
+    "pipe": ("Pipe", "PipeClosedError"),
     "protocol": (
         "CountStats",
         "KVConnectorBase",
@@ -90,6 +98,7 @@ __all__ = [
     "CountStats",
     "WorkerEvents",
     "KVStoreConnector",
+    "MultiConnector",
     "EngineInfo",
     "EngineShape",
     "EngineRequest",
@@ -101,4 +110,9 @@ __all__ = [
     "get_kv_transfer_group",
     "has_kv_transfer_group",
     "is_v1_kv_transfer_group",
+    "copy_kv_blocks",
+    "LookupBuffer",
+    "KVEntry",
+    "Pipe",
+    "PipeClosedError",
 ]

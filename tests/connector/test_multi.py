@@ -210,6 +210,16 @@ def test_request_that_two_children_send_is_sent_when_both_say_so() -> None:
     assert both.get_finished(set()).finished_sending == {"r"}
 
 
+def test_request_that_three_children_send_is_sent_with_the_third() -> None:
+    made, workers = worker(child(), child(), child())
+    made.bind_connector_metadata(MultiMetadata(("a", "b", "c"), {"r": 2}))
+    for c in workers[:2]:
+        c.answers["get_finished"] = TransferResults({"r"})
+    assert made.get_finished(set()).finished_sending == set()
+    workers[1].answers["get_finished"] = TransferResults()
+    assert made.get_finished(set()).finished_sending == {"r"}
+
+
 def test_parameters_of_a_finished_request_are_merged_and_must_not_clash() -> None:
     made, children = scheduler(3)
     first = {"host": "a"}
