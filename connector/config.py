@@ -132,8 +132,10 @@ class KVTransferConfig:
         """Whether the connector `name` is used, by itself or in a MultiConnector."""
         if self.kv_connector != "MultiConnector":
             return self.kv_connector == name
-        children = self.kv_connector_extra_config.get("connectors", ())
-        return name == "MultiConnector" or any(c.get("kv_connector") == name for c in children)
+        children = self.kv_connector_extra_config.get("connectors") or ()
+        return name == "MultiConnector" or any(
+            isinstance(child, Mapping) and child.get("kv_connector") == name for child in children
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All fields; `from_dict` of it is an equal config."""

@@ -136,6 +136,13 @@ def test_connectors_of_a_multi_connector_are_found() -> None:
     assert config.has_connector("MultiConnector")
     assert config.has_connector("B")
     assert not config.has_connector("C")
+    for odd in (None, ["A"]):
+        config = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": odd},
+        )
+        assert not config.has_connector("A")
     single = KVTransferConfig(kv_connector="A", kv_role="kv_both")
     assert single.has_connector("A")
     assert not single.has_connector("B")

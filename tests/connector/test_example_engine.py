@@ -46,6 +46,8 @@ def settings(node: NodeProcess) -> dict[str, Any]:
         "run_dir": str(node.run_dir),
         "block_tokens": STORE_BLOCK,
         "lookup_timeout_s": 10.0,
+        "load_timeout_s": 30.0,
+        "save_timeout_s": 30.0,
     }
 
 
