@@ -70,9 +70,16 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
 
 def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:
     """The worker side of worker `rank` (pipeline-major)."""
+    layout = shape.layout(config)
+
+    def open_to_save() -> BlockStore:
+        store = open_store(config)
+        store.introduce(layout.namespaces)
+        return store
+
     return WorkerCore(
-        LazyStore(lambda: open_store(config)),
-        shape.layout(config),
+        LazyStore(open_to_save),
+        layout,
         shape.geometry,
         shard=shape.topology.shard_of(rank),
         saves=shape.saves and shape.topology.saves(rank),

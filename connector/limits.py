@@ -49,6 +49,17 @@ SHUTDOWN_TIMEOUT_S = 5.0
 STORE_RETRY_S = 1.0
 """Pause before a store that could not be opened is tried again."""
 
+EXPLAIN_REQUESTS_MAX = 1024
+"""Requests that are remembered for `explain`, live ones and ended ones each."""
+EXPLAIN_EVENTS_MAX = 16
+"""Events of one request that are remembered, the last ones."""
+EXPLAIN_QUEUE_MAX = 256
+"""Questions and lines waiting for their thread; a further question is not asked."""
+EXPLAIN_QUESTIONS_MAX, EXPLAIN_QUESTIONS_PERIOD_S = 20, 1.0
+"""How many missing blocks one engine asks its nodes about in that time."""
+EXPLAIN_LINES_MAX, EXPLAIN_LINES_PERIOD_S = 20, 10.0
+"""How many requests that got less than possible have a log line in that time."""
+
 BLOCK_TOKENS_MAX_DEFAULT = 256
 BLOCK_BYTES_MIN_DEFAULT = 1 << 20
 BLOCK_TOKENS_MAX = 1 << 16

@@ -6,12 +6,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from connector.limits import LOOKUP_QUEUE_MAX, MATCH_BLOCKS_MAX, SHUTDOWN_TIMEOUT_S, Clock
-from kvstore import Found, Key
+from kvstore import Found, Key, Missing, MissReason, Run
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -32,6 +32,12 @@ class Lookup:
     """Keys of every full store block, one list per shard."""
     runs: tuple[list[Found], ...] = ()
     """What is present, one list per shard, all equally long: the shortest shard's run."""
+    short: MissReason | None = None
+    """Why `runs` ends before the keys do; None when it does not."""
+    short_shard: int = 0
+    """The shard that is why."""
+    why: Missing | None = None
+    """What the store says about the first missing block, when it was asked; set after `done`."""
 
     @property
     def run(self) -> int:
@@ -49,9 +55,12 @@ class Lookups:
         clock: Clock = time.monotonic,
         *,
         warm_up: bool = True,
+        on_answer: Callable[[Lookup], None] | None = None,
     ) -> None:
+        """`on_answer` is called on the lookup thread after `done` is set; it must not wait."""
         self._store = store
         self._wants_warm_up = warm_up
+        self._on_answer = on_answer
         self._layout = layout
         self._timeout_s = timeout_s
         self._clock = clock
@@ -86,8 +95,11 @@ class Lookups:
                 # A lookup may cost its own hit, never the thread that all others need.
                 log.exception("lookup failed")
                 lookup.runs = ()
+                lookup.short = MissReason.INDEX_ERROR
             lookup.answered_at = self._clock()
             lookup.done.set()
+            if self._on_answer is not None:
+                self._on_answer(lookup)
 
     def _warm_up(self) -> None:
         """Connect before the first request: its deadline is short and would be missed."""
@@ -106,12 +118,19 @@ class Lookups:
         lookup.keys = tuple(ns.engine_keys(hashes, per_key) for ns in self._layout.namespaces)
         store = self._store.get()
         if store is None:
+            lookup.short = MissReason.NO_STORE
             return
-        runs: list[list[Found]] = []
-        for keys in lookup.keys:
+        runs: list[Run] = []
+        for shard, keys in enumerate(lookup.keys):
             left_s = deadline - self._clock()
-            if left_s <= 0 or blocks == 0:
+            if blocks == 0:
                 return
-            runs.append(store.match(keys[:blocks], timeout_s=left_s))
-            blocks = len(runs[-1])
+            if left_s <= 0:
+                lookup.short = MissReason.DEADLINE
+                return
+            run = store.match(keys[:blocks], timeout_s=left_s)
+            if run.short is not None:
+                lookup.short, lookup.short_shard = run.short, shard
+            runs.append(run)
+            blocks = len(run)
         lookup.runs = tuple(run[:blocks] for run in runs)

@@ -4,8 +4,9 @@
 """
 
 from kvstore.client.aio import AsyncClient
-from kvstore.client.base import BlockStore, BlockView, Found, Reservation
+from kvstore.client.base import BlockStore, BlockView, Found, Question, Reservation, Run
 from kvstore.client.client import Client, Match, Pinned
+from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.session import BlockSession
 from kvstore.errors import (
     DeadlineError,
@@ -29,6 +30,10 @@ __all__ = [
     "AsyncClient",
     "Match",
     "Pinned",
+    "Explanation",
+    "Missing",
+    "MissReason",
+    "FieldDifference",
     "PutResult",
     "PutStatus",
     "Namespace",
@@ -37,6 +42,8 @@ __all__ = [
     "BlockStore",
     "BlockView",
     "Found",
+    "Run",
+    "Question",
     "Reservation",
     "copy_bytes",
     "Key",

@@ -38,9 +38,8 @@ class Namespace:
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         self.fields: dict[str, Field] = dict(sorted(fields.items()))
-        canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
         self.fingerprint: bytes = blake2b(
-            canonical.encode(), digest_size=32, person=b"kvstore-ns-v1"
+            self.canonical(), digest_size=32, person=b"kvstore-ns-v1"
         ).digest()
         self.id: int = int.from_bytes(self.fingerprint[:4], "little")
         """32 bits of the fingerprint, kept in slot headers so that a namespace can be cleared."""
@@ -49,6 +48,10 @@ class Namespace:
         self._of_values = sha256(b"value" + self.fingerprint).digest()
         self._of_blocks = sha256(b"block" + self.fingerprint).digest()
         self._of_engine = sha256(b"engine" + self.fingerprint).digest()
+
+    def canonical(self) -> bytes:
+        """The fields as JSON, the same bytes for the same fields."""
+        return json.dumps(self.fields, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def named(cls, name: str) -> Namespace:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvstore.client.base import BlockView, Found, Reservation
+from kvstore.client.base import BlockView, Found, Question, Reservation, Run
+from kvstore.client.explain import Explainer
+from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.writer import Want, Writer
 from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import Limits
@@ -64,6 +67,9 @@ class BlockSession:
             checksums=verify == "always",
             start_node=self._node_starter(key_prefix, node, node_size_bytes),
         )
+        self._explainer = Explainer(
+            self.index, self.run_dir, key_prefix, self.limits.request_timeout_s
+        )
 
     def _node_starter(
         self, key_prefix: str, node: str | None, size_bytes: int | None
@@ -74,18 +80,26 @@ class BlockSession:
             self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes
         )
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;
         with a `timeout_s` shorter than what it took, the answer counts as too late: a miss."""
         started = time.monotonic()
         try:
-            records = self.reader.readable_run(keys)
+            records = self.reader.indexed_run(keys)
         except IndexUnavailableError as e:
             self.reader.index_failed(e)
-            return []
+            return Run(short=reason_of(e))
+        readable = self.reader.readable_count(records)
         if timeout_s is not None and time.monotonic() - started > timeout_s:
-            return []
-        return [Found(key, record) for key, record in zip(keys, records, strict=False)]
+            self.reader.missed(MissReason.DEADLINE)
+            return Run(short=MissReason.DEADLINE)
+        run = Run(map(Found, keys, records[:readable]))
+        if readable < len(records):
+            self.reader.missed(MissReason.OUT_OF_REACH)
+            run.short = MissReason.OUT_OF_REACH
+        elif readable < len(keys):
+            run.short = MissReason.ABSENT
+        return run
 
     def view(self, found: Found) -> BlockView | None:
         place = self.reader.place(found.key, found.record)
@@ -121,7 +135,14 @@ class BlockSession:
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
 
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        self.writer.introduce(namespaces)
+
+    def why_missing(self, question: Question) -> Missing:
+        return self._explainer.why(question)
+
     def close(self) -> None:
+        self._explainer.close()
         self.writer.close()
         self.reader.close()
         self.nodes.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,8 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.hashing import Namespace
+from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, PutResult, rejected
@@ -59,6 +60,8 @@ class _Link:
         self.shm.populate_ahead()
         self.payload = self.shm.payload
         self.inline_bytes = word.inline_bytes
+        self.introduced: set[int] = set()
+        """Namespaces of which this start of the node was told."""
 
 
 class Writer:
@@ -74,6 +77,8 @@ class Writer:
         start_node: Callable[[], None] | None,
     ) -> None:
         self._nodes = nodes
+        self._introductions: dict[int, bytes] = {}
+        """Fields of the namespaces that this client saves to, by id."""
         self._name = name
         self._timeout_s = timeout_s
         self._checksums = checksums
@@ -176,7 +181,25 @@ class Writer:
         answers: list[Reservation | PutResult] = self._ask(
             Op.RESERVE, *arguments, accept=partial(self._granted, wants)
         )
+        self._introduce(namespace_id)
         return answers
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        """Nodes are told of these when something is first saved there."""
+        for namespace in namespaces:
+            raw = namespace.canonical()
+            if len(raw) <= NAMESPACE_BYTES_MAX:
+                self._introductions[namespace.id] = raw
+
+    def _introduce(self, namespace_id: int) -> None:
+        """Tell the node once what the id stands for. After a request: then the channel is open,
+        and a node that is slow costs this nothing."""
+        link = self._link
+        if link is None or namespace_id in link.introduced:
+            return
+        raw = self._introductions.get(namespace_id)
+        if raw is None or link.control.say(Op.NAMESPACE, namespace_id, raw):
+            link.introduced.add(namespace_id)
 
     def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later:
         """`reserve` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called.

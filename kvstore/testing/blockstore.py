@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.client.base import BlockView, Found, Reservation
+from kvstore.client.base import BlockView, Found, Question, Reservation, Run
+from kvstore.client.explanation import Missing, MissReason
 from kvstore.core.record import pack_record, unpack_record
 from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.hashing import Namespace
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
 
 NODE_ID = 1
@@ -62,6 +64,9 @@ class MemoryBlockStore:
         self.match_calls = 0
         self.node_down = False
         self.index_down = False
+        self.index_trouble = MissReason.INDEX_ERROR
+        """What a match says of an index that is down."""
+        self._gone: dict[Key, MissReason] = {}
         self.closed = False
         self.on_match: Callable[[], None] = _nothing
         """Runs inside `match`, before it answers: a test may wait in it."""
@@ -70,24 +75,26 @@ class MemoryBlockStore:
         """Runs between a reader's copy and its check."""
         self.on_reserve: Callable[[], None] = _nothing
         self.on_commit: Callable[[], None] = _nothing
+        self.on_why: Callable[[], None] = _nothing
         self.on_pin: Callable[[], None] = _nothing
         self.pins_max = 1 << 16
 
     # --- the contract -----------------------------------------------------
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`."""
         started = time.monotonic()
         self.match_calls += 1
         self.on_match()
         late = timeout_s is not None and time.monotonic() - started > timeout_s
-        run: list[Found] = []
         if self.index_down or late:
-            return run
+            return Run(short=MissReason.DEADLINE if late else self.index_trouble)
+        run = Run()
         with self._lock:
             for key in keys:
                 record = self._index.get(key)
                 if record is None:
+                    run.short = MissReason.ABSENT
                     break
                 run.append(Found(key, record))
         return run
@@ -209,7 +216,23 @@ class MemoryBlockStore:
                 for slot in self._slots.values()
                 if slot.sealed and slot.namespace_id == namespace_id
             ]
-        return sum(self._drop(key, forget=True) for key in keys)
+        return sum(self._drop(key, MissReason.CLEARED, forget=True) for key in keys)
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        """See `BlockStore.introduce`; the model knows no fields."""
+
+    def why_missing(self, question: Question) -> Missing:
+        """See `BlockStore.why_missing`."""
+        self.on_why()
+        block = question.block
+        if self.index_down:
+            return Missing(block=block, reason=self.index_trouble, detail="the model's index")
+        with self._lock:
+            slots = {slot.key: slot.sealed for slot in self._slots.values()}
+            reason = self._gone.get(question.key, MissReason.NEVER_STORED)
+        if question.key in slots:
+            reason = MissReason.NOT_INDEXED if slots[question.key] else MissReason.BEING_WRITTEN
+        return Missing(block=block, reason=reason, detail="says the model", node="model")
 
     def close(self) -> None:
         """See `BlockStore.close`."""
@@ -228,9 +251,9 @@ class MemoryBlockStore:
             slot_id = self._sealed_slot(key)
             if slot_id is not None and self._slots[slot_id].pins:
                 return False
-            return self._drop(key, forget=forget)
+            return self._drop(key, MissReason.EVICTED, forget=forget)
 
-    def _drop(self, key: Key, *, forget: bool) -> bool:
+    def _drop(self, key: Key, why: MissReason, *, forget: bool) -> bool:
         with self._lock:
             if forget:
                 self._index.pop(key, None)
@@ -238,6 +261,7 @@ class MemoryBlockStore:
             if slot_id is None:
                 return False
             del self._slots[slot_id]
+            self._gone[key] = why
             return True
 
     def pins(self) -> int:

@@ -6,7 +6,17 @@ import os
 
 import pytest
 
-from kvstore import BlockStore, Found, Key, PutStatus, Reservation
+from kvstore import (
+    BlockStore,
+    Found,
+    Key,
+    Missing,
+    MissReason,
+    Namespace,
+    PutStatus,
+    Question,
+    Reservation,
+)
 
 SIZE = 40_000
 """Bytes of a block here: larger than what travels inline."""
@@ -25,6 +35,10 @@ def save(store: BlockStore, key: Key, fill: int, namespace_id: int = NAMESPACE) 
     reservation.buffer[:] = bytes([fill]) * SIZE
     (result,) = store.commit([reservation])
     assert result.status is PutStatus.STORED
+
+
+def why(store: BlockStore, key: Key, block: int = 0) -> Missing:
+    return store.why_missing(Question(block, key, Namespace.named("contract"), lambda _: None))
 
 
 class BlockStoreContract:
@@ -109,6 +123,27 @@ class BlockStoreContract:
         (found,) = store.match([a])
         assert store.view(Found(b, found.record)) is None
         assert store.view(Found(a, b"\0" * 44)) is None
+
+    def test_a_match_says_why_it_is_short(self, store: BlockStore) -> None:
+        here, missing = keys(2)
+        save(store, here, 1)
+        assert store.match([here]).short is None
+        assert store.match([]).short is None
+        assert store.match([here, missing]).short is MissReason.ABSENT
+        late = store.match([here], timeout_s=0.0)
+        assert (late, late.short) == ([], MissReason.DEADLINE)
+
+    def test_a_missing_block_has_a_reason(self, store: BlockStore) -> None:
+        never, cleared, open_ = keys(3)
+        assert why(store, never).reason is MissReason.NEVER_STORED
+        save(store, cleared, 1)
+        store.clear(NAMESPACE)
+        assert why(store, cleared).reason is MissReason.CLEARED
+        (reservation,) = store.reserve([open_], SIZE, NAMESPACE)
+        assert isinstance(reservation, Reservation)
+        missing = why(store, open_, block=5)
+        assert (missing.block, missing.reason) == (5, MissReason.BEING_WRITTEN)
+        store.abort([reservation])
 
     def test_touch_takes_any_keys(self, store: BlockStore) -> None:
         store.touch(keys(3))
