@@ -69,3 +69,36 @@ SAY_EVERY_S = 30.0
 """How often the same trouble is logged; a node that is down drops every save."""
 NODE_BYTES_MIN = 16 << 20
 """Of an embedded node: below it hardly a block would stay."""
+
+CONFIG_BYTES_MAX = 1 << 20
+"""Characters of a configuration document."""
+PORT_MAX = 65535
+KV_RANKS_MAX = 1 << 16
+"""Engines in one group of `kv_parallel_size`."""
+
+FINISHED_PENDING_MAX = 1 << 16
+"""Requests that some workers have reported as transferred and others have not (yet)."""
+CONNECTORS_REGISTERED_MAX = 256
+GROUP_WAIT_S = 60.0
+"""How long one thread waits for another that starts or ends the process's connector."""
+MULTI_CONNECTORS_MAX = 16
+"""Connectors in one MultiConnector."""
+COPY_BLOCKS_MAX = 1 << 20
+"""Blocks in one `copy_kv_blocks`."""
+
+PARCEL_PART_BYTES = 1 << 20
+"""Tensors handed over through the store are cut into values of this size: a value has to fit
+into one arena, and a node of tests or demos has small ones."""
+PARCEL_BYTES_MAX = 2 << 30
+"""What one sender may hold pinned; half the pins that a client may have are parts of this."""
+PARCEL_NAME_MAX = 256
+PIPE_MESSAGES_MAX = 64
+"""Messages sent and not yet received."""
+LOOKUP_ENTRIES_MAX = 64
+"""Entries inserted and not yet dropped."""
+TRANSFER_TIMEOUT_S = 30.0
+"""How long a pipe or a lookup buffer waits unless told otherwise."""
+POLL_MIN_S = 0.0005
+"""Pause before a store is asked again for what is not there yet; doubles up to"""
+POLL_MAX_S = 0.01
+"""this."""
