@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import index, local
+from benchmarks import index, local, vllm
 from benchmarks.report import show
 
-SUITES = {"index": index, "local": local}
+SUITES = {"index": index, "local": local, "vllm": vllm}
 
 
 def main() -> None:

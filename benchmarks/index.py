@@ -11,6 +11,7 @@ from typing import Any
 
 import redis
 
+from benchmarks.local_workers import PATIENT
 from benchmarks.processes import house
 from benchmarks.report import Row, machine, median, micros, percentile, ratios, spread
 from kvstore import Client
@@ -38,7 +39,9 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     rows: list[Row] = []
     with house(NODE_BYTES) as here:
         about = machine(here.url)
-        with Client(here.url, run_dir=here.run_dir, block_tokens=BLOCK_TOKENS) as client:
+        with Client(
+            here.url, run_dir=here.run_dir, block_tokens=BLOCK_TOKENS, limits=PATIENT
+        ) as client:
             bare = redis.Redis.from_url(here.url)
             for count in KEYS:
                 for present, share in PRESENT.items():
@@ -74,7 +77,7 @@ def _match(
 
 def _publish(url: str, run_dir: Path, count: int, repetitions: int) -> Row:
     """Against a bare MSET of the same keys and records, other keys each time for both."""
-    index = open_index(url, key_prefix=KEY_PREFIX)
+    index = open_index(url, key_prefix=KEY_PREFIX, publish_timeout_s=PATIENT.request_timeout_s)
     bare = redis.Redis.from_url(url)
     space = KeySpace(KEY_PREFIX)
     batches = [[KeyRecord(_key(n, i), bytes(44)) for i in range(count)] for n in range(2)]

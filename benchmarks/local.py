@@ -70,7 +70,8 @@ def _with_readers(here: House, writer: Worker, readers: int, options: Namespace)
 
 
 def _held_bytes(options: Namespace) -> int:
-    return HELD_BYTES * options.node_bytes // NODE_BYTES
+    node_bytes: int = options.node_bytes
+    return HELD_BYTES * node_bytes // NODE_BYTES
 
 
 def _shapes(readers: int, options: Namespace) -> list[tuple[int, int]]:

@@ -1,9 +1,173 @@
-"""Peers under the `local` suite's shapes."""
+"""Others under the shapes of `local`: one writer and one reader in this process, next to memcpy.
+
+Each peer stores and returns whole values; which copies it makes on the way is its
+own business. A peer that is not installed is one row that says so.
+"""
 
 from __future__ import annotations
 
-PEERS: dict = {}
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import redis
+
+from benchmarks.memory import PAGE_BYTES, Buffers, Memory, memcpy
+from benchmarks.report import Row, median, micros, percentile, ratios, spread
+from kvstore.index.embedded import EmbeddedRedis
+
+CASE_BYTES = 512 << 20
+REPETITIONS_MIN, REPETITIONS_MAX = 5, 100
+SETS = 2
+"""Values of so many repetitions are kept apart, so that a get is not of what was just put."""
+LARGEST_BYTES = 256 << 20
+"""A repetition that moves more is left out."""
 
 
-def run(peer, sizes, batches):
-    return []
+class Peer(Protocol):
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None: ...
+
+    def get(self, keys: Sequence[str], out: Sequence[memoryview]) -> None:
+        """Every value whole, in `out`; raises when one is missing."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PlainRedis:
+    """The payload itself in Redis, over its Unix socket: one MSET, one MGET."""
+
+    def __init__(self) -> None:
+        self._where = tempfile.TemporaryDirectory(prefix="kvb-")
+        self._server = EmbeddedRedis.acquire(Path(self._where.name))
+        self._client = redis.Redis.from_url(self._server.url)
+        self._client.config_set("maxmemory", 0)
+
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:
+        self._client.mset(dict(zip(keys, map(bytes, values), strict=True)))
+
+    def get(self, keys: Sequence[str], out: Sequence[memoryview]) -> None:
+        for target, value in zip(out, self._client.mget(keys), strict=True):
+            target[:] = value
+
+    def close(self) -> None:
+        self._client.close()
+        self._server.close()
+        self._where.cleanup()
+
+
+class Mooncake:
+    """Mooncake Store from PyPI, over TCP loopback: needs a running `mooncake_master`."""
+
+    def __init__(self) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._store = MooncakeDistributedStore()
+        failed = self._store.setup(
+            "localhost", "P2PHANDSHAKE", 2 << 30, 1 << 30, "tcp", "", "127.0.0.1:50051"
+        )
+        if failed:
+            raise RuntimeError(f"no mooncake_master at 127.0.0.1:50051 ({failed})")
+
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self._store.remove(key)
+            if self._store.put(key, bytes(value)):
+                raise RuntimeError(f"put {key}")
+
+    def get(self, keys: Sequence[str], out: Sequence[memoryview]) -> None:
+        for key, target in zip(keys, out, strict=True):
+            target[:] = self._store.get(key)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class LMCache:
+    """LMCache has no put and get of values outside an engine: there is nothing to drive here."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("stores paged KV tensors of an engine only; measure it with one")
+
+
+PEERS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "redis": ("redis", PlainRedis),
+    "mooncake": ("mooncake", Mooncake),
+    "lmcache": ("lmcache", LMCache),
+}
+"""By name: the module that must be installed, and the driver."""
+
+
+def run(name: str, sizes: Sequence[int], batches: Sequence[int]) -> list[Row]:
+    module, make = PEERS[name]
+    if find_spec(module) is None:
+        return [{"op": f"{name}: not installed"}]
+    try:
+        peer: Peer = make()
+    except (ImportError, RuntimeError) as e:
+        return [{"op": f"{name}: {e}"}]
+    try:
+        return [
+            row
+            for batch in batches
+            for size_bytes in sizes
+            if size_bytes * batch <= LARGEST_BYTES
+            for row in _case(name, peer, size_bytes, batch)
+        ]
+    finally:
+        peer.close()
+
+
+def _case(name: str, peer: Peer, size_bytes: int, batch: int) -> list[Row]:
+    each = batch * max(size_bytes, PAGE_BYTES)
+    sources = Buffers(Memory(each * SETS), batch * SETS, size_bytes)
+    targets = Buffers(Memory(each), batch, size_bytes)
+    wanted = CASE_BYTES // (size_bytes * batch)
+    repetitions = max(REPETITIONS_MIN, min(REPETITIONS_MAX, wanted))
+    took: dict[str, list[float]] = {"put": [], "get": [], "memcpy": []}
+    for number in range(repetitions + SETS):
+        places = range(number % SETS * batch, (number % SETS + 1) * batch)
+        sums = [sources.stamp(place, number << 16 | place) for place in places]
+        keys = [f"{size_bytes}/{place}" for place in places]
+        views = [sources.views[place] for place in places]
+        addresses = [sources.addresses[place] for place in places]
+        spans = {
+            "put": _seconds(partial(peer.put, keys, views)),
+            "memcpy": _seconds(partial(memcpy, targets.addresses, addresses, size_bytes)),
+            "get": _seconds(partial(peer.get, keys, targets.views)),
+        }
+        if targets.checksums(range(batch)) != sums:
+            raise AssertionError(f"{name}: wrong bytes")
+        if number >= SETS:  # the first ones make room and connections
+            for op, seconds in spans.items():
+                took[op].append(seconds)
+    return [
+        _row(f"{name} {op}", size_bytes, batch, took[op], took["memcpy"]) for op in ("put", "get")
+    ]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _row(op: str, size_bytes: int, batch: int, took: list[float], copied: list[float]) -> Row:
+    return {
+        "op": op,
+        "size_bytes": size_bytes,
+        "batch": batch,
+        "readers": 1,
+        "gb_per_s": round(size_bytes * batch / median(took) / 1e9, 3),
+        "memcpy_ratio": round(median(ratios(copied, took)), 3),
+        "latency_us_p50": micros(median(took)),
+        "latency_us_p99": micros(percentile(took, 99)),
+        "spread": round(spread(took), 3),
+        "floor_us_p50": None,
+        "memcpy_us_p50": micros(median(copied)),
+        "repetitions": len(took),
+    }

@@ -18,7 +18,7 @@ from typing import Any
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.embedded import EmbeddedRedis
 from kvstore.index.redis import open_index
-from kvstore.node.daemon import Node, NodeConfig
+from kvstore.node import Node, NodeConfig
 
 ANSWER_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0

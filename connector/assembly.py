@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from connector.geometry import (
     Field,
@@ -34,6 +34,7 @@ def open_store(config: ConnectorSettings) -> BlockStore:
         run_dir=Path(config.run_dir) if config.run_dir else None,
         verify=config.verify,
         limits=Limits(redis_timeout_s=config.lookup_timeout_s),
+        node_size_bytes=config.node_size_bytes,
     )
 
 
@@ -67,6 +68,15 @@ class EngineShape:
     volatile_tokens: int = 0
     loads: bool = True
     saves: bool = True
+
+    @classmethod
+    def of_one_group(
+        cls, geometry: KVGeometry, topology: ShardTopology, model: dict[str, Field], **more: Any
+    ) -> EngineShape:
+        """An engine whose layers all cache alike and which hashes every one of its blocks."""
+        more.setdefault("hash_block_tokens", geometry.engine_block_tokens)
+        groups = (GroupShape(geometry=geometry, topology=topology),)
+        return cls(groups=groups, workers=topology.workers, model=model, **more)
 
     def layout(self, config: ConnectorSettings) -> StoreLayout:
         """The same on both sides, so that they agree on every key."""
@@ -126,9 +136,16 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
 
 def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:
     """The worker side of worker `rank` (pipeline-major)."""
+    layout = shape.layout(config)
+
+    def open_to_save() -> BlockStore:
+        store = open_store(config)
+        store.introduce(tuple(layout.all_namespaces()))
+        return store
+
     return WorkerCore(
-        LazyStore(lambda: open_store(config)),
-        shape.layout(config),
+        LazyStore(open_to_save),
+        layout,
         rank=rank,
         saves=shape.saves,
         load_timeout_s=config.load_timeout_s,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvstore import Found, Key
+from kvstore import Explanation, Found, Key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,6 +158,14 @@ class SchedulerSide(Protocol):
 
     def finished(self, request_id: str) -> None:
         """The request is done or aborted."""
+        ...
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request did not hit more; from any thread, None when it is not known."""
+        ...
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Counters, as plain data."""
         ...
 
     def has_pending_work(self) -> bool:

@@ -31,6 +31,17 @@ SAVE_BATCH_BYTES = 64 << 20
 PINNED_FRACTION_MAX = 0.25
 """Share of the engine's blocks that saves may keep from being reused."""
 
+PAGE_PARTS_MAX = 1 << 12
+"""Ranges of memory that one page of an engine may consist of (two a layer, at most)."""
+LOCKED_KEYS_MAX = 2048
+"""Blocks that an engine may keep locked; a lookup of one more does not find it."""
+LOCK_TIMEOUT_S = 60.0
+"""After that a lock that was not given back is over."""
+TASKS_MAX = 256
+"""Tasks of an engine waiting for their thread; one more fails at once."""
+RESULTS_MAX = 4096
+"""Results that an engine has not asked for; beyond it the oldest are dropped."""
+
 IDLE_WAIT_S = 0.002
 """How long an engine step without a forward waits for a transfer to end."""
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -42,6 +53,17 @@ TP_SIZES_DEFAULT = (1, 2, 4, 8)
 """Tensor-parallel sizes of writers whose blocks are looked for; each costs a key per block."""
 TP_SIZES_MAX = 8
 """How many of them a user may name."""
+EXPLAIN_REQUESTS_MAX = 1024
+"""Requests that are remembered for `explain`, live ones and ended ones each."""
+EXPLAIN_EVENTS_MAX = 16
+"""Events of one request that are remembered, the last ones."""
+EXPLAIN_QUEUE_MAX = 256
+"""Questions and lines waiting for their thread; a further question is not asked."""
+EXPLAIN_QUESTIONS_MAX, EXPLAIN_QUESTIONS_PERIOD_S = 20, 1.0
+"""How many missing blocks one engine asks its nodes about in that time."""
+EXPLAIN_LINES_MAX, EXPLAIN_LINES_PERIOD_S = 20, 10.0
+"""How many requests that got less than possible have a log line in that time."""
+
 BLOCK_TOKENS_MAX_DEFAULT = 256
 BLOCK_BYTES_MIN_DEFAULT = 1 << 20
 BLOCK_TOKENS_MAX = 1 << 16
@@ -49,3 +71,38 @@ TIMEOUT_S_MAX = 600.0
 
 SAY_EVERY_S = 30.0
 """How often the same trouble is logged; a node that is down drops every save."""
+NODE_BYTES_MIN = 16 << 20
+"""Of an embedded node: below it hardly a block would stay."""
+
+CONFIG_BYTES_MAX = 1 << 20
+"""Characters of a configuration document."""
+PORT_MAX = 65535
+KV_RANKS_MAX = 1 << 16
+"""Engines in one group of `kv_parallel_size`."""
+
+FINISHED_PENDING_MAX = 1 << 16
+"""Requests that some workers have reported as transferred and others have not (yet)."""
+CONNECTORS_REGISTERED_MAX = 256
+GROUP_WAIT_S = 60.0
+"""How long one thread waits for another that starts or ends the process's connector."""
+MULTI_CONNECTORS_MAX = 16
+"""Connectors in one MultiConnector."""
+COPY_BLOCKS_MAX = 1 << 20
+"""Blocks in one `copy_kv_blocks`."""
+
+PARCEL_PART_BYTES = 1 << 20
+"""Tensors handed over through the store are cut into values of this size: a value has to fit
+into one arena, and a node of tests or demos has small ones."""
+PARCEL_BYTES_MAX = 2 << 30
+"""What one sender may hold pinned; half the pins that a client may have are parts of this."""
+PARCEL_NAME_MAX = 256
+PIPE_MESSAGES_MAX = 64
+"""Messages sent and not yet received."""
+LOOKUP_ENTRIES_MAX = 64
+"""Entries inserted and not yet dropped."""
+TRANSFER_TIMEOUT_S = 30.0
+"""How long a pipe or a lookup buffer waits unless told otherwise."""
+POLL_MIN_S = 0.0005
+"""Pause before a store is asked again for what is not there yet; doubles up to"""
+POLL_MAX_S = 0.01
+"""this."""

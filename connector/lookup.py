@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from connector.limits import LOOKUP_QUEUE_MAX, MATCH_BLOCKS_MAX, SHUTDOWN_TIMEOUT_S, Clock
-from connector.plan import Placed
-from kvstore import BlockStore, Found, Key
+from connector.plan import Placed, usable_run
+from kvstore import Answers, BlockStore, Found, Key, Missing, MissReason
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -33,6 +33,26 @@ class Lookup:
     """Keys of every full store block in the engine's own split, per group and shard."""
     placement: tuple[tuple[Placed | None, ...], ...] = ()
     """What is present, per group and block; empty when nothing is."""
+    run: int = 0
+    """Leading store blocks that every group has what it needs of."""
+    short: MissReason | None = None
+    """Why `run` ends before the keys do; None when it does not."""
+    why: Missing | None = None
+    """What the store says about the first missing block, when it was asked; set after `done`."""
+
+    def first_missing(self) -> tuple[int, int]:
+        """(group, shard) in the engine's own split of the first key that is not there."""
+        for group, shards in enumerate(self.keys):
+            row = self.placement[group] if group < len(self.placement) else ()
+            if self.run >= len(row) or row[self.run] is None:
+                there = self.found
+                for shard, keys in enumerate(shards):
+                    if self.run < len(keys) and keys[self.run] not in there:
+                        return group, shard
+        return 0, 0
+
+    found: frozenset[Key] = frozenset()
+    """Keys that the index had, of whichever writer."""
 
 
 class Lookups:
@@ -46,9 +66,12 @@ class Lookups:
         clock: Clock = time.monotonic,
         *,
         warm_up: bool = True,
+        on_answer: Callable[[Lookup], None] | None = None,
     ) -> None:
+        """`on_answer` is called on the lookup thread after `done` is set; it must not wait."""
         self._store = store
         self._wants_warm_up = warm_up
+        self._on_answer = on_answer
         self._layout = layout
         self._timeout_s = timeout_s
         self._clock = clock
@@ -83,8 +106,12 @@ class Lookups:
                 # A lookup may cost its own hit, never the thread that all others need.
                 log.exception("lookup failed")
                 lookup.placement = ()
+                lookup.run = 0
+                lookup.short = MissReason.INDEX_ERROR
             lookup.answered_at = self._clock()
             lookup.done.set()
+            if self._on_answer is not None:
+                self._on_answer(lookup)
 
     def _warm_up(self) -> None:
         """Connect before the first request: its deadline is short and would be missed."""
@@ -107,17 +134,31 @@ class Lookups:
         ]
         lookup.keys = tuple(tuple(group[0]) for group in keys)
         store = self._store.get()
-        if store is None or blocks == 0:
+        if store is None:
+            lookup.short = MissReason.NO_STORE
             return
-        lookup.placement = Finder(keys, lambda wanted: _ask(store, wanted, deadline, self._clock))()
+        if blocks == 0:
+            return
+        asked: list[Answers] = []
+
+        def ask(wanted: Sequence[Key]) -> Answers:
+            asked.append(_ask(store, wanted, deadline, self._clock))
+            return asked[-1]
+
+        finder = Finder(keys, ask)
+        lookup.placement = finder()
+        lookup.found = finder.found_keys
+        tokens = len(lookup.hashes) * layout.hash_block_tokens + 1
+        lookup.run = usable_run(lookup.placement, {}, layout, tokens)
+        if lookup.run < blocks:
+            trouble = [answers.short for answers in asked if answers.short is not None]
+            lookup.short = trouble[0] if trouble else MissReason.ABSENT
 
 
-def _ask(
-    store: BlockStore, keys: Sequence[Key], deadline: float, clock: Clock
-) -> Sequence[Found | None]:
+def _ask(store: BlockStore, keys: Sequence[Key], deadline: float, clock: Clock) -> Answers:
     left_s = deadline - clock()
     if left_s <= 0:
-        return [None] * len(keys)
+        return Answers([None] * len(keys), short=MissReason.DEADLINE)
     return store.lookup(keys, timeout_s=left_s)
 
 
@@ -160,6 +201,10 @@ class Finder:
             return placement
         self._ask(more)
         return self._placement()
+
+    @property
+    def found_keys(self) -> frozenset[Key]:
+        return frozenset(self._found)
 
     def _ask(self, keys: Iterable[Key]) -> None:
         for found in self._ask_store(list(keys)):

@@ -22,6 +22,7 @@ from connector.base import (
     StepPlan,
     WorkerReport,
 )
+from connector.explain import RequestHistory
 from connector.ledger import NoPins, SaveLedger
 from connector.limits import (
     LOAD_ATTEMPTS_MAX,
@@ -32,7 +33,7 @@ from connector.limits import (
 )
 from connector.lookup import Lookup, Lookups
 from connector.plan import full_blocks, load_blocks, offered_tokens, save_blocks, usable_run
-from kvstore import Key, KVStoreError
+from kvstore import Explanation, Key, KVStoreError, MissReason
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -102,8 +103,14 @@ class SchedulerCore:
         self._layout = layout
         self._settings = settings
         self._clock = clock
+        self._history = RequestHistory(store, layout, clock)
         self._lookups = Lookups(
-            store, layout, settings.lookup_timeout_s, clock, warm_up=settings.loads
+            store,
+            layout,
+            settings.lookup_timeout_s,
+            clock,
+            warm_up=settings.loads,
+            on_answer=self._history.looked_up,
         )
         self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
         self._requests: dict[str, _RequestState] = {}
@@ -131,26 +138,34 @@ class SchedulerCore:
 
         May be called any number of times without anything coming of it.
         """
-        if not self._settings.loads or not self._long_enough(request):
+        if not self._settings.loads:
+            return 0
+        if not self._long_enough(request):
+            self._history.refused(request, MissReason.TOO_SHORT)
             return 0
         state = self._state(request.request_id)
         state.offer = None
         if state.failed_loads >= LOAD_ATTEMPTS_MAX:
+            self._history.barred(request, state.failed_loads)
             return 0
         lookup = self._lookup(state, request)
         if lookup is None:
+            self._history.refused(request, MissReason.TOO_BUSY)
             return 0
         if not lookup.done.is_set() and not self._wait(lookup):
-            late = self._clock() - lookup.submitted_at >= self._settings.lookup_timeout_s
-            return 0 if late else None
+            if self._clock() - lookup.submitted_at < self._settings.lookup_timeout_s:
+                return None
+            self._history.refused(request, MissReason.DEADLINE)
+            return 0
         run = usable_run(lookup.placement, state.barred, self._layout, request.num_tokens)
         state.present_blocks = run
         tokens = offered_tokens(run, num_computed_tokens, self._layout)
         # Tokens that came after the lookup are not part of the prompt it saw.
-        tokens = min(tokens, request.num_tokens - num_computed_tokens)
-        if tokens > 0:
+        tokens = max(0, min(tokens, request.num_tokens - num_computed_tokens))
+        if tokens:
             state.offer = _Offer(lookup, num_computed_tokens, tokens)
-        return max(0, tokens)
+        self._history.answered(request, lookup, run, num_computed_tokens, tokens)
+        return tokens
 
     def allocated(
         self, request: EngineRequest, block_ids: Callable[[], BlockTables], num_tokens: int
@@ -165,6 +180,7 @@ class SchedulerCore:
             return
         offer, state.offer = state.offer, None
         num_tokens = min(num_tokens, offer.tokens)
+        self._history.allocated(request.request_id, offer.start_token, max(0, num_tokens))
         if num_tokens <= 0:
             return
         blocks = load_blocks(
@@ -296,8 +312,11 @@ class SchedulerCore:
             position = failed.get(load.job.job_id)
             state = self._requests.get(request_id)
             if position is not None and state is not None:
-                for found in load.job.blocks[position].found:
+                block = load.job.blocks[position]
+                for found in block.found:
                     state.barred[found.key] = found.record
+                keys = tuple(found.key for found in block.found)
+                self._history.load_failed(request_id, load.first_block + position, keys)
                 state.failed_loads += 1
                 state.lookup = None
                 # With several groups a position counts more than one block of the prefix.
@@ -310,10 +329,29 @@ class SchedulerCore:
         """Every worker is done with the loads of these requests."""
         for request_id in request_ids:
             self._loads.pop(request_id, None)
+            self._history.load_ended(request_id)
 
     def finished(self, request_id: str) -> None:
         """Forget the request. Its saves go on by themselves: they hold their blocks."""
         self._requests.pop(request_id, None)
+        self._history.finished(request_id)
+
+    # Telling
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """What a request could have got, what it got, and why not the rest; from any thread.
+
+        None when it is not known (any more): the last `EXPLAIN_REQUESTS_MAX` are.
+        """
+        return self._history.explain(request_id)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Totals of ended requests ("requests"), and how many missed by reason ("missed")."""
+        return self._history.stats()
+
+    def say_with(self, say: Callable[[str], None]) -> None:
+        """Where the lines of requests that got less than possible go; else to our own log."""
+        self._history.say = say
 
     def has_pending_work(self) -> bool:
         """Saves are in flight: an engine that stopped stepping would never learn their end."""
@@ -351,6 +389,7 @@ class SchedulerCore:
     def close(self) -> None:
         """Stop the lookup thread and close the store."""
         self._lookups.close()
+        self._history.close()
         self._store.close()
 
     def _state(self, request_id: str) -> _RequestState:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from connector.limits import (
     BLOCK_TOKENS_MAX,
+    NODE_BYTES_MIN,
     PINNED_FRACTION_MAX,
     TIMEOUT_S_MAX,
     TP_SIZES_DEFAULT,
     TP_SIZES_MAX,
 )
 from kvstore import UsageError
+
+STORE_SETTINGS = (
+    "url",
+    "key_prefix",
+    "node",
+    "node_size_bytes",
+    "run_dir",
+    "lookup_timeout_s",
+    "verify",
+    "model_id",
+    "model_revision",
+)
+"""Those that mean something to an engine which names and lays out its pages itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +40,9 @@ class ConnectorSettings:
     """Prefix of the index's keys: stores with different ones know nothing of each other."""
     node: str | None = None
     """Name of the memory node on this host; None: the only one there is."""
+    node_size_bytes: int = 1 << 30
+    """Of the embedded memory node, which the first save starts when there is neither a URL nor
+    a node."""
     run_dir: str | None = None
     """Directory of the node's socket; None: the store's own default."""
     block_tokens: int | None = None
@@ -69,6 +86,9 @@ class ConnectorSettings:
             raise UsageError("tp_sizes", self.tp_sizes, "must be a list of numbers of at least 1")
         if len(self.tp_sizes) > TP_SIZES_MAX:
             raise UsageError("tp_sizes", self.tp_sizes, f"must be at most {TP_SIZES_MAX} numbers")
+        size = self.node_size_bytes
+        if not isinstance(size, int) or isinstance(size, bool) or size < NODE_BYTES_MIN:
+            raise UsageError("node_size_bytes", size, f"must be at least {NODE_BYTES_MIN}")
         tokens = self.block_tokens
         if tokens is not None and (
             not isinstance(tokens, int)
@@ -78,14 +98,21 @@ class ConnectorSettings:
             raise UsageError("block_tokens", tokens, f"must be from 1 to {BLOCK_TOKENS_MAX}")
 
     @classmethod
-    def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
-        """Settings from an engine's free-form mapping; an unknown name is an error."""
-        known = sorted(f.name for f in fields(cls))
+    def from_extra(
+        cls,
+        extra: Mapping[str, Any],
+        *,
+        where: str = "kv_connector_extra_config",
+        only: Collection[str] = (),
+    ) -> ConnectorSettings:
+        """Settings from an engine's free-form mapping `where`; an unknown name is an error.
+
+        With `only`, so is a name that is not among these: it would have no effect.
+        """
+        known = sorted(only or (f.name for f in fields(cls)))
         for name in extra:
             if name not in known:
-                raise UsageError(
-                    "kv_connector_extra_config", name, f"unknown; known are {', '.join(known)}"
-                )
+                raise UsageError(where, name, f"unknown; known are {', '.join(known)}")
         return cls(**extra)
 
 

@@ -4,8 +4,9 @@
 """
 
 from kvstore.client.aio import AsyncClient
-from kvstore.client.base import BlockStore, BlockView, Found, Reservation
+from kvstore.client.base import Answers, BlockStore, BlockView, Found, Question, Reservation, Run
 from kvstore.client.client import Client, Match, Pinned
+from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.session import BlockSession
 from kvstore.errors import (
     DeadlineError,
@@ -19,6 +20,7 @@ from kvstore.errors import (
 )
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
+from kvstore.segment.copying import copy as copy_bytes
 from kvstore.types import Key, PutResult, PutStatus
 
 __version__ = "0.1.0"
@@ -28,15 +30,23 @@ __all__ = [
     "AsyncClient",
     "Match",
     "Pinned",
+    "Explanation",
+    "Missing",
+    "MissReason",
+    "FieldDifference",
     "PutResult",
     "PutStatus",
     "Namespace",
     "Limits",
     "BlockSession",
     "BlockStore",
+    "Answers",
     "BlockView",
     "Found",
+    "Run",
+    "Question",
     "Reservation",
+    "copy_bytes",
     "Key",
     "KVStoreError",
     "UsageError",

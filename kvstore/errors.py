@@ -32,6 +32,14 @@ class IndexUnavailableError(PeerError):
     """Redis refused, timed out, or its circuit breaker is open."""
 
 
+class IndexDeadlineError(IndexUnavailableError):
+    """The index did not answer in time."""
+
+
+class IndexBreakerOpenError(IndexUnavailableError):
+    """The index was not asked: it failed lately and is being probed."""
+
+
 class NodeUnavailableError(PeerError):
     """The memory node is gone, hung, or was never there."""
 

@@ -14,7 +14,7 @@ import json
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 
 from kvstore.errors import UsageError
 from kvstore.limits import USER_KEY_BYTES_MAX
@@ -34,16 +34,24 @@ class Namespace:
     same exactly when all their fields are. Every key is bound to one.
     """
 
-    __slots__ = ("fields", "fingerprint", "id")
+    __slots__ = ("_of_blocks", "_of_engine", "_of_values", "fields", "fingerprint", "id")
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         self.fields: dict[str, Field] = dict(sorted(fields.items()))
-        canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
         self.fingerprint: bytes = blake2b(
-            canonical.encode(), digest_size=32, person=b"kvstore-ns-v1"
+            self.canonical(), digest_size=32, person=b"kvstore-ns-v1"
         ).digest()
         self.id: int = int.from_bytes(self.fingerprint[:4], "little")
         """32 bits of the fingerprint, kept in slot headers so that a namespace can be cleared."""
+        # One root for each kind of key: a name, tokens and an engine's hash may be
+        # the same bytes and still never give the same key.
+        self._of_values = sha256(b"value" + self.fingerprint).digest()
+        self._of_blocks = sha256(b"block" + self.fingerprint).digest()
+        self._of_engine = sha256(b"engine" + self.fingerprint).digest()
+
+    def canonical(self) -> bytes:
+        """The fields as JSON, the same bytes for the same fields."""
+        return json.dumps(self.fields, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def named(cls, name: str) -> Namespace:
@@ -68,26 +76,25 @@ class Namespace:
             raise UsageError("key", name, "must be str or bytes")
         if not 0 < len(raw) <= USER_KEY_BYTES_MAX:
             raise UsageError("key", name, f"must have 1 to {USER_KEY_BYTES_MAX} bytes")
-        digest = blake2b(raw, digest_size=DIGEST_BYTES, key=self.fingerprint).digest()
+        digest = sha256(self._of_values + raw).digest()[:DIGEST_BYTES]
         return digest[:TAG_BYTES] + digest
 
     def block_keys(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
         """Keys of all full blocks of `block_tokens` tokens at the head of `tokens`.
 
-        digest[i] = blake2b(digest[i-1] + tokens of block i as little-endian u32).
+        digest[i] = sha256(digest[i-1] + tokens of block i as little-endian u32), the first
+        one after a root of this namespace; a key carries the first 24 bytes of it.
         """
         if block_tokens < 1:
             raise UsageError("block_tokens", block_tokens, "must be at least 1")
         count = len(tokens) // block_tokens
-        raw = memoryview(_token_bytes(tokens, count * block_tokens))
+        raw = _token_bytes(tokens, count * block_tokens)
         step = block_tokens * 4
         digests: list[bytes] = []
-        previous = b""
-        for i in range(count):
-            h = blake2b(previous, digest_size=DIGEST_BYTES, key=self.fingerprint)
-            h.update(raw[i * step : (i + 1) * step])
-            previous = h.digest()
-            digests.append(previous)
+        previous = self._of_blocks
+        for start in range(0, count * step, step):
+            previous = sha256(previous + raw[start : start + step]).digest()
+            digests.append(previous[:DIGEST_BYTES])
         return _with_tags(digests)
 
     def engine_keys(self, hashes: Sequence[bytes], blocks_per_key: int = 1) -> list[Key]:
@@ -98,11 +105,9 @@ class Namespace:
         """
         if blocks_per_key < 1:
             raise UsageError("blocks_per_key", blocks_per_key, "must be at least 1")
-        fingerprint = self.fingerprint
+        root = self._of_engine
         last = hashes[blocks_per_key - 1 :: blocks_per_key]
-        return _with_tags(
-            [blake2b(h, digest_size=DIGEST_BYTES, key=fingerprint).digest() for h in last]
-        )
+        return _with_tags([sha256(root + h).digest()[:DIGEST_BYTES] for h in last])
 
 
 def _with_tags(digests: list[bytes]) -> list[Key]:

@@ -28,6 +28,9 @@ REDIS_ARGS_MAX = 1024
 USER_KEY_BYTES_MAX = 4096
 TENSOR_DIMS_MAX = 16
 META_BYTES_MAX = 255
+NAMESPACE_BYTES_MAX = 4096
+"""Fields of one namespace as JSON, as a client tells a node of them."""
+NAMESPACE_FIELDS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,10 @@ class Limits:
     pins_per_client: int = 4096
     pending_remove: int = 1 << 16
     """Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
+    gone_keys: int = 1 << 15
+    """Keys that left the node lately and why, kept for `explain`: about 170 bytes each."""
+    namespaces: int = 256
+    """Namespaces whose fields a node remembers for `explain`."""
     redis_timeout_s: float = 0.05
     publish_timeout_s: float = 0.5
     """How long the node may wait for Redis when it publishes; its clients wait for it."""

@@ -21,6 +21,9 @@ def _missing() -> dict[str, str]:
     missing = {}
     if find_spec("vllm") is None:
         missing["vllm"] = "vLLM is not installed (scripts/setup says why)"
+    for mark, name in (("sglang", "SGLang"), ("lmcache", "LMCache")):
+        if find_spec(mark) is None:
+            missing[mark] = f"{name} is not installed (scripts/test-engines {mark})"
     if not Path("/dev/nvidiactl").exists():
         missing["gpu"] = "no CUDA device"
     return missing

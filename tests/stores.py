@@ -40,6 +40,16 @@ class NodeProcess:
             "limits": PATIENT,
         }
 
+    @property
+    def engine_settings(self) -> dict[str, object]:
+        """The same place as an engine's settings name it: plain data, patient as above."""
+        return {
+            "url": self.redis.url,
+            "run_dir": str(self.run_dir),
+            "key_prefix": self.key_prefix,
+            "lookup_timeout_s": 5.0,
+        }
+
     def start(self) -> None:
         self.process = subprocess.Popen(
             [

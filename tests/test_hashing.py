@@ -99,3 +99,10 @@ def test_str_and_bytes_of_the_same_name_are_the_same_key():
 def test_bad_input_is_refused_by_name(call, field):
     with pytest.raises(UsageError, match=f"^{field}="):
         call()
+
+
+def test_names_tokens_and_engine_hashes_of_the_same_bytes_give_different_keys():
+    raw = bytes(range(32))
+    tokens = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, 32, 4)]
+    (block,), (engine,) = ONE.block_keys(tokens, 8), ONE.engine_keys([raw])
+    assert len({ONE.value_key(raw), block, engine}) == 3

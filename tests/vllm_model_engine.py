@@ -113,7 +113,8 @@ def vllm_config(
                     "kv_connector_module_path": "connector.adapters.vllm",
                     "kv_role": role,
                     "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": extra,
+                    # Tests are about answers, not about their speed on a busy machine.
+                    "kv_connector_extra_config": {"lookup_timeout_s": 5.0, **extra},
                 }
             )
         ),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from connector.scheduler import SchedulerCore
     from connector.worker import WorkerCore
+    from kvstore import Explanation
 
 logger = init_logger(__name__)
 
@@ -90,6 +91,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             _warn(vllm_config)
             self._scheduler = scheduler_side(config, shape)
+            self._scheduler.say_with(logger.info)
             for group in shape.layout(config).groups:
                 logger.info(
                     "kvstore: blocks of %d tokens, %d shards, namespace %s",
@@ -171,6 +173,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.pop(request.request_id, None)
         self._s.finished(request.request_id)
         return False, None
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request of this engine did not hit more (docs/explain.md); None: not known."""
+        return self._s.explain(request_id)
 
     def has_pending_push_work(self) -> bool:
         return self._s.has_pending_work()

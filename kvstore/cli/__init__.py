@@ -18,6 +18,7 @@ COMMANDS = {
     "get": "write the value of a key to standard output or a file",
     "ls": "the blocks on this host's nodes",
     "stat": "nodes and counters",
+    "explain": "why a prompt or a key is not found",
     "doctor": "look for what would keep it from working, and say what to do",
 }
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 128 + signal.SIGINT

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, Self, TypeVar
 
 from kvstore.client.client import Client, Items, Match, Pinned
+from kvstore.client.explanation import Explanation, Missing
 from kvstore.types import PutResult
 
 THREADS = 4
@@ -58,6 +59,12 @@ class AsyncClient:
 
     async def delete(self, key: str | bytes) -> bool:
         return await self._run(self._client.delete, key)
+
+    async def explain(self, tokens: Sequence[int]) -> Explanation:
+        return await self._run(self._client.explain, tokens)
+
+    async def explain_key(self, key: str | bytes) -> Missing | None:
+        return await self._run(self._client.explain_key, key)
 
     async def stats(self) -> dict[str, dict[str, int | float]]:
         return await self._run(self._client.stats)

@@ -6,9 +6,11 @@ implements it over Redis and the memory node of this host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from kvstore.client.explanation import FieldDifference, Missing, MissReason
+from kvstore.hashing import Namespace
 from kvstore.index.base import Record
 from kvstore.types import Key, PutResult
 
@@ -19,6 +21,42 @@ class Found(NamedTuple):
     key: Key
     record: Record
     """Opaque; give it back to `view`."""
+
+
+class Run(list[Found]):
+    """The leading blocks that were found, and why there are not more."""
+
+    __slots__ = ("short",)
+
+    def __init__(self, found: Iterable[Found] = (), short: MissReason | None = None) -> None:
+        super().__init__(found)
+        self.short = short
+        """None when every key was found. ABSENT says that the index does not have the next
+        one: `BlockStore.why_missing` may know more."""
+
+
+class Answers(list[Found | None]):
+    """One answer for each key that was asked for, and what kept the index from answering."""
+
+    __slots__ = ("short",)
+
+    def __init__(self, found: Iterable[Found | None] = (), short: MissReason | None = None) -> None:
+        super().__init__(found)
+        self.short = short
+        """None when the index answered: a None among the answers is then an absent block."""
+
+
+class Question(NamedTuple):
+    """One missing block, and what else to look for in its place."""
+
+    block: int
+    key: Key
+    namespace: Namespace
+    key_in: Callable[[Namespace], Key | None]
+    """The key of the first block in another namespace; None when nobody can tell. Asked for
+    block 0 alone: where earlier blocks are there, the fields were right."""
+    others: Sequence[tuple[FieldDifference, Key]] = ()
+    """Keys of the first block under other settings."""
 
 
 class Reservation(NamedTuple):
@@ -49,14 +87,15 @@ class BlockView(Protocol):
 class BlockStore(Protocol):
     """Safe to call from several threads. Every call ends within its deadline."""
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """The longest leading run of `keys` that can be read from here; one index round trip.
 
-        Never raises for a peer's fault: an unavailable index is an empty run.
+        Never raises for a peer's fault: an unavailable index is an empty run. `Run.short`
+        says why it ends where it does.
         """
         ...
 
-    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found | None]:
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> Answers:
         """Each of `keys` that can be read from here, None for the others; one index round trip.
 
         For questions that are no single run, such as which of several writers
@@ -95,10 +134,38 @@ class BlockStore(Protocol):
         """Say that blocks were used: coalesced, one way, never waits."""
         ...
 
+    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+        """Keep blocks of the local node where they are; one request, no index.
+
+        A pinned block is not evicted until as many `unpin`s, `close` or the end of
+        this process; `clear` still makes it a miss. None where the local node has
+        no such block or this store holds as many pins as it may
+        (`Limits.pins_per_client`). Raises `NodeUnavailableError` or `DeadlineError`;
+        then nothing is pinned.
+        """
+        ...
+
+    def unpin(self, found: Sequence[Found]) -> None:
+        """Let pinned blocks go, each once. Never raises for a peer's fault; what cannot be
+        said to the node now is said when it is reached again."""
+        ...
+
     def clear(self, namespace_id: int) -> int:
         """Drop every block of a namespace on the local node; returns how many.
 
         Raises `NodeUnavailableError` or `DeadlineError`.
+        """
+        ...
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        """Say which namespaces this store will save to: nodes then know what their ids stand
+        for, and can explain a miss. Contacts nobody yet."""
+        ...
+
+    def why_missing(self, question: Question) -> Missing:
+        """Ask the index and the nodes of this host why a block is not there; for people.
+
+        Never raises for a peer's fault, and ends within twice the deadline of a request.
         """
         ...
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from kvstore.client import tensors
-from kvstore.client.base import Found
+from kvstore.client.base import Found, Question
+from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.reader import Place
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
-from kvstore.client.spawn import start_embedded_node
 from kvstore.client.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
 from kvstore.segment.copying import copy
 from kvstore.types import Key, Kind, PutResult
+
+BLOCK_TOKENS_TRIED = (8, 16, 32, 64, 128, 256, 512, 1024)
+"""Block sizes that `explain` looks for beside the client's own."""
+
+log = logging.getLogger("kvstore.client")
 
 Items = Mapping[str | bytes, Any] | Iterable[tuple[str | bytes, Any]]
 
@@ -91,10 +96,6 @@ class Client:
         if block_tokens < 1:
             raise UsageError("block_tokens", block_tokens, "must be at least 1")
         self.block_tokens = block_tokens
-
-        def start_node(where: Path) -> None:
-            start_embedded_node(where, key_prefix=key_prefix, size_bytes=node_size_bytes)
-
         self.session = BlockSession(
             url,
             key_prefix=key_prefix,
@@ -102,12 +103,14 @@ class Client:
             run_dir=run_dir,
             verify=verify,
             limits=limits,
-            start_node=start_node,
+            node_size_bytes=node_size_bytes,
         )
+        self.session.introduce([self.namespace])
         self._reader = self.session.reader
         self._writer = self.session.writer
         self._nodes = self.session.nodes
         self._verify = verify == "always"
+        self._explained: dict[str, int] = {}
         self._counts = {"hits": 0, "misses": 0, "hit_bytes": 0, "stored": 0, "not_stored": 0}
 
     # --- putting ----------------------------------------------------------
@@ -238,6 +241,7 @@ class Client:
                 copy(target, data)
         if value is None or not place.valid() or (self._verify and not place.verified()):
             self._reader.forget(key)
+            self._reader.missed(MissReason.LOAD_FAILED)
             return None
         self._counts["hits"] += 1
         self._counts["hit_bytes"] += data_bytes
@@ -275,15 +279,90 @@ class Client:
         self._reader.forget(raw_key)
         return self._writer.drop([raw_key])[0]
 
+    # --- telling ----------------------------------------------------------
+
+    def explain(self, tokens: Sequence[int]) -> Explanation:
+        """How much of `tokens` `get_blocks` could read now, and why not the next block.
+
+        For people and logs: it asks the index and the nodes of this host, and takes
+        milliseconds; at most twice the deadline of a request when one of them hangs.
+        """
+        keys = self.namespace.block_keys(tokens, self.block_tokens)
+        if not keys:
+            detail = f"{len(tokens)} tokens do not fill one block of {self.block_tokens}"
+            short = Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
+            return self._told(Explanation(possible_tokens=0, hit_tokens=0, first_missing=short))
+        places = self._reader.find(keys)
+        hit = next((i for i, place in enumerate(places) if place is None), len(keys))
+        missing = None
+        if hit < len(keys):
+            head = tokens[: self.block_tokens]
+            question = Question(
+                hit,
+                keys[hit],
+                self.namespace,
+                lambda namespace: namespace.block_keys(head, self.block_tokens)[0],
+                self._other_block_sizes(tokens) if hit == 0 else (),
+            )
+            missing = self.session.why_missing(question)
+        return self._told(
+            Explanation(
+                possible_tokens=len(keys) * self.block_tokens,
+                hit_tokens=hit * self.block_tokens,
+                first_missing=missing,
+            )
+        )
+
+    def explain_key(self, key: str | bytes) -> Missing | None:
+        """Why a get of `key` would miss now; None when it would hit. As `explain` otherwise."""
+        raw_key = self.namespace.value_key(key)
+        (place,) = self._reader.find((raw_key,))
+        if place is not None:
+            return None
+        question = Question(0, raw_key, self.namespace, lambda other: other.value_key(key))
+        missing = self.session.why_missing(question)
+        self._count_reason(missing)
+        return missing
+
+    def _other_block_sizes(self, tokens: Sequence[int]) -> list[tuple[FieldDifference, Key]]:
+        """The first block of `tokens` as clients with another `block_tokens` name it."""
+        return [
+            (
+                FieldDifference("block_tokens", self.block_tokens, size),
+                self.namespace.block_keys(tokens[:size], size)[0],
+            )
+            for size in BLOCK_TOKENS_TRIED
+            if size != self.block_tokens and size <= len(tokens)
+        ]
+
+    def _told(self, explanation: Explanation) -> Explanation:
+        if explanation.first_missing is not None:
+            self._count_reason(explanation.first_missing)
+        return explanation
+
+    def _count_reason(self, missing: Missing) -> None:
+        name = missing.reason.value
+        self._explained[name] = self._explained.get(name, 0) + 1
+        log.info("%s", missing)
+
     def stats(self) -> dict[str, dict[str, int | float]]:
-        """Counters of this client ("client") and of this host's node ("node", empty when gone)."""
+        """Counters of this client ("client") and of this host's node ("node", empty when gone).
+
+        Also of misses by `MissReason`: "missed" by calls that missed for another reason than
+        that the index had no record, "explained" by calls of `explain`.
+        """
         client: dict[str, int | float] = dict(self._counts)
         client["index_failures"] = self._reader.index_failures
         try:
             node = self._writer.stats()
         except (NodeUnavailableError, DeadlineError):
             node = {}
-        return {"client": client, "node": node}
+        return {
+            "client": client,
+            "node": node,
+            "missed": dict(self._reader.miss_reasons),
+            "explained": dict(self._explained),
+        }
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
@@ -292,12 +371,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
+from kvstore.client.explanation import MissReason, reason_of
 from kvstore.client.nodes import Attached, LocalNodes
 from kvstore.core.record import unpack_record
 from kvstore.errors import IndexUnavailableError
@@ -71,15 +72,22 @@ class Reader:
         self._nodes = nodes
         self._places: dict[Key, Place] = {}
         self.index_failures = 0
+        self.miss_reasons: dict[str, int] = {}
+        """Calls that missed for another reason than that the index had no record, by reason."""
         self._last_failure = ""
 
     def index_failed(self, error: IndexUnavailableError) -> None:
         """Count it; say it once, and again when the reason changes."""
         self.index_failures += 1
+        self.missed(reason_of(error))
         reason = str(error)
         if reason != self._last_failure:
             self._last_failure = reason
             log.warning("the index cannot be asked, every lookup is a miss: %s", reason)
+
+    def missed(self, reason: MissReason) -> None:
+        name = reason.value
+        self.miss_reasons[name] = self.miss_reasons.get(name, 0) + 1
 
     def remembered(self, key: Key) -> Place | None:
         """Where `key` was seen before, without asking anyone."""
@@ -170,11 +178,13 @@ class Reader:
     def readable_run(self, keys: Sequence[Key]) -> list[Record]:
         """Records of the longest leading run whose nodes can be read from here.
 
-        Raises `IndexUnavailableError`. Headers are looked at when the block is
-        read; here only who owns it matters, so a long run costs little.
+        Raises `IndexUnavailableError`.
         """
-        now = time.monotonic()
-        self._nodes.check(now)
+        records = self.indexed_run(keys)
+        return records[: self.readable_count(records)]
+
+    def indexed_run(self, keys: Sequence[Key]) -> list[Record]:
+        """Records of the longest leading run that is in the index; raises like it."""
         records: list[Record] = []
         for start in range(0, len(keys), BATCH_KEYS_MAX):
             batch = keys[start : start + BATCH_KEYS_MAX]
@@ -182,12 +192,22 @@ class Reader:
             records += run
             if len(run) < len(batch):
                 break
+        return records
+
+    def readable_count(self, records: Sequence[Record]) -> int:
+        """How many leading `records` are of nodes that can be read from here.
+
+        Headers are looked at when the block is
+        read; here only who owns it matters, so a long run costs little.
+        """
+        now = time.monotonic()
+        self._nodes.check(now)
         unreachable = self._unreachable(records, now)
         if unreachable:
             for i, record in enumerate(records):
                 if record[_NODE_PART] in unreachable:
-                    return records[:i]
-        return records
+                    return i
+        return len(records)
 
     def readable(self, keys: Sequence[Key]) -> list[Record | None]:
         """For each of `keys` its record, if the node it names can be read from here.

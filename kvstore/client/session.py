@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvstore.client.base import BlockView, Found, Reservation
+from kvstore.client.base import Answers, BlockView, Found, Question, Reservation, Run
+from kvstore.client.explain import Explainer
+from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
+from kvstore.client.spawn import start_embedded_node
 from kvstore.client.writer import Want, Writer
 from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import Limits
@@ -27,7 +31,9 @@ class BlockSession:
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
     embedded Redis of this machine. `node` names the local node to write to, None
     takes any that serves the same index. With `verify="always"` payload checksums
-    are written and every read is checked against them, on this host too.
+    are written and every read is checked against them, on this host too. With
+    `node_size_bytes` the first save starts the embedded memory node, of that size,
+    when there is neither a URL nor a node.
     """
 
     def __init__(
@@ -39,7 +45,7 @@ class BlockSession:
         run_dir: Path | None = None,
         verify: Verify = "never",
         limits: Limits | None = None,
-        start_node: Callable[[Path], None] | None = None,
+        node_size_bytes: int | None = None,
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -59,40 +65,57 @@ class BlockSession:
             name=node,
             timeout_s=self.limits.request_timeout_s,
             checksums=verify == "always",
-            start_node=(
-                (lambda: start_node(self.run_dir))
-                if start_node is not None and self.embedded
-                else None
-            ),
+            start_node=self._node_starter(key_prefix, node, node_size_bytes),
+        )
+        self._explainer = Explainer(
+            self.index, self.run_dir, key_prefix, self.limits.request_timeout_s
         )
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+    def _node_starter(
+        self, key_prefix: str, node: str | None, size_bytes: int | None
+    ) -> Callable[[], None] | None:
+        if size_bytes is None or node is not None or not self.embedded:
+            return None
+        return lambda: start_embedded_node(
+            self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes
+        )
+
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;
         with a `timeout_s` shorter than what it took, the answer counts as too late: a miss."""
         started = time.monotonic()
         try:
-            records = self.reader.readable_run(keys)
+            records = self.reader.indexed_run(keys)
         except IndexUnavailableError as e:
             self.reader.index_failed(e)
-            return []
+            return Run(short=reason_of(e))
+        readable = self.reader.readable_count(records)
         if timeout_s is not None and time.monotonic() - started > timeout_s:
-            return []
-        return [Found(key, record) for key, record in zip(keys, records, strict=False)]
+            self.reader.missed(MissReason.DEADLINE)
+            return Run(short=MissReason.DEADLINE)
+        run = Run(map(Found, keys, records[:readable]))
+        if readable < len(records):
+            self.reader.missed(MissReason.OUT_OF_REACH)
+            run.short = MissReason.OUT_OF_REACH
+        elif readable < len(keys):
+            run.short = MissReason.ABSENT
+        return run
 
-    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found | None]:
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> Answers:
         """See `BlockStore.lookup`; its deadline is that of `match`."""
         started = time.monotonic()
         try:
             records = self.reader.readable(keys)
         except IndexUnavailableError as e:
             self.reader.index_failed(e)
-            return [None] * len(keys)
+            return Answers([None] * len(keys), short=reason_of(e))
         if timeout_s is not None and time.monotonic() - started > timeout_s:
-            return [None] * len(keys)
-        return [
+            self.reader.missed(MissReason.DEADLINE)
+            return Answers([None] * len(keys), short=MissReason.DEADLINE)
+        return Answers(
             Found(key, record) if record is not None else None
             for key, record in zip(keys, records, strict=True)
-        ]
+        )
 
     def view(self, found: Found) -> BlockView | None:
         place = self.reader.place(found.key, found.record)
@@ -115,10 +138,27 @@ class BlockSession:
     def touch(self, keys: Sequence[Key]) -> None:
         self.writer.touch(keys, time.monotonic())
 
+    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+        records = self.writer.pin_many(keys)
+        return [
+            Found(key, record) if record is not None else None
+            for key, record in zip(keys, records, strict=True)
+        ]
+
+    def unpin(self, found: Sequence[Found]) -> None:
+        self.writer.unpin_many([(f.key, f.record) for f in found])
+
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
 
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        self.writer.introduce(namespaces)
+
+    def why_missing(self, question: Question) -> Missing:
+        return self._explainer.why(question)
+
     def close(self) -> None:
+        self._explainer.close()
         self.writer.close()
         self.reader.close()
         self.nodes.close()

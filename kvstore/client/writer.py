@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import xxhash
 from kvstore.client.base import Reservation
 from kvstore.client.control import ControlChannel, Held, Ticket, as_it_is
 from kvstore.client.nodes import LocalNodes
+from kvstore.core.record import unpack_record
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import (
     IndexUnavailableError,
@@ -22,7 +23,8 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.hashing import Namespace
+from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, PutResult, rejected
@@ -58,6 +60,8 @@ class _Link:
         self.shm.populate_ahead()
         self.payload = self.shm.payload
         self.inline_bytes = word.inline_bytes
+        self.introduced: set[int] = set()
+        """Namespaces of which this start of the node was told."""
 
 
 class Writer:
@@ -73,6 +77,8 @@ class Writer:
         start_node: Callable[[], None] | None,
     ) -> None:
         self._nodes = nodes
+        self._introductions: dict[int, bytes] = {}
+        """Fields of the namespaces that this client saves to, by id."""
         self._name = name
         self._timeout_s = timeout_s
         self._checksums = checksums
@@ -175,7 +181,25 @@ class Writer:
         answers: list[Reservation | PutResult] = self._ask(
             Op.RESERVE, *arguments, accept=partial(self._granted, wants)
         )
+        self._introduce(namespace_id)
         return answers
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        """Nodes are told of these when something is first saved there."""
+        for namespace in namespaces:
+            raw = namespace.canonical()
+            if len(raw) <= NAMESPACE_BYTES_MAX:
+                self._introductions[namespace.id] = raw
+
+    def _introduce(self, namespace_id: int) -> None:
+        """Tell the node once what the id stands for. After a request: then the channel is open,
+        and a node that is slow costs this nothing."""
+        link = self._link
+        if link is None or namespace_id in link.introduced:
+            return
+        raw = self._introductions.get(namespace_id)
+        if raw is None or link.control.say(Op.NAMESPACE, namespace_id, raw):
+            link.introduced.add(namespace_id)
 
     def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later:
         """`reserve` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called.
@@ -270,30 +294,61 @@ class Writer:
 
     def pin(self, key: Key) -> tuple[bytes, tuple[int, int]] | None:
         """(record, handle) of a block that now stays until `unpin(handle)`."""
-        answer: tuple[bytes, tuple[int, int]] | str | None
-        answer = self._ask(Op.PIN, key, accept=self._pinned_now)
+        (answer,) = self._ask(Op.PIN, key, accept=self._pinned_now)
         if isinstance(answer, str):
             raise UsageError("pin", key.hex(), answer)
-        return answer
+        return None if answer is None else (answer, _handle(answer))
 
-    def _pinned_now(self, _: _Link, raw: list[Any]) -> tuple[bytes, tuple[int, int]] | str | None:
-        (answer,) = raw
-        if not isinstance(answer, bytes):
-            return None if answer is None else str(answer)
-        slot = int.from_bytes(answer[24:28], "little")
-        generation = int.from_bytes(answer[16:24], "little")
-        handle = (slot, generation)
-        self._pinned[handle] = self._pinned.get(handle, 0) + 1
-        return answer, handle
+    def _pinned_now(self, _: _Link, raw: list[Any]) -> list[Any]:
+        """The node's answers as they are; from here on the records among them count as held."""
+        with self._lock:
+            for record in raw:
+                if isinstance(record, bytes):
+                    handle = _handle(record)
+                    self._pinned[handle] = self._pinned.get(handle, 0) + 1
+        return raw
 
     def unpin(self, handle: tuple[int, int]) -> None:
         """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
-        count = self._pinned.get(handle, 0)
-        if count <= 1:
-            self._pinned.pop(handle, None)
-        else:
-            self._pinned[handle] = count - 1
+        self._pin_released(handle)
         self._give_back(Op.UNPIN, [handle])
+
+    def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """The record of each block that now stays until `unpin_many`; None for the others."""
+        records: list[bytes | None] = []
+        try:
+            for start in range(0, len(keys), BATCH_KEYS_MAX):
+                batch = keys[start : start + BATCH_KEYS_MAX]
+                answers = self._ask(Op.PIN, join_keys(batch), accept=self._pinned_now)
+                records += [a if isinstance(a, bytes) else None for a in answers]
+        except PeerError:
+            done = zip(keys, records, strict=False)
+            self.unpin_many([(key, record) for key, record in done if record is not None])
+            raise
+        return records
+
+    def unpin_many(self, pinned: Sequence[tuple[Key, bytes]]) -> None:
+        """Let each go once. Pins on a node that is gone are gone with it."""
+        link = self._link
+        if link is None:
+            return
+        here = (link.word.node_id, link.word.epoch)
+        handles: list[tuple[int, int]] = []
+        for key, record in pinned:
+            location = unpack_record(key, record)
+            if location is not None and (location.node_id, location.epoch) == here:
+                handles.append((location.slot, location.generation))
+                self._pin_released(handles[-1])
+        for start in range(0, len(handles), BATCH_KEYS_MAX):
+            self._give_back(Op.UNPIN, handles[start : start + BATCH_KEYS_MAX])
+
+    def _pin_released(self, handle: tuple[int, int]) -> None:
+        with self._lock:
+            count = self._pinned.get(handle, 0)
+            if count <= 1:
+                self._pinned.pop(handle, None)
+            else:
+                self._pinned[handle] = count - 1
 
     def touch(self, keys: Sequence[Key], now: float) -> None:
         """Remember that `keys` were used; tell the node now and then (design: the load path)."""
@@ -332,6 +387,11 @@ class Writer:
             link, self._link = self._link, None
         if link is not None:
             link.control.close()
+
+
+def _handle(record: bytes) -> tuple[int, int]:
+    """(slot, generation) of a record."""
+    return int.from_bytes(record[24:28], "little"), int.from_bytes(record[16:24], "little")
 
 
 def _outcomes(raw: list[Any]) -> list[PutResult]:

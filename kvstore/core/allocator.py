@@ -27,7 +27,16 @@ class Taken(NamedTuple):
 
 
 class Arena:
-    __slots__ = ("busy", "generation_floor", "index", "last_use", "size_class", "slots", "unused")
+    __slots__ = (
+        "busy",
+        "generation_floor",
+        "index",
+        "last_use",
+        "live",
+        "size_class",
+        "slots",
+        "unused",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -38,6 +47,8 @@ class Arena:
         """Slots from this index on were never handed out since the arena got its class."""
         self.busy = 0
         """Slots that may not be evicted: reserved, pinned or doomed."""
+        self.live = 0
+        """Slots that are not FREE."""
         self.generation_floor = 0
         """Generations only grow, over changes of class too."""
         self.last_use = 0
@@ -67,6 +78,8 @@ class Allocator:
         self._evictable: dict[int, EvictionPolicy] = {}
         self._free_slots: dict[int, dict[int, Slot]] = {}
         """Free slots by size class: slots that were used before."""
+        self._empty: dict[int, None] = {}
+        """Arenas that have a class but no block: any class may have them before anything goes."""
         self._growing: dict[int, int] = {}
         """The arena of each class that still has slots never handed out."""
         self._tick = 0
@@ -103,6 +116,8 @@ class Allocator:
             return Taken(slot, [])
         if self._free_arenas:
             return Taken(self._assign(self._free_arenas.pop(), size_class), [])
+        if self._empty:
+            return Taken(self._assign(next(iter(self._empty)), size_class), [])
         return self._take_by_eviction(size_class)
 
     def _take_by_eviction(self, size_class: int) -> Taken | None:
@@ -161,8 +176,10 @@ class Allocator:
                 self._free_slots[old_class].pop(slot.slot_id, None)
         if self._growing.get(old_class) == index:
             del self._growing[old_class]
+        self._empty.pop(index, None)
         arena.slots = {}
         arena.unused = 0
+        arena.live = 0
         arena.size_class = size_class
         self._growing[size_class] = index
         first = self._unused_slot(size_class)
@@ -182,7 +199,11 @@ class Allocator:
 
     def became_busy(self, slot: Slot) -> None:
         """Reserved, or pinned for the first time: not evictable."""
-        self._heat(slot).busy += 1
+        arena = self._heat(slot)
+        arena.busy += 1
+        if slot.state is SlotState.RESERVED:
+            arena.live += 1
+            self._empty.pop(arena.index, None)
         policy = self._evictable.get(slot.size_class)
         if policy is not None:
             policy.remove(slot.slot_id)
@@ -206,6 +227,9 @@ class Allocator:
         else:
             self._evictable[slot.size_class].remove(slot.slot_id)
         if arena.slots.get(slot.slot_id % self.slots_per_arena) is slot:
+            arena.live -= 1
+            if arena.live == 0:
+                self._empty[arena.index] = None
             self._free_slots.setdefault(slot.size_class, {})[slot.slot_id] = slot
 
     def used(self, slot: Slot) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvstore.hashing import Namespace
 from kvstore.types import Key
 
 
@@ -80,6 +81,21 @@ class Listing(NamedTuple):
     at_most: int
 
 
+class Explain(NamedTuple):
+    """Ask what became of each of `keys` here; the answer is in core/report.py."""
+
+    session: int
+    request: int
+    keys: Sequence[Key]
+
+
+class Introduce(NamedTuple):
+    """What the id of a namespace stands for; one way."""
+
+    session: int
+    namespace: Namespace
+
+
 class SessionResumed(NamedTuple):
     """The client is back on a new connection and holds only these (slot, generation).
 
@@ -109,6 +125,8 @@ Event = (
     | Clear
     | Stat
     | Listing
+    | Explain
+    | Introduce
     | SessionResumed
     | SessionDead
 )

@@ -19,7 +19,9 @@ from kvstore.core.events import (
     Drop,
     Effects,
     Event,
+    Explain,
     Fill,
+    Introduce,
     Listing,
     Mark,
     Pin,
@@ -34,9 +36,12 @@ from kvstore.core.events import (
     Write,
 )
 from kvstore.core.eviction import LRU, PolicyFactory
+from kvstore.core.gone import Gone, GoneWhy
+from kvstore.core.holdings import Session
+from kvstore.core.namespaces import Namespaces
 from kvstore.core.outbox import KeyedRecord, Outbox
 from kvstore.core.record import pack_record
-from kvstore.core.report import listing, stats
+from kvstore.core.report import explain, listing, stats
 from kvstore.core.slots import Slot, SlotEvent, SlotState
 from kvstore.limits import Limits
 from kvstore.types import Key, Location
@@ -47,16 +52,6 @@ NO_SPACE_CODE = 3
 """Every slot that fits is reserved or pinned at this moment: worth another try soon."""
 STORED_CODE = 0
 """Per-key answers on the wire; a string is a rejection's reason, a list a grant."""
-
-
-class Session:
-    """What one client holds."""
-
-    __slots__ = ("pins", "reserved")
-
-    def __init__(self) -> None:
-        self.reserved: dict[int, Slot] = {}
-        self.pins: dict[int, int] = {}
 
 
 class NodeCore:
@@ -81,6 +76,8 @@ class NodeCore:
         self._sessions: dict[int, Session] = {}
         self.outbox = Outbox(self.limits.pending_remove)
         """What Redis has yet to hear."""
+        self.gone = Gone(self.limits.gone_keys)
+        self.namespaces = Namespaces(self.limits.namespaces)
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored",
@@ -105,6 +102,8 @@ class NodeCore:
             Clear: self._clear,
             Stat: self._stat,
             Listing: self._listing,
+            Explain: self._explain,
+            Introduce: self._introduce,
             SessionResumed: self._session_resumed,
             SessionDead: self._session_dead,
         }
@@ -131,9 +130,12 @@ class NodeCore:
             if slot is not None:
                 answers.append(self._already(slot))
                 continue
-            slot_or_reason = self._take(event.sizes[i], session, effects.writes)
+            slot_or_reason = self._take(event.sizes[i], session, effects.writes, now)
             if not isinstance(slot_or_reason, Slot):
                 self.counts["rejected"] += 1
+                full = slot_or_reason == NO_SPACE_CODE
+                why = GoneWhy.REFUSED_SPACE if full else GoneWhy.REFUSED_SIZE
+                self.gone.note(key, why, now)
                 answers.append(slot_or_reason)
                 continue
             slot = slot_or_reason
@@ -167,7 +169,9 @@ class NodeCore:
         self.counts["in_progress"] += 1
         return IN_PROGRESS_CODE
 
-    def _take(self, length: int, session: Session, writes: list[Write]) -> Slot | str | int:
+    def _take(
+        self, length: int, session: Session, writes: list[Write], now: float
+    ) -> Slot | str | int:
         """A slot in state RESERVED, or why there is none."""
         if not 0 < length <= self.allocator.arena_bytes:
             return f"size_bytes={length}: must be 1 to {self.allocator.arena_bytes} (one arena)"
@@ -182,6 +186,7 @@ class NodeCore:
         for evicted in taken.evicted:
             self.counts["evicted"] += 1
             self._free(evicted, SlotEvent.EVICT, writes)
+            self.gone.note(evicted.key, GoneWhy.EVICTED, now)
         taken.slot.move(SlotEvent.RESERVE)
         self.allocator.became_busy(taken.slot)
         return taken.slot
@@ -220,7 +225,7 @@ class NodeCore:
                 continue
             del session.reserved[slot_id]
             if slot.void:
-                self._release(slot, effects.writes)
+                self._release(slot, GoneWhy.CLEARED, effects.writes, now)
                 self.counts["rejected"] += 1
                 answers.append("cleared while it was being written")
                 continue
@@ -241,12 +246,13 @@ class NodeCore:
             slot = self._owned(session, slot_id, generation)
             if slot is not None and session is not None:
                 del session.reserved[slot_id]
-                self._release(slot, effects.writes)
+                self._release(slot, GoneWhy.ABORTED, effects.writes, now)
         effects.replies.append(Reply(event.session, event.request, None, False))
 
-    def _release(self, slot: Slot, writes: list[Write]) -> None:
+    def _release(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> None:
         """End a reservation unsealed."""
         self.counts["aborted"] += 1
+        self.gone.note(slot.key, why, now)
         self._forget_key(slot)
         slot.move(SlotEvent.ABORT)
         slot.owner = 0
@@ -261,7 +267,7 @@ class NodeCore:
         for slot in list(session.reserved.values()):
             if (slot.slot_id, slot.generation) not in held:
                 del session.reserved[slot.slot_id]
-                self._release(slot, effects.writes)
+                self._release(slot, GoneWhy.ABORTED, effects.writes, now)
         pinned = {slot_id for slot_id, _ in event.pinned}
         for slot_id in [s for s in session.pins if s not in pinned]:
             self._unpin_slot(self._pinned_slot(slot_id), session.pins.pop(slot_id))
@@ -278,7 +284,7 @@ class NodeCore:
             return
         self.counts["writers_died"] += len(session.reserved)
         for slot in session.reserved.values():
-            self._release(slot, effects.writes)
+            self._release(slot, GoneWhy.WRITER_DIED, effects.writes, now)
         for slot_id, count in session.pins.items():
             self._unpin_slot(self._pinned_slot(slot_id), count)
 
@@ -297,8 +303,9 @@ class NodeCore:
         if slot.state is SlotState.FREE:
             self.allocator.became_free(slot, was_busy=False)
 
-    def _drop_slot(self, slot: Slot, writes: list[Write]) -> bool:
+    def _drop_slot(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
         """Drop a block by request; a reserved one will not be sealed."""
+        self.gone.note(slot.key, why, now)
         if slot.state is SlotState.RESERVED:
             slot.void = True
             self._forget_key(slot)
@@ -309,14 +316,15 @@ class NodeCore:
 
     def _drop(self, event: Drop, effects: Effects, now: float) -> None:
         dropped = [
-            slot is not None and self._drop_slot(slot, effects.writes)
+            slot is not None and self._drop_slot(slot, GoneWhy.DELETED, effects.writes, now)
             for slot in map(self.by_key.get, event.keys)
         ]
         effects.replies.append(Reply(event.session, event.request, dropped, True))
 
     def _clear(self, event: Clear, effects: Effects, now: float) -> None:
         doomed = [s for s in self.by_key.values() if s.namespace_id == event.namespace_id]
-        dropped = sum(self._drop_slot(slot, effects.writes) for slot in doomed)
+        why = GoneWhy.CLEARED
+        dropped = sum(self._drop_slot(slot, why, effects.writes, now) for slot in doomed)
         effects.replies.append(Reply(event.session, event.request, dropped, True))
 
     # --- using ----------------------------------------------------------
@@ -416,3 +424,10 @@ class NodeCore:
     def _listing(self, event: Listing, effects: Effects, now: float) -> None:
         rows = listing(self, event.after, event.at_most)
         effects.replies.append(Reply(event.session, event.request, rows, False))
+
+    def _explain(self, event: Explain, effects: Effects, now: float) -> None:
+        answer = explain(self, event.keys, now)
+        effects.replies.append(Reply(event.session, event.request, answer, False))
+
+    def _introduce(self, event: Introduce, effects: Effects, now: float) -> None:
+        self.namespaces.told(event.namespace)

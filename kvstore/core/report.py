@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.core.slots import SlotState
@@ -12,6 +14,15 @@ if TYPE_CHECKING:
 
 BlockRow = tuple[Key, int, int, int]
 """(key, length in bytes, namespace id, pins) of a sealed block."""
+
+UNKNOWN_CODE, SEALED_CODE, RESERVED_CODE = -1, 0, 1
+"""What became of a key; further codes are those of `GoneWhy`."""
+Fate = tuple[int, float]
+"""(code, age in seconds: of the departure or the reservation, 0 where there is none)"""
+NamespaceRow = tuple[int, int, bytes]
+"""(namespace id, blocks, fields as canonical JSON; empty when no client has told)"""
+Explained = tuple[list[Fate], float | None, list[NamespaceRow]]
+"""(a fate for each key, how far back departures are known (None: to the start), namespaces)"""
 
 
 def stats(core: NodeCore, now: float) -> dict[str, int | float]:
@@ -33,6 +44,34 @@ def stats(core: NodeCore, now: float) -> dict[str, int | float]:
         "removals_pending": core.outbox.removals_pending,
         "removals_forgotten": core.outbox.forgotten,
     }
+
+
+def explain(core: NodeCore, keys: Sequence[Key], now: float) -> Explained:
+    """What became of each of `keys` here, and which namespaces have blocks here."""
+    fates = [_fate(core, key, now) for key in keys]
+    return fates, core.gone.reaches_back_s(now), _namespaces(core)
+
+
+def _fate(core: NodeCore, key: Key, now: float) -> Fate:
+    slot = core.by_key.get(key)
+    if slot is not None:
+        if slot.state is SlotState.SEALED:
+            return SEALED_CODE, 0.0
+        return RESERVED_CODE, max(now - slot.reserved_at, 0.0)
+    departure = core.gone.get(key)
+    if departure is None:
+        return UNKNOWN_CODE, 0.0
+    return int(departure.why), max(now - departure.at, 0.0)
+
+
+def _namespaces(core: NodeCore) -> list[NamespaceRow]:
+    """Those with most blocks first; at most as many as the node remembers the fields of."""
+    blocks = Counter(
+        slot.namespace_id for slot in core.by_key.values() if slot.state is SlotState.SEALED
+    )
+    fields = {namespace.id: namespace.canonical() for namespace in core.namespaces.all()}
+    most = blocks.most_common(core.limits.namespaces)
+    return [(namespace_id, count, fields.get(namespace_id, b"")) for namespace_id, count in most]
 
 
 def listing(core: NodeCore, after: bytes, at_most: int) -> list[BlockRow]:

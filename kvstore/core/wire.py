@@ -21,6 +21,8 @@ from kvstore.core.events import (
     Commit,
     Drop,
     Event,
+    Explain,
+    Introduce,
     Listing,
     Pin,
     Reserve,
@@ -28,6 +30,7 @@ from kvstore.core.events import (
     Touch,
     Unpin,
 )
+from kvstore.core.namespaces import namespace_of
 from kvstore.errors import UsageError
 from kvstore.limits import BATCH_KEYS_MAX, MESSAGE_BYTES_MAX, META_BYTES_MAX
 from kvstore.types import KEY_BYTES, Key, Kind
@@ -49,6 +52,8 @@ class Op(enum.IntEnum):
     STAT = 9
     LIST = 10
     BYE = 11
+    EXPLAIN = 12
+    NAMESPACE = 13
 
 
 def packed(message: Sequence[Any]) -> bytes:
@@ -170,6 +175,13 @@ def _listing(session: int, request: int, after: Any, at_most: Any) -> Listing:
     return Listing(session, request, after, _ints("at_most", at_most, 1, BATCH_KEYS_MAX + 1)[0])
 
 
+def _introduce(session: int, request: int, namespace_id: Any, fields: Any) -> Introduce:
+    namespace = namespace_of(fields)
+    if namespace_id != namespace.id:
+        raise _fail("namespace_id", namespace_id, f"these fields have the id {namespace.id}")
+    return Introduce(session, namespace)
+
+
 _DECODERS: dict[int, tuple[int, Any]] = {
     Op.RESERVE: (7, _reserve),
     Op.COMMIT: (1, lambda s, r, items: Commit(s, r, _tuples("items", items, 3))),
@@ -181,6 +193,8 @@ _DECODERS: dict[int, tuple[int, Any]] = {
     Op.CLEAR: (1, lambda s, r, ns: Clear(s, r, _ints("namespace_id", ns, 1, 1 << 32)[0])),
     Op.STAT: (0, lambda s, r: Stat(s, r)),
     Op.LIST: (2, _listing),
+    Op.EXPLAIN: (1, lambda s, r, keys: Explain(s, r, _split_keys(keys))),
+    Op.NAMESPACE: (2, _introduce),
 }
 
 

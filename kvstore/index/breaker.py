@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from kvstore import clock
 from kvstore.core.breaker import Breaker, BreakerState
-from kvstore.errors import IndexUnavailableError
+from kvstore.errors import IndexBreakerOpenError, IndexUnavailableError
 from kvstore.index.base import Index, KeyRecord, Record
 from kvstore.types import Key
 
@@ -137,7 +137,7 @@ class GuardedIndex:
     def _call(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if side.open:
             side.refused += 1
-            raise IndexUnavailableError("the index failed and is being probed (breaker open)")
+            raise IndexBreakerOpenError("the index failed and is being probed (breaker open)")
         try:
             answer = call(*args, **kwargs)
         except IndexUnavailableError:

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Literal
 from urllib.parse import quote
 
@@ -126,12 +125,7 @@ class EmbeddedRedis:
     def __enter__(self) -> EmbeddedRedis:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -155,12 +149,7 @@ class ResolvedUrl:
     def __enter__(self) -> ResolvedUrl:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

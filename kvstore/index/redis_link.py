@@ -21,7 +21,7 @@ import redis.exceptions
 from redis.connection import AbstractConnection
 from redis.exceptions import RedisError
 
-from kvstore.errors import IndexUnavailableError
+from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 
 READ_BYTES = 64 << 10
 """Read at once; a reply to `REDIS_ARGS_MAX` keys fits."""
@@ -220,7 +220,7 @@ class Links:
                     except IndexError:
                         left = deadline - monotonic()
                         if left <= 0:
-                            raise IndexUnavailableError(
+                            raise IndexDeadlineError(
                                 f"Redis at {self.label}: all {self._links_max} connections "
                                 f"were in use for {self.timeout_s * 1e3:.0f} ms"
                             ) from None
@@ -259,7 +259,7 @@ class Links:
         if isinstance(error, RefusedError):
             return refused(self.label, error)
         if isinstance(error, (TimeoutError, redis.exceptions.TimeoutError)):
-            return IndexUnavailableError(
+            return IndexDeadlineError(
                 f"Redis at {self.label} did not answer within {self.timeout_s * 1e3:.0f} ms"
             )
         if isinstance(error, hiredis.HiredisError):

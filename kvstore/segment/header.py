@@ -15,9 +15,9 @@ new state. The body is written while the word says RESERVED, the SEALED word
 last; a crash in between leaves a header that nobody trusts, and the CRC covers
 what a torn write could leave.
 
-After the headers comes a table of u32 slot ids, for readers on this host: where
-the key sealed last with these bits is. A key has one place in it, a later one
-takes it over, and nothing is ever taken out: the header says whether it is true.
+After the headers comes a table of u32 slot ids, for readers on this host: where a
+key may be. A key has two places in it, side by side; a third key with the same
+takes one over, and nothing is ever taken out: the header says whether it is true.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kvstore.types import Key
 
 HEADER_BYTES = 64
 HINT_BYTES = 4
+HINTS_PER_SLOT = 4
 KEY_PART = slice(8, 40)
 FREE, RESERVED, SEALED = 0, 1, 2
 _HEADER = struct.Struct("<Q32sIBBHQII")
@@ -79,12 +80,12 @@ def fields(raw: bytes) -> Fields | None:
 
 
 def hints_of(slots: int) -> int:
-    """Entries of the table of hints, a power of two: half in use at most, with blocks of 2 KiB."""
-    return 1 << (slots - 1).bit_length()
+    """Entries of the table of hints, a power of two: at least `HINTS_PER_SLOT` a slot."""
+    return 1 << (slots * HINTS_PER_SLOT - 1).bit_length()
 
 
 def hint_of(key: Key, hints: int) -> int:
-    """The place of `key` in a table of `hints` entries."""
+    """The first place of `key` in a table of `hints` entries; its second is that one ^ 1."""
     return int.from_bytes(key[8:12], "little") & hints - 1
 
 

@@ -22,6 +22,8 @@ from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import (
     HEADER_BYTES,
     HINT_BYTES,
+    KEY_PART,
+    SEALED,
     SUPERBLOCK_BYTES,
     Superblock,
     hint_of,
@@ -131,7 +133,18 @@ class OwnedShm:
         raw = pack(write[1:])
         self._head[start + 8 : start + HEADER_BYTES] = raw[8:]
         self._words[start >> 3] = int.from_bytes(raw[:8], "little")
-        self._hints[hint_of(write.key, len(self._hints))] = write.slot_id
+        self._hint(write.key, write.slot_id)
+
+    def _hint(self, key: Key, slot_id: int) -> None:
+        """Say where `key` is, at its second place when the first is another's."""
+        hints = self._hints
+        place = hint_of(key, len(hints))
+        start = SUPERBLOCK_BYTES + hints[place] * HEADER_BYTES
+        if self._words[start >> 3] & 0xFF == SEALED:
+            there = self._head[start + 8 : start + 40]
+            if there != key and hint_of(there, len(hints)) | 1 == place | 1:
+                place ^= 1
+        hints[place] = slot_id
 
     def _fill(self, write: Fill) -> None:
         self._data[write.offset : write.offset + len(write.value)] = write.value
@@ -196,9 +209,15 @@ class AttachedShm:
 
     def hinted(self, key: Key) -> tuple[int, bytes]:
         """The slot that may hold `key` and its header, which says whether it does."""
-        slot_id = self._hints[int.from_bytes(key[8:12], "little") & self._hint_mask]  # hint_of
+        place = int.from_bytes(key[8:12], "little") & self._hint_mask  # hint_of, at its fastest
+        slot_id = self._hints[place]
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
-        return slot_id, self._head[start : start + HEADER_BYTES]
+        image = self._head[start : start + HEADER_BYTES]
+        if image[KEY_PART] != key:
+            slot_id = self._hints[place ^ 1]
+            start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
+            image = self._head[start : start + HEADER_BYTES]
+        return slot_id, image
 
     def populate(self, offset: int, size_bytes: int) -> None:
         """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.client.base import BlockView, Found, Reservation
+from kvstore.client.base import Answers, BlockView, Found, Question, Reservation, Run
+from kvstore.client.explanation import Missing, MissReason
 from kvstore.core.record import pack_record, unpack_record
 from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.hashing import Namespace
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
 
 NODE_ID = 1
@@ -28,6 +30,7 @@ class _Slot:
     payload: bytearray
     generation: int
     sealed: bool = False
+    pins: int = 0
 
 
 class _View:
@@ -62,6 +65,9 @@ class MemoryBlockStore:
         """Questions to the index, of either kind."""
         self.node_down = False
         self.index_down = False
+        self.index_trouble = MissReason.INDEX_ERROR
+        """What a match says of an index that is down."""
+        self._gone: dict[Key, MissReason] = {}
         self.closed = False
         self.on_match: Callable[[], None] = _nothing
         """Runs inside `match`, before it answers: a test may wait in it."""
@@ -70,29 +76,40 @@ class MemoryBlockStore:
         """Runs between a reader's copy and its check."""
         self.on_reserve: Callable[[], None] = _nothing
         self.on_commit: Callable[[], None] = _nothing
+        self.on_why: Callable[[], None] = _nothing
+        self.on_pin: Callable[[], None] = _nothing
+        self.pins_max = 1 << 16
 
     # --- the contract -----------------------------------------------------
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found]:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`."""
-        found = self.lookup(keys, timeout_s)
-        run = found[: found.index(None)] if None in found else found
-        return [one for one in run if one is not None]
+        answers = self.lookup(keys, timeout_s)
+        run = Run()
+        for found in answers:
+            if found is None:
+                break
+            run.append(found)
+        if len(run) < len(keys):
+            run.short = answers.short or MissReason.ABSENT
+        return run
 
-    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> list[Found | None]:
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> Answers:
         """See `BlockStore.lookup`."""
         started = time.monotonic()
         self.match_calls += 1
         self.on_match()
         late = timeout_s is not None and time.monotonic() - started > timeout_s
         if self.index_down or late:
-            return [None] * len(keys)
+            return Answers(
+                [None] * len(keys), short=MissReason.DEADLINE if late else self.index_trouble
+            )
         with self._lock:
             records = [self._index.get(key) for key in keys]
-        return [
+        return Answers(
             Found(key, record) if record is not None else None
             for key, record in zip(keys, records, strict=True)
-        ]
+        )
 
     def view(self, found: Found) -> BlockView | None:
         """See `BlockStore.view`."""
@@ -145,11 +162,16 @@ class MemoryBlockStore:
         if slot is None or slot.generation != reservation.generation or slot.sealed:
             return rejected("not reserved")
         slot.sealed = True
-        location = Location(
-            NODE_ID, EPOCH, 0, reservation.slot, slot.generation, 0, len(slot.payload), 0
-        )
-        self._index[slot.key] = pack_record(slot.key, location)
+        self._index[slot.key] = self._record(reservation.slot, slot)
         return STORED
+
+    @staticmethod
+    def _record(slot_id: int, slot: _Slot) -> bytes:
+        location = Location(NODE_ID, EPOCH, 0, slot_id, slot.generation, 0, len(slot.payload), 0)
+        return pack_record(slot.key, location)
+
+    def _sealed_slot(self, key: Key) -> int | None:
+        return next((i for i, s in self._slots.items() if s.key == key and s.sealed), None)
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """See `BlockStore.abort`."""
@@ -167,6 +189,36 @@ class MemoryBlockStore:
         """See `BlockStore.touch`."""
         self.touched += keys
 
+    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+        """See `BlockStore.pin`."""
+        self.on_pin()
+        self._need_node()
+        pinned: list[Found | None] = []
+        with self._lock:
+            for key in keys:
+                slot_id = self._sealed_slot(key)
+                if slot_id is None or self.pins() >= self.pins_max:
+                    pinned.append(None)
+                    continue
+                slot = self._slots[slot_id]
+                slot.pins += 1
+                pinned.append(Found(key, self._record(slot_id, slot)))
+        return pinned
+
+    def unpin(self, found: Sequence[Found]) -> None:
+        """See `BlockStore.unpin`."""
+        with self._lock:
+            for key, record in found:
+                location = unpack_record(key, record)
+                slot = self._slots.get(location.slot) if location is not None else None
+                if (
+                    slot is not None
+                    and location is not None
+                    and slot.generation == location.generation
+                    and slot.pins > 0
+                ):
+                    slot.pins -= 1
+
     def clear(self, namespace_id: int) -> int:
         """See `BlockStore.clear`."""
         self._need_node()
@@ -176,7 +228,23 @@ class MemoryBlockStore:
                 for slot in self._slots.values()
                 if slot.sealed and slot.namespace_id == namespace_id
             ]
-        return sum(self.evict(key) for key in keys)
+        return sum(self._drop(key, MissReason.CLEARED, forget=True) for key in keys)
+
+    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+        """See `BlockStore.introduce`; the model knows no fields."""
+
+    def why_missing(self, question: Question) -> Missing:
+        """See `BlockStore.why_missing`."""
+        self.on_why()
+        block = question.block
+        if self.index_down:
+            return Missing(block=block, reason=self.index_trouble, detail="the model's index")
+        with self._lock:
+            slots = {slot.key: slot.sealed for slot in self._slots.values()}
+            reason = self._gone.get(question.key, MissReason.NEVER_STORED)
+        if question.key in slots:
+            reason = MissReason.NOT_INDEXED if slots[question.key] else MissReason.BEING_WRITTEN
+        return Missing(block=block, reason=reason, detail="says the model", node="model")
 
     def close(self) -> None:
         """See `BlockStore.close`."""
@@ -189,15 +257,29 @@ class MemoryBlockStore:
     # --- the rest of the world --------------------------------------------
 
     def evict(self, key: Key, *, forget: bool = True) -> bool:
-        """Take a sealed block's slot away; with `forget=False` the index still points there."""
+        """Take a sealed block's slot away, unless it is pinned; with `forget=False` the index
+        still points there."""
+        with self._lock:
+            slot_id = self._sealed_slot(key)
+            if slot_id is not None and self._slots[slot_id].pins:
+                return False
+            return self._drop(key, MissReason.EVICTED, forget=forget)
+
+    def _drop(self, key: Key, why: MissReason, *, forget: bool) -> bool:
         with self._lock:
             if forget:
                 self._index.pop(key, None)
-            for slot_id, slot in self._slots.items():
-                if slot.key == key and slot.sealed:
-                    del self._slots[slot_id]
-                    return True
-        return False
+            slot_id = self._sealed_slot(key)
+            if slot_id is None:
+                return False
+            del self._slots[slot_id]
+            self._gone[key] = why
+            return True
+
+    def pins(self) -> int:
+        """Slots that are pinned, however often."""
+        with self._lock:
+            return sum(slot.pins > 0 for slot in self._slots.values())
 
     def sealed(self) -> list[Key]:
         """Sealed blocks, oldest first."""

@@ -31,7 +31,7 @@ from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvstore import Client
+from kvstore import Client, Limits
 from kvstore.nodedir import NodeDir
 
 PREFIX_TOKENS = 2048
@@ -45,6 +45,7 @@ LOOKUP_TIMEOUT_S = 2.0
 """Far above the default: five engines on two cores may keep Redis waiting, and here every
 possible block must be loaded."""
 SAVE_TIMEOUT_S = 30.0
+SAVE_POLL_S = 0.5
 NODE_TIMEOUT_S = 30.0
 MODEL = ModelShape(
     layers=8, hidden=512, heads=8, kv_heads=4, vocabulary=4096, context_tokens=PREFIX_TOKENS * 2
@@ -150,17 +151,19 @@ class Demo:
                 job.result()
         return answers
 
-    def wait_for_saves(self, tokens: int) -> None:
-        """Saving goes on behind the answers; return when every block is in the store."""
-        with Client(run_dir=self.run_dir) as client:
+    def wait_for_saves(self) -> None:
+        """Saving goes on behind the answers; return when the store has stopped growing."""
+        patient = Limits(redis_timeout_s=LOOKUP_TIMEOUT_S)
+        with Client(run_dir=self.run_dir, limits=patient) as client:
             give_up_at = time.monotonic() + SAVE_TIMEOUT_S
             stored = -1
             while time.monotonic() < give_up_at:
                 node = client.stats()["node"]
-                if node["reserved"] == 0 and node["unpublished"] == 0 and node["blocks"] == stored:
+                busy = node.get("reserved", 1) or node.get("unpublished", 1)
+                if not busy and node["blocks"] == stored:
                     return
-                stored = int(node["blocks"])
-                time.sleep(0.25)
+                stored = int(node.get("blocks", -1))
+                time.sleep(SAVE_POLL_S)
         self.console.print(f"[yellow]saves were still going on after {SAVE_TIMEOUT_S:.0f} s")
 
     def close(self) -> None:
@@ -183,7 +186,7 @@ def run(demo: Demo, progress: Progress) -> tuple[list[Row], dict[str, object]]:
         "round 1: producers compute and save",
     )
     computed = {**made["producer 1"], **made["producer 2"]}
-    demo.wait_for_saves(PROMPTS * PREFIX_TOKENS)
+    demo.wait_for_saves()
     consumers = {"consumer 1": everything, "consumer 2": everything}
     loaded = demo.ask(consumers, progress, "round 2: consumers load")
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 
 import pytest
+from redis_servers import wait_until
 
 from kvstore import AsyncClient, Client, Namespace, PutStatus, UsageError
 
@@ -191,7 +192,7 @@ def test_a_pin_of_a_client_that_closes_ends(node, client):
         other.put("k", bytes(MIB))
         other.pin("k")
         assert client.stats()["node"]["pinned"] == 1
-    assert client.stats()["node"]["pinned"] == 0
+    wait_until(lambda: client.stats()["node"]["pinned"] == 0, "the goodbye is heard")
 
 
 def test_a_deleted_value_can_be_put_again(client):

@@ -80,13 +80,28 @@ def test_the_hint_of_a_block_that_is_gone_leads_nowhere(owned, reader):
     assert reader.find([key_of(9)]) == [None]
 
 
-def test_two_keys_with_one_hint_are_never_taken_for_each_other(owned, reader):
-    first, second = key_of(9, b"a"), key_of(9, b"b")
-    save(owned, 3, first)
-    save(owned, 4, second, b"w" * 1000)
-    found = reader.find([first, second])
-    assert found[0] is None
-    assert bytes(found[1].payload) == b"w" * 1000
+def test_two_keys_with_one_hint_are_both_found(owned, reader):
+    save(owned, 3, key_of(9, b"a"), b"a" * 1000)
+    save(owned, 4, key_of(9, b"b"), b"b" * 1000)
+    found = reader.find([key_of(9, b"a"), key_of(9, b"b")])
+    assert [bytes(place.payload[:1]) for place in found] == [b"a", b"b"]
+    assert reader._index.asked == 0
+
+
+def test_more_keys_with_one_hint_are_never_taken_for_each_other(owned, reader):
+    names = [b"a", b"b", b"c", b"d"]
+    for slot_id, name in enumerate(names):
+        save(owned, slot_id, key_of(9, name), name * 1000)
+    found = reader.find([key_of(9, name) for name in names])
+    assert [bytes(p.payload[:1]) if p else None for p in found] == [b"a", None, None, b"d"]
+
+
+def test_the_place_of_a_key_that_is_gone_is_used_again(owned, reader):
+    save(owned, 3, key_of(9, b"a"))
+    owned.apply(Mark(3, 0, 1))
+    save(owned, 4, key_of(9, b"b"))
+    save(owned, 5, key_of(9, b"c"))
+    assert all(reader.find([key_of(9, b"b"), key_of(9, b"c")]))
 
 
 def test_the_first_slot_is_no_block_while_nothing_was_saved(reader):

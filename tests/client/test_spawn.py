@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 from redis_servers import wait_until
 
-from kvstore import Client, Limits
+from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
 from kvstore.client.spawn import EMBEDDED_NAME, arena_bytes_for
 from kvstore.nodedir import NodeDir
+from kvstore.types import STORED
 
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
 
 OTHER = """
 import sys
 from pathlib import Path
-from kvstore import Client, Limits
+from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
 with Client(run_dir=Path(sys.argv[1]), limits=Limits(redis_timeout_s=5.0)) as client:
     print(client.get("k"), client.put("from the other", b"2").status, flush=True)
 """
@@ -59,3 +60,20 @@ def test_the_store_outlives_the_client_that_started_it_while_another_uses_it(tmp
 )
 def test_an_embedded_node_has_room_for_many_size_classes(size, arena):
     assert arena_bytes_for(size) == arena
+
+
+def test_a_session_of_a_connector_starts_the_node_too_when_nobody_else_did(tmp_path):
+    namespace = Namespace.named("engine")
+    session = BlockSession(run_dir=tmp_path / "run", limits=PATIENT, node_size_bytes=16 << 20)
+    (reservation,) = session.reserve([namespace.value_key("k")], 1000, namespace.id)
+    assert session.commit([reservation]) == [STORED]
+    session.close()
+
+
+def test_with_a_url_no_node_is_started(redis_server, tmp_path):
+    session = BlockSession(
+        redis_server.url, run_dir=tmp_path / "run", limits=PATIENT, node_size_bytes=16 << 20
+    )
+    with pytest.raises(NodeUnavailableError, match="kvstore node"):
+        session.reserve([bytes(32)], 1000, 0)
+    session.close()

@@ -6,7 +6,17 @@ import os
 
 import pytest
 
-from kvstore import BlockStore, Found, Key, PutStatus, Reservation
+from kvstore import (
+    BlockStore,
+    Found,
+    Key,
+    Missing,
+    MissReason,
+    Namespace,
+    PutStatus,
+    Question,
+    Reservation,
+)
 
 SIZE = 40_000
 """Bytes of a block here: larger than what travels inline."""
@@ -25,6 +35,10 @@ def save(store: BlockStore, key: Key, fill: int, namespace_id: int = NAMESPACE) 
     reservation.buffer[:] = bytes([fill]) * SIZE
     (result,) = store.commit([reservation])
     assert result.status is PutStatus.STORED
+
+
+def why(store: BlockStore, key: Key, block: int = 0) -> Missing:
+    return store.why_missing(Question(block, key, Namespace.named("contract"), lambda _: None))
 
 
 class BlockStoreContract:
@@ -122,5 +136,70 @@ class BlockStoreContract:
         assert store.view(Found(b, found.record)) is None
         assert store.view(Found(a, b"\0" * 44)) is None
 
+    def test_a_match_says_why_it_is_short(self, store: BlockStore) -> None:
+        here, missing = keys(2)
+        save(store, here, 1)
+        assert store.match([here]).short is None
+        assert store.match([]).short is None
+        assert store.match([here, missing]).short is MissReason.ABSENT
+        late = store.match([here], timeout_s=0.0)
+        assert (late, late.short) == ([], MissReason.DEADLINE)
+
+    def test_a_missing_block_has_a_reason(self, store: BlockStore) -> None:
+        never, cleared, open_ = keys(3)
+        assert why(store, never).reason is MissReason.NEVER_STORED
+        save(store, cleared, 1)
+        store.clear(NAMESPACE)
+        assert why(store, cleared).reason is MissReason.CLEARED
+        (reservation,) = store.reserve([open_], SIZE, NAMESPACE)
+        assert isinstance(reservation, Reservation)
+        missing = why(store, open_, block=5)
+        assert (missing.block, missing.reason) == (5, MissReason.BEING_WRITTEN)
+        store.abort([reservation])
+
     def test_touch_takes_any_keys(self, store: BlockStore) -> None:
         store.touch(keys(3))
+
+    def test_pin_answers_for_each_key(self, store: BlockStore) -> None:
+        a, b, c = keys(3)
+        for i, key in enumerate((a, c)):
+            save(store, key, i + 1)
+        pinned = store.pin([a, b, c])
+        assert [found is not None for found in pinned] == [True, False, True]
+        held = [found for found in pinned if found is not None]
+        assert [found.key for found in held] == [a, c]
+        for i, found in enumerate(held):
+            view = store.view(found)
+            assert view is not None
+            assert bytes(view.buffer) == bytes([i + 1]) * SIZE
+            assert view.valid()
+        store.unpin(held)
+        assert store.pin([]) == []
+
+    def test_what_is_only_reserved_cannot_be_pinned(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        (reservation,) = store.reserve([key], SIZE, NAMESPACE)
+        assert isinstance(reservation, Reservation)
+        assert store.pin([key]) == [None]
+        store.abort([reservation])
+
+    def test_unpin_takes_what_is_pinned_no_more(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        save(store, key, 1)
+        (found,) = store.pin([key])
+        assert found is not None
+        for _ in range(3):
+            store.unpin([found])
+        (again,) = store.pin([key])
+        assert again is not None
+        store.unpin([again, Found(key, b"\0" * 44)])
+
+    def test_a_pinned_block_that_is_cleared_is_a_miss(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        save(store, key, 3, OTHER_NAMESPACE)
+        (found,) = store.pin([key])
+        assert found is not None
+        store.clear(OTHER_NAMESPACE)
+        assert store.view(found) is None
+        assert store.pin([key]) == [None]
+        store.unpin([found])

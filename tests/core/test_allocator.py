@@ -37,6 +37,11 @@ class Pool:
             self.seal(slot)
         return slot
 
+    def drop(self, slot) -> None:
+        slot.move(SlotEvent.EVICT)
+        self.allocator.became_free(slot, was_busy=False)
+        del self.sealed[slot.slot_id, slot.generation]
+
     def seal(self, slot) -> None:
         slot.move(SlotEvent.COMMIT)
         self.allocator.became_evictable(slot)
@@ -88,6 +93,18 @@ def test_a_class_without_an_arena_empties_the_coldest_one():
     assert big is not None
     assert len(pool.evicted) == 8
     assert {slot.size_class for slot in pool.evicted} == {4}
+
+
+def test_an_arena_without_blocks_serves_any_class_before_anything_is_evicted():
+    pool = Pool(2)
+    dropped = [pool.put(8192) for _ in range(8)]
+    for _ in range(4):
+        pool.put(16384)
+    for slot in dropped:
+        pool.drop(slot)
+    for _ in range(4):
+        assert pool.put(16384) is not None
+    assert pool.evicted == []
 
 
 def test_an_arena_with_a_reserved_slot_is_not_taken_from_its_class():
@@ -147,5 +164,6 @@ def test_under_random_pressure_every_slot_is_in_exactly_one_list(seed):
         for arena in pool.allocator.arenas:
             for slot in arena.slots.values():
                 assert pool.allocator.is_free(slot) == (slot.state is SlotState.FREE)
+            assert arena.live == sum(s.state is not SlotState.FREE for s in arena.slots.values())
             assert arena.busy == sum(s.state is SlotState.RESERVED for s in arena.slots.values())
     assert len({slot.slot_id for slot in reserved}) == len(reserved), f"seed {seed}"

@@ -1,6 +1,7 @@
 """Whatever comes over the wire becomes an event or a `UsageError` that names the field."""
 
 import contextlib
+import json
 
 import msgpack
 import pytest
@@ -10,10 +11,18 @@ from hypothesis import strategies as st
 from kvstore.core import events, wire
 from kvstore.core.wire import Hello, Op
 from kvstore.errors import UsageError
-from kvstore.limits import BATCH_KEYS_MAX, MESSAGE_BYTES_MAX
+from kvstore.hashing import Namespace
+from kvstore.limits import (
+    BATCH_KEYS_MAX,
+    MESSAGE_BYTES_MAX,
+    NAMESPACE_BYTES_MAX,
+    NAMESPACE_FIELDS_MAX,
+)
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 RAW = b"".join(KEYS)
+SPACE = Namespace({"model": "m", "layers": 3, "scale": 0.5, "draft": None, "tied": True})
+MANY_FIELDS = json.dumps({str(i): i for i in range(NAMESPACE_FIELDS_MAX + 1)}).encode()
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text(),
@@ -53,6 +62,30 @@ def test_a_reserve_survives_the_wire():
     )
 
 
+def test_a_question_and_an_introduction_survive_the_wire():
+    assert decoded([Op.EXPLAIN, 9, RAW]) == events.Explain(1, 9, KEYS)
+    event = decoded([Op.NAMESPACE, 0, SPACE.id, SPACE.canonical()])
+    assert event == events.Introduce(1, SPACE)
+    assert event.namespace.fields == SPACE.fields
+
+
+@given(st.binary(max_size=200) | st.text(alphabet='{}[]",:.-0123eE\\u aNIf').map(str.encode))
+def test_any_fields_are_a_namespace_or_a_usage_error(raw):
+    with contextlib.suppress(UsageError):
+        wire.decode(1, [Op.NAMESPACE, 0, 5, raw])
+
+
+@given(
+    st.dictionaries(
+        st.text(), st.none() | st.booleans() | st.integers() | st.floats() | st.text(), max_size=5
+    )
+)
+def test_any_namespace_is_told_as_it_is(fields):
+    namespace = Namespace(fields)
+    event = decoded([Op.NAMESPACE, 0, namespace.id, namespace.canonical()])
+    assert event.namespace == namespace
+
+
 def test_one_integer_stands_for_all_entries():
     event = decoded([Op.RESERVE, 1, 0, RAW, 4096, 2, 0, None, 0])
     assert event.sizes == [4096] * 3
@@ -75,6 +108,20 @@ def test_one_integer_stands_for_all_entries():
         ([Op.COMMIT, 1, [[1, 2]]], "items"),
         ([Op.COMMIT, 1, [[1, 2, -3]]], "items"),
         ([Op.LIST, 1, b"", BATCH_KEYS_MAX + 1], "at_most"),
+        ([Op.EXPLAIN, 1, RAW + b"x"], "keys"),
+        ([Op.EXPLAIN, 1, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
+        ([Op.EXPLAIN, 1], "message"),
+        ([Op.NAMESPACE, 0, SPACE.id, "text"], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id, b" " * (NAMESPACE_BYTES_MAX + 1)], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id, b"no JSON"], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id, b"\xff"], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id, b"[" * NAMESPACE_BYTES_MAX], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id, b"9" * NAMESPACE_BYTES_MAX], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id, b"[1]"], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id, b'{"a": [1]}'], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id, MANY_FIELDS], "fields"),
+        ([Op.NAMESPACE, 0, SPACE.id + 1, SPACE.canonical()], "namespace_id"),
+        ([Op.NAMESPACE, 0, None, SPACE.canonical()], "namespace_id"),
         ([Op.STAT, 1, 5], "message"),
         ([Op.STAT, -1], "request"),
         ([99, 1], "op"),

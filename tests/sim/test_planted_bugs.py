@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.client import reader
 from kvstore.core.events import Effects, SessionResumed
+from kvstore.core.gone import GoneWhy
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import SlotEvent
 from kvstore.errors import InternalError
@@ -47,7 +48,7 @@ class ReservationsTimeOut(NodeCore):
             for slot in list(session.reserved.values()):
                 if now - slot.reserved_at > 200:
                     del session.reserved[slot.slot_id]
-                    self._release(slot, writes)
+                    self._release(slot, GoneWhy.WRITER_DIED, writes, now)
         effects = super().handle(event, now)
         return Effects([*writes, *effects.writes], effects.replies)
 
@@ -62,14 +63,14 @@ class ALostConnectionCountsAsDeath(NodeCore):
 class DropsPinnedBlocks(NodeCore):
     """A pinned slot is reused while somebody reads it in place."""
 
-    def _drop_slot(self, slot, writes):
+    def _drop_slot(self, slot, why, writes, now):
         if slot.pins:
             pins, slot.pins = slot.pins, 0
             self.allocator.became_evictable(slot)
             self._free(slot, SlotEvent.EVICT, writes)
             slot.pins = pins
             return True
-        return super()._drop_slot(slot, writes)
+        return super()._drop_slot(slot, why, writes, now)
 
 
 class ForgetsRemovals(NodeCore):

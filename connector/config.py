@@ -1,0 +1,212 @@
+"""How an engine takes part in KV transfer: which connector, in which role, with which settings.
+
+The fields and their meaning are those of vLLM's `--kv-transfer-config`, so that
+one JSON document serves both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from connector.limits import CONFIG_BYTES_MAX, KV_RANKS_MAX, PORT_MAX
+from kvstore import UsageError
+
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+KVBufferDevice = Literal["cuda", "cpu"]
+LoadFailurePolicy = Literal["recompute", "fail"]
+
+ENV_DOCUMENT = "KVSTORE_KV_TRANSFER_CONFIG"
+"""A JSON object with any of the fields. A variable of one field wins over it."""
+ENV_PREFIX = "KVSTORE_"
+"""`KVSTORE_` and the field's name in capitals: KVSTORE_KV_ROLE, KVSTORE_ENGINE_ID, ..."""
+
+CUDA_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Files that a machine with a CUDA driver has. Asking torch would import it."""
+
+
+def default_buffer_device() -> KVBufferDevice:
+    """The GPU where there is a CUDA driver, else the CPU."""
+    return "cuda" if any(path.exists() for path in CUDA_DEVICES) else "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """One engine's part in KV transfer. Raises `UsageError` naming field, value and limit."""
+
+    kv_connector: str | None = None
+    """Registered name of the connector, or a class of `kv_connector_module_path`;
+    None: no KV transfer."""
+    engine_id: str = ""
+    """Tells this engine from others; empty: a new UUID."""
+    kv_buffer_device: KVBufferDevice = field(default_factory=default_buffer_device)
+    """Where a connector that buffers keeps its buffer."""
+    kv_buffer_size: float = 1e9
+    """Bytes that a connector may buffer."""
+    kv_role: KVRole | None = None
+    """Whether this engine saves KV, loads it, or both. Required with `kv_connector`."""
+    kv_rank: int | None = None
+    """This engine's number among `kv_parallel_size`, for connectors that pair engines up."""
+    kv_parallel_size: int = 1
+    """Engines that take part."""
+    kv_ip: str = "127.0.0.1"
+    """Where a connector that listens does so."""
+    kv_port: int = 14579
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+    """The connector's own settings; for `KVStoreConnector` see `connector.settings`."""
+    kv_connector_module_path: str | None = None
+    """Module to import `kv_connector` from; it wins over a registered name."""
+    kv_load_failure_policy: LoadFailurePolicy = "recompute"
+    """What becomes of a request whose KV could not be loaded."""
+
+    def __post_init__(self) -> None:
+        if not self.engine_id and isinstance(self.engine_id, str | None):
+            object.__setattr__(self, "engine_id", str(uuid.uuid4()))
+        for name in ("engine_id", "kv_ip", "kv_connector", "kv_connector_module_path"):
+            value = getattr(self, name)
+            optional = name.startswith("kv_connector")
+            if not (value is None and optional) and (not isinstance(value, str) or not value):
+                raise UsageError(name, value, "must be a string that is not empty")
+        _one_of("kv_buffer_device", self.kv_buffer_device, KVBufferDevice)
+        _one_of("kv_load_failure_policy", self.kv_load_failure_policy, LoadFailurePolicy)
+        if self.kv_role is not None:
+            _one_of("kv_role", self.kv_role, KVRole)
+        elif self.kv_connector is not None:
+            roles = ", ".join(get_args(KVRole))
+            raise UsageError("kv_role", None, f"must be given with kv_connector; roles are {roles}")
+        self._check_numbers()
+        extra = self.kv_connector_extra_config
+        if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+            raise UsageError("kv_connector_extra_config", extra, "must map names to values")
+        object.__setattr__(self, "kv_connector_extra_config", dict(extra))
+
+    def _check_numbers(self) -> None:
+        size_bytes = self.kv_buffer_size
+        if (
+            isinstance(size_bytes, bool)
+            or not isinstance(size_bytes, int | float)
+            or not math.isfinite(size_bytes)
+            or size_bytes <= 0
+        ):
+            raise UsageError("kv_buffer_size", size_bytes, "must be a number of bytes above 0")
+        _whole("kv_port", self.kv_port, 1, PORT_MAX)
+        _whole("kv_parallel_size", self.kv_parallel_size, 1, KV_RANKS_MAX)
+        if self.kv_rank is not None:
+            _whole("kv_rank", self.kv_rank, 0, self.kv_parallel_size - 1)
+
+    @property
+    def is_kv_transfer_instance(self) -> bool:
+        """Whether this engine takes part at all."""
+        return self.kv_connector is not None and self.kv_role is not None
+
+    @property
+    def is_kv_producer(self) -> bool:
+        """Whether this engine saves KV."""
+        return self.kv_connector is not None and self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        """Whether this engine loads KV."""
+        return self.kv_connector is not None and self.kv_role in ("kv_consumer", "kv_both")
+
+    def compute_hash(self) -> str:
+        """Fingerprint of all that changes the model's computation: nothing here does.
+
+        The same for every config, so that engines which key compiled graphs by
+        their configuration's hash share them whatever they transfer.
+        """
+        return sha256(b"[]", usedforsecurity=False).hexdigest()
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        """`kv_connector_extra_config[key]`, or `default` when it has no such key."""
+        return self.kv_connector_extra_config.get(key, default)
+
+    def has_connector(self, name: str) -> bool:
+        """Whether the connector `name` is used, by itself or in a MultiConnector."""
+        if self.kv_connector != "MultiConnector":
+            return self.kv_connector == name
+        children = self.kv_connector_extra_config.get("connectors") or ()
+        return name == "MultiConnector" or any(
+            isinstance(child, Mapping) and child.get("kv_connector") == name for child in children
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; `from_dict` of it is an equal config."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """A config from a mapping of field names; an unknown name is an error."""
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UsageError("kv_transfer_config", name, f"unknown; known: {', '.join(known)}")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, document: str) -> Self:
+        """A config from a JSON object."""
+        return cls.from_dict(_json_object("kv_transfer_config", document))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """A config from `KVSTORE_KV_TRANSFER_CONFIG` and the variables of single fields.
+
+        `environ` is the process's own by default. An empty variable counts as not
+        set. With none of them set the config has no connector.
+        """
+        environ = os.environ if environ is None else environ
+        document = environ.get(ENV_DOCUMENT)
+        values = _json_object(ENV_DOCUMENT, document) if document else {}
+        for f in fields(cls):
+            variable = ENV_PREFIX + f.name.upper()
+            text = environ.get(variable)
+            if text:
+                values[f.name] = _from_text(f.name, variable, text)
+        return cls.from_dict(values)
+
+
+_TEXT_TYPES: dict[str, Callable[[str], Any]] = {
+    "kv_buffer_size": float,
+    "kv_rank": int,
+    "kv_parallel_size": int,
+    "kv_port": int,
+}
+
+
+def _from_text(name: str, variable: str, text: str) -> Any:
+    if name == "kv_connector_extra_config":
+        return _json_object(variable, text)
+    try:
+        return _TEXT_TYPES.get(name, str)(text)
+    except ValueError as e:
+        raise UsageError(variable, text, "must be a number") from e
+
+
+def _json_object(field_name: str, document: str) -> dict[str, Any]:
+    if len(document) > CONFIG_BYTES_MAX:
+        raise UsageError(field_name, document, f"at most {CONFIG_BYTES_MAX} characters")
+    try:
+        values = json.loads(document)
+    except ValueError as e:
+        raise UsageError(field_name, document, f"must be JSON: {e}") from e
+    if not isinstance(values, dict):
+        raise UsageError(field_name, document, "must be a JSON object")
+    return values
+
+
+def _one_of(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise UsageError(name, value, f"must be one of {', '.join(get_args(choices))}")
+
+
+def _whole(name: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UsageError(name, value, f"must be a whole number from {least} to {most}")

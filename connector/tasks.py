@@ -1,0 +1,121 @@
+"""One thread that does an engine's tasks in their order, and keeps the results to be asked for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from connector.limits import RESULTS_MAX, SHUTDOWN_TIMEOUT_S, TASKS_MAX
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+IDLE_EVERY_S = 1.0
+"""How often an idle thread does its upkeep."""
+
+
+class Results(Generic[R]):
+    """Results by task number, each given out once. Thread-safe and bounded."""
+
+    def __init__(self, signal: Callable[[], None]) -> None:
+        self._signal = signal
+        self._lock = threading.Lock()
+        self._results: dict[int, R] = {}
+
+    def put(self, task_id: int, result: R) -> None:
+        """Keep it, then signal; the oldest that nobody asked for makes room."""
+        with self._lock:
+            if len(self._results) >= RESULTS_MAX:
+                self._results.pop(next(iter(self._results)))
+            self._results[task_id] = result
+        self._signal()
+
+    def pop(self, task_id: int) -> R | None:
+        with self._lock:
+            return self._results.pop(task_id, None)
+
+    def pop_all(self) -> dict[int, R]:
+        with self._lock:
+            results, self._results = self._results, {}
+        return results
+
+
+class TaskThread:
+    """Thread-safe. Every task that was submitted ends: done, failed, or refused at once."""
+
+    def __init__(self, name: str, upkeep: Callable[[], None]) -> None:
+        self._upkeep = upkeep
+        self._wake = threading.Condition()
+        self._tasks: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+        self._closing = False
+        self._numbers = 0
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    def number(self) -> int:
+        """A number for one more task."""
+        with self._wake:
+            self._numbers += 1
+            return self._numbers
+
+    def submit(
+        self, task: Callable[[], None], failed: Callable[[], None], *, urgent: bool = False
+    ) -> None:
+        """Run `task` on the thread, or `failed` when it raises or cannot be run.
+
+        `urgent` tasks, which give something back, have no limit of their own:
+        there are no more of them than of the tasks that took it.
+        """
+        with self._wake:
+            accepted = not self._closing and (urgent or len(self._tasks) < TASKS_MAX)
+            if accepted:
+                self._tasks.append((task, failed))
+                self._wake.notify()
+        if not accepted:
+            failed()
+
+    def close(self) -> bool:
+        """End after the task that runs now; what waits fails. False: it did not end in time."""
+        with self._wake:
+            self._closing = True
+            waiting, self._tasks = list(self._tasks), deque()
+            self._wake.notify()
+        for _, failed in waiting:
+            failed()
+        self._thread.join(SHUTDOWN_TIMEOUT_S)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        upkeep_at = time.monotonic() + IDLE_EVERY_S
+        while True:
+            with self._wake:
+                if not self._tasks and not self._closing:
+                    self._wake.wait(max(0.0, upkeep_at - time.monotonic()))
+                if self._closing:
+                    return
+                task, failed = self._tasks.popleft() if self._tasks else (None, None)
+            if task is not None and failed is not None:
+                self._run(task, failed)
+            if time.monotonic() >= upkeep_at:
+                self._run(self._upkeep, _nothing)
+                upkeep_at = time.monotonic() + IDLE_EVERY_S
+
+    @staticmethod
+    def _run(task: Callable[[], None], failed: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception:
+            log.exception("a task failed; the engine is told that nothing was found or saved")
+            failed()
+
+
+def _nothing() -> None:
+    return None

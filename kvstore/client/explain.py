@@ -1,0 +1,320 @@
+"""Finds out why a block is missing: from the index, the nodes of this host, and what else is there.
+
+Asked by people and by logs, never on the way of a get. It has connections of its
+own, so that a node that hangs here costs saves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.client.base import Question
+from kvstore.client.control import ControlChannel
+from kvstore.client.explanation import (
+    FieldDifference,
+    Missing,
+    MissReason,
+    ago,
+    differences,
+    listed,
+    reason_of,
+)
+from kvstore.core.gone import GoneWhy
+from kvstore.core.record import unpack_record
+from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
+from kvstore.core.wire import Op
+from kvstore.errors import IndexUnavailableError, PeerError, UsageError
+from kvstore.hashing import Namespace
+from kvstore.index.base import Index, Record
+from kvstore.nodedir import LOCK, Announcement, NodeDir, is_locked, node_dirs
+from kvstore.types import Key, Location
+
+NODES_ASKED_MAX = 16
+CANDIDATES_MAX = 32
+"""Namespaces in which the same tokens are looked for, those with fewest differences first."""
+NEAR_FIELDS_MAX = 4
+"""A namespace that differs in more fields is another model's, not a mistake."""
+SALT_FIELDS = frozenset({"salt", "cache_salt", "hash_seed"})
+"""Fields that keep equal tokens apart on purpose."""
+
+_GONE: dict[int, tuple[MissReason, str]] = {
+    GoneWhy.EVICTED: (MissReason.EVICTED, "evicted it to make room"),
+    GoneWhy.DELETED: (MissReason.DELETED, "was asked to delete it"),
+    GoneWhy.CLEARED: (MissReason.CLEARED, "was asked to clear its namespace"),
+    GoneWhy.ABORTED: (MissReason.NOT_COMMITTED, "got its slot back unwritten from its writer"),
+    GoneWhy.WRITER_DIED: (MissReason.NOT_COMMITTED, "freed its slot: its writer died"),
+    GoneWhy.REFUSED_SPACE: (
+        MissReason.REFUSED,
+        "refused it: every slot that fits was reserved or pinned",
+    ),
+    GoneWhy.REFUSED_SIZE: (
+        MissReason.REFUSED,
+        "refused it: larger than an arena, or its writer held too many slots",
+    ),
+}
+
+
+class _Answer(NamedTuple):
+    """What one node says about one key."""
+
+    node: str
+    code: int
+    age_s: float
+    reaches_back_s: float | None
+    namespaces: list[tuple[int, int, bytes]]
+
+
+class _Candidate(NamedTuple):
+    """The same tokens under other fields."""
+
+    fields: tuple[FieldDifference, ...]
+    key: Key | None
+    node: str
+    """Where a namespace with these fields has blocks; empty when that is not known."""
+
+
+class Explainer:
+    """Thread-safe. One question costs one index lookup and one request per node of this host."""
+
+    def __init__(self, index: Index, run_dir: Path, key_prefix: str, timeout_s: float) -> None:
+        self._index = index
+        self._run_dir = run_dir
+        self._key_prefix = key_prefix
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._channels: dict[tuple[int, int], ControlChannel] = {}
+        """By node id and epoch."""
+        self._closed = False
+
+    def why(self, question: Question) -> Missing:
+        """See `BlockStore.why_missing`."""
+        block, key = question.block, question.key
+        try:
+            (record,) = self._index.lookup([key])
+        except IndexUnavailableError as e:
+            return Missing(block=block, reason=reason_of(e), detail=str(e))
+        if record is not None:
+            unreadable = self._unreadable(question, record)
+            if unreadable is not None:
+                return unreadable
+        answers, silent = self._ask(key)
+        told = _told(block, answers, indexed=record is not None)
+        if told is not None:
+            return told
+        if record is not None:
+            return Missing(
+                block=block,
+                reason=MissReason.LOAD_FAILED,
+                detail="its record leads to a slot that does not hold it (any more)",
+            )
+        if silent or not answers:
+            who = f"{', '.join(silent)} did not answer" if silent else "no node runs on this host"
+            detail = f"not in the index; {who}, so nobody can say why"
+            return Missing(block=block, reason=MissReason.ABSENT, detail=detail)
+        different = self._under_other_fields(question, answers) if block == 0 else None
+        return different or _never_stored(block, answers)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+
+    # --- nodes --------------------------------------------------------------
+
+    def _living(self) -> Iterator[tuple[NodeDir, Announcement]]:
+        for directory in node_dirs(self._run_dir):
+            word = directory.announcement()
+            if word is not None and word.key_prefix == self._key_prefix and directory.alive():
+                yield directory, word
+
+    def _ask(self, key: Key) -> tuple[list[_Answer], list[str]]:
+        """What each node of this host says, and the names of those that did not answer."""
+        give_up_at = time.monotonic() + self._timeout_s
+        answers: list[_Answer] = []
+        silent: list[str] = []
+        living = list(self._living())[:NODES_ASKED_MAX]
+        for (directory, word), channel in zip(living, self._channels_of(living), strict=True):
+            try:
+                if time.monotonic() > give_up_at:
+                    raise TimeoutError
+                fates, reaches_back_s, namespaces = channel.request(Op.EXPLAIN, key)
+                ((code, age_s),) = fates
+                rows = [(int(i), int(count), bytes(raw)) for i, count, raw in namespaces]
+                answers.append(_Answer(word.name, code, age_s, reaches_back_s, rows))
+            except (PeerError, UsageError, TimeoutError, TypeError, ValueError):
+                silent.append(directory.name)  # gone, hung, or of an older version
+        return answers, silent
+
+    def _channels_of(
+        self, living: Sequence[tuple[NodeDir, Announcement]]
+    ) -> Iterable[ControlChannel]:
+        """A channel to each of `living`; those to nodes that are gone are closed."""
+        with self._lock:
+            if self._closed:
+                raise UsageError("client", "closed", "must be open")
+            names = {(word.node_id, word.epoch): directory for directory, word in living}
+            gone = [self._channels.pop(name) for name in [*self._channels] if name not in names]
+            for name, directory in names.items():
+                if name not in self._channels:
+                    self._channels[name] = ControlChannel(
+                        directory, name, self._timeout_s, lambda: ((), ())
+                    )
+            channels = [self._channels[name] for name in names]
+        for channel in gone:
+            channel.close()
+        return channels
+
+    def _unreadable(self, question: Question, record: Record) -> Missing | None:
+        """Why the node that a record names cannot be read; None when it can."""
+        block = question.block
+        location = unpack_record(question.key, record)
+        if location is None:
+            detail = "its record in the index is damaged"
+            return Missing(block=block, reason=MissReason.INDEX_ERROR, detail=detail)
+        for _, word in self._living():
+            if word.node_id == location.node_id:
+                if word.epoch == location.epoch:
+                    return None
+                detail = f"node {word.name}, which had it, was started anew since"
+                return Missing(
+                    block=block, reason=MissReason.NODE_DEAD, detail=detail, node=word.name
+                )
+        return self._away(block, location)
+
+    def _away(self, block: int, location: Location) -> Missing:
+        """A record of a node that does not live on this host, or not with this run directory."""
+        word = None
+        with suppress(IndexUnavailableError):
+            raw = self._index.node(location.node_id)
+            word = Announcement.unpack(raw) if raw is not None else None
+        if word is None:
+            name = f"{location.node_id:016x}"
+            detail = f"node {name}, which had it, does not announce itself any more"
+            return Missing(block=block, reason=MissReason.NODE_DEAD, detail=detail, node=name)
+        here = word.host == socket.gethostname()
+        if here and not is_locked(Path(word.control_path).parent / LOCK):
+            detail = f"node {word.name}, which had it, has ended"
+            return Missing(block=block, reason=MissReason.NODE_DEAD, detail=detail, node=word.name)
+        where = "another run directory of this host" if here else f"host {word.host}"
+        return Missing(
+            block=block,
+            reason=MissReason.OUT_OF_REACH,
+            detail=f"node {word.name} has it, on {where}: it cannot be read from here",
+            node=word.name,
+        )
+
+    # --- other fields -------------------------------------------------------
+
+    def _under_other_fields(self, question: Question, answers: list[_Answer]) -> Missing | None:
+        """The same tokens in another namespace, or the nearest one when ours has nothing."""
+        ours = question.namespace
+        candidates = [_Candidate((field,), key, "") for field, key in question.others]
+        near: list[_Candidate] = []
+        for namespace, node in _namespaces(answers):
+            if namespace.id != ours.id:
+                fields = differences(ours.fields, namespace.fields)
+                near.append(_Candidate(fields, question.key_in(namespace), node))
+        near.sort(key=lambda candidate: len(candidate.fields))
+        candidates = [*candidates, *near][:CANDIDATES_MAX]
+        candidates.sort(key=lambda candidate: len(candidate.fields))
+        found = self._present(candidates)
+        if found is not None:
+            what = "the same tokens are there under other fields"
+            return _different(question.block, found, what)
+        if any(row[0] == ours.id for answer in answers for row in answer.namespaces):
+            return None
+        if not near or len(near[0].fields) > NEAR_FIELDS_MAX:
+            return None
+        what = "nothing is there with these fields; the nearest that is there differs"
+        return _different(question.block, near[0], what)
+
+    def _present(self, candidates: Sequence[_Candidate]) -> _Candidate | None:
+        keyed = [candidate for candidate in candidates if candidate.key is not None]
+        if not keyed:
+            return None
+        try:
+            records = self._index.lookup([c.key for c in keyed if c.key is not None])
+        except IndexUnavailableError:
+            return None
+        there = (c for c, record in zip(keyed, records, strict=True) if record is not None)
+        return next(there, None)
+
+
+def _namespaces(answers: Iterable[_Answer]) -> Iterator[tuple[Namespace, str]]:
+    """Those with blocks whose fields are known, each with one node that has some."""
+    seen: set[int] = set()
+    for answer in answers:
+        for namespace_id, _, raw in answer.namespaces:
+            if raw and namespace_id not in seen:
+                seen.add(namespace_id)
+                with suppress(ValueError, AttributeError, TypeError):
+                    yield Namespace(json.loads(raw)), answer.node
+
+
+def _told(block: int, answers: Sequence[_Answer], *, indexed: bool) -> Missing | None:
+    """What a node knows about the block itself: what is there now before what is gone."""
+    for answer in answers:
+        if answer.code == SEALED_CODE and indexed:
+            return Missing(
+                block=block,
+                reason=MissReason.BEING_WRITTEN,
+                detail=f"node {answer.node} has it now: it was stored after the lookup",
+                node=answer.node,
+            )
+        if answer.code == SEALED_CODE:
+            return Missing(
+                block=block,
+                reason=MissReason.NOT_INDEXED,
+                detail=f"node {answer.node} has it, but the index does not know of it (yet)",
+                node=answer.node,
+            )
+        if answer.code == RESERVED_CODE:
+            return Missing(
+                block=block,
+                reason=MissReason.BEING_WRITTEN,
+                detail=f"a writer got a slot at node {answer.node} {ago(answer.age_s)} ago "
+                "and has not committed it",
+                node=answer.node,
+                age_s=answer.age_s,
+            )
+    gone = [answer for answer in answers if answer.code in _GONE]
+    if not gone:
+        return None
+    last = min(gone, key=lambda answer: answer.age_s)
+    reason, what = _GONE[last.code]
+    detail = f"node {last.node} {what}, {ago(last.age_s)} ago"
+    return Missing(block=block, reason=reason, detail=detail, node=last.node, age_s=last.age_s)
+
+
+def _different(block: int, candidate: _Candidate, what: str) -> Missing:
+    fields = candidate.fields
+    salted = {difference.field for difference in fields} <= SALT_FIELDS
+    at = f" (node {candidate.node})" if candidate.node else ""
+    return Missing(
+        block=block,
+        reason=MissReason.SALT if salted else MissReason.DIFFERENT_FINGERPRINT,
+        detail=f"{what}{at}: {listed(fields)}",
+        node=candidate.node,
+        differing_fields=fields,
+    )
+
+
+def _never_stored(block: int, answers: Sequence[_Answer]) -> Missing:
+    """As sure as the nodes' memories reach back."""
+    unsure = [a for a in answers if a.code != UNKNOWN_CODE or a.reaches_back_s is not None]
+    names = ", ".join(answer.node for answer in answers)
+    if unsure:
+        back_s = min(a.reaches_back_s or 0.0 for a in unsure)
+        detail = f"not stored at {names} in the last {ago(back_s)}, as far back as they remember"
+    else:
+        detail = f"never stored at {names} since it started"
+    return Missing(block=block, reason=MissReason.NEVER_STORED, detail=detail)

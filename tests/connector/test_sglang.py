@@ -1,0 +1,363 @@
+"""SGLang's own loader and host pools against a real Redis and a real memory node."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from stores import NodeProcess
+
+pytestmark = pytest.mark.sglang
+
+PAGE_TOKENS = 16
+LAYERS, HEADS, HEAD_DIM = 3, 2, 8
+PAGES = 6
+LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
+
+
+def storage_config(node: NodeProcess, **changes: Any) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    ours = changes.pop("ours", {})
+    extra = {
+        "backend_name": "kvstore",
+        "module_path": "connector.adapters.sglang",
+        "class_name": "KVStoreHiCache",
+        "interface_v1": 1,
+        **node.engine_settings,
+        **ours,
+    }
+    plain = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": True,
+        "is_page_first_layout": False,
+        "model_name": "tiny",
+    }
+    return HiCacheStorageConfig(**{**plain, **changes}, extra_config=extra)
+
+
+def backend(node: NodeProcess, pool: Any, **changes: Any) -> Any:
+    """As SGLang's controller makes it from its command line."""
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+    made = StorageBackendFactory.create_backend("dynamic", storage_config(node, **changes), pool)
+    made.register_mem_pool_host(pool)
+    made.on_host_pools_registered()
+    return made
+
+
+def mha_pool(layout: str = "page_first", dtype: str = "bfloat16", head_dim: int = HEAD_DIM) -> Any:
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    device = MHATokenToKVPool(
+        size=PAGES * PAGE_TOKENS,
+        page_size=PAGE_TOKENS,
+        dtype=getattr(torch, dtype),
+        head_num=HEADS,
+        head_dim=head_dim,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    return MHATokenToKVPoolHost(
+        device._mha_buffer_info(),
+        host_to_device_ratio=2.0,
+        host_size=0,
+        page_size=PAGE_TOKENS,
+        layout=layout,
+        pin_memory=False,
+        device_capacity_tokens=device.size,
+        start_layer=device.start_layer,
+        end_layer=device.end_layer,
+    )
+
+
+def mla_pool(layout: str = "page_first") -> Any:
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    device = MLATokenToKVPool(
+        size=PAGES * PAGE_TOKENS,
+        page_size=PAGE_TOKENS,
+        dtype=torch.bfloat16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    return MLATokenToKVPoolHost(
+        device._mla_buffer_info(),
+        host_to_device_ratio=2.0,
+        host_size=0,
+        page_size=PAGE_TOKENS,
+        layout=layout,
+        pin_memory=False,
+        device_capacity_tokens=device.size,
+        start_layer=device.start_layer,
+        end_layer=device.end_layer,
+        target_layer_num=device.layer_num,
+        override_kv_cache_dim=device.kv_cache_dim,
+    )
+
+
+def randomize(pool: Any) -> None:
+    import torch
+
+    flat = pool.kv_buffer.view(torch.uint8)
+    flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8))
+
+
+def page_bytes(pool: Any, indices: Any) -> list[bytes]:
+    """Every page as SGLang itself flattens it."""
+    import torch
+
+    return [
+        pool.get_data_page(indices[i]).contiguous().view(torch.uint8).numpy().tobytes()
+        for i in range(0, len(indices), PAGE_TOKENS)
+    ]
+
+
+def bits(page: Any) -> Any:
+    """A tensor that compares: random KV has NaNs."""
+    import torch
+
+    return page.contiguous().view(torch.uint8)
+
+
+def hashes(count: int) -> list[str]:
+    return [hashlib.sha256(os.urandom(8)).hexdigest() for _ in range(count)]
+
+
+def slots(pool: Any, *pages: int) -> Any:
+    import torch
+
+    return torch.cat([torch.arange(p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS) for p in pages])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("make", [mha_pool, mla_pool], ids=["mha", "mla"])
+def test_pages_come_back_byte_for_byte_in_another_process_pool(
+    node: NodeProcess, make: Any, layout: str
+) -> None:
+    one, other = make(layout), make(layout)
+    randomize(one)
+    randomize(other)
+    replicated = make is mla_pool
+    writer = backend(node, one, is_mla_model=replicated)
+    reader = backend(node, other, is_mla_model=replicated)
+    names = hashes(4)
+    source, target = slots(one, 1, 4, 2, 0), slots(other, 3, 0, 5, 1)
+    untouched = page_bytes(other, slots(other, 2, 4))
+    assert writer.batch_set_v1(names, source) == [True] * 4
+    assert reader.batch_exists(names) == 4
+    assert reader.batch_get_v1(names, target) == [True] * 4
+    assert page_bytes(other, target) == page_bytes(one, source)
+    assert page_bytes(other, slots(other, 2, 4)) == untouched
+    writer.close()
+    reader.close()
+
+
+def test_flat_pages_come_back_byte_for_byte_without_interface_v1(node: NodeProcess) -> None:
+    import torch
+
+    pool = mha_pool("layer_first")
+    randomize(pool)
+    store = backend(node, pool, ours={"interface_v1": 0})
+    names = hashes(3)
+    source = slots(pool, 0, 1, 2)
+    pages = [pool.get_data_page(source[i * PAGE_TOKENS]) for i in range(3)]
+    assert store.batch_set(names, pages)
+    assert store.set(names[0], pages[0])
+    assert store.exists(names[2])
+    targets = [pool.get_dummy_flat_data_page() for _ in names]
+    got = store.batch_get(names, targets)
+    same = [torch.equal(bits(a), bits(b)) for a, b in zip(got, pages, strict=True)]
+    assert same == [True] * 3
+    assert store.get(hashes(1)[0], targets[0]) is None
+    store.close()
+
+
+def test_trap_a_page_saved_flat_is_not_loaded_as_zero_copy(node: NodeProcess) -> None:
+    # In layer_first the two interfaces order the same bytes differently.
+    pool = mha_pool("layer_first")
+    flat, zero_copy = backend(node, pool, ours={"interface_v1": 0}), backend(node, pool)
+    (name,) = hashes(1)
+    assert flat.set(name, pool.get_data_page(0))
+    assert not zero_copy.exists(name)
+    assert zero_copy.batch_get_v1([name], slots(pool, 0)) == [False]
+    flat.close()
+    zero_copy.close()
+
+
+def test_only_the_leading_run_exists_and_is_loaded(node: NodeProcess) -> None:
+    pool = mha_pool()
+    store = backend(node, pool)
+    a, b, c = hashes(3)
+    assert store.batch_set_v1([a, c], slots(pool, 0, 1)) == [True, True]
+    assert store.batch_exists([a, b, c]) == 1
+    assert store.batch_exists([b, c]) == 0
+    assert store.batch_get_v1([a, b, c], slots(pool, 0, 1, 2)) == [True, False, False]
+    store.close()
+
+
+def test_a_page_that_exists_is_a_success(node: NodeProcess) -> None:
+    pool = mha_pool()
+    store = backend(node, pool)
+    names = hashes(2)
+    assert store.batch_set_v1(names, slots(pool, 0, 1)) == [True, True]
+    assert store.batch_set_v1(names, slots(pool, 0, 1)) == [True, True]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"tp_rank": 1, "tp_size": 2}, {"model_name": "other"}, {"ours": {"model_revision": "r2"}}],
+    ids=str,
+)
+def test_trap_equal_hashes_of_another_shard_or_model_are_misses(
+    node: NodeProcess, other: dict[str, Any]
+) -> None:
+    pool = mha_pool()
+    one, another = backend(node, pool), backend(node, pool, **other)
+    names = hashes(1)
+    assert one.batch_set_v1(names, slots(pool, 0)) == [True]
+    assert one.batch_exists(names) == 1
+    assert another.batch_exists(names) == 0
+    one.close()
+    another.close()
+
+
+def test_trap_equal_hashes_of_another_dtype_or_layout_are_misses(node: NodeProcess) -> None:
+    names = hashes(1)
+    pool = mha_pool()
+    store = backend(node, pool)
+    assert store.batch_set_v1(names, slots(pool, 0)) == [True]
+    store.close()
+    for other_pool in (mha_pool(dtype="float16"), mha_pool("page_first_direct")):
+        other = backend(node, other_pool)
+        assert other.batch_exists(names) == 0
+        other.close()
+
+
+def test_trap_in_a_server_the_weights_count_and_not_their_alias(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from sglang.srt import runtime_context
+
+    pool, names, found = mha_pool(), hashes(1), []
+    for path, alias in (("/a", "default"), ("/b", "default"), ("/a", "another")):
+        args = SimpleNamespace(model_path=path, kv_cache_dtype="auto")
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda args=args: args)
+        store = backend(node, pool, model_name=alias)
+        found.append(store.exists(names[0]))
+        assert store.batch_set_v1(names, slots(pool, 0)) == [True]
+        store.close()
+    assert found == [False, False, True]
+
+
+def test_trap_every_rank_finds_replicated_kv_that_one_rank_saved(node: NodeProcess) -> None:
+    pool = mla_pool()
+    ranks = [backend(node, pool, is_mla_model=True, tp_rank=r, tp_size=2) for r in range(2)]
+    names = hashes(1)
+    assert ranks[0].batch_set_v1(names, slots(pool, 0)) == [True]
+    assert ranks[1].batch_get_v1(names, slots(pool, 1)) == [True]
+    for rank in ranks:
+        rank.close()
+
+
+def test_clear_drops_the_pages(node: NodeProcess) -> None:
+    pool = mha_pool()
+    store = backend(node, pool)
+    names = hashes(2)
+    store.batch_set_v1(names, slots(pool, 0, 1))
+    store.clear()
+    assert store.batch_get_v1(names, slots(pool, 0, 1)) == [False, False]
+    store.close()
+
+
+def test_transfers_are_counted_once(node: NodeProcess) -> None:
+    pool = mha_pool()
+    store = backend(node, pool)
+    names = hashes(2)
+    store.batch_set_v1(names, slots(pool, 0, 1))
+    store.batch_get_v1(names, slots(pool, 0, 1))
+    stats = store.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([2], [2])
+    assert all(gb_per_s > 0 for gb_per_s in stats.backup_bandwidth + stats.prefetch_bandwidth)
+    assert store.get_stats().backup_pgs == []
+    store.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_that_dies_or_hangs_is_misses_and_no_waiting(
+    node: NodeProcess, number: signal.Signals
+) -> None:
+    pool = mha_pool()
+    store = backend(node, pool)
+    names = hashes(2)
+    assert store.batch_set_v1(names, slots(pool, 0, 1)) == [True, True]
+    node.signal(number)
+    if number is signal.SIGKILL:
+        node.process.wait(10)
+    started = time.monotonic()
+    assert store.batch_set_v1(hashes(2), slots(pool, 0, 1)) == [False, False]
+    loaded = store.batch_get_v1(names, slots(pool, 0, 1))
+    assert loaded == [number is signal.SIGSTOP] * 2, "reads need no living node, only its memory"
+    assert store.batch_exists(hashes(2)) == 0
+    store.clear()
+    assert time.monotonic() - started < 10
+    started = time.monotonic()
+    assert store.batch_set_v1(hashes(1), slots(pool, 0)) == [False]
+    assert time.monotonic() - started < 3, "what failed lately is not waited for again"
+    store.close()
+
+
+def test_an_index_that_is_away_is_misses(node: NodeProcess) -> None:
+    pool = mha_pool()
+    store = backend(node, pool, ours={"url": "redis://127.0.0.1:1"})
+    names = hashes(2)
+    assert store.batch_exists(names) == 0
+    assert store.batch_get_v1(names, slots(pool, 0, 1)) == [False, False]
+    assert store.batch_set_v1(names, slots(pool, 0, 1)) == [False, False]
+    store.close()
+
+
+def test_wrong_settings_and_second_pools_are_refused_when_sglang_attaches(
+    node: NodeProcess,
+) -> None:
+    pool = mha_pool()
+    with pytest.raises(ValueError, match="block_tokens"):
+        backend(node, pool, ours={"block_tokens": 256})
+    store = backend(node, pool)
+    store.register_mem_host_pool_v2(pool, "kv")
+    with pytest.raises(ValueError, match="mamba"):
+        store.register_mem_host_pool_v2(pool, "mamba")
+    store.close()
+    store.close()
