@@ -70,7 +70,7 @@ def load(side: Side, request: FakeRequest, computed: int = 0, tokens: int | None
     """Match and allocate, as an engine does; the load stays under way."""
     offered = side.match(request, computed)
     table = list(range(101, 101 + len(request.tokens) // ENGINE_BLOCK + 1))
-    side.core.allocated(request, lambda: table, offered if tokens is None else tokens)
+    side.core.allocated(request, lambda: (table,), offered if tokens is None else tokens)
     side.step()
 
 
@@ -382,15 +382,15 @@ class Real:
     def __init__(self, node: NodeProcess, **fields: object) -> None:
         self.layout = layout(**fields)
         self.session = BlockSession(**node.client_options)
-        self.session.introduce(self.layout.namespaces)
+        self.session.introduce(tuple(self.layout.all_namespaces()))
         settings = SchedulerSettings(lookup_timeout_s=PATIENCE_S)
         self.core = SchedulerCore(
             LazyStore(lambda: BlockSession(**node.client_options)), self.layout, settings
         )
 
     def save(self, request: FakeRequest, block_bytes: int = BLOCK_BYTES) -> None:
-        namespace = self.layout.namespaces[0]
-        keys = namespace.engine_keys(request.block_hashes, self.layout.blocks_per_key)
+        namespace = self.layout.groups[0].namespaces[0]
+        keys = namespace.engine_keys(request.block_hashes, self.layout.hashes_per_key)
         reservations = self.session.reserve(keys, block_bytes, namespace.id)
         slots = [slot for slot in reservations if isinstance(slot, Reservation)]
         assert all(self.session.commit(slots))
@@ -446,7 +446,7 @@ def test_a_slot_reused_between_lookup_and_load_is_a_failed_load_that_says_evicte
     request = prompt(2)
     real.save(request)
     assert real.match(request) == 2 * BLOCK
-    real.core.allocated(request, lambda: list(range(101, 110)), 2 * BLOCK)
+    real.core.allocated(request, lambda: (list(range(101, 110)),), 2 * BLOCK)
     (job,) = real.core.plan_step([], [], lambda _: None).loads
     pressure(node)
     assert real.session.view(job.blocks[0].found[0]) is None, "so a worker reports it as failed"
