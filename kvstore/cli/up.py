@@ -117,7 +117,7 @@ def _how_to_use(args: argparse.Namespace, url: str, run_dir: Path) -> str:
         "kv_connector_extra_config": extra,
     }
     lines += [
-        "    vllm serve MODEL --prefix-caching-hash-algo sha256_cbor \\",
+        "    vllm serve MODEL \\",
         f"        --kv-transfer-config {shlex.quote(json.dumps(transfer))}",
         "",
         "Ctrl-C ends it.",

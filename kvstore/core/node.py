@@ -3,6 +3,9 @@
 `NodeCore.handle(event, now) -> Effects` is the whole interface towards the
 outside, `outbox` the one towards the index. The
 daemon and the simulator drive the same code.
+
+Longer than other files on purpose: whoever changes one way that a slot can take must
+see the others.
 """
 
 from __future__ import annotations

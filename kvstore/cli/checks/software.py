@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from importlib import metadata
@@ -100,7 +99,6 @@ def nixl(context: Context) -> list[Finding]:
 
 def vllm(context: Context) -> list[Finding]:
     version = version_of(*OPTIONAL["vllm"])
-    seed = os.environ.get("PYTHONHASHSEED")
     findings = []
     if version is None:
         findings.append(Finding(Level.INFO, "not installed in this environment"))
@@ -115,12 +113,6 @@ def vllm(context: Context) -> list[Finding]:
         else:
             do = "pip install kvstore into this environment, not only on PYTHONPATH"
             findings.append(Finding(Level.WARN, f"{found}, KVStoreConnector not registered", do))
-    hint = "start engines with --prefix-caching-hash-algo sha256_cbor"
-    if seed is None:
-        findings.append(Finding(Level.INFO, f"PYTHONHASHSEED is not set, as it should be; {hint}"))
-    else:
-        do = f"leave it unset, or the same on every engine, or block hashes differ; {hint}"
-        findings.append(Finding(Level.WARN, f"PYTHONHASHSEED is {seed}", do))
     return findings
 
 
