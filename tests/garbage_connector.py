@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from connector.adapters.vllm import KVStoreConnector
@@ -10,11 +11,10 @@ from connector.adapters.vllm import KVStoreConnector
 class GarbageConnector(KVStoreConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        blocks = self._w._blocks
-        assert blocks is not None
-        scatter = blocks.scatter
+        assert self._w._blocks
+        for blocks in self._w._blocks:
+            blocks.scatter = partial(_scatter_zeros, blocks.scatter)  # type: ignore[method-assign]
 
-        def zeros(payload: memoryview, skip: int, block_ids: Any) -> None:
-            scatter(memoryview(bytes(len(payload))), skip, block_ids)
 
-        blocks.scatter = zeros  # type: ignore[method-assign]
+def _scatter_zeros(scatter: Any, payload: memoryview, *where: Any) -> None:
+    scatter(memoryview(bytes(len(payload))), *where)
