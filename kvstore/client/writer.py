@@ -1,4 +1,8 @@
-"""Saving through the local node: reserve, copy, commit; pins and deletions go the same way."""
+"""Saving through the local node: reserve, copy, commit; pins and deletions go the same way.
+
+In one file because what a client holds (`_reserved`, `_pinned`) must change under the
+same lock as the requests that change it (rule 5).
+"""
 
 from __future__ import annotations
 

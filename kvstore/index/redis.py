@@ -1,6 +1,8 @@
 """The index in Redis: one string key a block, one MGET a lookup.
 
 See docs/decisions/0003-index-records.md for the figures behind the shape.
+
+All calls of the contract stand together, beside the fallbacks they share.
 """
 
 from __future__ import annotations

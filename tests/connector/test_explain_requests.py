@@ -1,4 +1,7 @@
-"""Why a request did not hit: what the scheduler side says of it, counts and logs."""
+"""Why a request did not hit: what the scheduler side says of it, counts and logs.
+
+One test for each reason a request may have, in one file so that a missing one shows.
+"""
 
 from __future__ import annotations
 
