@@ -104,8 +104,8 @@ class GuardedIndex:
     def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
         return self._call(self._reading, self._index.lookup, keys)
 
-    def publish(self, records: Sequence[KeyRecord]) -> None:
-        self._call(self._writing, self._index.publish, records)
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+        return self._call(self._writing, self._index.publish, records)
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
         return self._call(self._writing, self._index.remove, records)

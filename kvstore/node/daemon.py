@@ -353,9 +353,10 @@ class Node:
         assert self._loop is not None
         work = self.core.outbox.take_publications(PUBLISH_BATCH)
         try:
-            self.index.publish([KeyRecord(*item) for item in work])
-            self.core.outbox.published(work)
-            self._index_away = False
+            lost = set(self.index.publish([KeyRecord(*item) for item in work]))
+            self.core.outbox.published([item for item in work if item not in lost])
+            self.core.outbox.postpone(lost)
+            self._index_away = bool(lost)
         except IndexUnavailableError as e:
             log.debug("publication waits: %s", e)
             self._index_away = True
