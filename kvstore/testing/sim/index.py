@@ -53,7 +53,7 @@ class SimIndex(MemoryIndex):
             return bytes(damaged)
         return truth
 
-    def publish(self, records: Sequence[KeyRecord]) -> None:
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
         # An error after the command was carried out looks the same to the caller.
         if self.unavailable and self._rng.random() < 0.5:
             raise IndexUnavailableError("simulated")
@@ -63,6 +63,7 @@ class SimIndex(MemoryIndex):
             kept.append(record)
             del kept[:-HISTORY_MAX]
         self._fail_maybe()
+        return []
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
         if self.unavailable and self._rng.random() < 0.5:
