@@ -150,8 +150,19 @@ class Hosts:
         return ["nsenter", f"--net=/run/netns/{self.space(host)}", "--", *argv]
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process on `host`; `options` are those of `subprocess.Popen`."""
-        return subprocess.Popen(self.command(host, argv), **options)
+        """Start a process on `host`; `options` are those of `subprocess.Popen`.
+
+        It has arrived there on return: `close` and `pause` will find it.
+        """
+        process = subprocess.Popen(self.command(host, argv), **options)
+        network = Path(f"/run/netns/{self.space(host)}").stat().st_ino
+        give_up_at = time.monotonic() + COMMAND_TIMEOUT_S
+        while process.poll() is None and time.monotonic() < give_up_at:
+            with suppress(FileNotFoundError):
+                if Path(f"/proc/{process.pid}/ns/net").stat().st_ino == network:
+                    break
+            time.sleep(0.001)
+        return process
 
     def pids(self, host: str) -> list[int]:
         """The processes that run on `host`; a dead one that nobody waited for is not."""
