@@ -12,6 +12,7 @@ from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
+from kvstore.client.remote import RemoteNodes
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.writer import Want, Writer
 from kvstore.errors import IndexUnavailableError, UsageError
@@ -20,6 +21,9 @@ from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import Limits
 from kvstore.rundir import run_dir as default_run_dir
+from kvstore.transport.security import StreamSecurity
+from kvstore.transport.select import allowed
+from kvstore.transport.shm import NAME as SHM
 from kvstore.types import Key, Kind, PutResult
 
 Verify = Literal["never", "always"]
@@ -33,7 +37,10 @@ class BlockSession:
     takes any that serves the same index. With `verify="always"` payload checksums
     are written and every read is checked against them, on this host too. With
     `node_size_bytes` the first save starts the embedded memory node, of that size,
-    when there is neither a URL nor a node.
+    when there is neither a URL nor a node. `transports` are those that may be used
+    (transport/select.py; None takes KVSTORE_TRANSPORTS, else all): without "shm" the
+    nodes of this host are as far away as any other. `security` is what streams are
+    protected by; None takes it from the environment.
     """
 
     def __init__(
@@ -46,6 +53,8 @@ class BlockSession:
         verify: Verify = "never",
         limits: Limits | None = None,
         node_size_bytes: int | None = None,
+        transports: Sequence[str] | None = None,
+        security: StreamSecurity | None = None,
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -58,8 +67,15 @@ class BlockSession:
         self.index: Index = self._opened.index
         self.url: str = self._opened.url
         self.embedded: bool = self._opened.embedded
-        self.nodes = LocalNodes(self.run_dir, self.index, key_prefix)
-        self.reader = Reader(self.index, self.nodes)
+        self.transports = allowed(transports)
+        self.nodes = LocalNodes(self.run_dir, self.index, key_prefix, use=SHM in self.transports)
+        self.remote = RemoteNodes(
+            self.index,
+            self.transports,
+            security or StreamSecurity.from_environment(),
+            self.limits.stream_timeout_s,
+        )
+        self.reader = Reader(self.index, self.nodes, self.remote)
         self.writer = Writer(
             self.nodes,
             name=node,
@@ -161,5 +177,6 @@ class BlockSession:
         self._explainer.close()
         self.writer.close()
         self.reader.close()
+        self.remote.close()
         self.nodes.close()
         self._opened.close()
