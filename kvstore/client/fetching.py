@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
 
 from kvstore.client import tensors
+from kvstore.client.base import BlockView
 from kvstore.client.remote import RemoteNodes
 from kvstore.errors import UsageError
 from kvstore.limits import META_BYTES_MAX
@@ -82,3 +83,39 @@ def _value(away: Away, payload: memoryview, outcome: Outcome) -> Any:
         return None
     copy(target, data)
     return value
+
+
+class FetchedBlock(NamedTuple):
+    """Implements `BlockView`: a block of another host, in this process's memory and checked."""
+
+    buffer: memoryview
+
+    def valid(self) -> bool:
+        return True
+
+
+def fetch_blocks(
+    remote: RemoteNodes,
+    away: Mapping[int, tuple[Key, Location]],
+    staging: memoryview | None,
+    deadline: float | None,
+) -> dict[int, BlockView]:
+    """The blocks that could be read, by the same numbers; those that `staging` has no room for
+    could not."""
+    if not away:
+        return {}
+    if staging is None:
+        staging = memoryview(bytearray(sum(location.length for _, location in away.values())))
+    start = 0
+    wanted: dict[int, Wanted] = {}
+    for i, (key, location) in away.items():
+        end = start + location.length
+        if end <= staging.nbytes:
+            wanted[i] = Wanted(key, location, (staging[start:end],))
+            start = end
+    outcomes = remote.read(list(wanted.values()), deadline) if wanted else []
+    return {
+        i: FetchedBlock(one.into[0].toreadonly())
+        for (i, one), outcome in zip(wanted.items(), outcomes, strict=True)
+        if outcome.read is Read.HIT
+    }

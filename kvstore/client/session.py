@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from kvstore.client.base import Answers, BlockView, Found, Question, Reservation, Run
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
+from kvstore.client.fetching import fetch_blocks
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.remote import RemoteNodes
@@ -134,10 +135,42 @@ class BlockSession:
         )
 
     def view(self, found: Found) -> BlockView | None:
-        place = self.reader.place(found.key, found.record)
-        if place is None or (self.verify == "always" and not place.verified()):
-            return None
-        return place
+        (view,) = self.views([found], None)
+        return view
+
+    def views(
+        self, found: Sequence[Found], staging: memoryview | None, timeout_s: float | None = None
+    ) -> Iterator[BlockView | None]:
+        """See `BlockStore.views`. Blocks of other hosts come when the first of them is asked for,
+        in one batch per node; without `staging` into memory of their own."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        fetched: dict[int, BlockView] | None = None
+        for i, one in enumerate(found):
+            place = self.reader.place(one.key, one.record)
+            if place is not None:
+                good = self.verify == "never" or place.verified()
+                yield place if good else None
+                continue
+            if fetched is None:
+                fetched = self._fetch(found, i, staging, deadline)
+            yield fetched.get(i)
+
+    def _fetch(
+        self,
+        found: Sequence[Found],
+        first: int,
+        staging: memoryview | None,
+        deadline: float | None,
+    ) -> dict[int, BlockView]:
+        """Those of `found[first:]` that nodes on other hosts have, by number."""
+        away = {
+            i: location
+            for i in range(first, len(found))
+            if (location := self.reader.away(found[i].key, found[i].record)) is not None
+        }
+        return fetch_blocks(
+            self.remote, {i: (found[i].key, where) for i, where in away.items()}, staging, deadline
+        )
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int

@@ -24,9 +24,24 @@ def listening_node(redis_server, **options):
     return NodeProcess(redis_server, options=LISTEN, environment=environment, **options)
 
 
-@pytest.fixture
-def far(redis_server):
+@pytest.fixture(scope="module")
+def lasting(redis_server):
     """A node that clients with another run directory can only reach by a stream."""
+    with listening_node(redis_server) as process:
+        yield process
+
+
+@pytest.fixture
+def far(lasting):
+    """The same with nobody else's blocks in it."""
+    with client_of(lasting) as client:
+        client.session.writer.clear(client.namespace.id)
+    return lasting
+
+
+@pytest.fixture
+def mortal(redis_server):
+    """One that may be killed."""
     with listening_node(redis_server) as process:
         yield process
 
@@ -175,18 +190,17 @@ def test_an_open_node_serves_clients_without_a_secret_and_no_others(redis_server
             assert client.get("k") is None, "it could be anyone's node"
 
 
-def test_a_killed_node_is_a_miss_at_once_and_its_next_start_serves_again(
-    redis_server, far, writer, reader
-):
-    writer.put("k", b"v" * 100_000)
-    assert reader.get("k") is not None
-    far.kill()
-    assert reader.get("k") is None
-    writer.close()
-    far.start()
-    with client_of(far) as again:
-        again.put("k2", b"w" * 100_000)
-        wait_until(lambda: reader.get("k2") == b"w" * 100_000, "the new start is reached")
+def test_a_killed_node_is_a_miss_at_once_and_its_next_start_serves_again(mortal, elsewhere):
+    with client_of(mortal, elsewhere) as reader:
+        with client_of(mortal) as writer:
+            writer.put("k", b"v" * 100_000)
+            assert reader.get("k") is not None
+            mortal.kill()
+            assert reader.get("k") is None
+        mortal.start()
+        with client_of(mortal) as writer:
+            writer.put("k2", b"w" * 100_000)
+            wait_until(lambda: reader.get("k2") == b"w" * 100_000, "the new start is reached")
 
 
 def test_a_stopped_node_costs_one_deadline_and_then_nothing(far, writer, elsewhere):
@@ -210,3 +224,57 @@ def test_a_stopped_node_costs_one_deadline_and_then_nothing(far, writer, elsewhe
         finally:
             far.signal(signal.SIGCONT)
         wait_until(lambda: reader.get("k") == b"v" * 100_000, "the node is back")
+
+
+# --- blocks, as connectors read them ------------------------------------------------
+
+
+def saved_blocks(writer, count, size=100_000):
+    tokens = list(range(256 * count))
+    blocks = [os.urandom(size) for _ in range(count)]
+    assert all(writer.put_blocks(tokens, blocks))
+    return blocks, writer.namespace.block_keys(tokens, 256)
+
+
+@pytest.mark.parametrize("staging", [None, 10 * MIB])
+def test_blocks_of_another_host_are_viewed_together_in_one_batch(writer, reader, staging):
+    blocks, keys = saved_blocks(writer, 8)
+    session = reader.session
+    found = session.match(keys)
+    batches = []
+    submit = session.remote.stream.submit
+    session.remote.stream.submit = lambda *args: batches.append(args) or submit(*args)
+    room = None if staging is None else memoryview(bytearray(staging))
+    views = list(session.views(found, room, 10.0))
+    assert [bytes(view.buffer) for view in views] == blocks
+    assert all(view.valid() and view.buffer.readonly for view in views)
+    assert len(batches) == 1
+    assert bytes(session.view(found[3]).buffer) == blocks[3]
+
+
+def test_blocks_for_which_there_is_no_room_are_not_read(writer, reader):
+    blocks, keys = saved_blocks(writer, 4)
+    found = reader.session.match(keys)
+    views = list(reader.session.views(found, memoryview(bytearray(250_000)), 10.0))
+    assert [view and bytes(view.buffer) for view in views] == [*blocks[:2], None, None]
+
+
+def test_views_mix_both_hosts_and_what_is_gone(redis_server, far, writer):
+    blocks, keys = saved_blocks(writer, 6)
+    with (
+        listening_node(redis_server, key_prefix=far.key_prefix) as other,
+        client_of(other) as neighbour,
+    ):
+        mine = {1: os.urandom(100_000), 4: os.urandom(100_000)}
+        for i, block in mine.items():
+            writer.session.writer.drop([keys[i]])
+            (slot,) = neighbour.session.reserve([keys[i]], len(block), neighbour.namespace.id)
+            slot.buffer[:] = block
+            neighbour.session.commit([slot])
+        found = neighbour.session.match(keys)
+        assert len(found) == 6
+        writer.session.writer.drop([keys[2]])
+        views = list(neighbour.session.views(found, None, 10.0))
+        expected = [mine.get(i, block) for i, block in enumerate(blocks)]
+        expected[2] = None
+        assert [view and bytes(view.buffer) for view in views] == expected
