@@ -33,6 +33,11 @@ NAMESPACE_BYTES_MAX = 4096
 NAMESPACE_FIELDS_MAX = 64
 
 
+RESTART_WITHIN_S = 600.0
+"""How long after a node died its segment waits for the next start: whoever then looks
+removes it, and before that a node of the same run directory that needs the memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of one node that an operator may move."""

@@ -29,6 +29,8 @@ class NodeConfig:
     shm_dir: Path = SHM_DIR
     end_with_last_client: bool = False
     """Stop when the last client is gone, or when none comes (last_client.py)."""
+    keep: bool = False
+    """At an orderly end too, leave the segment for the next start (restart.py)."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
