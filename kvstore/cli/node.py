@@ -7,6 +7,7 @@ import asyncio
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 from kvstore.cli.options import (
     add_store,
@@ -22,6 +23,7 @@ from kvstore.index.open import open_guarded
 from kvstore.limits import ARENA_BYTES_DEFAULT, Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
+from kvstore.nodedir import sweep
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +37,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--end-with-last-client",
         action="store_true",
         help="stop when the last client is gone, or when none comes",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the memory for the next start of this name when told to stop",
+    )
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="start nothing: free what dead nodes of this run directory left behind",
     )
     parser.add_argument("--end-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     add_verbose(parser)
@@ -69,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     start_logging(args)
     if args.end_with_parent is not None:
         _end_with(args.end_with_parent)
+    if args.clean:
+        return _clean(run_dir_of(args))
     config = NodeConfig(
         run_dir=run_dir_of(args),
         name=args.name,
@@ -77,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         policy=args.policy,
         key_prefix=args.key_prefix,
         end_with_last_client=args.end_with_last_client,
+        keep=args.keep,
         limits=Limits(),
     )
     opened = open_guarded(
@@ -86,6 +101,15 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_serve(Node(config, opened.index), no_password(opened.url)))
     finally:
         opened.close()
+
+
+def _clean(run_dir: Path) -> int:
+    removed = sweep(run_dir, kept=True)
+    for name in removed:
+        print(f"node {name} is dead: removed what it left behind")
+    if not removed:
+        print(f"no dead node in {run_dir}")
+    return 0
 
 
 async def _serve(node: Node, redis: str) -> int:
