@@ -38,6 +38,14 @@ class HashedRequest:
         return str(self._request.request_id)
 
     @property
+    def vllm_request(self) -> Any:
+        return self._request
+
+    def tokens_of(self, block: int) -> tuple[int, int]:
+        """First token and end of a store block."""
+        return block * self._block_tokens, (block + 1) * self._block_tokens
+
+    @property
     def num_tokens(self) -> int:
         return int(self._request.num_tokens)
 

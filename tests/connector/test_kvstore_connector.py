@@ -140,8 +140,13 @@ def test_saved_blocks_are_loaded_by_another_engine_and_both_are_counted(engine: 
     assert not output.invalid_block_ids
     assert bool((bits(other.kv)[:, TABLE] == bits(engine.kv)[:, TABLE]).all())
     other.close()
-    assert other.stats.counts["loads"] == 1
-    assert engine.stats.counts["saves"] == 1
+    blocks, size = len(PROMPT) // BLOCK, GEOMETRY.token_bytes * len(PROMPT)
+    for engine_of, verb in ((other, "load"), (engine, "save")):
+        counts = engine_of.stats.counts
+        done = "loaded" if verb == "load" else "saved"
+        assert counts[f"kvstore_{done}_blocks"] == blocks
+        assert counts[f"kvstore_{done}_bytes"] == size
+        assert len(counts[f"kvstore_{verb}_seconds"]) == 1
 
 
 def test_what_cannot_be_loaded_comes_back_as_invalid_blocks_and_is_not_offered_again(
@@ -156,8 +161,7 @@ def test_what_cannot_be_loaded_comes_back_as_invalid_blocks_and_is_not_offered_a
     assert output.invalid_block_ids == set(TABLE)
     assert other.match(FakeRequest("b", PROMPT)) == (0, False)
     other.close()
-    assert other.stats.counts["failed_loads"] == 1
-    assert other.stats.counts["invalid_blocks"] == len(TABLE)
+    assert other.stats.counts["kvstore_failed_loads:load-failed"] == 1
 
 
 def test_offer_that_the_engine_does_not_take_up_loads_nothing(engine: Engine) -> None:

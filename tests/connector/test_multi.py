@@ -73,6 +73,7 @@ SCHEDULER_CALLS: dict[str, tuple[Any, ...]] = {
     "update_connector_output": (KVConnectorOutput(finished_recving={"r"}),),
     "request_finished": (REQUEST, [1, 2]),
     "take_events": (),
+    "get_kv_connector_stats": (),
     "has_pending_work": (),
     "reset_cache": (),
     "shutdown": (),
