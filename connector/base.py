@@ -107,8 +107,7 @@ class WorkerReport:
     finished_loads: set[str] = field(default_factory=set)
     """Requests whose load ended on this worker, each exactly once, failed or not."""
     failed_requests: set[str] = field(default_factory=set)
-    """Those of them that failed at least in part, where block ids do not name blocks: with
-    several KV cache groups."""
+    """Those of them that failed at least in part, if the layout `fails_by_request`."""
     invalid_block_ids: set[int] = field(default_factory=set)
     """Else the engine blocks that hold no valid KV although a load was planned into them."""
     failed_blocks: dict[int, int] = field(default_factory=dict)

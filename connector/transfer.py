@@ -59,14 +59,14 @@ def why_of(error: Exception) -> str:
     return MissReason.NODE_DEAD if isinstance(error, NodeUnavailableError) else metrics.ERROR
 
 
-def report_load(task: Load, report: WorkerReport, groups: Sequence[GroupPieces]) -> None:
+def report_load(task: Load, report: WorkerReport, *, by_request: bool) -> None:
     """Say that the load has ended, and what of it failed."""
     job, loaded = task.job, task.loaded
     report.finished_loads.add(job.request_id)
     if loaded == len(job.blocks):
         return
     report.failed_blocks[job.job_id] = loaded
-    if len(groups) > 1:  # each has tables of its own: an id says nothing by itself
+    if by_request:
         report.failed_requests.add(job.request_id)
         return
     for block in job.blocks[loaded:]:

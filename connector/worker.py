@@ -163,7 +163,7 @@ class WorkerCore:
         report = WorkerReport()
         for task in done:
             if isinstance(task, Load):
-                transfer.report_load(task, report, self._groups)
+                transfer.report_load(task, report, by_request=self._layout.fails_by_request)
             else:
                 transfer.report_save(task, report, self._groups)
         return report

@@ -1,4 +1,4 @@
-"""Statistics and events of the vLLM adapter, through vLLM's own scheduler, loggers and publisher."""
+"""Statistics and events of the vLLM adapter, through vLLM's own scheduler and loggers."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ def front_end(config: Any) -> Any:
 
 
 class TestStats:
-    def test_counts_reach_vllms_metrics_and_its_log_line(
-        self, make: Make, prometheus: Any
-    ) -> None:
+    def test_counts_reach_vllms_metrics_and_its_log_line(self, make: Make, prometheus: Any) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
         engine = make()
