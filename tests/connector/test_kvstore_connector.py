@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,9 +60,10 @@ def config(role: Any = "kv_both", **extra: Any) -> KVTransferConfig:
 class Engine:
     """Both sides, with metadata and outputs going through pickle as between processes."""
 
-    def __init__(self, role: Any = "kv_both", seed: int = 0) -> None:
+    def __init__(self, role: Any = "kv_both", seed: int = 0, events: bool = False) -> None:
         self.pins = FakePins()
-        info = EngineInfo(shape=SHAPE, pins=self.pins, num_blocks=1000)
+        shape = replace(SHAPE, events=events)
+        info = EngineInfo(shape=shape, pins=self.pins, num_blocks=1000)
         self.scheduler = KVStoreConnector.make_scheduler(config(role), info)
         self.worker = KVStoreConnector.make_worker(config(role), info)
         self.kv = kv_tensors(16, seed=seed)
@@ -179,6 +181,24 @@ def test_finished_request_never_keeps_its_blocks(engine: Engine) -> None:
     engine.step((request, request.num_tokens))
     assert engine.scheduler.request_finished(request, TABLE) == (False, None)
     assert list(engine.scheduler.take_events()) == []
+
+
+def test_engine_that_wants_events_is_told_what_was_stored_and_both_sides_count(
+    store: MemoryBlockStore,
+) -> None:
+    engine = Engine(events=True)
+    request = FakeRequest("a", PROMPT)
+    assert engine.match(request) == (0, False)
+    engine.save(request)
+    events = list(engine.scheduler.take_events())
+    assert [(event.stored, event.request, event.block) for event in events] == [
+        (True, request, 0),
+        (True, request, 1),
+    ]
+    asked = engine.scheduler.get_kv_connector_stats()
+    assert asked is not None
+    assert asked.to_dict()["kvstore_lookup_blocks"] == len(PROMPT) // BLOCK
+    engine.close()
 
 
 def test_consumer_saves_nothing_and_needs_no_pins(store: MemoryBlockStore) -> None:

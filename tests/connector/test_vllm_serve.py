@@ -24,7 +24,7 @@ from vllm_server import (
     build_tokenizer,
     changed,
     commands,
-    entry_points,
+    distributions,
     kvstore_settings,
 )
 
@@ -61,7 +61,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     node = NodeProcess(redis)
     place = {**node.engine_settings, "load_timeout_s": 30.0, "block_tokens": BLOCK}
     files, events_port = path / "files", free_port()
-    search = [str(entry_points(path / "plugin")), str(PROJECT), os.environ.get("PYTHONPATH", "")]
+    search = [
+        str(distributions(path / "distributions")),
+        str(PROJECT),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     env = {
         "PYTHONPATH": os.pathsep.join(search),
         "VLLM_CPU_KVCACHE_SPACE": "1",
