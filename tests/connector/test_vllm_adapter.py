@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import logging
 import pickle
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,21 @@ class TestRegistration:
         register_vllm()
         found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
         assert found.__name__ == "KVStoreConnector"
+
+    def test_trap_the_module_registers_its_class_when_it_is_imported(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Named by its module under MultiConnector, it is looked up by name for statistics."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        package = importlib.import_module("connector.adapters")
+        module = importlib.import_module("connector.adapters.vllm")
+        monkeypatch.delitem(KVConnectorFactory._registry, "KVStoreConnector")
+        monkeypatch.setattr(package, "vllm", module)
+        monkeypatch.delitem(sys.modules, module.__name__)
+        fresh = importlib.import_module(module.__name__)
+        found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
+        assert found is fresh.KVStoreConnector is not module.KVStoreConnector
 
     def test_trap_the_constructor_takes_what_vllm_passes(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

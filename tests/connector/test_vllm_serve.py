@@ -83,7 +83,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     def start(command: list[str], name: str) -> VllmServer:
         command = changed(command, "--kv-transfer-config", here)
         if "--kv-events-config" in command:
-            endpoint = {"endpoint": f"tcp://127.0.0.1:{events_port}"}
+            endpoint = {"endpoint": f"tcp://*:{events_port}"}
             command = changed(command, "--kv-events-config", lambda config: config.update(endpoint))
         command[command.index("MODEL")] = str(model)
         small = (
