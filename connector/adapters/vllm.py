@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from connector.worker import WorkerCore
     from kvstore import Explanation
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # only loggers below vLLM's own are written at INFO
 register_vllm()  # for those who name the module: vLLM looks a child's statistics up by name
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,8 +186,12 @@ def test_a_server_beside_another_connector_saves_to_both_and_says_what_is_stored
     assert servers.alone.complete(prompt) == answer
 
 
-def test_nobody_is_told_that_requests_may_fail_and_the_log_has_the_counts(
-    servers: Servers,
-) -> None:
+def test_trap_the_log_of_a_server_has_what_the_connector_says(servers: Servers) -> None:
+    """vLLM writes no INFO of loggers other than its own."""
+    counted(servers.alone, "vllm:kvstore_missed_requests_total{never-stored}")
     for server in (servers.alone, servers.beside):
+        assert f"kvstore: blocks of {BLOCK} tokens" in server.log
         assert "kv_load_failure_policy is" not in server.log
+    assert re.search(
+        r"kvstore: request .*: 0 of 256 tokens hit; block 0: never-stored", servers.alone.log
+    )
