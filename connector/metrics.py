@@ -55,7 +55,7 @@ SAVED_BLOCKS = Metric("kvstore_saved_blocks", "Store blocks written and committe
 SAVED_BYTES = Metric("kvstore_saved_bytes", "Bytes of those")
 UNSAVED_BLOCKS = Metric(
     "kvstore_unsaved_blocks",
-    "Store blocks that the memory node gave no slot for: exists, in-progress or rejected",
+    "Store blocks that the memory node gave no slot for: exists, in_progress or rejected",
     "reason",
 )
 SAVE_SECONDS = Metric(
