@@ -27,11 +27,11 @@ from kvstore.client.explanation import (
     reason_of,
 )
 from kvstore.core.gone import GoneWhy
-from kvstore.core.record import unpack_record
+from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, PeerError, UsageError
-from kvstore.hashing import Namespace
+from kvstore.hashing import SALT_FIELD, Namespace
 from kvstore.index.base import Index, Record
 from kvstore.nodedir import LOCK, Announcement, NodeDir, is_locked, node_dirs
 from kvstore.types import Key, Location
@@ -41,7 +41,7 @@ CANDIDATES_MAX = 32
 """Namespaces in which the same tokens are looked for, those with fewest differences first."""
 NEAR_FIELDS_MAX = 4
 """A namespace that differs in more fields is another model's, not a mistake."""
-SALT_FIELDS = frozenset({"salt", "cache_salt", "hash_seed"})
+SALT_FIELDS = frozenset({"salt", "cache_salt", "hash_seed", SALT_FIELD})
 """Fields that keep equal tokens apart on purpose."""
 
 _GONE: dict[int, tuple[MissReason, str]] = {
@@ -50,6 +50,7 @@ _GONE: dict[int, tuple[MissReason, str]] = {
     GoneWhy.CLEARED: (MissReason.CLEARED, "was asked to clear its namespace"),
     GoneWhy.ABORTED: (MissReason.NOT_COMMITTED, "got its slot back unwritten from its writer"),
     GoneWhy.WRITER_DIED: (MissReason.NOT_COMMITTED, "freed its slot: its writer died"),
+    GoneWhy.CORRUPT: (MissReason.CORRUPT, "dropped it: its bytes were not those saved"),
     GoneWhy.REFUSED_SPACE: (
         MissReason.REFUSED,
         "refused it: every slot that fits was reserved or pinned",
@@ -83,7 +84,15 @@ class _Candidate(NamedTuple):
 class Explainer:
     """Thread-safe. One question costs one index lookup and one request per node of this host."""
 
-    def __init__(self, index: Index, run_dir: Path, key_prefix: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        index: Index,
+        run_dir: Path,
+        key_prefix: str,
+        timeout_s: float,
+        signer: RecordSigner | None = None,
+    ) -> None:
+        self._signer = signer
         self._index = index
         self._run_dir = run_dir
         self._key_prefix = key_prefix
@@ -176,6 +185,9 @@ class Explainer:
     def _unreadable(self, question: Question, record: Record) -> Missing | None:
         """Why the node that a record names cannot be read; None when it can."""
         block = question.block
+        if self._signer is not None and not self._signer.right(question.key, record):
+            detail = "its record in the index is not signed, or with another key than ours"
+            return Missing(block=block, reason=MissReason.BAD_SIGNATURE, detail=detail)
         location = unpack_record(question.key, record)
         if location is None:
             detail = "its record in the index is damaged"

@@ -27,6 +27,7 @@ from kvstore.core.events import (
     Pin,
     Reserve,
     Stat,
+    Suspect,
     Touch,
     Unpin,
 )
@@ -54,6 +55,7 @@ class Op(enum.IntEnum):
     BYE = 11
     EXPLAIN = 12
     NAMESPACE = 13
+    SUSPECT = 14
 
 
 def packed(message: Sequence[Any]) -> bytes:
@@ -195,6 +197,7 @@ _DECODERS: dict[int, tuple[int, Any]] = {
     Op.LIST: (2, _listing),
     Op.EXPLAIN: (1, lambda s, r, keys: Explain(s, r, _split_keys(keys))),
     Op.NAMESPACE: (2, _introduce),
+    Op.SUSPECT: (1, lambda s, r, keys: Suspect(s, _split_keys(keys))),
 }
 
 

@@ -40,6 +40,8 @@ class NodeConfig:
     """Serve streams to anyone who can connect, without a secret."""
     keep: bool = False
     """At an orderly end too, leave the segment for the next start (restart.py)."""
+    signing_key: bytes | None = field(default=None, repr=False)
+    """Sign index records with it; None: KVSTORE_SIGNING_KEY (secret.py), else unsigned."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -20,10 +20,11 @@ from functools import partial
 from typing import Any
 
 from kvstore.core import wire
-from kvstore.core.events import Clear, Drop, Event, SessionDead, SessionResumed
+from kvstore.core.events import Clear, Corrupt, Drop, Event, SessionDead, SessionResumed
 from kvstore.core.eviction import POLICIES
 from kvstore.core.holdings import FORMER
 from kvstore.core.node import NodeCore
+from kvstore.core.record import RecordSigner
 from kvstore.core.report import stats
 from kvstore.core.wire import Hello, Op
 from kvstore.errors import (
@@ -45,6 +46,7 @@ from kvstore.node.sessions import Session, Sessions, Speaker
 from kvstore.node.stream_server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
 from kvstore.rundir import socket_path
+from kvstore.secret import SIGNING_KEY, secret
 from kvstore.transport.stream import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
@@ -176,6 +178,7 @@ class Node:
         self.dir.socket.unlink(missing_ok=True)  # of one that was killed: nobody serves yet
         arenas, arena_bytes = config.shape()
         node_id = node_id_of(config.run_dir, config.name)
+        key = secret(SIGNING_KEY, config.signing_key)
         epoch = next_epoch(config.run_dir, config.name, time.time())
         make_core = partial(
             NodeCore,
@@ -185,6 +188,7 @@ class Node:
             arena_bytes=arena_bytes,
             limits=config.limits,
             policy=POLICIES[config.policy],
+            signer=RecordSigner(key, config.key_prefix) if key else None,
         )
         base = config.shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-0"
         if config.end_with_last_client:
@@ -343,6 +347,10 @@ class Node:
         except (InternalError, AssertionError, KeyError) as e:
             self._fail(e)
             return
+        for check in effects.checks:
+            if self.segment.checksum(check.offset, check.length) != check.checksum:
+                log.warning("node %s: slot %d is damaged", self.config.name, check.slot_id)
+                self._act(Corrupt(check.slot_id, check.generation))
         if isinstance(event, Drop | Clear):
             # Asked for by somebody: the answer waits until the index was told.
             self._remove()
