@@ -133,6 +133,7 @@ class NodeDir:
         """Readers see the old announcement or the new one, whenever the node is killed."""
         fresh = self.announcement_path.with_suffix(".new")
         fresh.write_bytes(word.pack())
+        fresh.chmod(0o644)  # who may enter the directory may read it, whatever the umask
         fresh.rename(self.announcement_path)
 
     def keep_segment(self) -> None:

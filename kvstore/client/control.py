@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from kvstore.client.lease import Lease
+from kvstore.client.lease import Lease, lease_at
 from kvstore.core import wire
 from kvstore.core.breaker import Breaker
 from kvstore.core.wire import PROTOCOL_VERSION, Op
@@ -79,6 +80,7 @@ class ControlChannel:
         self._held = held
         self._lock = threading.Lock()
         self._lease: Lease | None = None
+        self._client_id = ""
         self._socket: socket.socket | None = None
         self._unpacker = wire.unpacker()
         self._last_request = 0
@@ -226,8 +228,9 @@ class ControlChannel:
             self._disconnect()
         if self._socket is not None:
             return
-        if self._lease is None:
-            self._lease = Lease(self.directory.leases)
+        if not self._client_id:
+            self._lease = lease_at(self.directory.leases)
+            self._client_id = self._lease.client_id if self._lease else secrets.token_hex(16)
         self._unpacker = wire.unpacker()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -238,7 +241,7 @@ class ControlChannel:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
         self._socket = connection
         reserved, pinned = self._held()
-        hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._lease.client_id]
+        hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._client_id]
         ticket = self._send([*hello, list(reserved), list(pinned)], give_up_at, as_it_is)
         self._receive(ticket)
         if isinstance(ticket.error, UsageError):

@@ -6,6 +6,7 @@ the requests that change it (rule 5).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -82,7 +83,11 @@ class _Link:
         self.word = word
         self.control = control
         self.held = held
-        self.shm = AttachedShm(Path(word.data_path), Path(word.head_path), writable=True)
+        self.reads_only = not os.access(word.data_path, os.W_OK)
+        """This user is of the node's group (node/sharing.py)."""
+        self.shm = AttachedShm(
+            Path(word.data_path), Path(word.head_path), writable=not self.reads_only
+        )
         self.shm.populate_ahead()
         self.payload = self.shm.payload
         self.inline_bytes = word.inline_bytes
@@ -215,12 +220,19 @@ class Writer:
         return answers
 
     def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        self._may_save()
         arguments = self._reserve_arguments(wants, namespace_id)
         answers: list[Reservation | PutResult] = self._ask(
             Op.RESERVE, *arguments, accept=partial(self._granted, wants)
         )
         self._introduce(namespace_id)
         return answers
+
+    def _may_save(self) -> _Link:
+        link = self.link()
+        if link.reads_only:
+            raise NodeUnavailableError(f"node {link.word.name}: this user may only read its blocks")
+        return link
 
     def introduce(self, namespaces: Iterable[Namespace]) -> None:
         """Nodes are told of these when something is first saved there."""
@@ -244,7 +256,7 @@ class Writer:
 
         Call it, or the slots stay reserved; the link is not looked for again.
         """
-        link = self.link()
+        link = self._may_save()
         arguments = self._reserve_arguments(wants, namespace_id)
         accept = partial(self._granted, wants, link)
         ticket = link.control.post(Op.RESERVE, *arguments, accept=accept)

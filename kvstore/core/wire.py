@@ -58,6 +58,10 @@ class Op(enum.IntEnum):
     SUSPECT = 14
 
 
+READER_OPS = frozenset({Op.TOUCH, Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN, Op.SUSPECT})
+"""For users who may only read: nothing that takes, keeps or frees a slot."""
+
+
 def packed(message: Sequence[Any]) -> bytes:
     raw: bytes = msgpack.packb(message)
     return raw

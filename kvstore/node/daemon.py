@@ -43,6 +43,7 @@ from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.inside import Inside
 from kvstore.node.last_client import wait_for_last_client
 from kvstore.node.sessions import Session, Sessions, Speaker
+from kvstore.node.sharing import give, owns_node, share_directory, share_files
 from kvstore.node.stream_server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
 from kvstore.rundir import socket_path
@@ -137,6 +138,7 @@ class Node:
         self._stopping = asyncio.Event()
         lock_fd = await self._lock_directory()
         try:
+            share_directory(self.config.run_dir, self.dir, self.config.group)
             self._create()
             try:
                 await self._run(on_ready)
@@ -210,6 +212,7 @@ class Node:
         self.core, self.segment, self.announcement, self._former = restart.start(
             self.dir, word, make_core, config.run_dir
         )
+        share_files(self.announcement, config.group)
         self.sessions = Sessions(self.dir.leases, config.limits.clients)
 
     async def _run(self, on_ready: Callable[[], None] | None) -> None:
@@ -225,6 +228,10 @@ class Node:
             self.dir.socket,
             backlog=SOCKET_BACKLOG,
         )
+        if self.config.group is None:
+            self.dir.socket.chmod(0o600)
+        else:
+            give(self.dir.socket, self.config.group, 0o660)
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
             asyncio.ensure_future(self._watch_leases()),
@@ -312,7 +319,13 @@ class Node:
     # --- clients --------------------------------------------------------
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
-        session, known = self.sessions.enter(hello.client_id, connection)
+        uid = connection.peer_uid()
+        if owns_node(uid):
+            session, known = self.sessions.enter(hello.client_id, connection)
+        elif self.config.group is not None:
+            session, known = self.sessions.enter_reader(uid, hello.client_id, connection), False
+        else:
+            raise UsageError("user", uid, "this node is its own user's alone")
         connection.session = session
         if known:
             self._act(SessionResumed(session.number, hello.reserved, hello.pinned))
@@ -332,7 +345,10 @@ class Node:
             connection.session = None
             connection.hang_up()
             return
-        self._act(wire.decode(session.number, message))
+        event = wire.decode(session.number, message)
+        if session.reads_only and message[0] not in wire.READER_OPS:
+            raise UsageError("op", Op(message[0]).name, "this user may only read")
+        self._act(event)
 
     def _on_gone(self, connection: Connection) -> None:
         session = connection.session
