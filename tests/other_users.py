@@ -32,6 +32,7 @@ from kvstore import *
 from kvstore.cli import main
 from kvstore.client.control import ControlChannel
 from kvstore.core.wire import Op
+from kvstore.index.base import KeyRecord
 from kvstore.index.redis import open_index
 from kvstore.nodedir import NodeDir, sweep
 from importlib import metadata
