@@ -30,8 +30,6 @@ MSGPACK = {"object_hook", "ext_hook", "object_pairs_hook", "default", "list_hook
 """Arguments by which msgpack makes more than plain data."""
 IMPORTS_BY_NAME = {
     "kvstore/cli/__init__.py": "the command's name is one of COMMANDS",
-    "kvstore/cli/checks/software.py": "names of packages that doctor looks for",
-    "connector/__init__.py": "names are the keys of _MODULE_OF",
     "connector/factory.py": "a class that the operator's configuration names",
 }
 """Who may import by name, and whose word the name is: never a peer's."""

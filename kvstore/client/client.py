@@ -264,13 +264,17 @@ class Client:
                 value, target = tensors.make(
                     place.kind, bytes(place.payload[data_bytes:]), data_bytes
                 )
-            except (ValueError, TypeError, AttributeError):
+            except UsageError:  # it needs a library
                 if place.valid():
                     raise
-                value = None  # the slot was reused while its meta was read
+                value = None
+            except ValueError:
+                value = None  # damaged, or the slot was reused while its meta was read
             else:
                 copy(target, data)
         if value is None or not place.valid():
+            if self._verify and value is None and not self._reader.verified(key, place):
+                return None
             self._reader.forget(key)
             self._reader.missed(MissReason.LOAD_FAILED)
             return None
