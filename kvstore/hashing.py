@@ -83,7 +83,10 @@ class Namespace:
 
     def value_key(self, name: str | bytes) -> Key:
         """Key of a value put under a name of the user's choice."""
-        raw = name.encode() if isinstance(name, str) else name
+        try:
+            raw = name.encode() if isinstance(name, str) else name
+        except UnicodeEncodeError as e:
+            raise UsageError("key", name, "must be text without lone surrogates") from e
         if not isinstance(raw, bytes):
             raise UsageError("key", name, "must be str or bytes")
         if not 0 < len(raw) <= USER_KEY_BYTES_MAX:

@@ -68,7 +68,7 @@ class Announcement:
                 return None
             known = {f.name: f.type for f in dataclasses.fields(cls)}
             found = cls(**{name: fields[name] for name in known})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         right = all(
             type(getattr(found, n)).__name__ == t.partition("[")[0] for n, t in known.items()
