@@ -35,6 +35,12 @@ Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
 """(slot, generation) pairs reserved and pinned by this client right now."""
 
 
+_NONSENSE = (
+    *(msgpack.UnpackException, ValueError, LookupError, TypeError, AttributeError),
+    ArithmeticError,
+)
+"""What reading an answer raises that is not as it should be: the node is broken, or no node."""
+
 Accept = Callable[[Any], Any]
 
 
@@ -290,7 +296,7 @@ class ControlChannel:
             raise self._too_late() from e
         except OSError as e:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
-        except (msgpack.UnpackException, ValueError, IndexError, TypeError, KeyError) as e:
+        except _NONSENSE as e:
             raise NodeUnavailableError(f"node {self.directory.name} speaks no sense: {e}") from e
 
     def _accept(self, number: int, good: Any, body: Any) -> None:

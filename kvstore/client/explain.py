@@ -6,7 +6,6 @@ own, so that a node that hangs here costs saves nothing.
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -15,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.client.answers import explained
 from kvstore.client.base import Question
 from kvstore.client.control import ControlChannel
 from kvstore.client.explanation import (
@@ -27,6 +27,7 @@ from kvstore.client.explanation import (
     reason_of,
 )
 from kvstore.core.gone import GoneWhy
+from kvstore.core.namespaces import namespace_of
 from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.core.wire import Op
@@ -155,11 +156,9 @@ class Explainer:
             try:
                 if time.monotonic() > give_up_at:
                     raise TimeoutError
-                fates, reaches_back_s, namespaces = channel.request(Op.EXPLAIN, key)
-                ((code, age_s),) = fates
-                rows = [(int(i), int(count), bytes(raw)) for i, count, raw in namespaces]
-                answers.append(_Answer(word.name, code, age_s, reaches_back_s, rows))
-            except (PeerError, UsageError, TimeoutError, TypeError, ValueError):
+                answer = channel.request(Op.EXPLAIN, key, accept=explained)
+                answers.append(_Answer(word.name, *answer))
+            except (PeerError, UsageError, TimeoutError):
                 silent.append(directory.name)  # gone, hung, or of an older version
         return answers, silent
 
@@ -268,8 +267,8 @@ def _namespaces(answers: Iterable[_Answer]) -> Iterator[tuple[Namespace, str]]:
         for namespace_id, _, raw in answer.namespaces:
             if raw and namespace_id not in seen:
                 seen.add(namespace_id)
-                with suppress(ValueError, AttributeError, TypeError):
-                    yield Namespace(json.loads(raw)), answer.node
+                with suppress(UsageError):
+                    yield namespace_of(raw), answer.node
 
 
 def _told(block: int, answers: Sequence[_Answer], *, indexed: bool) -> Missing | None:
