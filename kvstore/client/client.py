@@ -1,4 +1,7 @@
-"""`kvstore.Client`: the front door for people who write their own code."""
+"""`kvstore.Client`: the front door for people who write their own code.
+
+One class, so that all it can do is on one page: longer than other files.
+"""
 
 from __future__ import annotations
 

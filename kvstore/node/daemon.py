@@ -3,6 +3,9 @@
 One event loop does everything, so headers have one writer (rule 2). The loop
 waits for the index only inside a publication, at most `publish_timeout_s`,
 and behind a circuit breaker that makes a dead index cost nothing.
+
+Longer than other files: it is where a node's start, its end and every message meet,
+and their order is what the rules are about.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def announcements(draw: st.DrawFn) -> bytes:
     return json.dumps(fields).encode()
 
 
-@fuzz(300)
+@fuzz(150)
 @given(raw=st.one_of(documents, announcements()))
 def test_any_bytes_are_an_announcement_or_none(raw: bytes) -> None:
     found = Announcement.unpack(raw)
@@ -107,7 +107,7 @@ def test_any_name_is_a_key_or_a_usage_error(name: str | bytes) -> None:
         return
 
 
-@fuzz(400)
+@fuzz(250)
 @given(
     text=st.one_of(
         words,
@@ -142,7 +142,7 @@ transfer = st.one_of(
 )
 
 
-@fuzz(300)
+@fuzz(150)
 @given(given_=transfer, variables=st.dictionaries(words, words, max_size=3), raw=documents)
 def test_any_transfer_config_is_used_or_refused(
     given_: object, variables: dict[str, str], raw: bytes
@@ -166,7 +166,7 @@ def test_any_transfer_config_is_used_or_refused(
         config.has_connector("KVStoreConnector")
 
 
-@fuzz(300)
+@fuzz(150)
 @given(
     extra=st.dictionaries(
         st.one_of(st.sampled_from(sorted(ConnectorSettings.__dataclass_fields__)), words),
@@ -201,7 +201,7 @@ def test_any_limits_and_node_settings_are_used_or_refused(
             make()
 
 
-@fuzz(300)
+@fuzz(150)
 @given(raw=documents, fields=st.dictionaries(words, values, max_size=4))
 def test_any_bytes_are_a_namespace_or_a_usage_error(raw: bytes, fields: dict[str, object]) -> None:
     for bytes_ in (raw, json.dumps(fields).encode()):

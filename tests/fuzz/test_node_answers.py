@@ -143,7 +143,7 @@ NAMES = ("reserve", "commit", "abort", "pin", "pin_many", "unpin", "drop", "clea
 NAMES += ("listing", "why", "why", "why")
 
 
-@fuzz(400)
+@fuzz(250)
 @given(name=st.sampled_from(NAMES), body=bodies, raw=raws, good=st.one_of(st.just(True), plain))
 def test_any_answer_is_a_value_or_one_of_our_errors(
     broken: BrokenNode, name: str, body: object, raw: bytes | None, good: object
