@@ -130,7 +130,7 @@ def calls(writer: Writer, explainer: Explainer) -> dict[str, Callable[[], object
         "abort": lambda: writer.abort(mine),
         "pin": lambda: writer.pin(KEYS[0]),
         "pin_many": lambda: writer.pin_many(KEYS),
-        "unpin": lambda: writer.unpin((1, 1)),
+        "unpin": lambda: writer.unpin(KEYS[0], bytes(44)),
         "drop": lambda: writer.drop(KEYS),
         "clear": lambda: writer.clear(1),
         "stats": writer.stats,
