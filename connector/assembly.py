@@ -19,7 +19,7 @@ from connector.geometry import (
 from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.worker import WorkerCore
-from kvstore import BlockSession, BlockStore, Limits, UsageError
+from kvstore import BlockSession, BlockStore, Limits, UsageError, tenant_salt
 
 if TYPE_CHECKING:
     from connector.settings import ConnectorSettings
@@ -95,6 +95,7 @@ class EngineShape:
             ]
         )
         hash_tokens = self.hash_block_tokens or tokens
+        salt = tenant_salt()
         if tokens % hash_tokens:
             raise UsageError("block_tokens", tokens, f"must be a multiple of {hash_tokens}")
         layout = StoreLayout(
@@ -112,6 +113,7 @@ class EngineShape:
                         config.tp_sizes,
                         group.number,
                         hash_tokens,
+                        salt,
                     ),
                     window_tokens=group.window_tokens,
                 )

@@ -149,6 +149,8 @@ class KVTransferConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """A config from a mapping of field names; an unknown name is an error."""
+        if not isinstance(values, Mapping):
+            raise UsageError("kv_transfer_config", values, "must map names to values")
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
@@ -200,7 +202,7 @@ def _json_object(field_name: str, document: str) -> dict[str, Any]:
         raise UsageError(field_name, document, f"at most {CONFIG_BYTES_MAX} characters")
     try:
         values = json.loads(document)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UsageError(field_name, document, f"must be JSON: {e}") from e
     if not isinstance(values, dict):
         raise UsageError(field_name, document, "must be a JSON object")

@@ -209,6 +209,7 @@ def splits_of(
     tp_sizes: Sequence[int] = (),
     group: int | str = 0,
     hash_block_tokens: int | None = None,
+    salt: bytes = b"",
 ) -> tuple[Split, ...]:
     """The engine's own split, then those of writers with `tp_sizes` as far as heads allow."""
     total = geometry.heads * topology.tp_shards
@@ -236,6 +237,7 @@ def splits_of(
                 count,
                 total // count,
                 topology.pp_size,
+                salt,
             ),
         )
         for count in shards
@@ -243,7 +245,7 @@ def splits_of(
 
 
 def _namespaces(
-    common: dict[str, Field], tp_shards: int, heads: int, pp_size: int
+    common: dict[str, Field], tp_shards: int, heads: int, pp_size: int, salt: bytes
 ) -> tuple[Namespace, ...]:
     return tuple(
         Namespace(
@@ -255,7 +257,8 @@ def _namespaces(
                 "heads": heads,
                 "pp_rank": pp_rank,
                 "pp_size": pp_size,
-            }
+            },
+            salt=salt,
         )
         for pp_rank in range(pp_size)
         for tp_shard in range(tp_shards)

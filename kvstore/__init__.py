@@ -20,6 +20,7 @@ from kvstore.errors import (
 )
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
+from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
 from kvstore.types import Key, PutResult, PutStatus
 
@@ -37,6 +38,7 @@ __all__ = [
     "PutResult",
     "PutStatus",
     "Namespace",
+    "tenant_salt",
     "Limits",
     "BlockSession",
     "BlockStore",

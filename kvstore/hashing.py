@@ -27,6 +27,15 @@ RUN_BLOCKS = 64
 Field = str | int | float | bool | None
 
 
+SALT_FIELD = "tenant_salt"
+_ID, _KEY = b"kvstore-salt-id", b"kvstore-salt"
+
+
+def _salted(digest: bytes, salt: bytes) -> bytes:
+    key = blake2b(salt, digest_size=32, person=_KEY).digest()
+    return blake2b(digest, digest_size=32, key=key, person=b"kvstore-ns-salt").digest()
+
+
 class Namespace:
     """Fingerprint of everything that must match for bytes to be reusable.
 
@@ -36,13 +45,16 @@ class Namespace:
 
     __slots__ = ("_of_blocks", "_of_engine", "_of_values", "fields", "fingerprint", "id")
 
-    def __init__(self, fields: Mapping[str, Field]) -> None:
+    def __init__(self, fields: Mapping[str, Field], *, salt: bytes = b"") -> None:
+        """With `salt`, a secret, keys cannot be computed from fields and tokens alone; a field
+        says which salt it is, by 32 bits that do not lead back to it."""
+        if salt:
+            fields = {**fields, SALT_FIELD: blake2b(salt, digest_size=4, person=_ID).hexdigest()}
         self.fields: dict[str, Field] = dict(sorted(fields.items()))
-        self.fingerprint: bytes = blake2b(
-            self.canonical(), digest_size=32, person=b"kvstore-ns-v1"
-        ).digest()
-        self.id: int = int.from_bytes(self.fingerprint[:4], "little")
-        """32 bits of the fingerprint, kept in slot headers so that a namespace can be cleared."""
+        of_fields = blake2b(self.canonical(), digest_size=32, person=b"kvstore-ns-v1").digest()
+        self.id: int = int.from_bytes(of_fields[:4], "little")
+        """32 bits of the fields' hash, kept in slot headers so that a namespace can be cleared."""
+        self.fingerprint: bytes = _salted(of_fields, salt) if salt else of_fields
         # One root for each kind of key: a name, tokens and an engine's hash may be
         # the same bytes and still never give the same key.
         self._of_values = sha256(b"value" + self.fingerprint).digest()
@@ -54,11 +66,11 @@ class Namespace:
         return json.dumps(self.fields, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
-    def named(cls, name: str) -> Namespace:
+    def named(cls, name: str, *, salt: bytes = b"") -> Namespace:
         """The namespace of plain `put`/`get` users."""
         if not name:
             raise UsageError("namespace", name, "must not be empty")
-        return cls({"name": name})
+        return cls({"name": name}, salt=salt)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Namespace) and self.fingerprint == other.fingerprint
@@ -71,7 +83,10 @@ class Namespace:
 
     def value_key(self, name: str | bytes) -> Key:
         """Key of a value put under a name of the user's choice."""
-        raw = name.encode() if isinstance(name, str) else name
+        try:
+            raw = name.encode() if isinstance(name, str) else name
+        except UnicodeEncodeError as e:
+            raise UsageError("key", name, "must be text without lone surrogates") from e
         if not isinstance(raw, bytes):
             raise UsageError("key", name, "must be str or bytes")
         if not 0 < len(raw) <= USER_KEY_BYTES_MAX:

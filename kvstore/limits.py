@@ -31,6 +31,8 @@ META_BYTES_MAX = 255
 NAMESPACE_BYTES_MAX = 4096
 """Fields of one namespace as JSON, as a client tells a node of them."""
 NAMESPACE_FIELDS_MAX = 64
+CHECKED_BYTES_PER_S_MAX = 1 << 30
+"""What a node reads again because clients say that it is wrong: a tenth of its time."""
 
 STREAM_BLOCKS_MAX = BATCH_KEYS_MAX
 """Blocks in one request over a stream; clients split longer ones."""

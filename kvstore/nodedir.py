@@ -68,7 +68,7 @@ class Announcement:
                 return None
             known = {f.name: f.type for f in dataclasses.fields(cls)}
             found = cls(**{name: fields[name] for name in known})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         right = all(
             type(getattr(found, n)).__name__ == t.partition("[")[0] for n, t in known.items()
@@ -133,6 +133,7 @@ class NodeDir:
         """Readers see the old announcement or the new one, whenever the node is killed."""
         fresh = self.announcement_path.with_suffix(".new")
         fresh.write_bytes(word.pack())
+        fresh.chmod(0o644)  # who may enter the directory may read it, whatever the umask
         fresh.rename(self.announcement_path)
 
     def keep_segment(self) -> None:

@@ -1,8 +1,9 @@
 """The per-user directory where processes of one machine find each other.
 
 `$KVSTORE_RUN_DIR`, or `$XDG_RUNTIME_DIR/kvstore`, or `<tmp>/kvstore-<uid>`. Whoever
-can write there can pose as a node or as Redis, so it belongs to this user alone
-or it is not used.
+can write there can pose as a node or as Redis, so this user alone may, or it is not
+used. A group may enter it where a node lets one read (node/sharing.py), and who is in
+that group may name such a directory of another user, whose word it then takes.
 """
 
 from __future__ import annotations
@@ -22,22 +23,27 @@ UNIX_PATH_BYTES_MAX = 107
 def run_dir(path: str | Path | None = None) -> Path:
     """The run directory (`path` if given), made with mode 0700 when it is not there.
 
-    Raises `UsageError` when it is not a directory, not this user's, open to
-    others, or cannot be made.
+    Raises `UsageError` when it is not a directory, not this user's (nor one that was
+    named and that its user's group may enter), open to others, or cannot be made.
     """
     if path is not None:
-        return private_dir(Path(path), field="run_dir")
+        return _checked(Path(path), "run_dir", group_may_enter=True, named=True)
     configured = os.environ.get(RUN_DIR_ENV)
     if configured:
-        return private_dir(Path(configured), field=RUN_DIR_ENV)
+        return _checked(Path(configured), RUN_DIR_ENV, group_may_enter=True, named=True)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
-        return private_dir(Path(runtime) / "kvstore", field="XDG_RUNTIME_DIR")
-    return private_dir(Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}", field=RUN_DIR_ENV)
+        return _checked(Path(runtime) / "kvstore", "XDG_RUNTIME_DIR", group_may_enter=True)
+    own = Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}"
+    return _checked(own, RUN_DIR_ENV, group_may_enter=True)
 
 
 def private_dir(path: Path, *, field: str = "path") -> Path:
     """`path` as an absolute path to a directory that only this user can enter; made if absent."""
+    return _checked(path, field)
+
+
+def _checked(path: Path, field: str, *, group_may_enter: bool = False, named: bool = False) -> Path:
     path = Path(os.path.abspath(path))  # noqa: PTH100  # resolve() would follow a planted link
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,9 +52,12 @@ def private_dir(path: Path, *, field: str = "path") -> Path:
         raise UsageError(field, str(path), f"cannot be made: {e.strerror}") from e
     if not stat.S_ISDIR(status.st_mode):
         raise UsageError(field, str(path), "must be a directory, not a link")
+    mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid():
-        raise UsageError(field, str(path), f"must belong to user {os.geteuid()}")
-    if stat.S_IMODE(status.st_mode) & 0o077:
+        ours = status.st_gid in (os.getegid(), *os.getgroups())
+        if not (named and ours and mode & 0o070 == 0o010):
+            raise UsageError(field, str(path), f"must belong to user {os.geteuid()}")
+    if mode & (0o067 if group_may_enter else 0o077):
         raise UsageError(field, str(path), "must have mode 0700: others may not enter it")
     return path
 

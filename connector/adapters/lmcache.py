@@ -29,7 +29,7 @@ from connector.locks import Locks
 from connector.pages import Pages, Parts, is_there
 from connector.settings import ConnectorSettings
 from connector.tasks import Results, TaskThread
-from kvstore import Namespace, PutStatus, UsageError
+from kvstore import Namespace, PutStatus, UsageError, tenant_salt
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         config = ConnectorSettings.from_extra(own, where="adapter_params", only=SETTINGS)
         most, timeout_s = _lock_settings(params)
         fields: dict[str, Field] = {"engine": "lmcache", "object_version": OBJECT_VERSION}
-        namespace = Namespace({**fields, "revision": config.model_revision or ""})
+        namespace = Namespace(
+            {**fields, "revision": config.model_revision or ""}, salt=tenant_salt()
+        )
         self._store = open_store(config)
         self._pages = Pages(self._store, namespace)
         self._locks = Locks(self._store, most=most, timeout_s=timeout_s)

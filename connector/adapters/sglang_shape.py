@@ -10,7 +10,7 @@ from typing import Any
 
 from connector.geometry import Field
 from connector.settings import STORE_SETTINGS, ConnectorSettings
-from kvstore import Namespace, UsageError
+from kvstore import Namespace, UsageError, tenant_salt
 
 LOADER_NAMES = ("backend_name", "module_path", "class_name", "interface_v1")
 """What SGLang itself reads of the extra configuration and leaves in it."""
@@ -85,4 +85,4 @@ def page_namespace(
     for name in _POOL_NUMBERS:
         value = getattr(pool, name, None)
         fields[name] = None if value is None else int(value)
-    return Namespace(fields)
+    return Namespace(fields, salt=tenant_salt())

@@ -19,6 +19,7 @@ COMMANDS = {
     "ls": "the blocks on this host's nodes",
     "stat": "nodes and counters",
     "explain": "why a prompt or a key is not found",
+    "acl": "rights in Redis for clients, nodes and operators of one key prefix",
     "doctor": "look for what would keep it from working, and say what to do",
 }
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 128 + signal.SIGINT

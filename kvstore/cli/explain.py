@@ -80,7 +80,7 @@ def _namespace(args: argparse.Namespace) -> str | Namespace:
     if args.namespace_fields is None:
         return str(args.namespace)
     try:
-        return namespace_of(args.namespace_fields.encode())
+        return namespace_of(args.namespace_fields.encode(errors="surrogateescape"))
     except UsageError as e:
         raise UsageError("namespace-fields", args.namespace_fields, str(e)) from e
 
@@ -92,7 +92,7 @@ def _tokens(name: str) -> list[int]:
         else:
             with Path(name).open() as file:
                 text = file.read(TOKEN_FILE_BYTES_MAX + 1)
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or "not text"
         raise UsageError("tokens", name, f"cannot be read: {why}") from e
     if len(text) > TOKEN_FILE_BYTES_MAX:

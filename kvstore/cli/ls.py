@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvstore.cli.options import KEY_PREFIX_DEFAULT, add_store, at_least_one, run_dir_of
 from kvstore.cli.output import as_json, table
 from kvstore.cli.store import LocalNode, local_nodes
+from kvstore.client.answers import block_rows
 from kvstore.core.wire import Op
 from kvstore.errors import NodeUnavailableError
 from kvstore.hashing import Namespace
@@ -66,7 +67,7 @@ def _blocks(node: LocalNode, namespace_id: int | None) -> Iterator[Block]:
     after = b""
     with node.asked() as channel:
         while True:
-            rows = channel.request(Op.LIST, after, BATCH_KEYS_MAX)
+            rows = channel.request(Op.LIST, after, BATCH_KEYS_MAX, accept=block_rows)
             for key, length, block_namespace_id, pins in rows:
                 if namespace_id is None or block_namespace_id == namespace_id:
                     yield Block(

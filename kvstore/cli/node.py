@@ -24,6 +24,7 @@ from kvstore.index.open import open_guarded
 from kvstore.limits import ARENA_BYTES_DEFAULT, Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
+from kvstore.node.sharing import group_id
 from kvstore.nodedir import sweep
 from kvstore.transport.address import parse_listen
 from kvstore.transport.security import (
@@ -47,6 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--end-with-last-client",
         action="store_true",
         help="stop when the last client is gone, or when none comes",
+    )
+    parser.add_argument(
+        "--group", metavar="NAME", help="let members of this group read its blocks (default: none)"
     )
     add_stream(parser)
     parser.add_argument(
@@ -138,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         open_to_all=args.open,
         security=_security(args),
         keep=args.keep,
+        group=group_id(args.group) if args.group else None,
         limits=Limits(),
     )
     opened = open_guarded(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from kvstore.client.answers import counters
 from kvstore.client.client import Client
 from kvstore.client.control import ControlChannel
 from kvstore.core.wire import Op
@@ -81,7 +82,7 @@ class LocalNode(NamedTuple):
     def stats(self) -> dict[str, int | float]:
         """Raises `NodeUnavailableError` or `DeadlineError`."""
         with self.asked() as channel:
-            return dict(channel.request(Op.STAT))
+            return dict(channel.request(Op.STAT, accept=counters))
 
 
 def local_nodes(run_dir: Path, key_prefix: str | None) -> list[LocalNode]:

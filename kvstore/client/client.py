@@ -1,4 +1,7 @@
-"""`kvstore.Client`: the front door for people who write their own code."""
+"""`kvstore.Client`: the front door for people who write their own code.
+
+One class, so that all it can do is on one page: longer than other files.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from kvstore.client.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
+from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy
 from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key, Kind, PutResult
@@ -93,11 +97,20 @@ class Client:
         block_tokens: int = 256,
         run_dir: Path | None = None,
         verify: Verify = "never",
+        signing_key: str | bytes | None = None,
+        salt: str | bytes | None = None,
         limits: Limits | None = None,
         transports: Sequence[str] | None = None,
         security: StreamSecurity | None = None,
     ) -> None:
-        self.namespace = Namespace.named(namespace) if isinstance(namespace, str) else namespace
+        """`signing_key` and `salt` are secrets (docs/security.md); None: KVSTORE_SIGNING_KEY and
+        KVSTORE_SALT, or what is in the files that these with _FILE name, else none. `salt` is
+        for a namespace given by name; one that is made of fields has its own."""
+        if isinstance(namespace, str):
+            namespace = Namespace.named(namespace, salt=tenant_salt(salt))
+        elif salt is not None:
+            raise UsageError("salt", "(given)", "give it to the Namespace")
+        self.namespace = namespace
         if block_tokens < 1:
             raise UsageError("block_tokens", block_tokens, "must be at least 1")
         self.block_tokens = block_tokens
@@ -107,6 +120,7 @@ class Client:
             node=node,
             run_dir=run_dir,
             verify=verify,
+            signing_key=signing_key,
             limits=limits,
             node_size_bytes=node_size_bytes,
             transports=transports,
@@ -241,26 +255,33 @@ class Client:
         data = place.data
         data_bytes = len(data)
         value: Any
+        target: memoryview | bytes
         if out is not None:
             target = tensors.target_of(out, data_bytes)
             copy(target, data)
             value = target if place.kind != Kind.TORCH or not _is_tensor(out) else out
         elif place.kind in (Kind.BYTES, Kind.BLOCK):
-            value = data.tobytes()
+            value = target = data.tobytes()
         else:
             try:
                 value, target = tensors.make(
                     place.kind, bytes(place.payload[data_bytes:]), data_bytes
                 )
-            except (ValueError, TypeError, AttributeError):
+            except UsageError:  # it needs a library
                 if place.valid():
                     raise
-                value = None  # the slot was reused while its meta was read
+                value = None
+            except ValueError:
+                value = None  # damaged, or the slot was reused while its meta was read
             else:
                 copy(target, data)
-        if value is None or not place.valid() or (self._verify and not place.verified()):
+        if value is None or not place.valid():
+            if self._verify and value is None and not self._reader.verified(key, place):
+                return None
             self._reader.forget(key)
             self._reader.missed(MissReason.LOAD_FAILED)
+            return None
+        if self._verify and not self._reader.verified(key, place, target):
             return None
         self._counts["hits"] += 1
         self._counts["hit_bytes"] += data_bytes
@@ -296,7 +317,7 @@ class Client:
         if record is None:
             return None
         place = self._reader.place(raw_key, record)
-        if place is None or (self._verify and not place.verified()):
+        if place is None or (self._verify and not self._reader.verified(raw_key, place)):
             self._writer.unpin(raw_key, record)
             return None
         return Pinned(self, place, raw_key, record)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from kvstore.client.lease import Lease
+from kvstore.client.lease import Lease, lease_at
 from kvstore.core import wire
 from kvstore.core.breaker import Breaker
 from kvstore.core.wire import PROTOCOL_VERSION, Op
@@ -33,6 +34,12 @@ REOPEN_AFTER_S = 1.0
 Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
 """(slot, generation) pairs reserved and pinned by this client right now."""
 
+
+_NONSENSE = (
+    *(msgpack.UnpackException, ValueError, LookupError, TypeError, AttributeError),
+    ArithmeticError,
+)
+"""What reading an answer raises that is not as it should be: the node is broken, or no node."""
 
 Accept = Callable[[Any], Any]
 
@@ -79,6 +86,7 @@ class ControlChannel:
         self._held = held
         self._lock = threading.Lock()
         self._lease: Lease | None = None
+        self._client_id = ""
         self._socket: socket.socket | None = None
         self._unpacker = wire.unpacker()
         self._last_request = 0
@@ -226,8 +234,9 @@ class ControlChannel:
             self._disconnect()
         if self._socket is not None:
             return
-        if self._lease is None:
-            self._lease = Lease(self.directory.leases)
+        if not self._client_id:
+            self._lease = lease_at(self.directory.leases)
+            self._client_id = self._lease.client_id if self._lease else secrets.token_hex(16)
         self._unpacker = wire.unpacker()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -238,7 +247,7 @@ class ControlChannel:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
         self._socket = connection
         reserved, pinned = self._held()
-        hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._lease.client_id]
+        hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._client_id]
         ticket = self._send([*hello, list(reserved), list(pinned)], give_up_at, as_it_is)
         self._receive(ticket)
         if isinstance(ticket.error, UsageError):
@@ -287,7 +296,7 @@ class ControlChannel:
             raise self._too_late() from e
         except OSError as e:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
-        except (msgpack.UnpackException, ValueError, IndexError, TypeError, KeyError) as e:
+        except _NONSENSE as e:
             raise NodeUnavailableError(f"node {self.directory.name} speaks no sense: {e}") from e
 
     def _accept(self, number: int, good: Any, body: Any) -> None:

@@ -6,7 +6,6 @@ own, so that a node that hangs here costs saves nothing.
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -15,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.client.answers import explained
 from kvstore.client.base import Question
 from kvstore.client.control import ControlChannel
 from kvstore.client.explanation import (
@@ -27,11 +27,12 @@ from kvstore.client.explanation import (
     reason_of,
 )
 from kvstore.core.gone import GoneWhy
-from kvstore.core.record import unpack_record
+from kvstore.core.namespaces import namespace_of
+from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, PeerError, UsageError
-from kvstore.hashing import Namespace
+from kvstore.hashing import SALT_FIELD, Namespace
 from kvstore.index.base import Index, Record
 from kvstore.nodedir import LOCK, Announcement, NodeDir, is_locked, node_dirs
 from kvstore.types import Key, Location
@@ -41,7 +42,7 @@ CANDIDATES_MAX = 32
 """Namespaces in which the same tokens are looked for, those with fewest differences first."""
 NEAR_FIELDS_MAX = 4
 """A namespace that differs in more fields is another model's, not a mistake."""
-SALT_FIELDS = frozenset({"salt", "cache_salt", "hash_seed"})
+SALT_FIELDS = frozenset({"salt", "cache_salt", "hash_seed", SALT_FIELD})
 """Fields that keep equal tokens apart on purpose."""
 
 _GONE: dict[int, tuple[MissReason, str]] = {
@@ -50,6 +51,7 @@ _GONE: dict[int, tuple[MissReason, str]] = {
     GoneWhy.CLEARED: (MissReason.CLEARED, "was asked to clear its namespace"),
     GoneWhy.ABORTED: (MissReason.NOT_COMMITTED, "got its slot back unwritten from its writer"),
     GoneWhy.WRITER_DIED: (MissReason.NOT_COMMITTED, "freed its slot: its writer died"),
+    GoneWhy.CORRUPT: (MissReason.CORRUPT, "dropped it: its bytes were not those saved"),
     GoneWhy.REFUSED_SPACE: (
         MissReason.REFUSED,
         "refused it: every slot that fits was reserved or pinned",
@@ -83,7 +85,15 @@ class _Candidate(NamedTuple):
 class Explainer:
     """Thread-safe. One question costs one index lookup and one request per node of this host."""
 
-    def __init__(self, index: Index, run_dir: Path, key_prefix: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        index: Index,
+        run_dir: Path,
+        key_prefix: str,
+        timeout_s: float,
+        signer: RecordSigner | None = None,
+    ) -> None:
+        self._signer = signer
         self._index = index
         self._run_dir = run_dir
         self._key_prefix = key_prefix
@@ -146,11 +156,9 @@ class Explainer:
             try:
                 if time.monotonic() > give_up_at:
                     raise TimeoutError
-                fates, reaches_back_s, namespaces = channel.request(Op.EXPLAIN, key)
-                ((code, age_s),) = fates
-                rows = [(int(i), int(count), bytes(raw)) for i, count, raw in namespaces]
-                answers.append(_Answer(word.name, code, age_s, reaches_back_s, rows))
-            except (PeerError, UsageError, TimeoutError, TypeError, ValueError):
+                answer = channel.request(Op.EXPLAIN, key, accept=explained)
+                answers.append(_Answer(word.name, *answer))
+            except (PeerError, UsageError, TimeoutError):
                 silent.append(directory.name)  # gone, hung, or of an older version
         return answers, silent
 
@@ -176,6 +184,9 @@ class Explainer:
     def _unreadable(self, question: Question, record: Record) -> Missing | None:
         """Why the node that a record names cannot be read; None when it can."""
         block = question.block
+        if self._signer is not None and not self._signer.right(question.key, record):
+            detail = "its record in the index is not signed, or with another key than ours"
+            return Missing(block=block, reason=MissReason.BAD_SIGNATURE, detail=detail)
         location = unpack_record(question.key, record)
         if location is None:
             detail = "its record in the index is damaged"
@@ -256,8 +267,8 @@ def _namespaces(answers: Iterable[_Answer]) -> Iterator[tuple[Namespace, str]]:
         for namespace_id, _, raw in answer.namespaces:
             if raw and namespace_id not in seen:
                 seen.add(namespace_id)
-                with suppress(ValueError, AttributeError, TypeError):
-                    yield Namespace(json.loads(raw)), answer.node
+                with suppress(UsageError):
+                    yield namespace_of(raw), answer.node
 
 
 def _told(block: int, answers: Sequence[_Answer], *, indexed: bool) -> Missing | None:

@@ -11,6 +11,19 @@ from kvstore.errors import NodeUnavailableError
 from kvstore.nodedir import try_lock
 
 
+def lease_at(leases: Path) -> Lease | None:
+    """A lease, None for a user who may only read there: who cannot write needs none.
+
+    Raises `NodeUnavailableError`.
+    """
+    try:
+        return Lease(leases)
+    except NodeUnavailableError as e:
+        if isinstance(e.__cause__, PermissionError):
+            return None
+        raise
+
+
 class Lease:
     """Held from construction to `release`. A forked child keeps it: it has the mapping too."""
 

@@ -12,7 +12,8 @@ import xxhash
 from kvstore.client.explanation import MissReason, reason_of
 from kvstore.client.nodes import Attached, LocalNodes
 from kvstore.client.remote import RemoteNodes
-from kvstore.core.record import unpack_record
+from kvstore.client.suspect import Suspicion
+from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX
@@ -62,9 +63,16 @@ class Place:
         attached = self.attached
         return not attached.gone and attached.shm.header(self.slot_id) == self.image
 
-    def verified(self) -> bool:
-        """The payload's checksum was saved and is right."""
-        return self.checksum != 0 and xxhash.xxh3_64_intdigest(self.payload) == self.checksum
+    def verified(self, copied: memoryview | bytes | None = None) -> bool:
+        """The payload's checksum was saved and is right; with `copied`, that of the value as it
+        was copied rather than as it lies here."""
+        if self.checksum == 0:
+            return False
+        if copied is None or self.meta_length:
+            state = xxhash.xxh3_64(self.data if copied is None else copied)
+            state.update(self.payload[len(self.data) :])
+            return state.intdigest() == self.checksum
+        return xxhash.xxh3_64_intdigest(copied) == self.checksum
 
 
 class Search(NamedTuple):
@@ -82,11 +90,22 @@ class Search(NamedTuple):
 class Reader:
     """Finds places by key. Remembers where blocks were: rule 4 makes a stale place a miss."""
 
-    def __init__(self, index: Index, nodes: LocalNodes, remote: RemoteNodes | None = None) -> None:
-        """Without `remote`, only blocks of this host can be read."""
+    def __init__(
+        self,
+        index: Index,
+        nodes: LocalNodes,
+        remote: RemoteNodes | None = None,
+        *,
+        signer: RecordSigner | None = None,
+        suspicion: Suspicion | None = None,
+    ) -> None:
+        """Without `remote`, only blocks of this host can be read. With `signer` only records
+        count that it signed; `suspicion` tells nodes of damage."""
         self._index = index
         self._nodes = nodes
         self._remote = remote
+        self._signer = signer
+        self._suspicion = suspicion
         self._places: dict[Key, Place] = {}
         self.index_failures = 0
         self.miss_reasons: dict[str, int] = {}
@@ -105,6 +124,20 @@ class Reader:
     def missed(self, reason: MissReason) -> None:
         name = reason.value
         self.miss_reasons[name] = self.miss_reasons.get(name, 0) + 1
+
+    def verified(self, key: Key, place: Place, copied: memoryview | bytes | None = None) -> bool:
+        """`place.verified`; otherwise it is counted, and its node is told of a damaged block."""
+        if place.verified(copied):
+            return True
+        self.forget(key)
+        if place.checksum == 0 or not place.valid():
+            self.missed(MissReason.LOAD_FAILED)
+            return False
+        self.missed(MissReason.CORRUPT)
+        log.warning("a block of node %s is damaged: a miss", place.attached.announcement.name)
+        if self._suspicion is not None:
+            self._suspicion.report(place.attached, key)
+        return False
 
     def remembered(self, key: Key) -> Place | None:
         """Where `key` was seen before, without asking anyone."""
@@ -144,6 +177,8 @@ class Reader:
 
     def away(self, key: Key, record: Record) -> Location | None:
         """Where a record says that a node on another host has the block, when it can be reached."""
+        if self._signer is not None and not self._signer.right(key, record):
+            return None  # `place` has counted it
         location = unpack_record(key, record)
         if location is None or self._remote is None:
             return None
@@ -165,6 +200,8 @@ class Reader:
 
     def place(self, key: Key, record: Record) -> Place | None:
         """The place a record names, None unless its header is SEALED and says the same."""
+        if not self._genuine(key, record):
+            return None
         location = unpack_record(key, record)
         if location is None:
             return None
@@ -214,6 +251,22 @@ class Reader:
                 break
         return records
 
+    def genuine_count(self, keys: Sequence[Key], records: Sequence[Record]) -> int:
+        """How many leading `records` are signed as they must be."""
+        if self._signer is None:
+            return len(records)
+        for i, record in enumerate(records):
+            if not self._genuine(keys[i], record):
+                return i
+        return len(records)
+
+    def _genuine(self, key: Key, record: Record) -> bool:
+        """Whether a record is from one of our nodes, as far as that can be told; else counted."""
+        if self._signer is None or self._signer.right(key, record):
+            return True
+        self.missed(MissReason.BAD_SIGNATURE)
+        return False
+
     def readable_count(self, records: Sequence[Record]) -> int:
         """How many leading `records` are of nodes that can be read from here.
 
@@ -239,6 +292,11 @@ class Reader:
         records: list[Record | None] = []
         for start in range(0, len(keys), BATCH_KEYS_MAX):
             records += self._index.lookup(keys[start : start + BATCH_KEYS_MAX])
+        if self._signer is not None:
+            records = [
+                record if record is not None and self._genuine(key, record) else None
+                for key, record in zip(keys, records, strict=True)
+            ]
         unreachable = self._unreachable([r for r in records if r is not None], now)
         if unreachable:
             return [

@@ -15,13 +15,16 @@ from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.remote import RemoteNodes
 from kvstore.client.spawn import start_embedded_node
+from kvstore.client.suspect import Suspicion
 from kvstore.client.writer import Want, Writer
+from kvstore.core.record import RecordSigner
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import Limits
 from kvstore.rundir import run_dir as default_run_dir
+from kvstore.secret import SIGNING_KEY, secret
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.select import allowed
 from kvstore.transport.shm import NAME as SHM
@@ -36,7 +39,8 @@ class BlockSession:
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
     embedded Redis of this machine. `node` names the local node to write to, None
     takes any that serves the same index. With `verify="always"` payload checksums
-    are written and every read is checked against them, on this host too. With
+    are written and every read is checked against them, on this host too. With a
+    `signing_key` (None: KVSTORE_SIGNING_KEY) only records signed with it count. With
     `node_size_bytes` the first save starts the embedded memory node, of that size,
     when there is neither a URL nor a node. `transports` are those that may be used
     (transport/select.py; None takes KVSTORE_TRANSPORTS, else all): without "shm" the
@@ -52,6 +56,7 @@ class BlockSession:
         node: str | None = None,
         run_dir: Path | None = None,
         verify: Verify = "never",
+        signing_key: str | bytes | None = None,
         limits: Limits | None = None,
         node_size_bytes: int | None = None,
         transports: Sequence[str] | None = None,
@@ -59,6 +64,7 @@ class BlockSession:
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
+        key = secret(SIGNING_KEY, signing_key)
         self.limits = limits or Limits()
         self.run_dir = default_run_dir(run_dir)
         self.verify = verify
@@ -76,25 +82,29 @@ class BlockSession:
             security or StreamSecurity.from_environment(),
             self.limits.stream_timeout_s,
         )
-        self.reader = Reader(self.index, self.nodes, self.remote)
+        signer = RecordSigner(key, key_prefix) if key else None
+        suspicion = Suspicion(self.limits.request_timeout_s)
+        self.reader = Reader(
+            self.index, self.nodes, self.remote, signer=signer, suspicion=suspicion
+        )
         self.writer = Writer(
             self.nodes,
             name=node,
             timeout_s=self.limits.request_timeout_s,
             checksums=verify == "always",
-            start_node=self._node_starter(key_prefix, node, node_size_bytes),
+            start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
         )
         self._explainer = Explainer(
-            self.index, self.run_dir, key_prefix, self.limits.request_timeout_s
+            self.index, self.run_dir, key_prefix, self.limits.request_timeout_s, signer
         )
 
     def _node_starter(
-        self, key_prefix: str, node: str | None, size_bytes: int | None
+        self, key_prefix: str, node: str | None, size_bytes: int | None, key: bytes | None
     ) -> Callable[[], None] | None:
         if size_bytes is None or node is not None or not self.embedded:
             return None
         return lambda: start_embedded_node(
-            self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes
+            self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes, signing_key=key
         )
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
@@ -106,14 +116,17 @@ class BlockSession:
         except IndexUnavailableError as e:
             self.reader.index_failed(e)
             return Run(short=reason_of(e))
-        readable = self.reader.readable_count(records)
+        genuine = self.reader.genuine_count(keys, records)
+        readable = self.reader.readable_count(records[:genuine])
         if timeout_s is not None and time.monotonic() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
             return Run(short=MissReason.DEADLINE)
         run = Run(map(Found, keys, records[:readable]))
-        if readable < len(records):
+        if readable < genuine:
             self.reader.missed(MissReason.OUT_OF_REACH)
             run.short = MissReason.OUT_OF_REACH
+        elif genuine < len(records):
+            run.short = MissReason.BAD_SIGNATURE
         elif readable < len(keys):
             run.short = MissReason.ABSENT
         return run
@@ -148,7 +161,7 @@ class BlockSession:
         for i, one in enumerate(found):
             place = self.reader.place(one.key, one.record)
             if place is not None:
-                good = self.verify == "never" or place.verified()
+                good = self.verify == "never" or self.reader.verified(one.key, place)
                 yield place if good else None
                 continue
             if fetched is None:

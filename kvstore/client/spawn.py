@@ -12,6 +12,7 @@ from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN
 from kvstore.nodedir import NodeDir
+from kvstore.secret import SIGNING_KEY
 
 EMBEDDED_NAME = "embedded"
 START_TIMEOUT_S = 20.0
@@ -25,7 +26,9 @@ def arena_bytes_for(size_bytes: int) -> int:
     return min(1 << (wanted.bit_length() - 1), ARENA_BYTES_DEFAULT)
 
 
-def start_embedded_node(run_dir: Path, *, key_prefix: str, size_bytes: int) -> None:
+def start_embedded_node(
+    run_dir: Path, *, key_prefix: str, size_bytes: int, signing_key: bytes | None = None
+) -> None:
     """Start it, unless another process just did, and return when clients can connect.
 
     It is given no URL: it joins the embedded Redis of `run_dir` as a user, so that
@@ -35,6 +38,9 @@ def start_embedded_node(run_dir: Path, *, key_prefix: str, size_bytes: int) -> N
     directory = NodeDir(run_dir, EMBEDDED_NAME)
     if _ready(directory):
         return
+    env = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items() if k != URL_VARIABLE}
+    if signing_key is not None:
+        env[os.fsencode(SIGNING_KEY)] = signing_key
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "kvstore.cli", "node", "--name", EMBEDDED_NAME),
@@ -42,7 +48,7 @@ def start_embedded_node(run_dir: Path, *, key_prefix: str, size_bytes: int) -> N
             *("--size", str(size_bytes), "--arena", str(arena_bytes_for(size_bytes))),
             "--end-with-last-client",
         ],
-        env={name: value for name, value in os.environ.items() if name != URL_VARIABLE},
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -4,7 +4,9 @@ before a caller has shown up with one."""
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
+from math import prod
 from typing import Any, NamedTuple
 
 import msgpack
@@ -13,6 +15,8 @@ from kvstore.errors import UsageError
 from kvstore.limits import META_BYTES_MAX, TENSOR_DIMS_MAX
 from kvstore.types import Kind
 
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d{1,9}(\[\w{1,8}\])?", re.ASCII)
+_ML_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}")
 EMPTY = b"\xc0"
 """Meta of an empty value: a slot cannot have zero bytes."""
 
@@ -38,7 +42,8 @@ def encode(value: Any) -> Payload:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         array = numpy.ascontiguousarray(value)
-        if array.dtype.hasobject or array.dtype.names is not None:
+        plain = array.dtype.kind != "V" or not array.dtype.name.startswith(("void", "record"))
+        if array.dtype.hasobject or not plain:
             raise UsageError("value.dtype", str(array.dtype), "must be a plain number type")
         flat = memoryview(array.reshape(-1).view(numpy.uint8)) if array.size else memoryview(b"")
         return Payload(flat, _meta(_numpy_name(array.dtype), numpy.shape(value)), Kind.NUMPY)
@@ -130,9 +135,14 @@ def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
 
 
 def _read_meta(meta: bytes) -> tuple[str, list[int]]:
-    dtype, shape = msgpack.unpackb(meta)
-    if not isinstance(dtype, str) or not isinstance(shape, list):
-        raise ValueError(f"no tensor description: {meta!r}")
+    """The description, checked: it may be damaged, or somebody else's."""
+    try:
+        dtype, shape = msgpack.unpackb(meta)
+    except (ValueError, TypeError, msgpack.UnpackException) as e:
+        raise ValueError(f"no description: {meta!r}") from e
+    right = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= TENSOR_DIMS_MAX
+    if not right or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
+        raise ValueError(f"no description: {meta!r}")
     return dtype, shape
 
 
@@ -141,18 +151,34 @@ def _make_array(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
         import numpy
     except ImportError as e:
         raise UsageError("value", "a numpy array", "needs numpy to be read") from e
-    dtype, shape = _read_meta(meta)
-    if not dtype.startswith(("<", ">", "|", "=")):
-        import ml_dtypes  # registers bfloat16 and the fp8 types with numpy
-
-        array = numpy.empty(shape, getattr(ml_dtypes, dtype))
-    else:
-        array = numpy.empty(shape, numpy.dtype(dtype))
+    name, shape = _read_meta(meta)
+    try:
+        dtype = numpy.dtype(name if _NUMPY_DTYPE.fullmatch(name) else _ml_dtype(name))
+    except TypeError as e:
+        raise ValueError(f"no dtype: {name!r}") from e
+    # Before any memory is taken. An array of objects would take its bytes for pointers.
+    if dtype.hasobject or prod(shape) * dtype.itemsize != size_bytes:
+        raise ValueError(f"{name} of {shape} is not {size_bytes} bytes")
+    array = numpy.empty(shape, dtype)
     if array.nbytes != size_bytes:
-        raise ValueError(f"{dtype} of {shape} is not {size_bytes} bytes")
+        raise ValueError(f"{name} of {shape} is not {size_bytes} bytes")
     if size_bytes == 0:
         return array, memoryview(bytearray())
     return array, memoryview(array.reshape(-1).view(numpy.uint8).data)
+
+
+def _ml_dtype(name: str) -> Any:
+    """bfloat16, the fp8 types and their like, which numpy knows from `ml_dtypes`."""
+    if not _ML_DTYPE.fullmatch(name):
+        raise ValueError(f"no dtype: {name!r}")
+    try:
+        import ml_dtypes
+    except ImportError as e:
+        raise UsageError("value", f"a {name} array", "needs ml_dtypes to be read") from e
+    found = getattr(ml_dtypes, name, None)
+    if not isinstance(found, type):
+        raise ValueError(f"no dtype: {name!r}")
+    return found
 
 
 def _make_tensor(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
@@ -160,8 +186,12 @@ def _make_tensor(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
         import torch
     except ImportError as e:
         raise UsageError("value", "a torch tensor", "needs torch to be read") from e
-    dtype, shape = _read_meta(meta)
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-    if tensor.numel() * tensor.element_size() != size_bytes:
-        raise ValueError(f"{dtype} of {shape} is not {size_bytes} bytes")
+    name, shape = _read_meta(meta)
+    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize != size_bytes:
+        raise ValueError(f"{name} of {shape} is not {size_bytes} bytes")
+    try:
+        tensor = torch.empty(shape, dtype=dtype)
+    except (RuntimeError, TypeError) as e:  # quantised types, and sizes it cannot count
+        raise ValueError(f"{name} of {shape} cannot be made") from e
     return tensor, _tensor_bytes(tensor, own=True)

@@ -6,6 +6,7 @@ the requests that change it (rule 5).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from kvstore.client.answers import block_rows, counters, flags, pins, whole
 from kvstore.client.base import Reservation
 from kvstore.client.control import ControlChannel, Held, Ticket, as_it_is
 from kvstore.client.nodes import LocalNodes
@@ -82,7 +84,11 @@ class _Link:
         self.word = word
         self.control = control
         self.held = held
-        self.shm = AttachedShm(Path(word.data_path), Path(word.head_path), writable=True)
+        self.reads_only = not os.access(word.data_path, os.W_OK)
+        """This user is of the node's group (node/sharing.py)."""
+        self.shm = AttachedShm(
+            Path(word.data_path), Path(word.head_path), writable=not self.reads_only
+        )
         self.shm.populate_ahead()
         self.payload = self.shm.payload
         self.inline_bytes = word.inline_bytes
@@ -215,12 +221,19 @@ class Writer:
         return answers
 
     def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        self._may_save()
         arguments = self._reserve_arguments(wants, namespace_id)
         answers: list[Reservation | PutResult] = self._ask(
             Op.RESERVE, *arguments, accept=partial(self._granted, wants)
         )
         self._introduce(namespace_id)
         return answers
+
+    def _may_save(self) -> _Link:
+        link = self.link()
+        if link.reads_only:
+            raise NodeUnavailableError(f"node {link.word.name}: this user may only read its blocks")
+        return link
 
     def introduce(self, namespaces: Iterable[Namespace]) -> None:
         """Nodes are told of these when something is first saved there."""
@@ -244,7 +257,7 @@ class Writer:
 
         Call it, or the slots stay reserved; the link is not looked for again.
         """
-        link = self.link()
+        link = self._may_save()
         arguments = self._reserve_arguments(wants, namespace_id)
         accept = partial(self._granted, wants, link)
         ticket = link.control.post(Op.RESERVE, *arguments, accept=accept)
@@ -270,7 +283,9 @@ class Writer:
         answers: list[Reservation | PutResult] = []
         for want, answer in zip(wants, raw, strict=True):
             if type(answer) is list:
-                slot, generation, offset = answer
+                slot, generation, offset = map(whole, answer)
+                if offset + want.size_bytes > len(payload):
+                    raise ValueError("a slot outside the segment")
                 link.held.reserved.add((slot, generation))
                 link.shm.populate(offset, want.size_bytes)
                 buffer = payload[offset : offset + want.size_bytes]
@@ -306,7 +321,7 @@ class Writer:
         if any((r.node_id, r.epoch) != node for r in reservations):
             raise NodeUnavailableError("the node that reserved these slots is gone")
         try:
-            ticket = link.control.post(Op.COMMIT, items, accept=_outcomes)
+            ticket = link.control.post(Op.COMMIT, items, accept=partial(_outcomes, len(items)))
         except NodeUnavailableError:
             self._drop(link)
             raise
@@ -341,7 +356,8 @@ class Writer:
 
     def pin(self, key: Key) -> bytes | None:
         """The record of a block that now stays until `unpin(key, record)`."""
-        (answer,) = self._ask(Op.PIN, key, accept=self._pinned_now)
+        answers = self._ask(Op.PIN, key, accept=self._pinned_now)
+        answer = answers[0] if answers else None
         if isinstance(answer, str):
             raise UsageError("pin", key.hex(), answer)
         return None if answer is None else bytes(answer)
@@ -350,7 +366,7 @@ class Writer:
         """The node's answers as they are; from here on the records among them count as held."""
         pinned = link.held.pinned
         with self._lock:
-            for record in raw:
+            for record in pins(raw):
                 if isinstance(record, bytes):
                     handle = _handle(record)
                     pinned[handle] = pinned.get(handle, 0) + 1
@@ -367,7 +383,8 @@ class Writer:
             for start in range(0, len(keys), BATCH_KEYS_MAX):
                 batch = keys[start : start + BATCH_KEYS_MAX]
                 answers = self._ask(Op.PIN, join_keys(batch), accept=self._pinned_now)
-                records += [a if isinstance(a, bytes) else None for a in answers]
+                records += [a if isinstance(a, bytes) else None for a in answers[: len(batch)]]
+                records += [None] * (start + len(batch) - len(records))
         except PeerError:
             done = zip(keys, records, strict=False)
             self.unpin_many([(key, record) for key, record in done if record is not None])
@@ -415,18 +432,18 @@ class Writer:
         dropped: list[bool] = []
         for start in range(0, len(keys), BATCH_KEYS_MAX):
             batch = keys[start : start + BATCH_KEYS_MAX]
-            dropped += self._ask(Op.DROP, join_keys(batch))
+            dropped += self._ask(Op.DROP, join_keys(batch), accept=lambda _, body: flags(body))
         return dropped
 
     def clear(self, namespace_id: int) -> int:
-        return int(self._ask(Op.CLEAR, namespace_id))
+        return int(self._ask(Op.CLEAR, namespace_id, accept=lambda _, body: whole(body)))
 
     def stats(self) -> dict[str, int | float]:
-        return dict(self._ask(Op.STAT))
+        return dict(self._ask(Op.STAT, accept=lambda _, body: counters(body)))
 
     def listing(self, after: bytes, at_most: int) -> list[tuple[Key, int, int, int]]:
         """(key, length, namespace id, pins) of blocks in key order, from above `after`."""
-        return [tuple(row) for row in self._ask(Op.LIST, after, at_most)]
+        return list(self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body)))
 
     def close(self) -> None:
         with self._lock:
@@ -441,7 +458,9 @@ def _handle(record: bytes) -> tuple[int, int]:
     return int.from_bytes(record[24:28], "little"), int.from_bytes(record[16:24], "little")
 
 
-def _outcomes(raw: list[Any]) -> list[PutResult]:
+def _outcomes(count: int, raw: list[Any]) -> list[PutResult]:
+    if len(raw) != count:
+        raise ValueError(f"{len(raw)} outcomes of {count}")
     return [_CODES[a] if type(a) is int else rejected(a) for a in raw]
 
 

@@ -96,6 +96,23 @@ class Introduce(NamedTuple):
     namespace: Namespace
 
 
+class Suspect(NamedTuple):
+    """A client read bytes of these keys that do not have the checksum saved with them; one way.
+
+    The node looks for itself: see `Check`.
+    """
+
+    session: int
+    keys: Sequence[Key]
+
+
+class Corrupt(NamedTuple):
+    """The node's own look at a slot found that its checksum is wrong."""
+
+    slot_id: int
+    generation: int
+
+
 class SessionResumed(NamedTuple):
     """The client is back on a new connection and holds only these (slot, generation).
 
@@ -127,6 +144,8 @@ Event = (
     | Listing
     | Explain
     | Introduce
+    | Suspect
+    | Corrupt
     | SessionResumed
     | SessionDead
 )
@@ -170,6 +189,16 @@ class Fill(NamedTuple):
     value: bytes
 
 
+class Check(NamedTuple):
+    """Compare the checksum of a sealed payload; if it is wrong, the next event is `Corrupt`."""
+
+    slot_id: int
+    generation: int
+    offset: int
+    length: int
+    checksum: int
+
+
 class Reply(NamedTuple):
     session: int
     request: int
@@ -187,3 +216,5 @@ class Effects(NamedTuple):
 
     writes: list[Write]
     replies: list[Reply]
+    checks: list[Check]
+    """Beside all that, in any order."""

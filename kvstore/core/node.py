@@ -17,8 +17,10 @@ from typing import Any
 from kvstore.core.allocator import Allocator
 from kvstore.core.events import (
     Abort,
+    Check,
     Clear,
     Commit,
+    Corrupt,
     Drop,
     Effects,
     Event,
@@ -35,6 +37,7 @@ from kvstore.core.events import (
     SessionDead,
     SessionResumed,
     Stat,
+    Suspect,
     Touch,
     Unpin,
     Write,
@@ -44,10 +47,11 @@ from kvstore.core.gone import Gone, GoneWhy
 from kvstore.core.holdings import FORMER, Session
 from kvstore.core.namespaces import Namespaces
 from kvstore.core.outbox import KeyedRecord, Outbox
-from kvstore.core.record import pack_record
+from kvstore.core.record import RecordSigner, pack_record
 from kvstore.core.report import explain, listing, stats
 from kvstore.core.slots import Slot, SlotEvent, SlotState
-from kvstore.limits import Limits
+from kvstore.core.suspects import CheckBudget
+from kvstore.limits import CHECKED_BYTES_PER_S_MAX, Limits
 from kvstore.types import Key, Location
 
 EXISTS_CODE = 1
@@ -70,10 +74,12 @@ class NodeCore:
         arena_bytes: int,
         limits: Limits | None = None,
         policy: PolicyFactory = LRU,
+        signer: RecordSigner | None = None,
     ) -> None:
         self.node_id = node_id
         self.epoch = epoch
         self.limits = limits or Limits()
+        self._signer = signer
         self.allocator = Allocator(arenas, arena_bytes, policy)
         self.by_key: dict[Key, Slot] = {}
         """Every key that is SEALED or RESERVED here."""
@@ -82,6 +88,7 @@ class NodeCore:
         """What Redis has yet to hear."""
         self.gone = Gone(self.limits.gone_keys)
         self.namespaces = Namespaces(self.limits.namespaces)
+        self._checks = CheckBudget(CHECKED_BYTES_PER_S_MAX)
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored",
@@ -91,6 +98,7 @@ class NodeCore:
                 "evicted",
                 "aborted",
                 "dropped",
+                "corrupt",
                 "writers_died",
                 "recovered",
                 "recovery_dropped",
@@ -110,13 +118,15 @@ class NodeCore:
             Listing: self._listing,
             Explain: self._explain,
             Introduce: self._introduce,
+            Suspect: self._suspect,
+            Corrupt: self._corrupt,
             SessionResumed: self._session_resumed,
             SessionDead: self._session_dead,
         }
 
     def handle(self, event: Event, now: float) -> Effects:
         """Decide. `now` is in seconds of a clock that never runs backwards."""
-        effects = Effects([], [])
+        effects = Effects([], [], [])
         self._handlers[type(event)](event, effects, now)
         return effects
 
@@ -339,6 +349,28 @@ class NodeCore:
         dropped = sum(self._drop_slot(slot, why, effects.writes, now) for slot in doomed)
         effects.replies.append(Reply(event.session, event.request, dropped, True))
 
+    def _suspect(self, event: Suspect, effects: Effects, now: float) -> None:
+        """Nothing is dropped on a client's word: it may lie, or have read what was evicted."""
+        for key in event.keys:
+            slot = self.by_key.get(key)
+            if slot is None or slot.state is not SlotState.SEALED or not slot.checksum:
+                continue
+            if self._checks.allows(slot.length, now):
+                effects.checks.append(
+                    Check(slot.slot_id, slot.generation, slot.offset, slot.length, slot.checksum)
+                )
+
+    def _corrupt(self, event: Corrupt, effects: Effects, now: float) -> None:
+        slot = self.allocator.slot(event.slot_id)
+        if (
+            slot is None
+            or slot.state is not SlotState.SEALED
+            or slot.generation != event.generation
+        ):
+            return
+        self.counts["corrupt"] += 1
+        self._drop_slot(slot, GoneWhy.CORRUPT, effects.writes, now)
+
     # --- using ----------------------------------------------------------
 
     def _touch(self, event: Touch, effects: Effects, now: float) -> None:
@@ -396,7 +428,7 @@ class NodeCore:
 
     def record(self, slot: Slot, epoch: int) -> bytes:
         """What the index holds about it, as a start of that epoch says it."""
-        return pack_record(
+        record = pack_record(
             slot.key,
             Location(
                 self.node_id,
@@ -409,6 +441,7 @@ class NodeCore:
                 slot.checksum,
             ),
         )
+        return record if self._signer is None else self._signer.signed(slot.key, record)
 
     def republish(self) -> int:
         """The index lost keys: everything sealed must be published again.

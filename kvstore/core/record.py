@@ -1,11 +1,14 @@
 """The index record: one location in 44 bytes (Redis keeps up to 44 as embstr).
 
 The CRC covers the key too, so a record under the wrong key is as good as none.
+A CRC anyone can compute; where Redis is not trusted, a signature of 16 bytes follows.
 """
 
 from __future__ import annotations
 
 import struct
+from hashlib import blake2b
+from hmac import compare_digest
 from zlib import crc32
 
 from kvstore.types import Key, Location
@@ -15,6 +18,8 @@ _BODY = struct.Struct("<BBHIQQIIQ")
 _CRC = struct.Struct("<I")
 RECORD_BYTES = _BODY.size + _CRC.size
 assert RECORD_BYTES == 44
+SIGNATURE_BYTES = 16
+SIGNED_RECORD_BYTES = RECORD_BYTES + SIGNATURE_BYTES
 
 
 def pack_record(key: Key, location: Location) -> bytes:
@@ -27,11 +32,48 @@ def pack_record(key: Key, location: Location) -> bytes:
 
 
 def unpack_record(key: Key, record: bytes) -> Location | None:
-    """The location in `record`; None when it is damaged or not for `key`: a miss."""
-    if len(record) != RECORD_BYTES or record[0] != RECORD_VERSION:
+    """The location in `record`; None when it is damaged or not for `key`: a miss.
+
+    A signature is passed over: whether it is right is for `RecordSigner` to say.
+    """
+    if len(record) not in (RECORD_BYTES, SIGNED_RECORD_BYTES) or record[0] != RECORD_VERSION:
         return None
     body = record[: _BODY.size]
     if _CRC.unpack_from(record, _BODY.size)[0] != crc32(body, crc32(key)):
         return None
     _, size_class, segment, epoch, node_id, generation, slot, length, checksum = _BODY.unpack(body)
     return Location(node_id, epoch, segment, slot, generation, size_class, length, checksum)
+
+
+class RecordSigner:
+    """Signs records of one tenant, and tells right signatures from wrong ones.
+
+    BLAKE2b with a key, 128 bits, over tenant, key and record. Whoever can check a
+    signature can make one: it keeps out those who reach Redis and lack the secret.
+    """
+
+    __slots__ = ("_start",)
+
+    def __init__(self, secret: bytes, tenant: str) -> None:
+        """`tenant` is the key prefix; a secret of any length (blake2b takes at most 64 bytes)."""
+        key = blake2b(secret, digest_size=32, person=b"kvstore-sign-key").digest()
+        self._start = blake2b(key=key, digest_size=SIGNATURE_BYTES, person=b"kvstore-record")
+        # As long as it says, so that no two tenants and keys are the same bytes.
+        raw = tenant.encode()
+        self._start.update(len(raw).to_bytes(4, "little") + raw)
+
+    def signed(self, key: Key, record: bytes) -> bytes:
+        """`record` and its signature."""
+        return record + self._signature(key, record)
+
+    def right(self, key: Key, record: bytes) -> bool:
+        """Whether `record` ends in the signature that it must have under `key`."""
+        if len(record) != SIGNED_RECORD_BYTES:
+            return False
+        expected = self._signature(key, record[:RECORD_BYTES])
+        return compare_digest(expected, record[RECORD_BYTES:])
+
+    def _signature(self, key: Key, record: bytes) -> bytes:
+        state = self._start.copy()
+        state.update(key + record)
+        return state.digest()

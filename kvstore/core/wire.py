@@ -27,6 +27,7 @@ from kvstore.core.events import (
     Pin,
     Reserve,
     Stat,
+    Suspect,
     Touch,
     Unpin,
 )
@@ -54,6 +55,11 @@ class Op(enum.IntEnum):
     BYE = 11
     EXPLAIN = 12
     NAMESPACE = 13
+    SUSPECT = 14
+
+
+READER_OPS = frozenset({Op.TOUCH, Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN, Op.SUSPECT})
+"""For users who may only read: nothing that takes, keeps or frees a slot."""
 
 
 def packed(message: Sequence[Any]) -> bytes:
@@ -195,6 +201,7 @@ _DECODERS: dict[int, tuple[int, Any]] = {
     Op.LIST: (2, _listing),
     Op.EXPLAIN: (1, lambda s, r, keys: Explain(s, r, _split_keys(keys))),
     Op.NAMESPACE: (2, _introduce),
+    Op.SUSPECT: (1, lambda s, r, keys: Suspect(s, _split_keys(keys))),
 }
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.core.record import RECORD_BYTES
+from kvstore.core.record import SIGNED_RECORD_BYTES
 from kvstore.errors import UsageError
 from kvstore.index.base import ANNOUNCEMENT_BYTES_MAX, KeyRecord
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.types import KEY_BYTES, Key
 
-RECORD_BYTES_MAX = RECORD_BYTES
-"""A longer value would not stay an embstr in Redis (docs/decisions/0003)."""
+RECORD_BYTES_MAX = SIGNED_RECORD_BYTES
+"""Redis keeps up to 44 bytes, a record that is not signed, in one allocation (0003)."""
 ANNOUNCEMENT_TTL_S_MAX = 86_400.0
 
 _KEY_TYPES = {bytes}

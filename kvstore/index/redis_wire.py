@@ -34,15 +34,20 @@ def command(*args: bytes) -> bytes:
     return head + b"".join([b"$%d\r\n%s\r\n" % (len(arg), arg) for arg in args])
 
 
+def check_prefix(prefix: str) -> str:
+    """`prefix` when it can be that of an index."""
+    if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+        raise UsageError(
+            "key_prefix", prefix, f"1 to {KEY_PREFIX_BYTES_MAX} of A-Z a-z 0-9 _ . : / @ -"
+        )
+    return prefix
+
+
 class KeySpace:
     """Everything under one key prefix: how keys are spelled and put into requests."""
 
     def __init__(self, prefix: str) -> None:
-        if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
-            raise UsageError(
-                "key_prefix", prefix, f"1 to {KEY_PREFIX_BYTES_MAX} of A-Z a-z 0-9 _ . : / @ -"
-            )
-        raw = prefix.encode()
+        raw = check_prefix(prefix).encode()
         self._head = raw + b":{%s}:"
         key_bytes = len(self._head % (b"0" * (2 * TAG_BYTES))) + DIGEST_BYTES
         self._argument = b"$%d\r\n" % key_bytes + self._head

@@ -40,6 +40,10 @@ class NodeConfig:
     """Serve streams to anyone who can connect, without a secret."""
     keep: bool = False
     """At an orderly end too, leave the segment for the next start (restart.py)."""
+    group: int | None = None
+    """A group id whose members may read this node's blocks (sharing.py); None: its user alone."""
+    signing_key: bytes | None = field(default=None, repr=False)
+    """Sign index records with it; None: KVSTORE_SIGNING_KEY (secret.py), else unsigned."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from kvstore.core.wire import Hello
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.limits import MESSAGE_BYTES_MAX
 from kvstore.node.sessions import Session
+from kvstore.node.sharing import peer_uid
 
 
 class Connection(asyncio.Protocol):
@@ -37,6 +38,11 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+
+    def peer_uid(self) -> int:
+        """Whose process is at the other end."""
+        assert self._transport is not None
+        return peer_uid(self._transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         try:

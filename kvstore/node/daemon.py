@@ -3,6 +3,9 @@
 One event loop does everything, so headers have one writer (rule 2). The loop
 waits for the index only inside a publication, at most `publish_timeout_s`,
 and behind a circuit breaker that makes a dead index cost nothing.
+
+Longer than other files: it is where a node's start, its end and every message meet,
+and their order is what the rules are about.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from functools import partial
 from typing import Any
 
 from kvstore.core import wire
-from kvstore.core.events import Clear, Drop, Event, SessionDead, SessionResumed
+from kvstore.core.events import Clear, Corrupt, Drop, Event, SessionDead, SessionResumed
 from kvstore.core.eviction import POLICIES
 from kvstore.core.holdings import FORMER
 from kvstore.core.node import NodeCore
+from kvstore.core.record import RecordSigner
 from kvstore.core.report import stats
 from kvstore.core.wire import Hello, Op
 from kvstore.errors import (
@@ -42,9 +46,11 @@ from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.inside import Inside
 from kvstore.node.last_client import wait_for_last_client
 from kvstore.node.sessions import Session, Sessions, Speaker
+from kvstore.node.sharing import give, owns_node, share_directory, share_files
 from kvstore.node.stream_server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
 from kvstore.rundir import socket_path
+from kvstore.secret import SIGNING_KEY, secret
 from kvstore.transport.stream import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
@@ -135,6 +141,7 @@ class Node:
         self._stopping = asyncio.Event()
         lock_fd = await self._lock_directory()
         try:
+            share_directory(self.config.run_dir, self.dir, self.config.group)
             self._create()
             try:
                 await self._run(on_ready)
@@ -176,6 +183,7 @@ class Node:
         self.dir.socket.unlink(missing_ok=True)  # of one that was killed: nobody serves yet
         arenas, arena_bytes = config.shape()
         node_id = node_id_of(config.run_dir, config.name)
+        key = secret(SIGNING_KEY, config.signing_key)
         epoch = next_epoch(config.run_dir, config.name, time.time())
         make_core = partial(
             NodeCore,
@@ -185,6 +193,7 @@ class Node:
             arena_bytes=arena_bytes,
             limits=config.limits,
             policy=POLICIES[config.policy],
+            signer=RecordSigner(key, config.key_prefix) if key else None,
         )
         base = config.shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-0"
         if config.end_with_last_client:
@@ -206,6 +215,7 @@ class Node:
         self.core, self.segment, self.announcement, self._former = restart.start(
             self.dir, word, make_core, config.run_dir
         )
+        share_files(self.announcement, config.group)
         self.sessions = Sessions(self.dir.leases, config.limits.clients)
 
     async def _run(self, on_ready: Callable[[], None] | None) -> None:
@@ -221,6 +231,10 @@ class Node:
             self.dir.socket,
             backlog=SOCKET_BACKLOG,
         )
+        if self.config.group is None:
+            self.dir.socket.chmod(0o600)
+        else:
+            give(self.dir.socket, self.config.group, 0o660)
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
             asyncio.ensure_future(self._watch_leases()),
@@ -308,7 +322,13 @@ class Node:
     # --- clients --------------------------------------------------------
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
-        session, known = self.sessions.enter(hello.client_id, connection)
+        uid = connection.peer_uid()
+        if owns_node(uid):
+            session, known = self.sessions.enter(hello.client_id, connection)
+        elif self.config.group is not None:
+            session, known = self.sessions.enter_reader(uid, hello.client_id, connection), False
+        else:
+            raise UsageError("user", uid, "this node is its own user's alone")
         connection.session = session
         if known:
             self._act(SessionResumed(session.number, hello.reserved, hello.pinned))
@@ -328,7 +348,10 @@ class Node:
             connection.session = None
             connection.hang_up()
             return
-        self._act(wire.decode(session.number, message))
+        event = wire.decode(session.number, message)
+        if session.reads_only and message[0] not in wire.READER_OPS:
+            raise UsageError("op", Op(message[0]).name, "this user may only read")
+        self._act(event)
 
     def _on_gone(self, connection: Connection) -> None:
         session = connection.session
@@ -343,6 +366,10 @@ class Node:
         except (InternalError, AssertionError, KeyError) as e:
             self._fail(e)
             return
+        for check in effects.checks:
+            if self.segment.checksum(check.offset, check.length) != check.checksum:
+                log.warning("node %s: slot %d is damaged", self.config.name, check.slot_id)
+                self._act(Corrupt(check.slot_id, check.generation))
         if isinstance(event, Drop | Clear):
             # Asked for by somebody: the answer waits until the index was told.
             self._remove()

@@ -26,13 +26,18 @@ class Speaker(Protocol):
 class Session:
     __slots__ = ("client_id", "lease_fd", "lease_path", "number", "transport")
 
-    def __init__(self, number: int, client_id: str, lease_path: Path, lease_fd: int) -> None:
+    def __init__(self, number: int, client_id: str, lease_path: Path, lease_fd: int | None) -> None:
         self.number = number
         self.client_id = client_id
         self.lease_path = lease_path
         self.lease_fd = lease_fd
+        """None for a reader of the group: it holds nothing, so it ends with its connection."""
         self.transport: Speaker | None = None
         """The connection that speaks for it now, None while it has none."""
+
+    @property
+    def reads_only(self) -> bool:
+        return self.lease_fd is None
 
 
 class Sessions:
@@ -64,6 +69,24 @@ class Sessions:
         session.transport = transport
         return session, known
 
+    @property
+    def _readers(self) -> int:
+        return sum(session.reads_only for session in self._by_client.values())
+
+    def enter_reader(self, uid: int, client_id: str, transport: Speaker) -> Session:
+        """A session for a user who may only read. Raises `UsageError` when there are too many.
+
+        It has a name of its own: nobody becomes another client by knowing its id.
+        """
+        if self._readers >= self._clients_max // 2:
+            raise UsageError("readers", self._readers, f"at most {self._clients_max // 2} a node")
+        name = f"{uid}/{client_id}"
+        if name in self._by_client:
+            raise UsageError("client_id", client_id, "is connected already")
+        session = self._add(name, Path(), None)
+        session.transport = transport
+        return session
+
     def _admit(self, client_id: str) -> Session:
         if len(self._by_client) >= self._clients_max:
             raise UsageError("clients", len(self._by_client), f"at most {self._clients_max} a node")
@@ -75,6 +98,9 @@ class Sessions:
         if not fd_is_locked(fd):
             os.close(fd)
             raise UsageError("client_id", client_id, "its lease is not locked by its process")
+        return self._add(client_id, path, fd)
+
+    def _add(self, client_id: str, path: Path, fd: int | None) -> Session:
         self.admitted += 1
         session = Session(self.admitted, client_id, path, fd)
         self._by_client[client_id] = self._by_number[session.number] = session
@@ -95,6 +121,8 @@ class Sessions:
         """The client is gone for good."""
         del self._by_client[session.client_id]
         del self._by_number[session.number]
+        if session.lease_fd is None:
+            return
         os.close(session.lease_fd)
         with contextlib.suppress(OSError):
             session.lease_path.unlink()
@@ -108,12 +136,12 @@ class Sessions:
     @staticmethod
     def dead(session: Session) -> bool:
         """The client's process has ended: its lease is free."""
-        return not fd_is_locked(session.lease_fd)
+        return session.lease_fd is None or not fd_is_locked(session.lease_fd)
 
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, the leases stay: they tell the node's next start who lives."""
         for session in self.all():
-            if keep:
+            if keep and session.lease_fd is not None:
                 os.close(session.lease_fd)
             else:
                 self.forget(session)

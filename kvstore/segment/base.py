@@ -19,6 +19,10 @@ class OwnedSegment(Protocol):
         """The 64 header bytes of a slot."""
         ...
 
+    def checksum(self, offset: int, length: int) -> int:
+        """xxh3-64 of payload bytes as they are now."""
+        ...
+
     def close(self) -> None:
         """Unmap and remove it from the machine. Safe to call twice."""
         ...

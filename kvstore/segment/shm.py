@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import xxhash
+
 from kvstore.core.events import Fill, Hold, Mark, Seal, Write
 from kvstore.core.recovery import ArenaSeen
 from kvstore.core.sizes import SLOT_BYTES
@@ -206,6 +208,10 @@ class OwnedShm:
     def header(self, slot_id: int) -> bytes:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
         return self._head[start : start + HEADER_BYTES]
+
+    def checksum(self, offset: int, length: int) -> int:
+        with memoryview(self._data) as data, data[offset : offset + length] as payload:
+            return xxhash.xxh3_64_intdigest(payload)
 
     def close(self, *, keep: bool = False) -> None:
         """Unmap and remove it; with `keep`, leave it for the node's next start."""

@@ -89,3 +89,22 @@ def test_an_array_comes_back_through_the_store(client):
     assert back.dtype == value.dtype
     assert (back == value).all()
     back[0] = 7  # it is the caller's own memory
+
+
+@pytest.mark.parametrize(
+    "meta", [["|O", [1]], ["<f4", [1 << 40]], ["finfo", [1]], ["<f4", [-1, -2]], [1, 2], ["", []]]
+)
+def test_a_damaged_description_is_a_miss(client, meta):
+    value = numpy.arange(2, dtype="<f4")
+    payload = tensors.encode(value)._replace(meta=tensors.msgpack.packb(meta))
+    key = client.namespace.value_key("k")
+    assert client._save([key], [payload]) == [("stored", "")]
+    if meta[0] == "finfo":
+        pytest.importorskip("ml_dtypes")
+    assert client.get("k") is None
+    assert client.stats()["missed"]["load-failed"] > 0
+
+
+def test_an_array_of_raw_bytes_is_refused():
+    with pytest.raises(UsageError, match=r"^value\.dtype="):
+        tensors.encode(numpy.zeros(3, "V8"))

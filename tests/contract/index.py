@@ -148,7 +148,7 @@ class IndexContract:
             index.publish([KeyRecord(good, b"r"), KeyRecord(key, b"r")])
         assert index.lookup([good]) == [None]
 
-    @pytest.mark.parametrize("record", [b"r" * 45, "text", None])
+    @pytest.mark.parametrize("record", [b"r" * 61, "text", None])
     def test_what_is_no_record_is_refused(self, index: Index, record: object) -> None:
         for call in (index.publish, index.remove):
             with pytest.raises(UsageError, match="record="):

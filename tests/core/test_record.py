@@ -3,7 +3,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.record import RECORD_BYTES, pack_record, unpack_record
+from kvstore.core.record import (
+    RECORD_BYTES,
+    SIGNED_RECORD_BYTES,
+    RecordSigner,
+    pack_record,
+    unpack_record,
+)
 from kvstore.types import Location
 
 KEY = bytes(range(32))
@@ -45,3 +51,34 @@ def test_bytes_of_any_length_are_none_or_a_location_and_never_an_error():
     rng = random.Random(1)
     for length in range(100):
         assert unpack_record(KEY, rng.randbytes(length)) is None
+
+
+SIGNER = RecordSigner(b"a secret of the tenant", "kv:a")
+
+
+@given(locations)
+def test_a_signed_record_is_right_and_still_says_where(location: Location) -> None:
+    record = SIGNER.signed(KEY, pack_record(KEY, location))
+    assert len(record) == SIGNED_RECORD_BYTES == 60
+    assert SIGNER.right(KEY, record)
+    assert unpack_record(KEY, record) == location
+
+
+@given(locations, st.integers(0, SIGNED_RECORD_BYTES * 8 - 1))
+def test_no_signed_record_may_be_changed(location: Location, bit: int) -> None:
+    record = bytearray(SIGNER.signed(KEY, pack_record(KEY, location)))
+    record[bit // 8] ^= 1 << bit % 8
+    assert not SIGNER.right(KEY, bytes(record))
+
+
+@given(locations)
+def test_a_signature_is_of_one_key_tenant_and_secret(location: Location) -> None:
+    plain = pack_record(KEY, location)
+    record = SIGNER.signed(KEY, plain)
+    assert not SIGNER.right(bytes(32), record)
+    assert not SIGNER.right(KEY, plain)
+    for other in (
+        RecordSigner(b"a secret of the tenant", "kv:b"),
+        RecordSigner(b"a secret of another tenant", "kv:a"),
+    ):
+        assert not other.right(KEY, record)

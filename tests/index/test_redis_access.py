@@ -1,4 +1,4 @@
-"""Who may do what: passwords, the ACLs of docs/decisions/0003, TLS. And what no message says."""
+"""Passwords, TLS, and what no message says. Who may do what is in test_redis_acl.py."""
 
 from __future__ import annotations
 
@@ -16,98 +16,33 @@ from redis_servers import RedisServer, free_port
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis import RedisIndex, open_index
+from kvstore.index.redis_acl import AclRole, acl_rules, password_hash
 
 PREFIX = "kv:tenant"
-READER = (
-    "resetkeys %R~kv:tenant:* resetchannels &kv:tenant:* -@all "
-    "+mget +get +exists +ping +hello +client|id +subscribe +ssubscribe"
-)
-NODE = (
-    "%RW~kv:tenant:* &kv:tenant:* -@all +mget +get +set +mset +exists +del +unlink "
-    "+evalsha +script|load +ping +hello +publish +spublish +info"
-)
 SECRET = "s3cret/:@?&%"
 SECRET_IN_URL = "s3cret%2F%3A%40%3F%26%25"
 RECORDS = [KeyRecord(bytes([i]) * 32, b"record") for i in range(3)]
 KEYS = [key for key, _ in RECORDS]
+READER, NODE = (
+    acl_rules(role, PREFIX, password_hash(SECRET)) for role in (AclRole.CLIENT, AclRole.NODE)
+)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RedisServer]:
     with RedisServer() as server:
-        for name, rights in (("reader", READER), ("node", NODE)):
-            set_user(server, name, rights)
+        for name, rules in (("reader", READER), ("node", NODE)):
+            set_user(server, name, rules)
         yield server
 
 
-def set_user(server: RedisServer, name: str, rights: str) -> None:
-    """As far as this Redis knows the rights: %R~, sharded pub/sub came with Redis 7."""
-    words = ["resetchannels", *rights.split()]
-    if int(str(server.admin().info()["redis_version"]).partition(".")[0]) < 7:
-        words = [word.replace("%RW~", "~").replace("%R~", "~") for word in words]
-        words = [word for word in words if word not in ("+ssubscribe", "+spublish")]
-    server.admin().execute_command("ACL", "SETUSER", name, "reset", "on", f">{SECRET}", *words)
+def set_user(server: RedisServer, name: str, rules: str) -> None:
+    server.admin().execute_command("ACL", "SETUSER", name, *rules.split())
 
 
 def index_of(server: RedisServer, user: str, password: str = SECRET_IN_URL) -> RedisIndex:
     url = f"unix://{user}:{password}@{server.socket}"
     return open_index(url, key_prefix=PREFIX, timeout_s=5, publish_timeout_s=5)
-
-
-def test_the_node_profile_allows_everything_a_node_does(server: RedisServer) -> None:
-    node = index_of(server, "node")
-    server.admin().script_flush()
-    node.publish(RECORDS)
-    assert node.match(KEYS) == [b"record"] * 3
-    assert node.touch(KEYS) == 3
-    assert node.remove(RECORDS[:1]) == 1
-    node.announce(1, b"here", 60)
-    assert node.node(1) == b"here"
-    node.withdraw(1)
-    assert node.incarnation() == node.incarnation()
-    node.ping()
-    node.close()
-
-
-def test_the_reader_profile_allows_every_read(server: RedisServer) -> None:
-    node, reader = index_of(server, "node"), index_of(server, "reader")
-    node.publish(RECORDS)
-    node.announce(1, b"here", 60)
-    assert reader.match(KEYS) == [b"record"] * 3
-    assert reader.lookup(KEYS) == [b"record"] * 3
-    assert reader.touch(KEYS) == 3
-    assert reader.node(1) == b"here"
-    reader.ping()
-    node.close()
-    reader.close()
-
-
-def test_the_reader_profile_changes_nothing(server: RedisServer) -> None:
-    node, reader = index_of(server, "node"), index_of(server, "reader")
-    node.publish(RECORDS)
-    changed = [KeyRecord(key, b"changed") for key in KEYS]
-    for call in (
-        lambda: reader.publish(changed),
-        lambda: reader.remove(RECORDS),
-        lambda: reader.announce(1, b"fake", 60),
-        lambda: reader.withdraw(1),
-        reader.incarnation,
-        reader.nodes,  # SCAN: an operator's right
-    ):
-        with pytest.raises(IndexUnavailableError, match="lacks a right"):
-            call()
-    assert node.match(KEYS) == [b"record"] * 3
-    node.close()
-    reader.close()
-
-
-def test_another_tenant_is_out_of_reach(server: RedisServer) -> None:
-    url = f"unix://node:{SECRET_IN_URL}@{server.socket}"
-    stranger = open_index(url, key_prefix="kv:other", timeout_s=5, publish_timeout_s=5)
-    for call in (lambda: stranger.match(KEYS), lambda: stranger.publish(RECORDS)):
-        with pytest.raises(IndexUnavailableError, match="lacks a right"):
-            call()
-    stranger.close()
 
 
 @pytest.mark.parametrize("user", ["reader", "nobody"])
@@ -147,6 +82,16 @@ def test_a_db_is_selected(server: RedisServer) -> None:
         far.ping()
 
 
+def test_keys_are_touched_by_exists_where_touch_is_not_allowed(server: RedisServer) -> None:
+    set_user(server, "node", NODE)
+    set_user(server, "old", READER.replace("+touch", "+exists"))
+    node, old = index_of(server, "node"), index_of(server, "old")
+    node.publish(RECORDS)
+    assert old.touch(KEYS) == 3
+    node.close()
+    old.close()
+
+
 def test_compare_and_delete_needs_scripts_or_transactions_and_says_so() -> None:
     with RedisServer() as server:
         set_user(server, "node", NODE.replace("+evalsha", "").replace("+script|load", ""))
@@ -167,9 +112,15 @@ def test_compare_and_delete_needs_scripts_or_transactions_and_says_so() -> None:
 class TlsFront:
     """Ends TLS and passes bytes on to a Redis."""
 
-    def __init__(self, server: RedisServer, certificate: Path, key: Path) -> None:
+    def __init__(
+        self, server: RedisServer, certificate: Path, key: Path, *, mutual: bool = False
+    ) -> None:
+        """With `mutual` a client must show a certificate, too; the same authority vouches."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
+        if mutual:
+            context.load_verify_locations(certificate)
+            context.verify_mode = ssl.CERT_REQUIRED
         self.port = free_port()
         self._server = server
         self._listener = socket.create_server(("127.0.0.1", self.port))
@@ -202,20 +153,26 @@ class TlsFront:
         self._listener.close()
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
+def make_certificate(folder: Path, *names: str) -> tuple[Path, Path]:
+    """One that vouches for itself, and its key."""
+    folder.mkdir(exist_ok=True)
     certificate, key = folder / "cert.pem", folder / "key.pem"
     files = ["-keyout", str(key), "-out", str(certificate)]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    alternatives = ",".join(f"IP:{n}" if n[0].isdigit() else f"DNS:{n}" for n in names)
+    named = ["-subj", f"/CN={names[0]}", "-addext", f"subjectAltName={alternatives}"]
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files],
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *named, *files],
         check=True,
         capture_output=True,
     )
     return certificate, key
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    return make_certificate(tmp_path_factory.mktemp("tls"), "localhost", "127.0.0.1")
 
 
 @pytest.fixture
@@ -238,6 +195,39 @@ def test_tls_refuses_a_certificate_that_nobody_vouches_for(tls_port: int) -> Non
     index = open_index(f"rediss://localhost:{tls_port}", timeout_s=5)
     with pytest.raises(IndexUnavailableError, match="certificate"):
         index.ping()
+
+
+def test_a_certificate_for_another_name_is_refused(
+    server: RedisServer, certificate: tuple[Path, Path]
+) -> None:
+    other = make_certificate(certificate[0].parent / "other", "elsewhere.example")
+    front = TlsFront(server, *other)
+    where = f"localhost:{front.port}?ssl_ca_certs={other[0]}"
+    index = open_index(f"rediss://{where}", timeout_s=5)
+    with pytest.raises(IndexUnavailableError, match="certificate"):
+        index.ping()
+    index.close()
+    unchecked = f"rediss://node:{SECRET_IN_URL}@{where}&ssl_check_hostname=no"
+    index = open_index(unchecked, timeout_s=5)
+    index.ping()
+    index.close()
+    front.close()
+
+
+def test_a_client_shows_its_certificate_where_one_is_asked_for(
+    server: RedisServer, certificate: tuple[Path, Path]
+) -> None:
+    front = TlsFront(server, *certificate, mutual=True)
+    where = f"node:{SECRET_IN_URL}@localhost:{front.port}?ssl_ca_certs={certificate[0]}"
+    index = open_index(f"rediss://{where}", timeout_s=5)
+    with pytest.raises(IndexUnavailableError):
+        index.ping()
+    index.close()
+    ours = f"&ssl_certfile={certificate[0]}&ssl_keyfile={certificate[1]}"
+    index = open_index(f"rediss://{where}{ours}", timeout_s=5)
+    index.ping()
+    index.close()
+    front.close()
 
 
 def test_tls_can_be_told_not_to_check(tls_port: int) -> None:

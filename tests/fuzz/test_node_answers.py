@@ -1,0 +1,176 @@
+"""Whatever a node answers, a client's call returns or raises one of our errors, in time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from seeds import fuzz
+
+from kvstore import KVStoreError, Namespace
+from kvstore.client.base import Question, Reservation
+from kvstore.client.explain import Explainer
+from kvstore.client.explanation import Missing
+from kvstore.client.nodes import LocalNodes
+from kvstore.client.writer import Want, Writer
+from kvstore.core import wire
+from kvstore.core.wire import Op
+from kvstore.index.memory import MemoryIndex
+from kvstore.nodedir import Announcement, NodeDir, try_lock
+from kvstore.segment.header import Superblock
+from kvstore.segment.shm import OwnedShm
+
+KEYS = [bytes([i]) * 32 for i in range(2)]
+NAMESPACE = Namespace.named("n")
+TIMEOUT_S = 5.0
+
+
+class BrokenNode:
+    """Greets as a node does, then answers with `body`, or says `raw` instead."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.body: object = None
+        self.raw: bytes | None = None
+        self.good: object = True
+        self.directory = NodeDir(run_dir, "node")
+        self.directory.leases.mkdir(parents=True)
+        assert try_lock(self.directory.lock) is not None
+        self.segment = OwnedShm(run_dir / "s", Superblock(7, 3, 0, 2, 65536))
+        self.word = Announcement(
+            node_id=7, epoch=3, name="node", host="here", pid=1, key_prefix="kv:a",
+            data_path=str(self.segment.data_path), head_path=str(self.segment.head_path),
+            control_path=str(self.directory.socket), arenas=2, arena_bytes=65536, inline_bytes=64,
+        )  # fmt: skip
+        self.directory.announcement_path.write_bytes(self.word.pack())
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.directory.socket))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        unpacker = msgpack.Unpacker()
+        with connection:
+            connection.settimeout(30)
+            try:
+                while data := connection.recv(65536):
+                    unpacker.feed(data)
+                    for op, request, *_ in unpacker:
+                        if op == Op.HELLO:
+                            connection.sendall(wire.packed([request, True, [7, 3]]))
+                        elif request and self.raw is not None:
+                            connection.sendall(self.raw)
+                            return
+                        elif request:
+                            connection.sendall(wire.packed([request, self.good, self.body]))
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self._listener.close()
+        self.segment.close()
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokenNode]:
+    node = BrokenNode(tmp_path_factory.mktemp("broken"))
+    yield node
+    node.close()
+
+
+numbers = st.one_of(st.integers(-2, 70_000), st.integers(-(1 << 63), (1 << 64) - 1))
+plain = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), numbers, st.floats(), st.text(max_size=5), st.binary(max_size=50)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=12,
+)
+bodies = st.one_of(
+    plain,
+    st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=2),  # grants
+    st.lists(numbers, min_size=1, max_size=2),
+    st.lists(st.binary(min_size=40, max_size=64), min_size=1, max_size=2),  # records
+    st.tuples(
+        st.lists(st.tuples(st.integers(-1, 10), st.floats()), min_size=1, max_size=1),
+        st.one_of(st.none(), st.floats(), plain),
+        st.lists(st.tuples(numbers, numbers, st.binary(max_size=20)), max_size=2),
+    ),
+    st.tuples(st.tuples(st.tuples(plain, plain)), plain, plain),
+)
+raws = st.one_of(
+    st.none(), st.none(), st.none(), st.binary(max_size=60), st.just(b"\x91" * 5000),
+    plain.map(lambda message: wire.packed(message)),  # type: ignore[arg-type]
+)  # fmt: skip
+
+
+def calls(writer: Writer, explainer: Explainer) -> dict[str, Callable[[], object]]:
+    wants = [Want(key, 100, 0, 0, None, 0) for key in KEYS]
+    word = writer.link().word
+    mine = [Reservation(KEYS[0], memoryview(bytearray(1)), word.node_id, word.epoch, 1, 1)]
+    question = Question(0, KEYS[0], NAMESPACE, lambda _: KEYS[1])
+    return {
+        "reserve": lambda: writer.reserve(wants, NAMESPACE.id),
+        "commit": lambda: writer.commit(mine),
+        "abort": lambda: writer.abort(mine),
+        "pin": lambda: writer.pin(KEYS[0]),
+        "pin_many": lambda: writer.pin_many(KEYS),
+        "unpin": lambda: writer.unpin(KEYS[0], bytes(44)),
+        "drop": lambda: writer.drop(KEYS),
+        "clear": lambda: writer.clear(1),
+        "stats": writer.stats,
+        "listing": lambda: writer.listing(b"", 10),
+        "why": lambda: explainer.why(question),
+    }
+
+
+NAMES = ("reserve", "commit", "abort", "pin", "pin_many", "unpin", "drop", "clear", "stats")
+NAMES += ("listing", "why", "why", "why")
+
+
+@fuzz(250)
+@given(name=st.sampled_from(NAMES), body=bodies, raw=raws, good=st.one_of(st.just(True), plain))
+def test_any_answer_is_a_value_or_one_of_our_errors(
+    broken: BrokenNode, name: str, body: object, raw: bytes | None, good: object
+) -> None:
+    broken.body, broken.raw, broken.good = body, raw, good
+    index = MemoryIndex()
+    index.announce(7, broken.word.pack(), 60)
+    run_dir = broken.directory.path.parent.parent
+    nodes = LocalNodes(run_dir, index, "kv:a")
+    writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False, start_node=None)
+    explainer = Explainer(index, run_dir, "kv:a", TIMEOUT_S)
+    try:
+        made = calls(writer, explainer)
+        assert set(made) == set(NAMES)
+        answer = made[name]()
+    except KVStoreError:
+        assert name != "why"
+        return
+    finally:
+        writer.close()
+        explainer.close()
+        nodes.close()
+    if name == "why":
+        assert isinstance(answer, Missing)
+        str(answer)
+    elif name == "reserve":
+        assert isinstance(answer, list)
+        for reservation in answer:
+            if isinstance(reservation, Reservation):
+                assert len(reservation.buffer) == 100
