@@ -268,7 +268,7 @@ class Node:
         self._stream.start()
         transports = {STREAM: str(self._stream.address)}
         self.announcement = dataclasses.replace(self.announcement, transports=transports)
-        self.dir.announcement_path.write_bytes(self.announcement.pack())
+        self.dir.announce(self.announcement)
 
     def _vanish(self) -> None:
         """From here on clients of this host find no node, and start or take another.
