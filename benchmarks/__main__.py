@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import index, integrity, local, vllm
+from benchmarks import index, integrity, local, restart, vllm
 from benchmarks.report import show
 
-SUITES = {"index": index, "integrity": integrity, "local": local, "vllm": vllm}
+SUITES = {"index": index, "integrity": integrity, "local": local, "restart": restart, "vllm": vllm}
 
 
 def main() -> None:

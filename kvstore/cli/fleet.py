@@ -24,6 +24,10 @@ STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
 
 
+def node_names(count: int) -> list[str]:
+    return [f"node-{i}" for i in range(count)]
+
+
 class Child:
     """One node's process, over its restarts."""
 
@@ -109,7 +113,7 @@ class Child:
 
 
 class Fleet:
-    """`count` nodes of one shape, called node-0, node-1, ..."""
+    """`count` nodes of one shape, called as `node_names` says."""
 
     def __init__(
         self, count: int, options: Sequence[str], *, run_dir: Path, env: Mapping[str, str]
@@ -120,7 +124,7 @@ class Fleet:
         command += ["--run-dir", str(run_dir), "--end-with-parent", str(os.getpid())]
         self.children = [
             Child(name, [*command, "--name", name], {**os.environ, **env})
-            for name in (f"node-{i}" for i in range(count))
+            for name in node_names(count)
         ]
 
     def start(self, stopped: Callable[[], bool], say: Callable[[str], None]) -> None:

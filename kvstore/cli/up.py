@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from kvstore.cli.fleet import Fleet
+from kvstore.cli.fleet import Fleet, node_names
 from kvstore.cli.node import STOP_SIGNALS, add_memory
 from kvstore.cli.options import (
     KEY_PREFIX_DEFAULT,
@@ -27,6 +27,7 @@ from kvstore.index.embedded import resolve_url
 from kvstore.index.open import URL_VARIABLE
 from kvstore.index.redis_url import parse_url
 from kvstore.node import NodeConfig
+from kvstore.nodedir import NodeDir
 from kvstore.rundir import RUN_DIR_ENV
 from kvstore.segment.shm import SHM_DIR, check_room
 
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     arenas, arena_bytes = NodeConfig(
         run_dir=run_dir, size_bytes=args.size, arena_bytes=args.arena
     ).shape()
-    check_room(SHM_DIR, arenas * args.nodes, arena_bytes)
+    waiting = sum(NodeDir(run_dir, name).kept_for_s() > 0 for name in node_names(args.nodes))
+    check_room(SHM_DIR, arenas * (args.nodes - waiting), arena_bytes)
     if args.url:
         parse_url(args.url)
     stop = Stop()

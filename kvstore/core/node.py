@@ -89,6 +89,7 @@ class NodeCore:
         self.gone = Gone(self.limits.gone_keys)
         self.namespaces = Namespaces(self.limits.namespaces)
         self._checks = CheckBudget(CHECKED_BYTES_PER_S_MAX)
+        # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored",
@@ -102,6 +103,7 @@ class NodeCore:
                 "writers_died",
                 "recovered",
                 "recovery_dropped",
+                "repaired",
             ),
             0,
         )

@@ -45,6 +45,7 @@ from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.inside import Inside
 from kvstore.node.last_client import wait_for_last_client
+from kvstore.node.reconcile import scrub
 from kvstore.node.sessions import Session, Sessions, Speaker
 from kvstore.node.sharing import give, owns_node, share_directory, share_files
 from kvstore.node.stream_server import StreamServer
@@ -238,11 +239,15 @@ class Node:
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
             asyncio.ensure_future(self._watch_leases()),
+            asyncio.ensure_future(
+                scrub(self.core, self.index, lambda: self._index_away, self._schedule_index_work)
+            ),
         ]
         if self.config.end_with_last_client:
             watch = wait_for_last_client(self.sessions, self._stopping.set)
             tasks.append(asyncio.ensure_future(watch))
         else:
+            self.dir.keep_segment()
             tasks.append(asyncio.ensure_future(restart.stay_restartable(self.dir)))
         self._end_former()
         self._schedule_index_work()
@@ -277,7 +282,7 @@ class Node:
         self._stream.start()
         transports = {STREAM: str(self._stream.address)}
         self.announcement = dataclasses.replace(self.announcement, transports=transports)
-        self.dir.announcement_path.write_bytes(self.announcement.pack())
+        self.dir.announce(self.announcement)
 
     def _vanish(self) -> None:
         """From here on clients of this host find no node, and start or take another.

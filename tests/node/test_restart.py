@@ -1,0 +1,131 @@
+"""What a start finds of the former one. An orderly end with `keep` leaves what a kill leaves."""
+
+from pathlib import Path
+
+import pytest
+from redis_servers import wait_until
+from test_daemon import KEYS, MIB, Talker
+
+from kvstore.errors import NoSpaceError
+from kvstore.index.memory import MemoryIndex
+from kvstore.node import Node, NodeConfig, restart
+from kvstore.nodedir import NodeDir
+from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.segment.shm import check_room
+
+
+@pytest.fixture
+def index():
+    return MemoryIndex()
+
+
+def config(tmp_path, **options) -> NodeConfig:
+    shm = tmp_path / "shm"
+    shm.mkdir(exist_ok=True)
+    return NodeConfig(
+        run_dir=tmp_path, size_bytes=4 * MIB, shm_dir=shm, **{"keep": True, **options}
+    )
+
+
+def filled(tmp_path, index, **options) -> Node:
+    """A node that has ended and left every key."""
+    with Node(config(tmp_path, **options), index) as node:
+        talker = Talker(node)
+        for key in KEYS:
+            talker.put(key)
+        talker.lease.release()
+    return node
+
+
+def head_of(node: Node) -> Path:
+    return Path(node.announcement.head_path)
+
+
+def test_what_was_kept_is_there_again_under_a_new_epoch_and_in_the_index(tmp_path, index):
+    former = filled(tmp_path, index)
+    old = index.lookup(KEYS)
+    assert index.nodes() == {}
+    with Node(config(tmp_path), index) as node:
+        assert node.core.counts["recovered"] == len(KEYS)
+        assert node.announcement.head_path == former.announcement.head_path
+        assert node.announcement.epoch > former.announcement.epoch
+        wait_until(lambda: not node.core.outbox.publications_pending, "the publication", 5)
+        assert not set(index.lookup(KEYS)) & set(old)
+        assert Talker(node).put(KEYS[0]) == [2, True, [1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"key_prefix": "kv:other"}, "key_prefix"), ({"arena_bytes": MIB}, "arenas")],
+)
+def test_under_another_prefix_or_in_another_shape_it_starts_empty_and_says_why(
+    tmp_path, index, caplog, options, why
+):
+    former = filled(tmp_path, index)
+    with Node(config(tmp_path, **options), index) as node:
+        assert node.core.counts["recovered"] == 0
+        assert f"its {why} is" in caplog.text
+        assert not head_of(former).exists()
+
+
+@pytest.mark.parametrize(
+    ("offset", "why"),
+    [(0, "superblock"), (SUPERBLOCK_BYTES + HEADER_BYTES, "slot 1")],
+    ids=["superblock", "header"],
+)
+def test_a_segment_that_cannot_be_trusted_is_left_for_an_empty_one(
+    tmp_path, index, caplog, offset, why
+):
+    former = filled(tmp_path, index)
+    with head_of(former).open("r+b") as head:
+        head.seek(offset)
+        head.write(b"\x77")
+    with Node(config(tmp_path), index) as node:
+        assert node.core.counts["recovered"] == 0
+        assert why in caplog.text
+        assert Talker(node).put(KEYS[0]) == [2, True, [0]]
+    assert len(list((tmp_path / "shm").iterdir())) == 2  # the former one's files are gone
+
+
+def test_what_was_reserved_is_held_until_the_lease_of_then_is_free(tmp_path, index):
+    with Node(config(tmp_path), index) as node:
+        talker = Talker(node)
+        talker.reserve(KEYS[:3])
+    with Node(config(tmp_path), index) as node:
+        other = Talker(node)
+        assert other.stat()["quarantined"] == 3
+        other.lease.release()
+        talker.lease.release()
+        wait_until(lambda: node.stats()["quarantined"] == 0, "the slots are free", 5)
+
+
+def test_an_embedded_nodes_segment_waits_for_nobody(tmp_path, index):
+    with Node(config(tmp_path, keep=False, end_with_last_client=True), index) as node:
+        assert node.dir.kept_for_s() == 0
+    with Node(config(tmp_path, keep=False), index) as node:
+        assert node.dir.kept_for_s() > 0
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_a_node_that_lacks_memory_takes_that_of_dead_ones_that_wait(tmp_path, index, monkeypatch):
+    filled(tmp_path, index, name="dead")
+
+    def room(where, arenas, arena_bytes):
+        if NodeDir(tmp_path, "dead").path.exists():
+            raise NoSpaceError("full")
+        check_room(where, arenas, arena_bytes)
+
+    monkeypatch.setattr(restart, "check_room", room)
+    with Node(config(tmp_path, name="new"), index) as node:
+        assert Talker(node).put(KEYS[0]) == [2, True, [0]]
+    assert not NodeDir(tmp_path, "dead").path.exists()
+
+
+def test_a_node_that_still_lacks_memory_says_so(tmp_path, index, monkeypatch):
+    def room(where, arenas, arena_bytes):
+        raise NoSpaceError("full")
+
+    monkeypatch.setattr(restart, "check_room", room)
+    with pytest.raises(NoSpaceError, match="full"):
+        Node(config(tmp_path), index).start()
+    assert list((tmp_path / "shm").iterdir()) == []
