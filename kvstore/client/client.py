@@ -47,7 +47,8 @@ class Pinned:
     def __init__(self, client: Client, place: Place, handle: tuple[int, int]) -> None:
         self._client = client
         self._handle: tuple[int, int] | None = handle
-        self.buffer: memoryview = place.data
+        # A view of its own: the reader may give the same place to the next get.
+        self.buffer: memoryview = place.data[:]
         """The value's bytes, read-only, format 'B', no copy."""
 
     def close(self) -> None:

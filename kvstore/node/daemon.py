@@ -328,11 +328,14 @@ class Node:
     async def _watch_leases(self) -> None:
         while True:
             await asyncio.sleep(LEASE_POLL_S)
-            for session in self.sessions.disconnected():
-                if self.sessions.dead(session):
-                    if self.core.holds(session.number):
-                        log.info("client %s died; its slots are free", session.client_id)
-                    self._end(session)
+            self._end_dead_sessions()
+
+    def _end_dead_sessions(self) -> None:
+        for session in self.sessions.disconnected():
+            if self.sessions.dead(session):
+                if self.core.holds(session.number):
+                    log.info("client %s died; its slots are free", session.client_id)
+                self._end(session)
 
     # --- the index ------------------------------------------------------
 

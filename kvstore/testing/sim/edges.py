@@ -1,0 +1,126 @@
+"""Where the real code touches the machine, and what it finds there during a simulation.
+
+Everything between these edges runs as it is: `Client` and its control channel,
+the node's daemon and core, segments, headers, records, breakers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvstore import clock
+from kvstore.client import client, control, nodes, reader, saving, session, writer
+from kvstore.index import breaker
+from kvstore.index.breaker import GuardedIndex
+from kvstore.index.open import OpenedIndex
+from kvstore.limits import Limits
+from kvstore.node import daemon
+from kvstore.segment import shm
+from kvstore.testing.sim import memory
+from kvstore.testing.sim.hosts import SimLease, SimSessions
+from kvstore.testing.sim.index import SimIndex
+from kvstore.testing.sim.network import SimSocket
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
+
+
+class _SimEvent:
+    """`threading.Event`, as far as a breaker's prober needs it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout_s: float) -> bool:
+        self._world.wait(self._world.now + timeout_s)
+        return self._set
+
+
+class _SimThread:
+    def __init__(self, world: World, target: Callable[[], None], name: str) -> None:
+        self._world = world
+        self._target = target
+        self._name = name
+
+    def start(self) -> None:
+        process = self._world.current.process
+        self._world.spawn(process, f"{process.name}/probe", self._target)
+
+
+def guarded(world: World, timeout_s: float) -> GuardedIndex:
+    return GuardedIndex(SimIndex(world, timeout_s))
+
+
+def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
+    """(module, name, what stands there during a simulation)"""
+    time = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep, time=world.wall)
+    for module in (client, control, reader, saving, session, writer, daemon):
+        if hasattr(module, "time"):
+            yield module, "time", time
+    yield clock, "monotonic", time.monotonic
+    yield (
+        breaker,
+        "threading",
+        SimpleNamespace(
+            Lock=threading.Lock,
+            Event=lambda: _SimEvent(world),
+            Thread=lambda *, target, name, daemon: _SimThread(world, target, name),
+        ),
+    )
+
+    def open_guarded(url: str | None, *, key_prefix: str, run_dir: Path, limits: Limits) -> Any:
+        return OpenedIndex(guarded(world, limits.redis_timeout_s), str(url), None)
+
+    yield session, "open_guarded", open_guarded
+    yield nodes, "node_dirs", world.dirs_of
+    yield nodes, "sweep", world.sweep
+    yield nodes, "AttachedShm", memory.SimAttached
+    yield writer, "AttachedShm", memory.SimAttached
+    yield shm, "_create", world.files.create
+    yield shm, "_map", world.files.map
+    yield shm, "check_room", lambda *_: None
+    yield daemon, "check_room", lambda *_: None
+    yield daemon, "next_epoch", world.next_epoch
+    yield daemon, "OwnedShm", memory.SimOwned
+    yield daemon, "NodeCore", world.make_core
+    yield daemon, "Sessions", SimSessions
+    yield memory.SimOwned, "world", world
+    yield SimSessions, "world", world
+    for module in (saving, client):
+        yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
+    yield (
+        control,
+        "socket",
+        SimpleNamespace(
+            AF_UNIX=0,
+            SOCK_STREAM=0,
+            socket=lambda *_: SimSocket(world, world.current.process),
+        ),
+    )
+    yield control, "Lease", lambda leases: SimLease(world, leases)
+
+
+@contextlib.contextmanager
+def simulated(world: World) -> Iterator[None]:
+    """The machine is the world's, and the real one afterwards."""
+    real: list[tuple[Any, str, object]] = []
+    try:
+        for module, name, simulation in _edges(world):
+            real.append((module, name, getattr(module, name, None)))
+            setattr(module, name, simulation)
+        yield
+    finally:
+        for module, name, before in reversed(real):
+            setattr(module, name, before)

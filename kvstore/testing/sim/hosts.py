@@ -1,0 +1,105 @@
+"""What a host's file system says: who is a node here, and which processes live."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import NodeUnavailableError, UsageError
+from kvstore.node.sessions import Session, Sessions
+from kvstore.nodedir import Announcement, NodeDir
+from kvstore.testing.sim.scheduler import Process
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
+
+
+class _Folder(PurePosixPath):
+    """A directory that is always there."""
+
+    def mkdir(self, *, exist_ok: bool, mode: int) -> None:
+        """It is."""
+
+
+class _WordFile:
+    """`node.json`"""
+
+    def __init__(self) -> None:
+        self.word: Announcement | None = None
+
+    def write_bytes(self, raw: bytes) -> None:
+        self.word = Announcement.unpack(raw)
+
+    def unlink(self, *, missing_ok: bool) -> None:
+        self.word = None
+
+
+class SimNodeDir(NodeDir):
+    """`RUN_DIR/nodes/NAME`; it outlives the starts of its node."""
+
+    def __init__(self, world: World, run_dir: Path, name: str) -> None:
+        super().__init__(run_dir, name)
+        self._world = world
+        self.leases: Any = _Folder(self.leases)
+        self.file = _WordFile()
+        self.announcement_path: Any = self.file
+        self.holder: Process | None = None
+        """Whose lock it is; a dead process holds nothing."""
+
+    def announcement(self) -> Announcement | None:
+        return self.file.word
+
+    def alive(self) -> bool:
+        return self.holder is not None and not self.holder.dead
+
+    def remove(self) -> None:
+        word = self.file.word
+        if word is not None:
+            self._world.files.remove(word.data_path, word.head_path)
+        self.file.word = None
+
+
+class SimLease:
+    """`kvstore.client.lease.Lease`"""
+
+    def __init__(self, world: World, leases: Path) -> None:
+        world.pause()
+        if str(leases.parent / "control.sock") not in world.listening:
+            raise NodeUnavailableError(f"no lease at {leases}")
+        self.client_id = f"{world.rng.getrandbits(128):032x}"
+        self._holder = world.current.process
+        self._released = False
+        world.leases[self.client_id] = self
+
+    @property
+    def held(self) -> bool:
+        return not (self._released or self._holder.dead)
+
+    @property
+    def holder(self) -> Process:
+        return self._holder
+
+    def release(self) -> None:
+        self._released = True
+
+
+class SimSessions(Sessions):
+    """`Sessions` over simulated lease files."""
+
+    world: World
+
+    def _admit(self, client_id: str) -> Session:
+        lease = self.world.leases.get(client_id)
+        if lease is None or not lease.held:
+            raise UsageError("client_id", client_id, "its lease is not locked by its process")
+        self.admitted += 1
+        session = Session(self.admitted, client_id, Path(client_id), -1)
+        self._by_client[client_id] = self._by_number[session.number] = session
+        return session
+
+    def forget(self, session: Session) -> None:
+        del self._by_client[session.client_id]
+        del self._by_number[session.number]
+
+    def dead(self, session: Session) -> bool:  # type: ignore[override]
+        return not self.world.leases[session.client_id].held
