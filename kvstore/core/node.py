@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from kvstore.core.allocator import Allocator
+from kvstore.core.audit import Audit
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -79,6 +80,8 @@ class NodeCore:
         self._sessions: dict[int, Session] = {}
         self.outbox = Outbox(self.limits.pending_remove)
         """What Redis has yet to hear."""
+        self.audit = Audit(self.allocator, self.outbox, node_id)
+        """What Redis has forgotten in silence."""
         self.gone = Gone(self.limits.gone_keys)
         self.namespaces = Namespaces(self.limits.namespaces)
         self.counts: dict[str, int] = dict.fromkeys(
@@ -401,8 +404,10 @@ class NodeCore:
     def republish(self) -> int:
         """The index lost keys: everything sealed must be published again.
 
-        Pending removals stay: after a failover the stale records may still be there.
+        After a failover stale records may be there, or be there again: pending
+        removals stay, and the latest that were done are repeated.
         """
+        self.outbox.remove_again()
         for slot in self.by_key.values():
             if slot.state is SlotState.SEALED:
                 self.outbox.publish(slot)

@@ -10,6 +10,8 @@ from kvstore.core.slots import Slot
 from kvstore.types import Key
 
 KeyedRecord = tuple[Key, bytes]
+REMOVALS_REPEATED_MAX = 1 << 14
+"""Of the removals that the index has taken, how many are said again after a failover."""
 
 
 class Outbox:
@@ -21,6 +23,8 @@ class Outbox:
         # By key and record: a publication whose outcome is unknown may have left
         # an older record of the same key in the index, so both must go.
         self._removals: OrderedDict[KeyedRecord, None] = OrderedDict()
+        # What the index took may come back: a replica that takes over has not heard of it.
+        self._removed: OrderedDict[KeyedRecord, None] = OrderedDict()
         self.forgotten = 0
         """Removals dropped at the limit. Such a record stays until it is overwritten: a miss."""
 
@@ -36,15 +40,22 @@ class Outbox:
         """A block was sealed, or the index lost it."""
         self._unpublished[slot.key] = slot
 
+    def publishes(self, slot: Slot) -> bool:
+        """Whether the index has yet to hear of it."""
+        return self._unpublished.get(slot.key) is slot
+
     def withdraw(self, slot: Slot) -> None:
         """A sealed block is gone: its record must not stay."""
-        if self._unpublished.get(slot.key) is slot:
+        if self.publishes(slot):
             del self._unpublished[slot.key]
         if slot.published:
-            if len(self._removals) >= self._removals_max:
-                self._removals.popitem(last=False)
-                self.forgotten += 1
-            self._removals[slot.key, slot.record] = None
+            self._remove(slot.key, slot.record)
+
+    def _remove(self, key: Key, record: bytes) -> None:
+        if len(self._removals) >= self._removals_max:
+            self._removals.popitem(last=False)
+            self.forgotten += 1
+        self._removals[key, record] = None
 
     def take_publications(self, at_most: int) -> list[KeyedRecord]:
         """What to publish next, oldest first; it stays pending until `published` says so."""
@@ -71,3 +82,13 @@ class Outbox:
     def removed(self, work: Iterable[KeyedRecord]) -> None:
         for item in work:
             self._removals.pop(item, None)
+            self._removed[item] = None
+            self._removed.move_to_end(item)
+        while len(self._removed) > REMOVALS_REPEATED_MAX:
+            self._removed.popitem(last=False)
+
+    def remove_again(self) -> None:
+        """The index went back to an earlier state: the latest removals are due once more."""
+        removed, self._removed = self._removed, OrderedDict()
+        for key, record in removed:
+            self._remove(key, record)

@@ -36,6 +36,7 @@ from kvstore.node.control import Connection
 from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.last_client import wait_for_last_client
+from kvstore.node.reconcile import Reconciler
 from kvstore.node.sessions import Session, Sessions
 from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
 from kvstore.rundir import socket_path
@@ -198,6 +199,7 @@ class Node:
         assert self._stopping is not None
         assert self.announcement is not None
         heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
+        reconciler = Reconciler(self.index, self.core.audit, self._schedule_index_work)
         # Before anyone can connect: a client takes only a node that the index knows.
         heartbeat.beat()
         self.dir.socket.unlink(missing_ok=True)
@@ -208,6 +210,7 @@ class Node:
         )
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
+            asyncio.ensure_future(reconciler.run()),
             asyncio.ensure_future(self._watch_leases()),
         ]
         if self.config.end_with_last_client:
@@ -270,7 +273,7 @@ class Node:
     # --- clients --------------------------------------------------------
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
-        session, known = self.sessions.enter(hello.client_id, connection)
+        session, known = self.sessions.enter(hello.client_id, hello.request, connection)
         connection.session = session
         if known:
             self._act(SessionResumed(session.number, hello.reserved, hello.pinned))

@@ -110,6 +110,9 @@ class Luck:
 
     def _again(self, node: SimNode) -> None:
         """A new start, when the old one is over."""
+        if node.succeeded:
+            return
+        node.succeeded = True
         run_dir, name = node.config.run_dir, node.config.name
 
         def start() -> None:

@@ -32,9 +32,15 @@ class Wire:
         self._loop = loop
         self._arrives_at = [0.0, 0.0]
         self.broken = False
+        self._ended = False
+        """The node was told that it is broken."""
 
     def to_node(self, data: bytes) -> None:
-        self._carry(0, lambda: self._loop.call_soon(self._connection.data_received, data))
+        def deliver() -> None:
+            if not self._ended:
+                self._loop.call_soon(self._connection.data_received, data)
+
+        self._carry(0, deliver)
 
     def to_client(self, data: bytes) -> None:
         self._carry(1, lambda: self._client.arrived(data))
@@ -62,7 +68,11 @@ class Wire:
         soon_s = self._world.rng.random() * SEEN_LOST_S
         # What was sent before is read before the end is.
         at = max(self._world.now + soon_s, self._arrives_at[0])
-        self._world.at(at, lambda: self._loop.call_soon(self._connection.connection_lost, None))
+        self._world.at(at, self._end)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._loop.call_soon(self._connection.connection_lost, None)
 
 
 class SimTransport:

@@ -13,6 +13,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.control import Connection
 from kvstore.node.daemon import LEASE_POLL_S, Node
 from kvstore.node.heartbeat import HEARTBEAT_S, JITTER, Heartbeat
+from kvstore.node.reconcile import RECONCILE_S, Reconciler
 from kvstore.testing.sim.edges import guarded
 from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
 from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
@@ -20,7 +21,6 @@ from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
 
-ARENAS = 2
 ARENA_BYTES = 64 << 10
 LIMITS = Limits(
     inline_bytes=6000,
@@ -94,7 +94,7 @@ class SimNode(Node):
         config = NodeConfig(
             run_dir=run_dir,
             name=name,
-            size_bytes=ARENAS * ARENA_BYTES,
+            size_bytes=world.arenas * ARENA_BYTES,
             arena_bytes=ARENA_BYTES,
             limits=LIMITS,
             shm_dir=run_dir / "shm",
@@ -106,6 +106,8 @@ class SimNode(Node):
         self.loop: Any = SimLoop(world)
         self.wires: list[Wire] = []
         self.ready = False
+        self.succeeded = False
+        """Its next start is under way."""
         self._loop = self.loop
         self._stopping = SimFlag(self.loop)  # type: ignore[assignment]
 
@@ -127,6 +129,8 @@ class SimNode(Node):
         world.listening[str(self.dir.socket)] = self
         self.ready = True
         self._every(HEARTBEAT_S, heartbeat.beat)
+        reconciler = Reconciler(self.index, self.core.audit, self._schedule_index_work)
+        self._every(RECONCILE_S, reconciler.step)
         self._every(LEASE_POLL_S, self._end_dead_sessions)
         self.loop.run(self._stopping)
         world.note("ends")

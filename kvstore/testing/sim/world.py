@@ -16,6 +16,7 @@ from kvstore.testing.sim.memory import Files
 from kvstore.testing.sim.network import Wire
 from kvstore.testing.sim.scheduler import Process, Scheduler
 
+ARENAS = (2, 3, 6)
 WALL_START_S = 1_000_000.0
 
 
@@ -31,6 +32,8 @@ class World(Scheduler):
         self.faults = faults
         self.make_core = make_core
         self.wall_offset_s = WALL_START_S
+        self.arenas = self.rng.choice(ARENAS)
+        """Of each node: little enough that pools are full, or enough for most."""
         self.calm = False
         """The last fault is over."""
         self.counts: dict[str, int] = {}
