@@ -49,9 +49,10 @@ class Outbox:
         if self.publishes(slot):
             del self._unpublished[slot.key]
         if slot.published:
-            self._remove(slot.key, slot.record)
+            self.remove(slot.key, slot.record)
 
-    def _remove(self, key: Key, record: bytes) -> None:
+    def remove(self, key: Key, record: bytes) -> None:
+        """The index may hold this record, and it is wrong."""
         if len(self._removals) >= self._removals_max:
             self._removals.popitem(last=False)
             self.forgotten += 1
@@ -91,4 +92,4 @@ class Outbox:
         """The index went back to an earlier state: the latest removals are due once more."""
         removed, self._removed = self._removed, OrderedDict()
         for key, record in removed:
-            self._remove(key, record)
+            self.remove(key, record)

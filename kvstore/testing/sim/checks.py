@@ -52,6 +52,7 @@ class Checks:
         self._puts: dict[Key, list[Put]] = {}
         self._put_count = 0
         self._epochs: dict[int, int] = {}
+        self._removing: list[tuple[Key, Record]] = []
         self._generations: dict[tuple[int, int], int] = {}
 
     # --- what is saved, and what is read --------------------------------------
@@ -150,6 +151,21 @@ class Checks:
             if not self.right(key, segment.bytes_at(slot.offset, header.length)):
                 self._world.fail(f"rule 3: {_short(key)} published before its bytes were in place")
 
+    def before_removal(self, records: Sequence[KeyRecord]) -> None:
+        truth = self._world.index.truth()
+        self._removing = [
+            (key, record)
+            for key, record in ((key, truth.get(key)) for key, _ in records)
+            if record is not None and self._leads_somewhere(key, record)
+        ]
+
+    def after_removal(self) -> None:
+        """Nobody takes out a record that leads to a block."""
+        truth = self._world.index.truth()
+        for key, _ in self._removing:
+            if key not in truth:
+                self._world.fail(f"a removal took the record of {_short(key)}, which is there")
+
     # --- a node's books --------------------------------------------------------------
 
     def all_nodes(self) -> None:
@@ -222,6 +238,10 @@ class Checks:
         for node in self.living():
             for key in node.core.by_key:
                 record = truth.get(key)
+                # Another node's record that came after that node had taken it back
+                # hides ours: nobody can know.
+                if record is not None and KeyRecord(key, record) in self._world.index.late:
+                    continue
                 if record is None or not self._leads_somewhere(key, record):
                     return f"block {_short(key)} of {node.process.name} cannot be found"
         return None

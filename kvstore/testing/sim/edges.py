@@ -7,6 +7,7 @@ the node's daemon and core, segments, headers, records, breakers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,7 +95,6 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield daemon, "check_room", lambda *_: None
     yield daemon, "next_epoch", world.next_epoch
     yield daemon, "OwnedShm", memory.SimOwned
-    yield daemon, "NodeCore", world.make_core
     yield daemon, "Sessions", SimSessions
     yield memory.SimOwned, "world", world
     yield SimSessions, "world", world
@@ -116,11 +116,15 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
 def simulated(world: World) -> Iterator[None]:
     """The machine is the world's, and the real one afterwards."""
     real: list[tuple[Any, str, object]] = []
+    log = logging.getLogger("kvstore")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # trouble is what it is about
     try:
         for module, name, simulation in _edges(world):
             real.append((module, name, getattr(module, name, None)))
             setattr(module, name, simulation)
         yield
     finally:
+        log.setLevel(level)
         for module, name, before in reversed(real):
             setattr(module, name, before)

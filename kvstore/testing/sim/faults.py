@@ -52,10 +52,11 @@ class Faults:
     def without(self, name: str) -> Self:
         return replace(self, **{name: 0.0})
 
-    def drawn(self, rng: random.Random) -> Self:
+    def drawn_by(self, seed: int) -> Self:
         """Of each fault none, as given, or four times as much."""
-        factors = (0.0, 0.0, 1.0, 1.0, 4.0)
-        return replace(self, **{f.name: getattr(self, f.name) * rng.choice(factors) for f in fields(self)})
+        rng = random.Random(-1 - seed)
+        factors = {f.name: rng.choice((0.0, 0.0, 1.0, 1.0, 4.0)) for f in fields(self)}
+        return replace(self, **{n: getattr(self, n) * factor for n, factor in factors.items()})
 
 
 PER_MESSAGE = frozenset({"dropped", "doubled", "reordered", "delayed"})

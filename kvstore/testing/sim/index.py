@@ -46,7 +46,7 @@ class SimServer(MemoryIndex):
             kept = self._history.setdefault(key, [])
             kept.append(record)
             del kept[:-HISTORY_MAX]
-        self._replicate({key: record for key, record in records})
+        self._replicate(dict(records))
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
         gone: dict[Key, Record | None] = {k: None for k, r in records if self._records.get(k) == r}
@@ -127,26 +127,26 @@ class SimIndex:
         self._server = world.index
         self._timeout_s = timeout_s
 
-    def _call(self, act: Callable[[], _T], undone: Callable[[], None] | None = None) -> _T:
+    def _call(self, act: Callable[[], _T], late: Callable[[], object] | None = None) -> _T:
         world, server = self._world, self._server
         world.pause()
         if server.down:
             # An error after the command was carried out looks the same to the caller.
-            if undone is not None and world.rng.random() < 0.3:
+            if late is not None and world.rng.random() < 0.3:
                 act()
             raise IndexUnavailableError("simulated")
         if server.slow:
-            self._too_late(undone)
+            self._too_late(late)
         answer = act()
         world.pause()
         if server.down and world.rng.random() < 0.5:
             raise IndexUnavailableError("simulated")
         return answer
 
-    def _too_late(self, undone: Callable[[], None] | None) -> None:
+    def _too_late(self, late: Callable[[], object] | None) -> None:
         world = self._world
-        if undone is not None and world.rng.random() < 0.5:
-            world.after(world.rng.random() * 4 * self._timeout_s, undone)
+        if late is not None and world.rng.random() < 0.5:
+            world.after(world.rng.random() * 4 * self._timeout_s, late)
         world.wait(world.now + self._timeout_s)
         raise IndexDeadlineError("simulated")
 
@@ -192,13 +192,14 @@ class SimIndex:
         self._call(lambda: self._server.publish(records), late)
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
-        self._world.note("remove", [key for key, _ in records])
-        return self._call(
-            lambda: self._server.remove(records), lambda: self._forget_remove(records)
-        )
+        def act() -> int:
+            self._world.checks.before_removal(records)
+            dropped = self._server.remove(records)
+            self._world.checks.after_removal()
+            return dropped
 
-    def _forget_remove(self, records: Sequence[KeyRecord]) -> None:
-        self._server.remove(records)
+        self._world.note("remove", [key for key, _ in records])
+        return self._call(act, act)
 
     def touch(self, keys: Sequence[Key]) -> int:
         return self._call(lambda: self._server.touch(keys))

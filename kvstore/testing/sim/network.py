@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
 
 DELAY_S = 0.5e-3
+DOUBLED_AFTER_S = 0.1
 LONG_DELAY_MAX_S = 3.0
 SEEN_LOST_S = 0.01
 """How soon one side notices that the other has hung up, at most."""
@@ -57,7 +58,7 @@ class Wire:
             arrives_at = self._arrives_at[direction] = max(arrives_at, self._arrives_at[direction])
         world.at(arrives_at, deliver)
         if rng.random() < faults.doubled:
-            world.at(arrives_at + rng.expovariate(1 / DELAY_S), deliver)
+            world.at(arrives_at + rng.expovariate(1 / DOUBLED_AFTER_S), deliver)
 
     def hang_up(self) -> None:
         """Either side closed, or was closed by death: the other will see it."""

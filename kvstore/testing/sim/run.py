@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvstore.core.node import NodeCore
 from kvstore.testing.sim.edges import simulated
 from kvstore.testing.sim.faults import Faults
 from kvstore.testing.sim.luck import Luck
@@ -27,17 +26,13 @@ class Report(NamedTuple):
 def run(
     seed: int,
     faults: Faults | None = None,
-    make_core: Callable[..., NodeCore] = NodeCore,
     watch: Callable[[World], None] = lambda world: None,
 ) -> Report:
     """Simulate one seed; raises `ViolationError` when a rule breaks. The same seed, the same run.
 
-    Without `faults` the seed draws its own. `make_core` makes the nodes' cores: a
-    test plants bugs through it. `watch` is shown the world before it begins.
+    Without `faults` the seed draws its own. `watch` is shown the world before it begins.
     """
-    world = World(seed, faults or Faults(), make_core)
-    if faults is None:
-        world.faults = world.faults.drawn(world.rng)
+    world = World(seed, faults or Faults().drawn_by(seed))
     watch(world)
     cpus = os.sched_getaffinity(0)
     # The baton passes many times faster where the next thread runs on the same core.

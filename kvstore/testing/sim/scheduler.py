@@ -77,7 +77,7 @@ class Scheduler:
         self.current = self.director
         self.actors: list[Actor] = [self.director]
         self.on_check: Callable[[], None] = lambda: None
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._timer_count = 0
         self._failure: BaseException | None = None
         self._over = False
@@ -104,12 +104,12 @@ class Scheduler:
 
     # --- what the world does -------------------------------------------------
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
+    def at(self, when: float, action: Callable[[], object]) -> None:
         """Do `action` then, in whoever's thread; it may not pause."""
         self._timer_count += 1
         heapq.heappush(self._timers, (when, self._timer_count, action))
 
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+    def after(self, delay_s: float, action: Callable[[], object]) -> None:
         self.at(self.now + delay_s, action)
 
     def spawn(self, process: Process, name: str, body: Callable[[], None]) -> Actor:

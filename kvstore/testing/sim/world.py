@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvstore.core.node import NodeCore
 from kvstore.node.epoch import epoch_after
 from kvstore.testing.sim.checks import Checks
 from kvstore.testing.sim.faults import Faults
@@ -27,10 +26,9 @@ def run_dir_of(host: int) -> Path:
 class World(Scheduler):
     """Everything the actors share."""
 
-    def __init__(self, seed: int, faults: Faults, make_core: Callable[..., NodeCore]) -> None:
+    def __init__(self, seed: int, faults: Faults) -> None:
         super().__init__(seed)
         self.faults = faults
-        self.make_core = make_core
         self.wall_offset_s = WALL_START_S
         self.arenas = self.rng.choice(ARENAS)
         """Of each node: little enough that pools are full, or enough for most."""
