@@ -15,7 +15,7 @@ from kvstore.core.slots import Slot, SlotState
 from kvstore.index.base import KeyRecord, Record
 from kvstore.segment.header import RESERVED, unpack
 from kvstore.testing.sim.memory import SimOwned
-from kvstore.testing.sim.scheduler import FOREVER, Process
+from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 from kvstore.types import Key
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Checks:
         self.nodes: dict[tuple[int, int], SimNode] = {}
         """Every start of every node, by (node id, epoch)."""
         self.clients: dict[Process, SimClient] = {}
-        self.copying: dict[Process, range] = {}
-        """Addresses that a process is writing to at this moment, even if it is stopped."""
+        self.copying: dict[Actor, range] = {}
+        """Addresses that a thread is writing to at this moment, even if it is stopped."""
         self.pinned: dict[tuple[Process, Place], int] = {}
         self._puts: dict[Key, list[Put]] = {}
         self._put_count = 0
@@ -121,9 +121,9 @@ class Checks:
         if slot is not None:  # else it came and went within one request
             start = segment.address + slot.offset
             stop = start + SLOT_BYTES[slot.size_class]
-            for process, addresses in self.copying.items():
+            for actor, addresses in self.copying.items():
                 if addresses.start < stop and start < addresses.stop:
-                    self._world.fail(f"rule 5: slot {slot_id} reused; {process.name} writes to it")
+                    self._world.fail(f"rule 5: slot {slot_id} reused; {actor.name} writes to it")
         for client in self.clients.values():
             if client.holds(block.node_id, block.epoch, slot_id):
                 self._world.fail(f"rule 5: slot {slot_id} reused; it is {client.process.name}'s")
@@ -204,7 +204,8 @@ class Checks:
     def process_ended(self, process: Process) -> None:
         """What it held ends with it."""
         self.clients.pop(process, None)
-        self.copying.pop(process, None)
+        for actor in [actor for actor in self.copying if actor.process is process]:
+            del self.copying[actor]
         for key in [key for key in self.pinned if key[0] is process]:
             del self.pinned[key]
 
@@ -221,7 +222,10 @@ class Checks:
                 reserved = {slot for slot, _ in writer._reserved}
                 pinned = {slot for slot, _ in writer._pinned}
                 if not (set(held.reserved) <= reserved and set(held.pins) <= pinned):
-                    self._world.fail(f"{node.process.name} leaks slots of a living client")
+                    self._world.fail(
+                        f"{node.process.name} keeps {sorted(held.reserved)} and {held.pins} for "
+                        f"{client.process.name}, which holds {sorted(reserved)} and {pinned}"
+                    )
 
     def settled(self) -> str | None:
         """What has not come to rest yet; None when all has."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 URL = "redis://simulated"
 LIMITS = Limits()
+THREADS = (1, 1, 2, 3)
 BLOCK_TOKENS = 4
 BLOCKS_MAX = 5
 TEXTS = tuple(
@@ -47,7 +48,7 @@ def size_of(key: Key) -> int:
 
 
 class SimClient:
-    """`live` is its program. One thread; several requests may be under way."""
+    """`live` is its program: some threads that share one `Client`."""
 
     def __init__(self, world: World, run_dir: Path, number: int, node: str | None) -> None:
         self.world = world
@@ -57,7 +58,8 @@ class SimClient:
         self._node = node
         self._verify = world.rng.random() < 0.2
         self.client: Client | None = None
-        self._failed = False
+        self._failed = 0
+        self._threads = 0
         self._operations: tuple[tuple[Callable[[], None], ...], tuple[float, ...]] = (
             (
                 self._put_blocks,
@@ -90,12 +92,13 @@ class SimClient:
             limits=LIMITS,
         )
         world.checks.clients[self.process] = self
-        while not world.calm:
-            self._operate()
-            pause_s = PAUSE_AFTER_FAILURE_S if self._failed else PAUSE_BETWEEN_S
-            world.sleep(self.rng.expovariate(1 / pause_s))
-        for _ in range(OPERATIONS_IN_PEACE):
-            self._operate()
+        for i in range(1, self.rng.choice(THREADS)):
+            self._threads += 1
+            world.spawn(self.process, f"{self.process.name}.{i}", self._work)
+        self._threads += 1
+        self._work()
+        while self._threads:
+            world.sleep(PAUSE_AFTER_FAILURE_S)
         self._answered()
         world.checks.nothing_leaked(self)
         del world.checks.clients[self.process]
@@ -103,10 +106,21 @@ class SimClient:
             client.close()
         world.end_process(self.process)
 
-    def _operate(self) -> None:
+    def _work(self) -> None:
+        """What each thread does."""
+        while not self.world.calm:
+            worked = self._operate()
+            pause_s = PAUSE_BETWEEN_S if worked else PAUSE_AFTER_FAILURE_S
+            self.world.sleep(self.rng.expovariate(1 / pause_s))
+        for _ in range(OPERATIONS_IN_PEACE):
+            self._operate()
+        self._threads -= 1
+
+    def _operate(self) -> bool:
+        """False when it came to nothing."""
         operation = self.rng.choices(*self._operations)[0]
         world, process = self.world, self.process
-        self._failed = False
+        failed_before = self._failed
         before = world.now - process.stopped_s - world.jumped_s
         world.note(operation.__name__)
         try:
@@ -114,10 +128,11 @@ class SimClient:
         except PeerError as e:
             world.note("failed:", e)
             world.count("failed")
-            self._failed = True
+            self._failed += 1
         took_s = world.now - process.stopped_s - world.jumped_s - before
         if took_s > CALL_MAX_S:
             world.fail(f"rule 8: {operation.__name__} took {took_s:.1f} s")
+        return self._failed == failed_before
 
     def _answered(self) -> None:
         """Reach the node again, in peace."""
@@ -157,7 +172,7 @@ class SimClient:
         for result in results:
             self.world.count(str(result.status))
             self.world.note(result.status, result.reason)
-            self._failed |= result.status is PutStatus.REJECTED
+            self._failed += result.status is PutStatus.REJECTED
 
     def _put_blocks(self) -> None:
         text = self.rng.choice(TEXTS)
@@ -239,7 +254,7 @@ class SimClient:
     # --- the rest --------------------------------------------------------------------
 
     def _pin(self) -> None:
-        name = self.rng.choice(VALUES)
+        name = self.rng.choice(VALUES[:2])
         try:
             pinned = self.real.pin(name)
         except UsageError:
@@ -272,7 +287,7 @@ class SimClient:
                 pinned[key] -= 1
 
     def _delete(self) -> None:
-        self.real.delete(self.rng.choice(VALUES))
+        self.real.delete(self.rng.choice(VALUES[:3]))
 
     def _clear(self) -> None:
         self.real.session.clear(self.real.namespace.id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +25,15 @@ from kvstore.testing.sim import memory
 from kvstore.testing.sim.hosts import SimLease, SimSessions
 from kvstore.testing.sim.index import SimIndex
 from kvstore.testing.sim.network import SimSocket
+from kvstore.testing.sim.scheduler import FOREVER
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
+
+
+LOCK_POLL_S = 0.02
+PART_BYTES_MIN = 4000
+"""So that puts of several values are worked on in parts, as large ones are."""
 
 
 class _SimEvent:
@@ -47,6 +52,33 @@ class _SimEvent:
     def wait(self, timeout_s: float) -> bool:
         self._world.wait(self._world.now + timeout_s)
         return self._set
+
+
+class _SimLock:
+    """`threading.Lock`: who waits for it lets others run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._held = False
+
+    def acquire(self, blocking: bool = True, timeout: float = FOREVER) -> bool:
+        world = self._world
+        give_up_at = world.now + timeout
+        while self._held:
+            if not blocking or world.now >= give_up_at:
+                return False
+            world.wait(min(give_up_at, world.now + LOCK_POLL_S))
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        self._held = False
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
 
 class _SimThread:
@@ -71,11 +103,17 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         if hasattr(module, "time"):
             yield module, "time", time
     yield clock, "monotonic", time.monotonic
+
+    def lock() -> _SimLock:
+        return _SimLock(world)
+
+    for module in (control, nodes, writer):
+        yield module, "threading", SimpleNamespace(Lock=lock)
     yield (
         breaker,
         "threading",
         SimpleNamespace(
-            Lock=threading.Lock,
+            Lock=lock,
             Event=lambda: _SimEvent(world),
             Thread=lambda *, target, name, daemon: _SimThread(world, target, name),
         ),
@@ -98,6 +136,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield daemon, "Sessions", SimSessions
     yield memory.SimOwned, "world", world
     yield SimSessions, "world", world
+    yield saving, "PART_BYTES_MIN", PART_BYTES_MIN
     for module in (saving, client):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
     yield (

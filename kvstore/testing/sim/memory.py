@@ -100,12 +100,12 @@ def copy(world: World, destination: memoryview, source: memoryview) -> None:
     """Piece by piece; the referee knows where somebody writes."""
     size_bytes = len(destination)
     step = -(-size_bytes // COPY_CHUNKS) or 1
-    process = world.current.process
+    actor = world.current
     place = address_of(destination)
-    world.checks.copying[process] = range(place, place + size_bytes)
+    world.checks.copying[actor] = range(place, place + size_bytes)
     try:
         for start in range(0, size_bytes, step):
             world.pause()
             destination[start : start + step] = source[start : start + step]
     finally:
-        world.checks.copying.pop(process, None)
+        world.checks.copying.pop(actor, None)

@@ -6,12 +6,17 @@ it all the same, so that it may be carried by something else one day.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 from kvstore.node.control import Connection
 from kvstore.testing.sim.scheduler import Actor, Process
+from kvstore.types import KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
@@ -19,8 +24,25 @@ if TYPE_CHECKING:
 DELAY_S = 0.5e-3
 DOUBLED_AFTER_S = 0.1
 LONG_DELAY_MAX_S = 3.0
+FIRST_DELAYED = 5
+"""The first message waits for a busy node to accept the connection, too."""
 SEEN_LOST_S = 0.01
 """How soon one side notices that the other has hung up, at most."""
+
+
+class Message:
+    """A message in a trace; read only when somebody reads the trace."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def __str__(self) -> str:
+        words = []
+        for word in msgpack.unpackb(self._raw):
+            if isinstance(word, bytes) and word and len(word) % KEY_BYTES == 0:
+                word = [word[i + 8 : i + 12].hex() for i in range(0, len(word), KEY_BYTES)]
+            words.append(re.sub(r"b'.{40,}?'", "b'...'", str(word)))
+        return " ".join(words)
 
 
 class Wire:
@@ -41,18 +63,20 @@ class Wire:
             if not self._ended:
                 self._loop.call_soon(self._connection.data_received, data)
 
-        self._carry(0, deliver)
+        self._carry(0, data, deliver)
 
     def to_client(self, data: bytes) -> None:
-        self._carry(1, lambda: self._client.arrived(data))
+        self._carry(1, data, lambda: self._client.arrived(data))
 
-    def _carry(self, direction: int, deliver: Callable[[], None]) -> None:
+    def _carry(self, direction: int, data: bytes, deliver: Callable[[], None]) -> None:
         world, rng, faults = self._world, self._world.rng, self._world.faults
+        world.note(("asks", "answers")[direction], Message(data), self._client.name)
         if self.broken or rng.random() < faults.dropped:
             world.note("message lost")
             return
         arrives_at = world.now + rng.expovariate(1 / DELAY_S)
-        if rng.random() < faults.delayed:
+        first = not self._arrives_at[direction]
+        if rng.random() < faults.delayed * (FIRST_DELAYED if first else 1):
             arrives_at += rng.random() * LONG_DELAY_MAX_S
         if rng.random() >= faults.reordered:
             arrives_at = self._arrives_at[direction] = max(arrives_at, self._arrives_at[direction])
@@ -74,6 +98,9 @@ class Wire:
     def _end(self) -> None:
         self._ended = True
         self._loop.call_soon(self._connection.connection_lost, None)
+
+
+_numbers = itertools.count()
 
 
 class SimTransport:
@@ -100,6 +127,7 @@ class SimSocket:
     def __init__(self, world: World, process: Process) -> None:
         self._world = world
         self._process = process
+        self.name = f"{process.name}/{next(_numbers)}"
         self._timeout_s = 0.0
         self._inbox: deque[bytes] = deque()
         self._wire: Wire | None = None

@@ -19,7 +19,7 @@ from kvstore.testing.sim.trace import Trace
 STEP_S = 1e-3
 """Mean simulated time that a step takes."""
 FOREVER = float("inf")
-STEPS_MAX = 150_000
+STEPS_MAX = 80_000
 CHECK_EVERY_STEPS = 32
 
 
