@@ -131,9 +131,12 @@ class Writer:
         word, directory = found
         control = ControlChannel(directory, (word.node_id, word.epoch), self._timeout_s, self._held)
         try:
-            return _Link(word, control)
+            link = _Link(word, control)
         except (OSError, ValueError) as e:
             raise NodeUnavailableError(f"segment of node {word.name}: {e}") from e
+        # Known to be a node of this index: its blocks can be read without asking the index.
+        self._nodes.segment(word.node_id, word.epoch, now)
+        return link
 
     def _held(self) -> Held:
         return list(self._reserved), list(self._pinned)

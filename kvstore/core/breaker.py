@@ -4,9 +4,13 @@ Pure: time comes in as `now` (seconds that never run backwards). Not thread-safe
 
     state      success     failure                    time
     closed     closed      open after the N-th in a   -
-                           row, else closed
+                           row, or one that hung,
+                           else closed
     open       open        open                       half-open once the delay is over
     half-open  closed      open, with a longer delay  another probe once the delay is over
+
+A call that hung has cost its whole deadline, so the next one must not (rule 8); one
+that failed at once cost nothing and may be chance.
 
 A success or failure that arrives while open comes from a call that began before
 it opened: it says nothing new.
@@ -26,7 +30,8 @@ class BreakerState(enum.StrEnum):
 
 
 class Breaker:
-    """Opens after `failures_max` failures in a row; lets one probe through per delay."""
+    """Opens after `failures_max` failures in a row or a call that hung; lets one probe through
+    per delay."""
 
     __slots__ = (
         "_delay_s",
@@ -42,7 +47,7 @@ class Breaker:
         self,
         *,
         failures_max: int = 3,
-        retry_after_s: float = 0.25,
+        retry_after_s: float = 0.05,
         retry_after_max_s: float = 5.0,
     ) -> None:
         """The delay starts at `retry_after_s` and doubles per failed probe up to the maximum."""
@@ -88,7 +93,8 @@ class Breaker:
         self._failures = 0
         self._delay_s = self._retry_after_s
 
-    def failed(self, now: float) -> None:
+    def failed(self, now: float, *, hung: bool = False) -> None:
+        """`hung`: it ended by its deadline, without an answer."""
         if self._state is BreakerState.OPEN:
             return
         if self._state is BreakerState.HALF_OPEN:
@@ -96,7 +102,7 @@ class Breaker:
             self._open(now)
             return
         self._failures += 1
-        if self._failures >= self._failures_max:
+        if hung or self._failures >= self._failures_max:
             self._open(now)
 
     def _open(self, now: float) -> None:

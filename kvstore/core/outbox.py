@@ -73,6 +73,12 @@ class Outbox:
             if slot is not None and slot.record == record:
                 del self._unpublished[key]
 
+    def postpone(self, work: Iterable[KeyedRecord]) -> None:
+        """Part of the index is away: these come after everything else that is pending."""
+        for key, _ in work:
+            if key in self._unpublished:
+                self._unpublished.move_to_end(key)
+
     def take_removals(self, at_most: int) -> list[KeyedRecord]:
         """Records to compare-and-delete; they stay pending until `removed` says so.
 

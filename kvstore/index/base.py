@@ -23,9 +23,10 @@ class Index(Protocol):
     """Maps keys to records. A hint, never the truth: any answer may be stale or gone.
 
     Every call ends within its own deadline and raises `IndexUnavailableError`
-    when the index cannot answer. Batches are at most `BATCH_KEYS_MAX` long
-    (`UsageError` otherwise) and cost one round trip a call, on a cluster one per
-    shard touched. Safe to call from several threads.
+    when the index cannot answer. Of an index in several parts (shards) the keys of a
+    part that is away are absent while another part answers. Batches are at most
+    `BATCH_KEYS_MAX` long (`UsageError` otherwise) and cost one round trip a call, on a
+    cluster one per shard touched. Safe to call from several threads.
     """
 
     def match(self, keys: Sequence[Key]) -> list[Record]:
@@ -36,8 +37,12 @@ class Index(Protocol):
         """A record or None for each of `keys`, in order."""
         ...
 
-    def publish(self, records: Sequence[KeyRecord]) -> None:
-        """Set every record, replacing what was there. All or some may be lost on error."""
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+        """Set every record, replacing what was there. All or some may be lost on error.
+
+        Returns those whose part of the index is away while others took theirs: none,
+        but for a cluster that lost a shard.
+        """
         ...
 
     def remove(self, records: Sequence[KeyRecord]) -> int:

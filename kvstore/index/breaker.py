@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from kvstore import clock
 from kvstore.core.breaker import Breaker, BreakerState
-from kvstore.errors import IndexBreakerOpenError, IndexUnavailableError
+from kvstore.errors import IndexBreakerOpenError, IndexDeadlineError, IndexUnavailableError
 from kvstore.index.base import Index, KeyRecord, Record
 from kvstore.types import Key
 
@@ -48,7 +48,7 @@ class _Side:
 
 
 class GuardedIndex:
-    """An `Index` that stops asking `index` after failures in a row.
+    """An `Index` that stops asking `index` after failures in a row, or one that hung.
 
     Reading and writing calls have a breaker each: a publish that is not allowed,
     or slow, says nothing about lookups. While one is open its calls raise
@@ -62,10 +62,11 @@ class GuardedIndex:
         index: Index,
         *,
         failures_max: int = 3,
-        retry_after_s: float = 0.25,
+        retry_after_s: float = 0.05,
         retry_after_max_s: float = 5.0,
     ) -> None:
-        """Opens after `failures_max` failures in a row; delays between pings are in seconds."""
+        """Opens after `failures_max` failures in a row or a time-out; delays between pings are
+        in seconds."""
 
         def side() -> _Side:
             return _Side(
@@ -103,8 +104,8 @@ class GuardedIndex:
     def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
         return self._call(self._reading, self._index.lookup, keys)
 
-    def publish(self, records: Sequence[KeyRecord]) -> None:
-        self._call(self._writing, self._index.publish, records)
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+        return self._call(self._writing, self._index.publish, records)
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
         return self._call(self._writing, self._index.remove, records)
@@ -140,18 +141,18 @@ class GuardedIndex:
             raise IndexBreakerOpenError("the index failed and is being probed (breaker open)")
         try:
             answer = call(*args, **kwargs)
-        except IndexUnavailableError:
-            self._failed(side)
+        except IndexUnavailableError as e:
+            self._failed(side, hung=isinstance(e, IndexDeadlineError))
             raise
         # A race that resets a count one failure early or late is fine; a lock per call is not.
         if not side.open:
             side.breaker.succeeded()
         return answer
 
-    def _failed(self, side: _Side) -> None:
+    def _failed(self, side: _Side, *, hung: bool) -> None:
         with self._lock:
             side.failures += 1
-            side.breaker.failed(clock.monotonic())
+            side.breaker.failed(clock.monotonic(), hung=hung)
             if side.open or side.breaker.state is BreakerState.CLOSED:
                 return
             side.open = True

@@ -43,10 +43,11 @@ class MemoryIndex:
         with self._lock:
             return list(map(self._records.get, keys))
 
-    def publish(self, records: Sequence[KeyRecord]) -> None:
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
         check_records(records)
         with self._lock:
             self._records.update(records)
+        return []
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
         check_records(records)

@@ -21,7 +21,16 @@ from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord, Record
 from kvstore.index.checks import check_announcement, check_keys, check_node_id, check_records
 from kvstore.index.redis_cluster import ClusterRoute
-from kvstore.index.redis_link import FAILURES, Dial, ErrorReply, Links, RefusedError, Reply, refused
+from kvstore.index.redis_link import (
+    FAILURES,
+    Dial,
+    ErrorReply,
+    Links,
+    LostReply,
+    RefusedError,
+    Reply,
+    refused,
+)
 from kvstore.index.redis_route import (
     Request,
     Route,
@@ -133,6 +142,8 @@ class RedisIndex:
         self._clustered = self._read.clustered
         self._scripts_banned = False
         self._touch_command = b"TOUCH"
+        self._incarnations: dict[str, str] = {}
+        """By shard, as far as they have answered."""
 
     def __repr__(self) -> str:
         return f"RedisIndex({self._label!r}, key_prefix={self._key_prefix!r})"
@@ -152,9 +163,16 @@ class RedisIndex:
     def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
         return list(chain.from_iterable(self._mget(keys)))
 
-    def publish(self, records: Sequence[KeyRecord]) -> None:
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
         check_records(records)
-        self._each(self._write, records, _PAIRS_MAX, self._space.set_request)
+        batches, replies = self._batches(self._write, records, _PAIRS_MAX, self._space.set_request)
+        lost: list[KeyRecord] = []
+        for batch, reply in zip(batches, replies, strict=True):
+            if isinstance(reply, LostReply):
+                lost += batch
+            else:
+                self._value(reply)
+        return lost
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
         check_records(records)
@@ -207,16 +225,21 @@ class RedisIndex:
         return found
 
     def ping(self) -> None:
-        deadline = monotonic() + self._timeout_s
-        for shard in self._read.shards():
-            (reply,) = shard.links.run(command(b"PING"), 1, deadline)
-            if self._value(reply) != b"PONG":
+        for (reply,) in self._read.ask_all(_ping, 1, even_if_away=True):
+            if not isinstance(reply, LostReply) and self._value(reply) != b"PONG":
                 raise self._surprised(reply)
 
     def incarnation(self) -> str:
-        """Of every shard: the server's run id, and a random value that a flush takes away."""
-        deadline = monotonic() + self._publish_timeout_s
-        return ",".join([self._shard_incarnation(s, deadline) for s in self._write.shards()])
+        """Of every shard: the server's run id, and a random value that a flush takes away.
+
+        Of a shard that is away what it was: when it comes back, it is that or has changed.
+        """
+        shards = self._write.shards()
+        answers = self._write.ask_all(self._incarnation_request, 3)
+        for shard, replies in zip(shards, answers, strict=True):
+            if not isinstance(replies[0], LostReply):
+                self._incarnations[shard.links.label] = self._shard_incarnation(replies)
+        return ",".join([self._incarnations.get(shard.links.label, "") for shard in shards])
 
     def close(self) -> None:
         self._read.close()
@@ -236,6 +259,8 @@ class RedisIndex:
         ]
 
     def _records(self, reply: Reply, size: int) -> list[Record | None]:
+        if isinstance(reply, LostReply):
+            return [None] * size
         if type(reply) is not list or len(reply) != size:
             raise self._surprised(self._value(reply))
         if set(map(type, reply)) not in _REPLY_TYPES:
@@ -273,12 +298,6 @@ class RedisIndex:
 
     # Writing
 
-    def _each(
-        self, route: Route, items: Sequence[_T], size: int, pack: Callable[[Sequence[_T]], bytes]
-    ) -> list[Reply]:
-        _, replies = self._batches(route, items, size, pack)
-        return [self._value(reply) for reply in replies]
-
     def _batches(
         self, route: Route, items: Sequence[_T], size: int, pack: Callable[[Sequence[_T]], bytes]
     ) -> tuple[list[Sequence[_T]], list[Reply]]:
@@ -301,11 +320,11 @@ class RedisIndex:
 
         _, replies = self._batches(self._write, records, _PAIRS_MAX, pack)
         if any(map(_no_script, replies)):
-            for shard in self._write.shards():
-                (loaded,) = shard.links.run(_LOAD_SCRIPT)
+            for (loaded,) in self._write.ask_all(lambda shard: _LOAD_SCRIPT, 1):
                 if _banned(loaded):
                     return [], loaded
-                self._value(loaded)
+                if not isinstance(loaded, LostReply):
+                    self._value(loaded)
             _, replies = self._batches(self._write, records, _PAIRS_MAX, pack)
         banned = next(filter(_banned, replies), None)
         if banned is not None:
@@ -345,14 +364,16 @@ class RedisIndex:
         key = self._space.node_key(node_id)
         return self._value(route.run([Request(command(name, key, *args), key_slot(key))])[0])
 
-    def _shard_incarnation(self, shard: Shard, deadline: float) -> str:
+    def _incarnation_request(self, shard: Shard) -> bytes:
         key = self._epoch_key(shard)
-        request = (
+        return (
             command(b"INFO", b"server")
             + command(b"SET", key, secrets.token_hex(8).encode(), b"NX")
             + command(b"GET", key)
         )
-        info, made, epoch = map(self._value, shard.links.run(request, 3, deadline))
+
+    def _shard_incarnation(self, replies: list[Reply]) -> str:
+        info, made, epoch = map(self._value, replies)
         run_ids = [
             line.removeprefix(b"run_id:")
             for line in (info.splitlines() if isinstance(info, bytes) else ())
@@ -373,6 +394,8 @@ class RedisIndex:
     # What replies mean
 
     def _value(self, reply: Reply) -> Reply:
+        if isinstance(reply, LostReply):
+            raise reply.why
         if not isinstance(reply, ErrorReply):
             return reply
         if str(reply).startswith(("READONLY", "MASTERDOWN", "LOADING")):
@@ -381,6 +404,9 @@ class RedisIndex:
         raise refused(self._label, reply)
 
     def _number(self, reply: Reply) -> int:
+        """0 from a shard that is away: what it holds is stale, which is a miss."""
+        if isinstance(reply, LostReply):
+            return 0
         value = self._value(reply)
         if not isinstance(value, int):
             raise self._surprised(value)
@@ -388,6 +414,10 @@ class RedisIndex:
 
     def _surprised(self, reply: Reply) -> IndexUnavailableError:
         return IndexUnavailableError(f"Redis at {self._label}: odd reply {str(reply)[:80]!r}")
+
+
+def _ping(shard: Shard) -> bytes:
+    return command(b"PING")
 
 
 class _BannedError(Exception):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
-from kvstore.errors import IndexUnavailableError
+from kvstore.core.breaker import Breaker, BreakerState
+from kvstore.errors import IndexBreakerOpenError, IndexDeadlineError, IndexUnavailableError
 from kvstore.index.redis_link import (
     FAILURES,
     ErrorReply,
     Link,
     Links,
+    LostReply,
     RefusedError,
     Reply,
     refused,
@@ -25,12 +28,22 @@ from kvstore.index.redis_wire import command
 CLUSTER_ATTEMPTS_MAX = 3
 """How often a request is sent again after MOVED, each time with a new slot map."""
 CLUSTER_NODES_MAX = 1000
+READ_ALREADY_S = 0.002
+"""For reading an answer that has come, when another shard used up the time."""
+
+_NOT_SERVING = ("CLUSTERDOWN ", "LOADING ", "MASTERDOWN ")
+
+_Wanted = dict[Links, tuple[bytes, int]]
+"""What to send to each shard, and how many replies come to it."""
+
+log = logging.getLogger("kvstore.index.redis")
 
 
 class ClusterRoute:
     """One set of connections a shard, and a slot map that is kept until MOVED says otherwise.
 
-    Masters only. Needs the right to `CLUSTER SLOTS`.
+    Masters only. Needs the right to `CLUSTER SLOTS`. A shard that fails is away, behind a
+    breaker of its own, while the others go on.
     """
 
     clustered = True
@@ -42,6 +55,8 @@ class ClusterRoute:
         self._lock = threading.Lock()
         self._closed = False
         self._shards: dict[Host, Shard] = {}
+        self._away: dict[Links, Breaker] = {}
+        """One for each shard: what is not closed is away, and so are its keys."""
         self._owner: list[Links | None] = []
         """By slot; empty when it must be fetched."""
 
@@ -76,25 +91,81 @@ class ClusterRoute:
         self, requests: Sequence[Request], todo: list[int], replies: list[Reply], deadline: float
     ) -> None:
         """Send to every shard first, then read: the shards work at the same time."""
-        by_shard: dict[Links, list[int]] = {}
+        owner = self._owner or self._slot_map(deadline)
+        by_shard: dict[Links | None, list[int]] = {}
         for i in todo:
-            by_shard.setdefault(self._links_of(requests[i].slot, deadline), []).append(i)
-        packed = {
-            links: b"".join([requests[i].packed for i in chosen])
-            for links, chosen in by_shard.items()
-        }
-        try:
-            if len(by_shard) == 1:
-                links, chosen = by_shard.popitem()
-                answers = [(chosen, links.run(packed[links], len(chosen), deadline))]
-            else:
-                answers = _scatter(by_shard, packed, deadline)
-        except IndexUnavailableError:
+            by_shard.setdefault(owner[requests[i].slot], []).append(i)
+        unserved = by_shard.pop(None, [])
+        if unserved:
             self.mistaken()
-            raise
-        for chosen, answer in answers:
+            why = IndexUnavailableError(f"{self._target.label}: no shard serves some slots")
+            for i in unserved:
+                replies[i] = LostReply(why)
+        wanted = {
+            links: (b"".join([requests[i].packed for i in chosen]), len(chosen))
+            for links, chosen in by_shard.items()
+            if links is not None
+        }
+        answers = self._ask(wanted, deadline)
+        for links, chosen in by_shard.items():
+            answer = answers[links] if links is not None else []
+            if isinstance(answer, IndexUnavailableError):
+                for i in chosen:
+                    replies[i] = LostReply(answer)
+                continue
             for i, reply in zip(chosen, answer, strict=True):
                 replies[i] = self._asked(reply, requests[i], deadline)
+        self._raise_when_all_are_away()
+
+    def ask_all(
+        self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
+    ) -> list[list[Reply]]:
+        deadline = monotonic() + self._timeout_s
+        shards = self.shards()
+        wanted = {shard.links: (request(shard), replies) for shard in shards}
+        answers = self._ask(wanted, deadline, even_if_away=even_if_away)
+        self._raise_when_all_are_away()
+        return [
+            [LostReply(answer)] * replies if isinstance(answer, IndexUnavailableError) else answer
+            for answer in (answers[shard.links] for shard in shards)
+        ]
+
+    def _ask(
+        self, wanted: _Wanted, deadline: float, *, even_if_away: bool = False
+    ) -> dict[Links, list[Reply] | IndexUnavailableError]:
+        """What each shard answers, or why it does not; one that is away costs nothing."""
+        answers: dict[Links, list[Reply] | IndexUnavailableError] = {}
+        asked: _Wanted = {}
+        for links, request in wanted.items():
+            if self._away[links].allows(monotonic()) or even_if_away:
+                asked[links] = request
+            else:
+                answers[links] = IndexBreakerOpenError(f"Redis at {links.label} failed lately")
+        _scatter(asked, answers, deadline)
+        late = False
+        for links in asked:
+            answer = answers[links] = _or_away(links, answers[links])
+            if not isinstance(answer, IndexUnavailableError):
+                self._away[links].succeeded()
+                continue
+            self.mistaken()
+            hung = isinstance(answer, IndexDeadlineError)
+            # The first one that hangs uses up the time of those that are read after it.
+            if not (hung and late):
+                self._failed(links, answer, hung=hung)
+            late = late or hung
+        return answers
+
+    def _failed(self, links: Links, why: IndexUnavailableError, *, hung: bool) -> None:
+        breaker = self._away[links]
+        before = breaker.state
+        breaker.failed(monotonic(), hung=hung)
+        if before is BreakerState.CLOSED and breaker.state is BreakerState.OPEN:
+            log.warning("a shard is away, its keys are misses: %s", why)
+
+    def _raise_when_all_are_away(self) -> None:
+        if all(breaker.state is not BreakerState.CLOSED for breaker in self._away.values()):
+            raise IndexUnavailableError(f"Redis Cluster at {self._target.label}: no shard answers")
 
     def _asked(self, reply: Reply, request: Request, deadline: float) -> Reply:
         """Follow an ASK (the slot is on its way to another shard), once."""
@@ -129,7 +200,8 @@ class ClusterRoute:
 
     def _fetch_slots(self, deadline: float) -> list[Links | None]:
         why: Exception | None = None
-        hosts = list(dict.fromkeys([*self._shards, *self._target.hosts]))[:CLUSTER_NODES_MAX]
+        hosts = list(dict.fromkeys([*self._present(), *self._target.hosts, *self._shards]))
+        del hosts[CLUSTER_NODES_MAX:]
         for tried, host in enumerate(hosts):
             share = monotonic() + (deadline - monotonic()) / (len(hosts) - tried)
             link = Link(host_dial(self._target, host), max(share - monotonic(), 0.001))
@@ -144,6 +216,13 @@ class ClusterRoute:
                 link.drop()
         raise IndexUnavailableError(f"Redis Cluster at {self._target.label}: {why}") from why
 
+    def _present(self) -> list[Host]:
+        return [
+            host
+            for host, shard in self._shards.items()
+            if self._away[shard.links].state is BreakerState.CLOSED
+        ]
+
     def _use(self, ranges: list[tuple[int, int, Host]]) -> list[Links | None]:
         old, slots = self._shards, dict[Host, list[int]]()
         for first, last, host in ranges:
@@ -155,6 +234,9 @@ class ClusterRoute:
         for host, shard in old.items():
             if host not in slots:
                 shard.links.close()
+                self._away.pop(shard.links, None)
+        for shard in self._shards.values():
+            self._away.setdefault(shard.links, Breaker())
         owner: list[Links | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         for shard in self._shards.values():
             for slot in shard.slots:
@@ -174,35 +256,54 @@ def _moved(reply: Reply) -> bool:
     return isinstance(reply, ErrorReply) and str(reply).startswith("MOVED ")
 
 
+def _or_away(
+    links: Links, answer: list[Reply] | IndexUnavailableError
+) -> list[Reply] | IndexUnavailableError:
+    """A shard that says that it cannot serve (yet) is away, too."""
+    if isinstance(answer, list):
+        for reply in answer:
+            if isinstance(reply, ErrorReply) and str(reply).startswith(_NOT_SERVING):
+                return refused(links.label, reply)
+    return answer
+
+
 def _label(links: Links) -> str:
     return links.label
 
 
 def _scatter(
-    by_shard: dict[Links, list[int]], packed: dict[Links, bytes], deadline: float
-) -> list[tuple[list[int], list[Reply]]]:
+    wanted: _Wanted,
+    answers: dict[Links, list[Reply] | IndexUnavailableError],
+    deadline: float,
+) -> None:
+    """Put the answer of each of `wanted`, or why there is none, into `answers`."""
     taken: list[tuple[Links, Link]] = []
     sent: dict[Links, Link] = {}
-    answers = []
     try:
         # In one order everywhere: two calls that hold what the other waits for would both
         # wait out their time.
-        for links in sorted(by_shard, key=_label):
-            link = links.take(deadline)
+        for links in sorted(wanted, key=_label):
+            try:
+                link = links.take(deadline)
+            except IndexUnavailableError as e:
+                answers[links] = e
+                continue
             taken.append((links, link))
             try:
-                link.send(packed[links], deadline)
+                link.send(wanted[links][0], deadline)
                 sent[links] = link
             except FAILURES:
                 continue  # the server closed an idle connection, or it is down: run() tells
-        for links, chosen in by_shard.items():
+        for links, link in sent.items():
             try:
-                reply = sent[links].receive(len(chosen), deadline) if links in sent else None
+                # Answers that came while another shard was waited for lie in the socket.
+                answers[links] = link.receive(
+                    wanted[links][1], max(deadline, monotonic() + READ_ALREADY_S)
+                )
             except ConnectionError:
-                reply = None
+                continue
             except FAILURES as e:
-                raise links.unavailable(e) from e
-            answers.append((chosen, reply))
+                answers[links] = links.unavailable(e)
     except BaseException:
         for _, link in taken:
             link.drop()  # its replies were not read
@@ -210,10 +311,13 @@ def _scatter(
     finally:
         for links, link in taken:
             links.give(link)
-    return [
-        (chosen, links.run(packed[links], len(chosen), deadline) if reply is None else reply)
-        for (links, chosen), (_, reply) in zip(by_shard.items(), answers, strict=True)
-    ]
+    for links, (packed, replies) in wanted.items():
+        if links in answers:
+            continue
+        try:
+            answers[links] = links.run(packed, replies, deadline)
+        except IndexUnavailableError as e:
+            answers[links] = e
 
 
 def _slot_ranges(reply: Reply, asked: Host) -> list[tuple[int, int, Host]]:

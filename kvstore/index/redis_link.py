@@ -34,6 +34,16 @@ Reply: TypeAlias = Any
 """What hiredis makes of a reply: bytes, int, None, a list of them, or `ErrorReply`."""
 ErrorReply: TypeAlias = hiredis.ReplyError
 
+
+class LostReply:
+    """Stands for the reply of a shard that could not be asked while others could."""
+
+    __slots__ = ("why",)
+
+    def __init__(self, why: IndexUnavailableError) -> None:
+        self.why = why
+
+
 Dial = Callable[[float], tuple[AbstractConnection, bytes, int]]
 """Opens a connection before that time (`monotonic`); says what to send first, and how
 many replies come to it."""

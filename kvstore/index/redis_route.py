@@ -49,7 +49,20 @@ class Route(Protocol):
     clustered: bool
 
     def run(self, requests: Sequence[Request]) -> list[Reply]:
-        """All replies in order, within one time-out; error replies are values."""
+        """All replies in order, within one time-out; error replies are values.
+
+        `LostReply` stands for those of a shard that is away; raises when none is there.
+        """
+        ...
+
+    def ask_all(
+        self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
+    ) -> list[list[Reply]]:
+        """`replies` replies of every server that holds keys, in the order of `shards`.
+
+        `LostReply` as in `run`. With `even_if_away` a shard that failed lately is asked
+        all the same.
+        """
         ...
 
     def links_for(self, slot: int) -> Links:
@@ -79,6 +92,11 @@ class SingleRoute:
         if len(requests) == 1:
             return self._links.run(requests[0].packed)
         return self._links.run(b"".join([r.packed for r in requests]), len(requests))
+
+    def ask_all(
+        self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
+    ) -> list[list[Reply]]:
+        return [self._links.run(request(Shard(self._links, ())), replies)]
 
     def links_for(self, slot: int) -> Links:
         return self._links

@@ -71,6 +71,8 @@ class Node:
         self.announcement: Announcement | None = None
         self._held: list[tuple[Connection, list[Any]]] = []
         self._flush_due = False
+        self._index_away = False
+        """The last publication failed: nobody waits for the next one."""
         self._remove_due = False
         self._stopping: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -318,7 +320,7 @@ class Node:
             if not isinstance(connection, Connection):
                 continue
             answer = [reply.request, True, reply.body]
-            if reply.after_publish and publishing:
+            if reply.after_publish and publishing and not self._index_away:
                 self._held.append((connection, answer))
             else:
                 connection.send(answer)
@@ -356,13 +358,15 @@ class Node:
     def _flush(self) -> None:
         assert self._loop is not None
         work = self.core.outbox.take_publications(PUBLISH_BATCH)
-        again_s = 0.0
         try:
-            self.index.publish([KeyRecord(*item) for item in work])
-            self.core.outbox.published(work)
+            lost = set(self.index.publish([KeyRecord(*item) for item in work]))
+            self.core.outbox.published([item for item in work if item not in lost])
+            self.core.outbox.postpone(lost)
+            self._index_away = bool(lost)
         except IndexUnavailableError as e:
             log.debug("publication waits: %s", e)
-            again_s = INDEX_RETRY_S
+            self._index_away = True
+        again_s = INDEX_RETRY_S if self._index_away else 0.0
         if again_s or not self.core.outbox.publications_pending:
             held, self._held = self._held, []
             for connection, answer in held:

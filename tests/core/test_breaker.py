@@ -24,6 +24,12 @@ def test_opens_after_that_many_failures_in_a_row_and_not_before() -> None:
     assert not breaker.allows(2.0)
 
 
+def test_one_call_that_hung_opens_it_at_once() -> None:
+    breaker = Breaker(failures_max=3)
+    breaker.failed(0.0, hung=True)
+    assert not breaker.allows(0.0)
+
+
 def test_a_success_starts_the_count_again() -> None:
     breaker = Breaker(failures_max=2)
     for now in range(10):

@@ -34,22 +34,21 @@ def fail(guard: GuardedIndex, times: int) -> None:
             guard.match([KEY])
 
 
-def test_a_hanging_redis_costs_its_time_out_a_few_times_then_less_than_a_millisecond(
+def test_a_hanging_redis_costs_its_time_out_once_then_less_than_a_millisecond(
     server: RedisServer,
 ) -> None:
     guard = guarded(server, retry_after_s=5)
     guard.publish([KeyRecord(KEY, b"r")])
     with stopped(server):
-        for _ in range(3):
-            begun = time.monotonic()
-            fail(guard, 1)
-            assert time.monotonic() - begun < 1.0
+        begun = time.monotonic()
+        fail(guard, 1)
+        assert time.monotonic() - begun < 1.0
         assert guard.reading.state is BreakerState.OPEN
         assert guard.reading.opened == 1
         refused = guard.reading.refused
         assert min(timeit.repeat(lambda: fail(guard, 1), number=1, repeat=20)) < 1e-3
         assert guard.reading.refused == refused + 20
-        assert guard.reading.failures == 3
+        assert guard.reading.failures == 1
     guard.close()
 
 
@@ -63,7 +62,7 @@ def test_it_closes_by_itself_when_redis_is_back_and_no_call_pays_for_the_probe(
     wait_until(lambda: guard.reading.state is BreakerState.CLOSED, "the breaker closes", 10)
     wait_until(lambda: not probing(), "the probe ends", 10)
     assert guard.match([KEY]) == [b"r"]
-    assert guard.reading.failures == 3
+    assert guard.reading.failures == 1
     guard.close()
 
 

@@ -257,23 +257,26 @@ def test_after_close_calls_say_so(server: RedisServer) -> None:
 def test_a_cluster_with_a_hanging_shard_answers_for_the_others() -> None:
     cluster = RedisCluster()
     try:
+        for server in cluster.nodes:
+            server.admin().config_set("cluster-require-full-coverage", "no")
         index = open_index(cluster.url, timeout_s=0.5, publish_timeout_s=5)
         keys = [os.urandom(32) for _ in range(30)]
         index.publish([KeyRecord(key, b"r") for key in keys])
         with stopped(cluster.nodes[2]):
-            found, failed = 0, 0
-            for key in keys:
-                shard = index._space.slot(key) // 5462
-                if shard == 2 and failed:
-                    continue
-                try:
-                    found += len(index.match([key]))
-                    assert shard != 2
-                except IndexUnavailableError:
-                    assert shard == 2
-                    failed += 1
-        assert found > 0
-        assert failed == 1
+            away = [index._space.slot(key) // 5462 == 2 for key in keys]
+            assert 0 < sum(away) < len(keys)
+            index.lookup(keys)  # pays for finding out
+            begun = time.monotonic()
+            found = index.lookup(keys)
+            assert time.monotonic() - begun < 0.4
+            assert found == [None if lost else b"r" for lost in away]
+            assert [index.match([key]) == [] for key in keys] == away
+            lost = index.publish([KeyRecord(key, b"new") for key in keys])
+            assert {key for key, _ in lost} == {
+                key for key, lost in zip(keys, away, strict=True) if lost
+            }
+            index.ping()
+        wait_until(lambda: index.lookup(keys).count(None) == 0, "the shard is asked again")
         index.close()
     finally:
         cluster.close()
@@ -329,3 +332,42 @@ def test_opening_an_index_connects_to_nothing() -> None:
         "open_index('redis://u:p@example.invalid:1/3').close()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_a_shard_that_is_away_changes_no_incarnation_until_it_is_back_without_its_keys() -> None:
+    cluster = RedisCluster()
+    try:
+        for server in cluster.nodes:
+            server.admin().config_set("cluster-require-full-coverage", "no")
+        index = open_index(cluster.url, timeout_s=5, publish_timeout_s=5)
+        before = index.incarnation()
+        cluster.nodes[1].kill()
+        assert index.incarnation() == before
+        cluster.nodes[1].start()
+        wait_until(lambda: index.incarnation() != before, "the shard's new incarnation")
+        index.close()
+    finally:
+        cluster.close()
+
+
+def test_a_cluster_without_any_shard_is_unavailable() -> None:
+    cluster = RedisCluster()
+    try:
+        index = open_index(cluster.url, timeout_s=2, publish_timeout_s=2)
+        index.publish(RECORDS)
+        for server in cluster.nodes:
+            server.kill()
+
+        def unavailable() -> bool:
+            try:
+                index.lookup([os.urandom(32) for _ in range(50)])
+            except IndexUnavailableError:
+                return True
+            return False
+
+        wait_until(unavailable, "every shard is found away")
+        with pytest.raises(IndexUnavailableError):
+            index.ping()
+        index.close()
+    finally:
+        cluster.close()

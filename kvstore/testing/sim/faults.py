@@ -41,6 +41,8 @@ class Faults:
     """Answers are somebody else's, old, damaged or missing records, for a while."""
     index_lag: float = 0.3
     """Reads are answered by a replica that is behind, for a while."""
+    index_shard_away: float = 0.1
+    """One of its shards is away, the other answers."""
     dropped: float = 0.01
     doubled: float = 0.01
     reordered: float = 0.02

@@ -27,7 +27,7 @@ class SimServer(MemoryIndex):
         self._world = world
         self._rng: random.Random = world.rng
         self._fresh_incarnation()
-        self.down = self.slow = self.lying = self.lagging = False
+        self.down = self.slow = self.lying = self.lagging = self.shard_away = False
         self.lied_at = 0.0
         self.replica: dict[Key, Record] = {}
         self.late: set[KeyRecord] = set()
@@ -39,7 +39,9 @@ class SimServer(MemoryIndex):
     def _fresh_incarnation(self) -> None:
         self._incarnation = f"{self._rng.getrandbits(64):016x}"
 
-    def publish(self, records: Sequence[KeyRecord]) -> None:
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+        lost = [item for item in records if self.away(item.key)]
+        records = [item for item in records if not self.away(item.key)]
         super().publish(records)
         for key, record in records:
             self.last_seen[key] = float("inf")
@@ -47,8 +49,11 @@ class SimServer(MemoryIndex):
             kept.append(record)
             del kept[:-HISTORY_MAX]
         self._replicate(dict(records))
+        return lost
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
+        if any(self.away(key) for key, _ in records):
+            raise IndexUnavailableError("simulated: a shard is away")
         gone: dict[Key, Record | None] = {k: None for k, r in records if self._records.get(k) == r}
         dropped = super().remove(records)
         for key in gone:
@@ -95,7 +100,13 @@ class SimServer(MemoryIndex):
         for key in self._records:
             self.last_seen[key] = float("inf")
 
-    def readable(self) -> dict[Key, Record]:
+    def away(self, key: Key) -> bool:
+        """Whether the shard that has this key cannot be reached."""
+        return self.shard_away and key[10] % 2 == 0
+
+    def readable(self) -> Mapping[Key, Record]:
+        if self.shard_away:
+            return {key: record for key, record in self._records.items() if not self.away(key)}
         return self.replica if self.lagging and self._rng.random() < 0.5 else self._records
 
     def truth(self) -> dict[Key, Record]:
@@ -182,14 +193,14 @@ class SimIndex:
 
         return self._call(act)
 
-    def publish(self, records: Sequence[KeyRecord]) -> None:
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
         def late() -> None:
             self._server.late.update(records)
             self._server.publish(records)
 
         self._world.checks.published(records)
         self._world.note("publish", [key for key, _ in records])
-        self._call(lambda: self._server.publish(records), late)
+        return self._call(lambda: self._server.publish(records), late)
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
         def act() -> int:

@@ -182,5 +182,8 @@ class Luck:
         self.world.index.lied_at = float("inf")
         self._for_a_while("lying")
 
+    def _index_shard_away(self) -> None:
+        self._for_a_while("shard_away")
+
     def _index_lag(self) -> None:
         self._for_a_while("lagging")

@@ -1,0 +1,199 @@
+"""`scripts/cluster`: a Redis and a memory node on each of k hosts that are network namespaces."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore.errors import KVStoreError
+from kvstore.index.embedded import find_server
+from kvstore.testing.hosts import SWITCH, Hosts, why_not
+
+REDIS_PORT, STREAM_PORT = 6379, 7401
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+DESCRIPTION = """\
+Several hosts on one machine, for tests and trials. Needs root.
+
+  scripts/cluster up --hosts 3              Redis on the switch, a memory node on each host;
+                                            stays until Ctrl-C and then leaves nothing behind
+  scripts/cluster run a -- kvstore put greeting hello
+  scripts/cluster run b -- kvstore get greeting
+  scripts/cluster cut a b [--one-way]       lose a's packets to b (and b's to a), silently
+  scripts/cluster join a b                  the end of it
+  scripts/cluster isolate a | rejoin a      pull a's cable, put it back
+  scripts/cluster pause a | resume a        SIGSTOP, SIGCONT for every process on a
+  scripts/cluster down                      remove what a killed `up` left behind
+"""
+
+
+class Places:
+    """Where the processes of a cluster leave their files: one directory for each host."""
+
+    def __init__(self, name: str) -> None:
+        self.root = Path(tempfile.gettempdir()) / f"kvstore-cluster-{os.geteuid()}" / name
+
+    def host(self, host: str) -> Path:
+        path = self.root / host
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
+
+    @property
+    def secret(self) -> Path:
+        return self.host(SWITCH) / "secret"
+
+    def environment(self, hosts: Hosts, host: str) -> dict[str, str]:
+        """What makes a program on `host` find the cluster."""
+        return {
+            **os.environ,
+            "KVSTORE_URL": f"redis://{hosts.address(SWITCH)}:{REDIS_PORT}/0",
+            "KVSTORE_RUN_DIR": str(self.host(host)),
+            "KVSTORE_SECRET": self.secret.read_text(),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        }
+
+
+def start(
+    hosts: Hosts, places: Places, size: str, options: Sequence[str] = ()
+) -> list[subprocess.Popen[bytes]]:
+    """Redis on the switch, then a node on every host; all answer on return."""
+    places.secret.write_text(secrets.token_hex(32))
+    places.secret.chmod(0o600)
+    bind = hosts.address(SWITCH)
+    redis = [str(find_server().path), "--bind", bind, "--port", str(REDIS_PORT), "--save", ""]
+    redis += ["--protected-mode", "no", "--dir", str(places.host(SWITCH))]
+    with (places.host(SWITCH) / "log").open("ab") as log:
+        server = hosts.popen(SWITCH, redis, stdout=log, stderr=log)
+    nodes = [start_node(hosts, places, host, size, options) for host in hosts.names]
+    for node, host in zip(nodes, hosts.names, strict=True):
+        _wait_ready(node, places.host(host) / "log")
+    return [server, *nodes]
+
+
+def start_node(
+    hosts: Hosts, places: Places, host: str, size: str, options: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """The memory node of one host; its output is `log` in the host's directory."""
+    node = [sys.executable, "-m", "kvstore.cli", "node", "--name", f"node-{host}", "--size", size]
+    node += ["--listen", f"{hosts.address(host)}:{STREAM_PORT}", *options]
+    with (places.host(host) / "log").open("wb") as log:
+        return hosts.popen(host, node, stdout=log, stderr=log, env=places.environment(hosts, host))
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    while "ready" not in (said := log.read_text()):
+        if process.poll() is not None or time.monotonic() > give_up_at:
+            raise SystemExit(f"a node did not start:\n{said}")
+        time.sleep(0.05)
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Nodes first, so that they can say goodbye to Redis."""
+    give_up_at = time.monotonic() + STOP_TIMEOUT_S
+    for process in reversed(processes):
+        process.terminate()
+        try:
+            process.wait(max(0.1, give_up_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def up(args: argparse.Namespace) -> int:
+    hosts, places = Hosts(args.hosts, name=args.name), Places(args.name)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with hosts:
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            processes = start(hosts, places, args.size, args.node_option)
+            print(f"Redis on {hosts.address(SWITCH)}:{REDIS_PORT}")
+            for host in hosts.names:
+                print(f"host {host}: {hosts.address(host)}, files in {places.host(host)}")
+            print("try: scripts/cluster run a -- kvstore put greeting hello", flush=True)
+            while all(process.poll() is None for process in processes):
+                time.sleep(0.5)
+            print("a process of the cluster ended; see the logs", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            stop(processes)
+
+
+def run(args: argparse.Namespace) -> int:
+    hosts, places = Hosts.existing(args.name), Places(args.name)
+    command = hosts.command(args.host, args.command)
+    os.execvpe(command[0], command, places.environment(hosts, args.host))
+
+
+def down(args: argparse.Namespace) -> int:
+    Hosts.existing(args.name).close()
+    return 0
+
+
+def act(args: argparse.Namespace) -> int:
+    """The verbs that are methods of `Hosts`."""
+    method = getattr(Hosts.existing(args.name), args.verb)
+    options = {"one_way": True} if getattr(args, "one_way", False) else {}
+    method(*args.on, **options)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="scripts/cluster",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--name", default="kvstore", help="of the cluster (default: %(default)s)")
+    verbs = top.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("up")
+    verb.add_argument("--hosts", type=int, default=2, metavar="K")
+    verb.add_argument("--size", default="256MiB", help="of each node (default: %(default)s)")
+    verb.add_argument(
+        "--node-option", action="append", default=[], metavar="X", help="for every `kvstore node`"
+    )
+    verb.set_defaults(do=up)
+    verb = verbs.add_parser("run")
+    verb.add_argument("host")
+    verb.add_argument("command", nargs="+")
+    verb.set_defaults(do=run)
+    for name in ("cut", "join"):
+        verb = verbs.add_parser(name)
+        verb.add_argument("on", nargs=2, metavar="HOST")
+        if name == "cut":
+            verb.add_argument("--one-way", action="store_true")
+        verb.set_defaults(do=act)
+    for name in ("isolate", "rejoin", "pause", "resume"):
+        verb = verbs.add_parser(name)
+        verb.add_argument("on", nargs=1, metavar="HOST")
+        verb.set_defaults(do=act)
+    verbs.add_parser("down").set_defaults(do=down)
+    return top
+
+
+def main() -> int:
+    args = parser().parse_args()
+    missing = why_not()
+    if missing is not None:
+        print(f"scripts/cluster: {missing}", file=sys.stderr)
+        return 1
+    try:
+        status: int = args.do(args)
+    except (KVStoreError, OSError) as e:
+        print(f"scripts/cluster: {e}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
