@@ -206,7 +206,8 @@ class ControlChannel:
                 "client", self._pid, "was made before a fork: make one in each process"
             )
         if self._closed:
-            raise UsageError("client", "closed", "must be open")
+            # By its user, or by another thread that found the node gone.
+            raise NodeUnavailableError(f"node {self.directory.name}: this channel is closed")
         if self._out_of_step:
             self._disconnect()
         if self._socket is not None:

@@ -258,7 +258,7 @@ class Checks:
         if node is None or node.process.dead:
             return False
         slot = node.core.by_key.get(key)
-        return slot is not None and slot.record == record
+        return slot is not None and slot.state is SlotState.SEALED and slot.record == record
 
     def _stale(self) -> str | None:
         """No record names a block that a living node does not have.

@@ -74,7 +74,7 @@ class SimClient:
                 self._clear,
                 self._look_around,
             ),
-            (4, 3, 3, 3, 2, 4, 3, 1.5, 0.5, 0.2, 0.5),
+            (4, 3.5, 4, 3, 2, 4, 2.5, 2.5, 0.8, 0.3, 0.5),
         )
 
     def start_here(self) -> None:
@@ -287,7 +287,7 @@ class SimClient:
                 pinned[key] -= 1
 
     def _delete(self) -> None:
-        self.real.delete(self.rng.choice(VALUES[:3]))
+        self.real.delete(self.rng.choice(VALUES[:2]))
 
     def _clear(self) -> None:
         self.real.session.clear(self.real.namespace.id)

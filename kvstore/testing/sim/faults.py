@@ -19,7 +19,7 @@ class Faults:
     """A client's process dies where it stands; another one starts."""
     client_pause: float = 1.0
     """A client stops (SIGSTOP, a long GC) and goes on later as if nothing had been."""
-    connection_loss: float = 0.5
+    connection_loss: float = 1.0
     node_kill: float = 0.12
     """A node dies and starts again with an empty segment."""
     node_kill_warm: float = 0.12
@@ -43,10 +43,10 @@ class Faults:
     """Reads are answered by a replica that is behind, for a while."""
     index_shard_away: float = 0.1
     """One of its shards is away, the other answers."""
-    dropped: float = 0.01
-    doubled: float = 0.01
+    dropped: float = 0.015
+    doubled: float = 0.03
     reordered: float = 0.02
-    delayed: float = 0.02
+    delayed: float = 0.03
 
     def calm(self) -> Self:
         return replace(self, **{f.name: 0.0 for f in fields(self)})
@@ -55,9 +55,9 @@ class Faults:
         return replace(self, **{name: 0.0})
 
     def drawn_by(self, seed: int) -> Self:
-        """Of each fault none, as given, or four times as much."""
+        """Of each fault none, as given, or five times as much."""
         rng = random.Random(-1 - seed)
-        factors = {f.name: rng.choice((0.0, 0.0, 1.0, 1.0, 4.0)) for f in fields(self)}
+        factors = {f.name: rng.choice((0.0, 0.0, 1.0, 1.0, 5.0)) for f in fields(self)}
         return replace(self, **{n: getattr(self, n) * factor for n, factor in factors.items()})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
@@ -157,7 +158,12 @@ class SimIndex:
     def _too_late(self, late: Callable[[], object] | None) -> None:
         world = self._world
         if late is not None and world.rng.random() < 0.5:
-            world.after(world.rng.random() * 4 * self._timeout_s, late)
+
+            def anyhow() -> None:
+                with suppress(IndexUnavailableError):
+                    late()
+
+            world.after(world.rng.random() * 4 * self._timeout_s, anyhow)
         world.wait(world.now + self._timeout_s)
         raise IndexDeadlineError("simulated")
 
