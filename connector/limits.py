@@ -20,6 +20,8 @@ LOAD_ATTEMPTS_MAX = 3
 """Failed loads of one request, after which all of it is computed."""
 LOAD_JOBS_MAX = 1024
 """Loads waiting in one worker; one more fails at once and is computed."""
+LOAD_STAGING_BYTES = 64 << 20
+"""What a worker reads from other hosts at a time, before it goes into the engine's blocks."""
 SAVE_JOBS_MAX = 256
 """Save jobs that a scheduler keeps in flight; beyond it blocks wait for a later step."""
 SAVE_JOB_BLOCKS_MAX = 64

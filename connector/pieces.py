@@ -52,6 +52,9 @@ class GroupPieces:
                 )
             )
 
+        self.read_bytes_max = max(sum(p.payload_bytes for p in ps) for ps in self._by_split)
+        """Payload of all the pieces of one block."""
+
     def pieces(self, split: int) -> tuple[Piece, ...]:
         """All heads of this worker, each once, from shards of `split`."""
         return self._by_split[split]

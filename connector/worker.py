@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from connector.blocks import HeadPart, KVBlocks, kv_blocks
 from connector.fence import Fence
 from connector.limits import (
     LOAD_JOBS_MAX,
+    LOAD_STAGING_BYTES,
     SAVE_BATCH_BLOCKS,
     SAVE_BATCH_BYTES,
     SAVE_JOBS_MAX,
@@ -86,9 +87,13 @@ class WorkerCore:
         self._save_timeout_s = save_timeout_s
         self._clock = clock
         largest = max(group.block_bytes for group in self._groups)
+        largest_read = max(group.read_bytes_max for group in self._groups)
         self._batch_blocks = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // largest))
         self._blocks: list[KVBlocks] = []
         """Per group; empty before the engine has given its memory."""
+        self._staging = memoryview(bytearray(max(LOAD_STAGING_BYTES, largest_read)))
+        """Where blocks of other hosts arrive; only the loading thread uses it, and none of its
+        pages exist before it does."""
         self._wake = threading.Condition()
         self._active: dict[_Task, None] = {}
         self._done: list[_Task] = []
@@ -229,13 +234,21 @@ class WorkerCore:
         store = self._store.get()
         if store is None:
             return
-        for block in task.job.blocks:
-            # A block after a failed one is of no use: the engine recomputes from there.
-            if task.fence.ended or self._clock() >= task.deadline:
-                return
-            if not self._load_block(task, block, store):
-                return
-            task.loaded += 1
+        for window in self._windows(task.job.blocks):
+            found = [
+                block.found[piece.shard]
+                for block in window
+                if block.found
+                for piece in self._groups[block.group].pieces(block.split)
+            ]
+            views = store.views(found, self._staging, task.deadline - self._clock())
+            for block in window:
+                # A block after a failed one is of no use: the engine recomputes from there.
+                if task.fence.ended or self._clock() >= task.deadline:
+                    return
+                if not self._load_block(task, block, views):
+                    return
+                task.loaded += 1
         store.touch(
             [
                 block.found[piece.shard].key
@@ -244,13 +257,27 @@ class WorkerCore:
             ]
         )
 
-    def _load_block(self, task: _Load, block: LoadBlock, store: BlockStore) -> bool:
+    def _windows(self, blocks: Sequence[LoadBlock]) -> Iterator[Sequence[LoadBlock]]:
+        """Runs of `blocks` that fit the staging memory should all of them be on other hosts."""
+        start = size_bytes = 0
+        for i, block in enumerate(blocks):
+            pieces = self._groups[block.group].pieces(block.split)
+            block_bytes = sum(piece.payload_bytes for piece in pieces)
+            if i > start and size_bytes + block_bytes > LOAD_STAGING_BYTES:
+                yield blocks[start:i]
+                start, size_bytes = i, 0
+            size_bytes += block_bytes
+        yield blocks[start:]
+
+    def _load_block(
+        self, task: _Load, block: LoadBlock, its_views: Iterator[BlockView | None]
+    ) -> bool:
         """Copy this worker's heads from every shard that has some of them."""
         if not block.found:
             return False
         views: list[tuple[BlockView, HeadPart]] = []
         for piece in self._groups[block.group].pieces(block.split):
-            view = store.view(block.found[piece.shard])
+            view = next(its_views)
             if view is None:
                 return False
             if len(view.buffer) != piece.payload_bytes:

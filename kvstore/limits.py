@@ -32,6 +32,22 @@ NAMESPACE_BYTES_MAX = 4096
 """Fields of one namespace as JSON, as a client tells a node of them."""
 NAMESPACE_FIELDS_MAX = 64
 
+STREAM_BLOCKS_MAX = BATCH_KEYS_MAX
+"""Blocks in one request over a stream; clients split longer ones."""
+STREAM_BATCH_BYTES_MAX = 64 << 20
+"""Payload in one request over a stream, so that its deadline means something; one larger block
+travels alone."""
+STREAM_SLOW_BYTES_PER_S = 50 << 20
+"""A stream slower than this counts as stuck: what a batch's deadline is lengthened by."""
+STREAM_FRAME_BYTES_MAX = 1 << 20
+"""A request over a stream without its payload."""
+STREAM_CONNECTIONS_PER_NODE = 4
+"""Connections that one client keeps to one node: requests at the same time."""
+STREAM_CONNECTIONS_MAX = 256
+"""Connections that a node serves at the same time; each has a thread."""
+SECRET_BYTES_MIN = 16
+SECRET_BYTES_MAX = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -53,6 +69,9 @@ class Limits:
     """How long the node may wait for Redis when it publishes; its clients wait for it."""
     request_timeout_s: float = 2.0
     """How long a client waits for a node's answer."""
+    stream_timeout_s: float = 1.0
+    """How long a client waits for one batch from or to a node on another host, besides
+    the time that its bytes take at `STREAM_SLOW_BYTES_PER_S`."""
 
     def __post_init__(self) -> None:
         for f in fields(self):

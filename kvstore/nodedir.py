@@ -45,6 +45,8 @@ class Announcement:
     arena_bytes: int
     inline_bytes: int
     """Values up to this size may travel in a reserve request."""
+    transports: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Other ways to reach it than this host's memory: an address by the transport's name."""
 
     def pack(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -60,7 +62,9 @@ class Announcement:
             found = cls(**{name: fields[name] for name in known})
         except (ValueError, KeyError, TypeError):
             return None
-        right = all(type(getattr(found, n)).__name__ == t for n, t in known.items())
+        right = all(
+            type(getattr(found, n)).__name__ == t.partition("[")[0] for n, t in known.items()
+        ) and all(isinstance(address, str) for address in found.transports.values())
         return found if right else None
 
 

@@ -23,12 +23,23 @@ PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
 class NodeProcess:
     """`kvstore node` with its own run directory and key prefix."""
 
-    def __init__(self, redis: RedisServer, *, size: int = 64 * MIB, arena: int = 4 * MIB) -> None:
+    def __init__(
+        self,
+        redis: RedisServer,
+        *,
+        size: int = 64 * MIB,
+        arena: int = 4 * MIB,
+        key_prefix: str | None = None,
+        options: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """`key_prefix` is one of its own unless given: nodes with the same one share blocks."""
         self.redis = redis
         self.run_dir = Path(tempfile.mkdtemp(prefix="kvn-"))
-        self.key_prefix = f"kv:{self.run_dir.name}"
+        self.key_prefix = key_prefix or f"kv:{self.run_dir.name}"
         self.directory = NodeDir(self.run_dir, "node")
-        self._options = ("--size", str(size), "--arena", str(arena))
+        self._options = ("--size", str(size), "--arena", str(arena), *options)
+        self._environment = {**os.environ, **(environment or {})}
         self.start()
 
     @property
@@ -58,6 +69,7 @@ class NodeProcess:
                 *("--end-with-parent", str(os.getpid()), *self._options),
             ],
             stdout=subprocess.DEVNULL,
+            env=self._environment,
         )
         wait_until(self._ready, "the node is ready")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import dataclasses
 import os
 import signal
+from pathlib import Path
 
 from kvstore.cli.options import (
     add_store,
@@ -22,6 +24,15 @@ from kvstore.index.open import open_guarded
 from kvstore.limits import ARENA_BYTES_DEFAULT, Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
+from kvstore.transport.address import parse_listen
+from kvstore.transport.security import (
+    SECRET,
+    SECRET_FILE,
+    TLS_CA,
+    TLS_CERT,
+    TLS_KEY,
+    StreamSecurity,
+)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
@@ -36,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stop when the last client is gone, or when none comes",
     )
+    add_stream(parser)
     parser.add_argument("--end-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     add_verbose(parser)
 
@@ -65,6 +77,37 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_stream(parser: argparse.ArgumentParser) -> None:
+    """How a node serves other hosts."""
+    group = parser.add_argument_group(
+        "other hosts", f"The secret that both sides know is in {SECRET} or {SECRET_FILE}."
+    )
+    group.add_argument(
+        "--listen", type=parse_listen, metavar="HOST:PORT", help="serve other hosts here"
+    )
+    group.add_argument(
+        "--advertise", default="", metavar="HOST", help="the name or address they reach it by"
+    )
+    group.add_argument(
+        "--open", action="store_true", help="serve without a secret whoever can connect"
+    )
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help=f"PEM (or {TLS_CERT})")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help=f"PEM (or {TLS_KEY})")
+    group.add_argument(
+        "--tls-ca",
+        type=Path,
+        metavar="FILE",
+        help=f"demand certificates of clients, signed by these (or {TLS_CA})",
+    )
+
+
+def _security(args: argparse.Namespace) -> StreamSecurity:
+    """The environment's, with what the command line says in its place."""
+    files = {name: getattr(args, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    given = {name: path for name, path in files.items() if path is not None}
+    return dataclasses.replace(StreamSecurity.from_environment(), **given)
+
+
 def run(args: argparse.Namespace) -> int:
     start_logging(args)
     if args.end_with_parent is not None:
@@ -77,6 +120,10 @@ def run(args: argparse.Namespace) -> int:
         policy=args.policy,
         key_prefix=args.key_prefix,
         end_with_last_client=args.end_with_last_client,
+        listen=args.listen,
+        advertise=args.advertise,
+        open_to_all=args.open,
+        security=_security(args),
         limits=Limits(),
     )
     opened = open_guarded(

@@ -6,7 +6,7 @@ implements it over Redis and the memory node of this host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.client.explanation import FieldDifference, Missing, MissReason
@@ -105,6 +105,17 @@ class BlockStore(Protocol):
 
     def view(self, found: Found) -> BlockView | None:
         """The block in place, or None when it is not there (any more): a miss."""
+        ...
+
+    def views(
+        self, found: Sequence[Found], staging: memoryview | None, timeout_s: float | None = None
+    ) -> Iterator[BlockView | None]:
+        """`view` for each of `found`, in order, each when it is asked for.
+
+        Blocks of other hosts are read together, into `staging` (writable, format 'B') as far
+        as it has room; their views are good until it is used again. None makes
+        memory for them. `timeout_s` bounds what all of them wait for other hosts.
+        """
         ...
 
     def reserve(

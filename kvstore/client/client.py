@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 from kvstore.client import tensors
 from kvstore.client.base import Found, Question
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
+from kvstore.client.fetching import Away, fetch_values
 from kvstore.client.reader import Place
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
@@ -19,6 +20,7 @@ from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
 from kvstore.segment.copying import copy
+from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key, Kind, PutResult
 
 BLOCK_TOKENS_TRIED = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -92,6 +94,8 @@ class Client:
         run_dir: Path | None = None,
         verify: Verify = "never",
         limits: Limits | None = None,
+        transports: Sequence[str] | None = None,
+        security: StreamSecurity | None = None,
     ) -> None:
         self.namespace = Namespace.named(namespace) if isinstance(namespace, str) else namespace
         if block_tokens < 1:
@@ -105,6 +109,8 @@ class Client:
             verify=verify,
             limits=limits,
             node_size_bytes=node_size_bytes,
+            transports=transports,
+            security=security,
         )
         self.session.introduce([self.namespace])
         self._reader = self.session.reader
@@ -188,8 +194,11 @@ class Client:
             if value is not None:
                 self._writer.touch((key,), now)
                 return value
-        (place,) = self._reader.find((key,))
+        found = self._reader.search((key,))
+        place = found.places[0]
         value = self._read(key, place, out) if place is not None else None
+        if found.away:
+            (value,) = self._fetch([Away(key, found.away[0], out)])
         if value is None:
             self._counts["misses"] += 1
         else:
@@ -208,10 +217,19 @@ class Client:
             if values[i] is None:
                 unknown.append(i)
         if unknown:
-            places = self._reader.find([keys[i] for i in unknown])
-            for i, place in zip(unknown, places, strict=True):
+            found = self._reader.search([keys[i] for i in unknown])
+            for i, place in zip(unknown, found.places, strict=True):
                 if place is not None:
                     values[i] = self._read(keys[i], place, out[i] if out is not None else None)
+            away = {unknown[n]: location for n, location in found.away.items()}
+            fetched = self._fetch(
+                [
+                    Away(keys[i], location, out[i] if out is not None else None)
+                    for i, location in away.items()
+                ]
+            )
+            for i, value in zip(away, fetched, strict=True):
+                values[i] = value
         missed = sum(value is None for value in values)
         self._counts["misses"] += missed
         if missed < len(values):
@@ -248,10 +266,20 @@ class Client:
         self._counts["hit_bytes"] += data_bytes
         return value
 
+    def _fetch(self, aways: Sequence[Away]) -> list[Any]:
+        """Values of other hosts, counted as `_read` counts those of this one."""
+        values = fetch_values(self.session.remote, aways)
+        for away, value in zip(aways, values, strict=True):
+            if value is None:
+                self._reader.missed(MissReason.LOAD_FAILED)
+            else:
+                self._counts["hits"] += 1
+                self._counts["hit_bytes"] += away.location.length
+        return values
+
     def exists(self, key: str | bytes) -> bool:
         """Whether a get would have hit a moment ago."""
-        (place,) = self._reader.find((self.namespace.value_key(key),))
-        return place is not None
+        return self._reader.search((self.namespace.value_key(key),)).present(0)
 
     def match_prefix(self, tokens: Sequence[int]) -> Match:
         """The longest leading run of full blocks of `tokens` in the store; one round trip."""
@@ -293,8 +321,8 @@ class Client:
             detail = f"{len(tokens)} tokens do not fill one block of {self.block_tokens}"
             short = Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
             return self._told(Explanation(possible_tokens=0, hit_tokens=0, first_missing=short))
-        places = self._reader.find(keys)
-        hit = next((i for i, place in enumerate(places) if place is None), len(keys))
+        found = self._reader.search(keys)
+        hit = next((i for i in range(len(keys)) if not found.present(i)), len(keys))
         missing = None
         if hit < len(keys):
             head = tokens[: self.block_tokens]
@@ -317,8 +345,7 @@ class Client:
     def explain_key(self, key: str | bytes) -> Missing | None:
         """Why a get of `key` would miss now; None when it would hit. As `explain` otherwise."""
         raw_key = self.namespace.value_key(key)
-        (place,) = self._reader.find((raw_key,))
-        if place is not None:
+        if self._reader.search((raw_key,)).present(0):
             return None
         question = Question(0, raw_key, self.namespace, lambda other: other.value_key(key))
         missing = self.session.why_missing(question)
@@ -349,8 +376,9 @@ class Client:
     def stats(self) -> dict[str, dict[str, int | float]]:
         """Counters of this client ("client") and of this host's node ("node", empty when gone).
 
-        Also of misses by `MissReason`: "missed" by calls that missed for another reason than
-        that the index had no record, "explained" by calls of `explain`.
+        "transports" counts what came from other hosts, by transport. Also of misses by
+        `MissReason`: "missed" by calls that missed for another reason than that the index
+        had no record, "explained" by calls of `explain`.
         """
         client: dict[str, int | float] = dict(self._counts)
         client["index_failures"] = self._reader.index_failures
@@ -363,6 +391,7 @@ class Client:
             "node": node,
             "missed": dict(self._reader.miss_reasons),
             "explained": dict(self._explained),
+            "transports": dict(self.session.remote.counts),
         }
 
     def close(self) -> None:

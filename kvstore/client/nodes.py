@@ -33,7 +33,9 @@ class Attached:
 class LocalNodes:
     """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
 
-    def __init__(self, run_dir: Path, index: Index, key_prefix: str) -> None:
+    def __init__(self, run_dir: Path, index: Index, key_prefix: str, *, use: bool = True) -> None:
+        """With `use` false there are none: what a client does that is to use other transports."""
+        self._use = use
         self._run_dir = run_dir
         self._index = index
         self._key_prefix = key_prefix
@@ -53,7 +55,7 @@ class LocalNodes:
             return self._attached.get((node_id, epoch)) or self._attach(node_id, epoch, now)
 
     def _attach(self, node_id: int, epoch: int, now: float) -> Attached | None:
-        if self._absent.get((node_id, epoch), 0.0) > now:
+        if not self._use or self._absent.get((node_id, epoch), 0.0) > now:
             return None
         for directory in node_dirs(self._run_dir):
             word = directory.announcement()
@@ -110,7 +112,7 @@ class LocalNodes:
         be one but the index cannot say whether it is one of its own.
         """
         unanswered: IndexUnavailableError | None = None
-        for directory in node_dirs(self._run_dir):
+        for directory in node_dirs(self._run_dir) if self._use else ():
             if name is not None and directory.name != name:
                 continue
             word = directory.announcement()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from kvstore.client.explanation import MissReason, reason_of
 from kvstore.client.nodes import Attached, LocalNodes
+from kvstore.client.remote import RemoteNodes
 from kvstore.core.record import unpack_record
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.segment.header import KEY_PART, Fields, fields
-from kvstore.types import Key
+from kvstore.segment.locate import locate, offset_of
+from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.client")
 
@@ -64,12 +67,26 @@ class Place:
         return self.checksum != 0 and xxhash.xxh3_64_intdigest(self.payload) == self.checksum
 
 
+class Search(NamedTuple):
+    """Where blocks are."""
+
+    places: list[Place | None]
+    """In this host's memory; None where a block is not there."""
+    away: dict[int, Location]
+    """Of those, the ones that nodes on other hosts have: the number of the key, and where."""
+
+    def present(self, i: int) -> bool:
+        return self.places[i] is not None or i in self.away
+
+
 class Reader:
     """Finds places by key. Remembers where blocks were: rule 4 makes a stale place a miss."""
 
-    def __init__(self, index: Index, nodes: LocalNodes) -> None:
+    def __init__(self, index: Index, nodes: LocalNodes, remote: RemoteNodes | None = None) -> None:
+        """Without `remote`, only blocks of this host can be read."""
         self._index = index
         self._nodes = nodes
+        self._remote = remote
         self._places: dict[Key, Place] = {}
         self.index_failures = 0
         self.miss_reasons: dict[str, int] = {}
@@ -97,12 +114,17 @@ class Reader:
         self._places.pop(key, None)
 
     def find(self, keys: Sequence[Key]) -> list[Place | None]:
-        """Where each of `keys` is; None where a block cannot be read from here.
+        """Where each of `keys` is in this host's memory; None where it is not."""
+        return self.search(keys).places
+
+    def search(self, keys: Sequence[Key]) -> Search:
+        """Where each of `keys` is, here or on other hosts.
 
         This host's segments are searched first; the index is asked for the rest.
         """
         self._nodes.check(time.monotonic())
         places = [self._local(key) for key in keys]
+        away: dict[int, Location] = {}
         unknown = [i for i, place in enumerate(places) if place is None]
         try:
             for start in range(0, len(unknown), BATCH_KEYS_MAX):
@@ -110,11 +132,26 @@ class Reader:
                 batch = [keys[i] for i in wanted]
                 records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
                 for i, key, record in zip(wanted, batch, records, strict=False):
-                    if record is not None:
-                        places[i] = self.place(key, record)
+                    if record is None:
+                        continue
+                    places[i] = self.place(key, record)
+                    location = self.away(key, record) if places[i] is None else None
+                    if location is not None:
+                        away[i] = location
         except IndexUnavailableError as e:
             self.index_failed(e)
-        return places
+        return Search(places, away)
+
+    def away(self, key: Key, record: Record) -> Location | None:
+        """Where a record says that a node on another host has the block, when it can be reached."""
+        location = unpack_record(key, record)
+        if location is None or self._remote is None:
+            return None
+        now = time.monotonic()
+        if self._nodes.segment(location.node_id, location.epoch, now) is not None:
+            return None  # its header here has the last word
+        remote = self._remote.node(location.node_id, location.epoch, now)
+        return location if remote is not None else None
 
     def _local(self, key: Key) -> Place | None:
         """The place of `key` in a segment that is mapped already, by its table of hints."""
@@ -129,41 +166,24 @@ class Reader:
     def place(self, key: Key, record: Record) -> Place | None:
         """The place a record names, None unless its header is SEALED and says the same."""
         location = unpack_record(key, record)
-        if location is None or location.segment != 0:
+        if location is None:
             return None
         attached = self._nodes.segment(location.node_id, location.epoch, time.monotonic())
-        if attached is None or location.slot >= attached.shm.slots:
+        spot = locate(attached.shm, key, location) if attached is not None else None
+        if attached is None or spot is None:
             return None
-        image = attached.shm.header(location.slot)
-        header = fields(image)
-        if header is None or header[:4] != (
-            location.generation,
-            key,
-            location.length,
-            location.size_class,
-        ):
-            return None
-        return self._seen(attached, location.slot, image, header)
+        return self._place(attached, *spot)
 
-    def _seen(
-        self,
-        attached: Attached,
-        slot_id: int,
-        image: bytes,
-        header: Fields,
-    ) -> Place | None:
+    def _seen(self, attached: Attached, slot_id: int, image: bytes, header: Fields) -> Place | None:
         """The place that a header describes, None unless it lies in its arena."""
-        _, key, length, size_class, kind, meta_length, checksum, _ = header
+        offset = offset_of(attached.shm, slot_id, header)
+        return None if offset is None else self._place(attached, slot_id, image, header, offset)
+
+    def _place(
+        self, attached: Attached, slot_id: int, image: bytes, header: Fields, offset: int
+    ) -> Place:
+        _, key, length, _, kind, meta_length, checksum, _ = header
         shm = attached.shm
-        arena_bytes = shm.superblock.arena_bytes
-        arena, position = divmod(slot_id, shm.slots_per_arena)
-        if arena >= shm.superblock.arenas or size_class >= len(shm.slot_bytes):
-            return None
-        slot_bytes = shm.slot_bytes[size_class]
-        start = position * slot_bytes
-        if not meta_length <= length <= slot_bytes or start + slot_bytes > arena_bytes:
-            return None
-        offset = arena * arena_bytes + start
         shm.populate(offset, length)
         place = Place()
         place.attached, place.slot_id, place.image = attached, slot_id, image
@@ -237,7 +257,9 @@ class Reader:
             return False
         epoch = int.from_bytes(part[:4], "little")
         node_id = int.from_bytes(part[4:], "little")
-        return self._nodes.segment(node_id, epoch, now) is not None
+        if self._nodes.segment(node_id, epoch, now) is not None:
+            return True
+        return self._remote is not None and self._remote.node(node_id, epoch, now) is not None
 
     def close(self) -> None:
         self._places.clear()

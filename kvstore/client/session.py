@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from kvstore.client.base import Answers, BlockView, Found, Question, Reservation, Run
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
+from kvstore.client.fetching import fetch_blocks
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
+from kvstore.client.remote import RemoteNodes
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.writer import Want, Writer
 from kvstore.errors import IndexUnavailableError, UsageError
@@ -20,6 +22,9 @@ from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import Limits
 from kvstore.rundir import run_dir as default_run_dir
+from kvstore.transport.security import StreamSecurity
+from kvstore.transport.select import allowed
+from kvstore.transport.shm import NAME as SHM
 from kvstore.types import Key, Kind, PutResult
 
 Verify = Literal["never", "always"]
@@ -33,7 +38,10 @@ class BlockSession:
     takes any that serves the same index. With `verify="always"` payload checksums
     are written and every read is checked against them, on this host too. With
     `node_size_bytes` the first save starts the embedded memory node, of that size,
-    when there is neither a URL nor a node.
+    when there is neither a URL nor a node. `transports` are those that may be used
+    (transport/select.py; None takes KVSTORE_TRANSPORTS, else all): without "shm" the
+    nodes of this host are as far away as any other. `security` is what streams are
+    protected by; None takes it from the environment.
     """
 
     def __init__(
@@ -46,6 +54,8 @@ class BlockSession:
         verify: Verify = "never",
         limits: Limits | None = None,
         node_size_bytes: int | None = None,
+        transports: Sequence[str] | None = None,
+        security: StreamSecurity | None = None,
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -58,8 +68,15 @@ class BlockSession:
         self.index: Index = self._opened.index
         self.url: str = self._opened.url
         self.embedded: bool = self._opened.embedded
-        self.nodes = LocalNodes(self.run_dir, self.index, key_prefix)
-        self.reader = Reader(self.index, self.nodes)
+        self.transports = allowed(transports)
+        self.nodes = LocalNodes(self.run_dir, self.index, key_prefix, use=SHM in self.transports)
+        self.remote = RemoteNodes(
+            self.index,
+            self.transports,
+            security or StreamSecurity.from_environment(),
+            self.limits.stream_timeout_s,
+        )
+        self.reader = Reader(self.index, self.nodes, self.remote)
         self.writer = Writer(
             self.nodes,
             name=node,
@@ -118,10 +135,42 @@ class BlockSession:
         )
 
     def view(self, found: Found) -> BlockView | None:
-        place = self.reader.place(found.key, found.record)
-        if place is None or (self.verify == "always" and not place.verified()):
-            return None
-        return place
+        (view,) = self.views([found], None)
+        return view
+
+    def views(
+        self, found: Sequence[Found], staging: memoryview | None, timeout_s: float | None = None
+    ) -> Iterator[BlockView | None]:
+        """See `BlockStore.views`. Blocks of other hosts come when the first of them is asked for,
+        in one batch per node; without `staging` into memory of their own."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        fetched: dict[int, BlockView] | None = None
+        for i, one in enumerate(found):
+            place = self.reader.place(one.key, one.record)
+            if place is not None:
+                good = self.verify == "never" or place.verified()
+                yield place if good else None
+                continue
+            if fetched is None:
+                fetched = self._fetch(found, i, staging, deadline)
+            yield fetched.get(i)
+
+    def _fetch(
+        self,
+        found: Sequence[Found],
+        first: int,
+        staging: memoryview | None,
+        deadline: float | None,
+    ) -> dict[int, BlockView]:
+        """Those of `found[first:]` that nodes on other hosts have, by number."""
+        away = {
+            i: location
+            for i in range(first, len(found))
+            if (location := self.reader.away(found[i].key, found[i].record)) is not None
+        }
+        return fetch_blocks(
+            self.remote, {i: (found[i].key, where) for i, where in away.items()}, staging, deadline
+        )
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
@@ -161,5 +210,6 @@ class BlockSession:
         self._explainer.close()
         self.writer.close()
         self.reader.close()
+        self.remote.close()
         self.nodes.close()
         self._opened.close()

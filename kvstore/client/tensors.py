@@ -88,22 +88,31 @@ def as_bytes(field: str, value: Any) -> memoryview:
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
-def target_of(out: Any, size_bytes: int) -> memoryview:
-    """The first `size_bytes` of `out`, writable. Raises `UsageError` when it does not fit."""
+def room_of(out: Any) -> memoryview:
+    """All bytes of `out`, writable. Raises `UsageError` when it cannot be written."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(out, torch.Tensor):
-        view = _tensor_bytes(out, own=True)
-    else:
-        try:
-            view = memoryview(out)
-        except TypeError as e:
-            raise UsageError("out", type(out).__name__, "must be a writable buffer") from e
-        if view.readonly or not view.c_contiguous:
-            raise UsageError("out", type(out).__name__, "must be writable and contiguous")
-        view = view.cast("B") if view.nbytes else memoryview(bytearray())
-    if view.nbytes < size_bytes:
-        raise UsageError("out", f"{view.nbytes} bytes", f"must have at least {size_bytes} bytes")
-    return view[:size_bytes]
+        return _tensor_bytes(out, own=True)
+    try:
+        view = memoryview(out)
+    except TypeError as e:
+        raise UsageError("out", type(out).__name__, "must be a writable buffer") from e
+    if view.readonly or not view.c_contiguous:
+        raise UsageError("out", type(out).__name__, "must be writable and contiguous")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def check_room(room: memoryview, size_bytes: int) -> None:
+    """Raises `UsageError` when `size_bytes` do not fit."""
+    if room.nbytes < size_bytes:
+        raise UsageError("out", f"{room.nbytes} bytes", f"must have at least {size_bytes} bytes")
+
+
+def target_of(out: Any, size_bytes: int) -> memoryview:
+    """The first `size_bytes` of `out`, writable. Raises `UsageError` when it does not fit."""
+    room = room_of(out)
+    check_room(room, size_bytes)
+    return room[:size_bytes]
 
 
 def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:

@@ -11,6 +11,7 @@ from kvstore.core.eviction import POLICIES
 from kvstore.errors import UsageError
 from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MAX, ARENA_BYTES_MIN, Limits
 from kvstore.segment.shm import SHM_DIR
+from kvstore.transport.security import StreamSecurity
 
 SIZE_BYTES_DEFAULT = 1 << 30
 
@@ -29,6 +30,14 @@ class NodeConfig:
     shm_dir: Path = SHM_DIR
     end_with_last_client: bool = False
     """Stop when the last client is gone, or when none comes (last_client.py)."""
+    listen: tuple[str, int] | None = None
+    """(host, port) to serve other hosts at; port 0 takes a free one. None: not at all."""
+    advertise: str = ""
+    """The host name or address by which others reach it; empty: that of `listen`, or this host's
+    own when that is a wildcard."""
+    security: StreamSecurity = field(default_factory=StreamSecurity)
+    open_to_all: bool = False
+    """Serve streams to anyone who can connect, without a secret."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -42,6 +51,11 @@ class NodeConfig:
                 "arena_bytes",
                 self.arena_bytes,
                 f"must be a power of two from {ARENA_BYTES_MIN} to {ARENA_BYTES_MAX}",
+            )
+
+        if self.listen is not None and self.security.secret is None and not self.open_to_all:
+            raise UsageError(
+                "listen", self.listen, "needs a secret (KVSTORE_SECRET), or to be open to all"
             )
 
     def shape(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ and behind a circuit breaker that makes a dead index cost nothing.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import socket
@@ -35,13 +36,16 @@ from kvstore.node.config import NodeConfig, node_id_of
 from kvstore.node.control import Connection
 from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
+from kvstore.node.inside import Inside
 from kvstore.node.last_client import wait_for_last_client
 from kvstore.node.reconcile import Reconciler
-from kvstore.node.sessions import Session, Sessions
+from kvstore.node.sessions import Session, Sessions, Speaker
+from kvstore.node.stream_server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
 from kvstore.rundir import socket_path
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm, check_room
+from kvstore.transport.stream import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
 
@@ -69,7 +73,7 @@ class Node:
         self.index = index
         self.dir = NodeDir(config.run_dir, config.name)
         self.announcement: Announcement | None = None
-        self._held: list[tuple[Connection, list[Any]]] = []
+        self._held: list[tuple[Speaker, list[Any]]] = []
         self._flush_due = False
         self._index_away = False
         """The last publication failed: nobody waits for the next one."""
@@ -78,6 +82,7 @@ class Node:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._stream: StreamServer | None = None
 
     # --- life -----------------------------------------------------------
 
@@ -199,6 +204,7 @@ class Node:
     async def _run(self, on_ready: Callable[[], None] | None) -> None:
         assert self._loop is not None
         assert self._stopping is not None
+        self._serve_streams()
         assert self.announcement is not None
         heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
         reconciler = Reconciler(self.index, self.core.audit, self._schedule_index_work)
@@ -237,14 +243,29 @@ class Node:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _serve_streams(self) -> None:
+        """Open to other hosts, and let the announcement say so."""
+        if self.config.listen is None:
+            return
+        assert self._loop is not None
+        assert self.announcement is not None
+        inside = Inside(self._loop, self.sessions, self._act)
+        self._stream = StreamServer(self.config, self.announcement, inside)
+        self._stream.start()
+        transports = {STREAM: str(self._stream.address)}
+        self.announcement = dataclasses.replace(self.announcement, transports=transports)
+        self.dir.announcement_path.write_bytes(self.announcement.pack())
+
     def _vanish(self) -> None:
         """From here on clients of this host find no node, and start or take another.
 
         The announcement goes after the segment: it is what a sweep knows it by.
         """
         self.dir.socket.unlink(missing_ok=True)
+        if self._stream is not None:
+            self._stream.stop()
         for session in self.sessions.all():
-            if isinstance(session.transport, Connection):
+            if session.transport is not None:
                 session.transport.hang_up()
         self.segment.close()
         self.dir.announcement_path.unlink(missing_ok=True)
@@ -317,7 +338,7 @@ class Node:
         for reply in effects.replies:
             session = self.sessions.get(reply.session)
             connection = session.transport if session is not None else None
-            if not isinstance(connection, Connection):
+            if connection is None:
                 continue
             answer = [reply.request, True, reply.body]
             if reply.after_publish and publishing and not self._index_away:

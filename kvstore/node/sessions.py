@@ -9,9 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any, Protocol
 
 from kvstore.errors import UsageError
 from kvstore.nodedir import fd_is_locked
+
+
+class Speaker(Protocol):
+    """What a session's answers go to."""
+
+    def send(self, answer: list[Any]) -> None: ...
+
+    def hang_up(self) -> None: ...
 
 
 class Session:
@@ -24,7 +33,7 @@ class Session:
         self.lease_fd = lease_fd
         self.hello = 0
         """The number of its latest HELLO; a client counts on over its connections."""
-        self.transport: object | None = None
+        self.transport: Speaker | None = None
         """The connection that speaks for it now, None while it has none."""
 
 
@@ -45,7 +54,7 @@ class Sessions:
     def get(self, number: int) -> Session | None:
         return self._by_number.get(number)
 
-    def enter(self, client_id: str, request: int, transport: object) -> tuple[Session, bool]:
+    def enter(self, client_id: str, request: int, transport: Speaker) -> tuple[Session, bool]:
         """The session of a client that said HELLO, and whether it was known before.
 
         Raises `UsageError` when its lease is not locked, when there are too many clients,
@@ -77,6 +86,17 @@ class Sessions:
         session = Session(self.admitted, client_id, path, fd)
         self._by_client[client_id] = self._by_number[session.number] = session
         return session
+
+    def enter_inside(self, transport: Speaker) -> Session:
+        """A session of this process's own, without a lease: `leave_inside` ends it."""
+        self.admitted += 1
+        session = Session(self.admitted, "", self._leases, -1)
+        session.transport = transport
+        self._by_number[session.number] = session
+        return session
+
+    def leave_inside(self, session: Session) -> None:
+        self._by_number.pop(session.number, None)
 
     def forget(self, session: Session) -> None:
         """The client is gone for good."""

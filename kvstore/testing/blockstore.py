@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.client.base import Answers, BlockView, Found, Question, Reservation, Run
@@ -127,6 +127,12 @@ class MemoryBlockStore:
             ):
                 return None
             return _View(self, location.slot, slot)
+
+    def views(
+        self, found: Sequence[Found], staging: memoryview | None, timeout_s: float | None = None
+    ) -> Iterator[BlockView | None]:
+        """See `BlockStore.views`."""
+        return map(self.view, found)
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int

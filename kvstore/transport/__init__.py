@@ -1,5 +1,5 @@
-"""How bytes travel where there is no common memory: between hosts and between devices.
+"""How bytes travel between a node's memory and a reader's or writer's.
 
-Empty so far: on one host a reader copies straight out of the node's segment
-(client/reader.py).
+`base` is the contract and `select` chooses per node. On one host a reader mostly looks at the
+node's segment in place (client/reader.py); transports are for what must travel.
 """

@@ -90,6 +90,7 @@ class SimClient:
             block_tokens=BLOCK_TOKENS,
             verify="always" if self._verify else "never",
             limits=LIMITS,
+            transports=("shm",),
         )
         world.checks.clients[self.process] = self
         for i in range(1, self.rng.choice(THREADS)):

@@ -1,0 +1,121 @@
+"""Values and blocks of other hosts into the caller's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from kvstore.client import tensors
+from kvstore.client.base import BlockView
+from kvstore.client.remote import RemoteNodes
+from kvstore.errors import UsageError
+from kvstore.limits import META_BYTES_MAX
+from kvstore.segment.copying import copy
+from kvstore.transport.base import Outcome, Read, Wanted
+from kvstore.types import Key, Kind, Location
+
+_BAD_META = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    msgpack.UnpackException,
+)
+"""What making a value raises when its description is none."""
+
+
+class Away(NamedTuple):
+    """A block that a node on another host has, and where the caller wants it."""
+
+    key: Key
+    location: Location
+    out: Any
+    """None for a fresh value."""
+
+
+def fetch_values(remote: RemoteNodes, aways: Sequence[Away]) -> list[Any]:
+    """The values; None for what cannot be had. Raises `UsageError` for an `out` too small."""
+    if not aways:
+        return []
+    targets = [_target(away) for away in aways]
+    wanted = [
+        Wanted(away.key, away.location, (target,))
+        for away, target in zip(aways, targets, strict=True)
+    ]
+    outcomes = remote.read(wanted)
+    return [
+        _value(away, target, outcome) if outcome.read is Read.HIT else None
+        for away, target, outcome in zip(aways, targets, outcomes, strict=True)
+    ]
+
+
+def _target(away: Away) -> memoryview:
+    """Where the payload goes: the caller's memory when all of it fits there, meta included."""
+    length = away.location.length
+    if away.out is not None:
+        room = tensors.room_of(away.out)
+        if room.nbytes >= length:
+            return room[:length]
+        tensors.check_room(room, max(length - META_BYTES_MAX, 0))
+    return memoryview(bytearray(length))
+
+
+def _value(away: Away, payload: memoryview, outcome: Outcome) -> Any:
+    data_bytes = len(payload) - outcome.meta_length
+    data = payload[:data_bytes]
+    if away.out is not None:
+        target = tensors.target_of(away.out, data_bytes)
+        if tensors.room_of(away.out).nbytes < len(payload):  # it went elsewhere first
+            copy(target, data)
+        is_tensor = type(away.out).__module__.startswith("torch")
+        return away.out if outcome.kind == Kind.TORCH and is_tensor else target
+    if outcome.kind in (Kind.BYTES, Kind.BLOCK):
+        return data.tobytes()
+    try:
+        value, target = tensors.make(outcome.kind, bytes(payload[data_bytes:]), data_bytes)
+    except UsageError:
+        raise  # a library is missing here
+    except _BAD_META:
+        return None
+    copy(target, data)
+    return value
+
+
+class FetchedBlock(NamedTuple):
+    """Implements `BlockView`: a block of another host, in this process's memory and checked."""
+
+    buffer: memoryview
+
+    def valid(self) -> bool:
+        return True
+
+
+def fetch_blocks(
+    remote: RemoteNodes,
+    away: Mapping[int, tuple[Key, Location]],
+    staging: memoryview | None,
+    deadline: float | None,
+) -> dict[int, BlockView]:
+    """The blocks that could be read, by the same numbers; those that `staging` has no room for
+    could not."""
+    if not away:
+        return {}
+    if staging is None:
+        staging = memoryview(bytearray(sum(location.length for _, location in away.values())))
+    start = 0
+    wanted: dict[int, Wanted] = {}
+    for i, (key, location) in away.items():
+        end = start + location.length
+        if end <= staging.nbytes:
+            wanted[i] = Wanted(key, location, (staging[start:end],))
+            start = end
+    outcomes = remote.read(list(wanted.values()), deadline) if wanted else []
+    return {
+        i: FetchedBlock(one.into[0].toreadonly())
+        for (i, one), outcome in zip(wanted.items(), outcomes, strict=True)
+        if outcome.read is Read.HIT
+    }

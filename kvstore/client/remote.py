@@ -1,0 +1,208 @@
+"""Nodes on other hosts: who can be reached, and blocks read from them, many at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvstore.core.breaker import Breaker, BreakerState
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index
+from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_SLOW_BYTES_PER_S
+from kvstore.nodedir import Announcement
+from kvstore.transport.base import Outcome, Read, Wanted
+from kvstore.transport.security import StreamSecurity
+from kvstore.transport.select import choose
+from kvstore.transport.stream import CHECKSUM_REASON, StreamTransport
+from kvstore.transport.stream import NAME as STREAM
+
+BELIEVED_S = 1.0
+"""How long an announcement (or that there is none) counts without asking the index again."""
+BELIEVED_UNASKED_S = 6.0
+"""The same while the index cannot be asked: the announcement's time to live."""
+NODES_KNOWN_MAX = 1024
+NODES_AT_ONCE = 8
+"""Nodes that one call reads from at the same time."""
+RETRY_AFTER_S = 0.25
+RETRY_AFTER_MAX_S = 5.0
+
+
+class _Known:
+    """What is known of one node."""
+
+    __slots__ = ("asked_at", "breaker", "confirmed_at", "word")
+
+    def __init__(self) -> None:
+        self.word: Announcement | None = None
+        self.asked_at = float("-inf")
+        self.confirmed_at = float("-inf")
+        # One failure costs a whole deadline: the next calls must not.
+        self.breaker = Breaker(
+            failures_max=1, retry_after_s=RETRY_AFTER_S, retry_after_max_s=RETRY_AFTER_MAX_S
+        )
+
+
+class RemoteNodes:
+    """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None, and
+    what it has is FAILED or a MISS."""
+
+    def __init__(
+        self,
+        index: Index,
+        allowed: Sequence[str],
+        security: StreamSecurity,
+        timeout_s: float,
+    ) -> None:
+        self._index = index
+        self._allowed = allowed
+        self._timeout_s = timeout_s
+        self.stream = StreamTransport(security)
+        self._lock = threading.Lock()
+        self._known: dict[int, _Known] = {}
+        self._workers: ThreadPoolExecutor | None = None
+        self.counts = dict.fromkeys(
+            ("stream_hits", "stream_bytes", "stream_misses", "stream_failed", "stream_checksum"), 0
+        )
+
+    # --- who is there -------------------------------------------------------
+
+    def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
+        """That start of that node when it can be read from here now; asks the index now and then.
+
+        One whose last read failed is not there until it is time to try it again.
+        """
+        if STREAM not in self._allowed:
+            return None
+        known = self._known.get(node_id)
+        if known is None or now >= known.asked_at + BELIEVED_S:
+            known = self._ask(node_id, now)
+        word = known.word
+        if word is None or word.epoch != epoch:
+            return None
+        if known.breaker.state is not BreakerState.CLOSED and now < known.breaker.probe_at:
+            return None
+        return word
+
+    def _ask(self, node_id: int, now: float) -> _Known:
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is None:
+                if len(self._known) >= NODES_KNOWN_MAX:
+                    self._known.pop(next(iter(self._known)))
+                known = self._known[node_id] = _Known()
+            if now < known.asked_at + BELIEVED_S:
+                return known
+            known.asked_at = now
+        try:
+            raw = self._index.node(node_id)
+        except IndexUnavailableError:
+            if now >= known.confirmed_at + BELIEVED_UNASKED_S:
+                known.word = None
+            return known
+        word = Announcement.unpack(raw) if raw is not None else None
+        if word is not None and (
+            word.node_id != node_id
+            or choose(self._allowed, self._offered(word), mapped=False) is None
+        ):
+            word = None
+        known.word, known.confirmed_at = word, now
+        return known
+
+    def _offered(self, word: Announcement) -> tuple[str, ...]:
+        return (STREAM,) if self.stream.usable(word) else ()
+
+    # --- reading ------------------------------------------------------------
+
+    def read(self, wanted: Sequence[Wanted], deadline: float | None = None) -> list[Outcome]:
+        """One outcome per block; all nodes at the same time, each in batches with deadlines."""
+        by_node: dict[tuple[int, int], list[int]] = {}
+        for i, one in enumerate(wanted):
+            by_node.setdefault((one.location.node_id, one.location.epoch), []).append(i)
+        outcomes: list[Outcome] = [Outcome(Read.FAILED)] * len(wanted)
+
+        def read_node(which: list[int]) -> None:
+            batch = [wanted[i] for i in which]
+            for i, outcome in zip(which, self._read_node(batch, deadline), strict=True):
+                outcomes[i] = outcome
+
+        first, *others = by_node.values()
+        pending = [self._pool().submit(read_node, which) for which in others]
+        read_node(first)
+        for future in pending:
+            future.result()
+        return outcomes
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._workers is None:
+                self._workers = ThreadPoolExecutor(NODES_AT_ONCE, "kvstore-remote")
+            return self._workers
+
+    def _read_node(self, wanted: Sequence[Wanted], deadline: float | None) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for batch in _batches(wanted):
+            outcomes += self._read_batch(batch, deadline)
+        return outcomes
+
+    def _read_batch(self, batch: Sequence[Wanted], deadline: float | None) -> Sequence[Outcome]:
+        now = time.monotonic()
+        location = batch[0].location
+        word = self.node(location.node_id, location.epoch, now)
+        known = self._known.get(location.node_id)
+        with self._lock:
+            ready = word is not None and known is not None and known.breaker.allows(now)
+        if word is None or known is None or not ready:
+            return self._counted([Outcome(Read.FAILED, "the node cannot be reached")] * len(batch))
+        give_up_at = now + self.timeout_s(sum(one.location.length for one in batch))
+        if deadline is not None:
+            give_up_at = min(give_up_at, deadline)
+        outcomes = self.stream.submit(word, batch, give_up_at).wait()
+        with self._lock:
+            if any(outcome.read is Read.FAILED for outcome in outcomes):
+                known.breaker.failed(time.monotonic())
+                known.asked_at = float("-inf")
+            else:
+                known.breaker.succeeded()
+        return self._counted(outcomes, batch)
+
+    def timeout_s(self, size_bytes: int) -> float:
+        """What a batch of `size_bytes` may take."""
+        return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S
+
+    def _counted(
+        self, outcomes: Sequence[Outcome], batch: Sequence[Wanted] = ()
+    ) -> Sequence[Outcome]:
+        with self._lock:
+            counts = self.counts
+            for i, outcome in enumerate(outcomes):
+                if outcome.read is Read.HIT:
+                    counts["stream_hits"] += 1
+                    counts["stream_bytes"] += batch[i].location.length
+                elif outcome.read is Read.FAILED:
+                    counts["stream_failed"] += 1
+                else:
+                    counts["stream_misses"] += 1
+                    counts["stream_checksum"] += outcome.reason == CHECKSUM_REASON
+        return outcomes
+
+    def close(self) -> None:
+        self.stream.close()
+        with self._lock:
+            workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.shutdown(wait=False)
+
+
+def _batches(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
+    """Runs that fit one request; a block larger than that travels alone."""
+    start = size_bytes = 0
+    for i, one in enumerate(wanted):
+        length = one.location.length
+        full = size_bytes + length > STREAM_BATCH_BYTES_MAX or i - start == STREAM_BLOCKS_MAX
+        if i > start and full:
+            yield wanted[start:i]
+            start, size_bytes = i, 0
+        size_bytes += length
+    yield wanted[start:]

@@ -1,0 +1,99 @@
+"""Sessions that threads of the node's own process hold: streams speak for clients elsewhere.
+
+The event loop alone changes the core (rule 2); a thread hands it an event and waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.core.events import Event, SessionDead
+from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.node.sessions import Session, Sessions
+
+Make = Callable[[int, int], Event]
+"""An event from a session's number and a request's."""
+
+
+class Inside:
+    """Opens sessions. For any thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sessions: Sessions, act: Callable[[Event], None]
+    ) -> None:
+        self._loop = loop
+        self._sessions = sessions
+        self._act = act
+
+    def open(self) -> InsideSession:
+        return InsideSession(self)
+
+    def tell(self, event: Event) -> None:
+        """An event that nobody waits for. Raises `NodeUnavailableError`."""
+        self.call(lambda: self._act(event))
+
+    def call(self, what: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError as e:
+            raise NodeUnavailableError("the node has ended") from e
+
+    def enter(self, speaker: InsideSession) -> Session:
+        return self._sessions.enter_inside(speaker)
+
+    def leave(self, session: Session) -> None:
+        self._act(SessionDead(session.number))
+        self._sessions.leave_inside(session)
+
+    def act(self, event: Event) -> None:
+        self._act(event)
+
+
+class InsideSession:
+    """One thread's session; what it holds is given back by `close`.
+
+    The thread closes it only once it has stopped writing (rule 5).
+    """
+
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+        self._requests = itertools.count(1)
+        self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._session: Session | None = None
+
+    def ask(self, make: Make, deadline: float) -> Any:
+        """The core's answer. Raises `DeadlineError`: then only `close` is left to do."""
+        request = next(self._requests)
+        self._inside.call(lambda: self._post(make, request))
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty as e:
+                raise DeadlineError("the node is busy") from e
+            if answer[0] == request:
+                return answer[2]
+
+    def _post(self, make: Make, request: int) -> None:
+        if self._session is None:
+            self._session = self._inside.enter(self)
+        self._inside.act(make(self._session.number, request))
+
+    def send(self, answer: list[Any]) -> None:
+        """Called by the event loop with what the core answers."""
+        self._answers.put(answer)
+
+    def hang_up(self) -> None:
+        """Part of a speaker's duties; the stream server ends its connections itself."""
+
+    def close(self) -> None:
+        self._inside.call(self._leave)
+
+    def _leave(self) -> None:
+        if self._session is not None:
+            self._inside.leave(self._session)
+            self._session = None

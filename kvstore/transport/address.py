@@ -1,0 +1,56 @@
+"""Where a node serves: `tcp://HOST:PORT`, or `tls://HOST:PORT` with a certificate."""
+
+from __future__ import annotations
+
+import socket
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kvstore.errors import UsageError
+
+WILDCARDS = ("", "0.0.0.0", "::")
+_ANYWHERE = "192.0.2.1"
+"""A documentation address: nothing is sent there, only the way towards it is looked up."""
+
+
+class Address(NamedTuple):
+    scheme: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+def parse(url: str) -> Address:
+    """Raises `UsageError`."""
+    try:
+        parts = urlsplit(url)
+        address = Address(parts.scheme, parts.hostname or "", parts.port or 0)
+    except ValueError as e:
+        raise UsageError("address", url, str(e)) from e
+    if address.scheme not in ("tcp", "tls") or not address.host or not address.port:
+        raise UsageError("address", url, "must be tcp://HOST:PORT or tls://HOST:PORT")
+    return address
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """(host, port) of `HOST:PORT`, `[V6]:PORT` or `:PORT`; port 0 takes a free one.
+
+    Raises `UsageError`.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise UsageError("listen", text, "must be HOST:PORT, with port 0 for a free one")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def own_address() -> str:
+    """The address of this host from which it would reach others; loopback when there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ANYWHERE, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,83 @@
+"""What a stream is protected by: a shared secret, and TLS where both ends have certificates."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.errors import UsageError
+from kvstore.limits import SECRET_BYTES_MAX, SECRET_BYTES_MIN
+
+SECRET, SECRET_FILE = "KVSTORE_SECRET", "KVSTORE_SECRET_FILE"
+TLS_CA, TLS_CERT, TLS_KEY = "KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSecurity:
+    """Of one end of a stream. Without a secret a client talks only to nodes that have none."""
+
+    secret: bytes | None = field(default=None, repr=False)
+    tls_ca: Path | None = None
+    """Who may have signed the other side's certificate; a client needs it for TLS. On a node it
+    makes certificates of clients a must."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.secret is not None and not (
+            SECRET_BYTES_MIN <= len(self.secret) <= SECRET_BYTES_MAX
+        ):
+            raise UsageError(
+                "secret",
+                f"{len(self.secret)} bytes",
+                f"must have {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes",
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("tls_cert, tls_key", "one of them", "must be given both or neither")
+
+    @classmethod
+    def from_environment(cls) -> StreamSecurity:
+        """KVSTORE_SECRET or KVSTORE_SECRET_FILE, KVSTORE_TLS_CA, _CERT and _KEY; all optional."""
+        secret = os.environ.get(SECRET, "").encode() or None
+        secret_file = os.environ.get(SECRET_FILE)
+        if secret is None and secret_file:
+            secret = read_secret(Path(secret_file))
+        paths = (os.environ.get(name) for name in (TLS_CA, TLS_CERT, TLS_KEY))
+        ca, cert, key = (Path(path) if path else None for path in paths)
+        return cls(secret=secret, tls_ca=ca, tls_cert=cert, tls_key=key)
+
+    def client_context(self) -> ssl.SSLContext | None:
+        """None without a CA: then TLS is not possible. Raises `UsageError` for bad files."""
+        if self.tls_ca is None:
+            return None
+        return self._context(ssl.Purpose.SERVER_AUTH)
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """None without a certificate: the node then serves without TLS."""
+        if self.tls_cert is None:
+            return None
+        context = self._context(ssl.Purpose.CLIENT_AUTH)
+        if self.tls_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(purpose, cafile=self.tls_ca)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            if self.tls_cert is not None:
+                context.load_cert_chain(self.tls_cert, self.tls_key)
+        except (OSError, ValueError) as e:  # SSLError is an OSError
+            files = ", ".join(str(p) for p in (self.tls_ca, self.tls_cert, self.tls_key) if p)
+            raise UsageError("tls", files, f"cannot be used: {e}") from e
+        return context
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file, without white space around it. Raises `UsageError`."""
+    try:
+        return path.read_bytes().strip()
+    except OSError as e:
+        raise UsageError("secret file", str(path), f"cannot be read: {e.strerror}") from e

@@ -1,0 +1,37 @@
+"""Which transport reads from a node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+
+from kvstore.errors import UsageError
+from kvstore.transport.shm import NAME as SHM
+from kvstore.transport.stream import NAME as STREAM
+
+TRANSPORTS = (SHM, STREAM)
+"""All there are, the nearest first."""
+VARIABLE = "KVSTORE_TRANSPORTS"
+
+
+def allowed(names: Sequence[str] | None) -> tuple[str, ...]:
+    """`names` in the order of `TRANSPORTS`; None takes KVSTORE_TRANSPORTS (with commas), else all.
+
+    Raises `UsageError` for a name that is none.
+    """
+    if names is None:
+        text = os.environ.get(VARIABLE, "")
+        names = [name.strip() for name in text.split(",")] if text else TRANSPORTS
+    unknown = [name for name in names if name not in TRANSPORTS]
+    if unknown or not names or isinstance(names, str):
+        raise UsageError("transports", names, f"must be some of {', '.join(TRANSPORTS)}")
+    return tuple(name for name in TRANSPORTS if name in names)
+
+
+def choose(allowed: Sequence[str], offered: Collection[str], *, mapped: bool) -> str | None:
+    """The nearest of the `allowed` transports to a node that announces `offered` and whose
+    memory is `mapped` here or not; None when it is out of reach."""
+    for name in allowed:
+        if mapped if name == SHM else name in offered:
+            return name
+    return None

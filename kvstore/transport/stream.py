@@ -1,0 +1,332 @@
+"""Reading from a node on another host over TCP: straight into the destination, then checked."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.core.stream_wire import (
+    FRAME_HEAD_BYTES,
+    JOINT_BYTES,
+    NODE_HELLO_BYTES,
+    NONCE_BYTES,
+    VERDICT_BYTES,
+    ClientHandshake,
+    Frame,
+    ReadReply,
+    WireError,
+    frame_head,
+    pack_read,
+)
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
+from kvstore.limits import STREAM_CONNECTIONS_PER_NODE
+from kvstore.nodedir import Announcement
+from kvstore.transport.address import Address, parse
+from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
+from kvstore.transport.channel import Channel
+from kvstore.transport.chunks import Digest, chunked
+from kvstore.transport.security import StreamSecurity
+
+NAME = "stream"
+CHECKSUM_REASON = "its bytes arrived with another checksum"
+NOT_THERE_REASON = "the node does not have it (any more)"
+
+PoolKey = tuple[int, int, str]
+
+
+class StreamTransport:
+    """Implements `Transport`; keeps at most `STREAM_CONNECTIONS_PER_NODE` connections a node."""
+
+    name = NAME
+
+    def __init__(self, security: StreamSecurity) -> None:
+        self._security = security
+        self._tls = security.client_context()
+        self._lock = threading.Lock()
+        self._pools: dict[PoolKey, Pool] = {}
+        self._closed = False
+
+    def usable(self, node: Announcement) -> bool:
+        """Whether the node can be reached like this: a client with a CA uses TLS, and only that."""
+        address = self._address(node)
+        return address is not None and (address.scheme == "tls") == (self._tls is not None)
+
+    @staticmethod
+    def _address(node: Announcement) -> Address | None:
+        try:
+            return parse(node.transports.get(NAME, ""))
+        except UsageError:
+            return None
+
+    def submit(
+        self, node: Announcement, wanted: Sequence[Wanted], deadline: float
+    ) -> StreamTransfer:
+        """See `Transport.submit`."""
+        check_wanted(wanted)
+        transfer = StreamTransfer(wanted, deadline)
+        if not wanted:
+            return transfer
+        try:
+            pool = self.pool(node)
+            channel = pool.take(deadline)
+        except PeerError as e:
+            transfer.fail(str(e))
+            return transfer
+        request = pack_read([(w.key, w.location) for w in wanted], deadline - time.monotonic())
+        transfer.begin(channel, request, pool.give)
+        return transfer
+
+    def pool(self, node: Announcement) -> Pool:
+        """Connections to that start of that node. Raises `NodeUnavailableError`."""
+        address = self._address(node)
+        if address is None or not self.usable(node):
+            raise NodeUnavailableError(
+                f"node {node.name} offers no stream that this client may use"
+            )
+        name = (node.node_id, node.epoch, str(address))
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
+            pool = self._pools.get(name)
+            if pool is None:
+                stale = [key for key in self._pools if key[0] == node.node_id]
+                gone = [self._pools.pop(key) for key in stale]
+                pool = self._pools[name] = Pool(
+                    lambda deadline: self._connect(node, address, deadline)
+                )
+            else:
+                gone = []
+        for old in gone:
+            old.close()
+        return pool
+
+    def _connect(self, node: Announcement, address: Address, deadline: float) -> Channel:
+        try:
+            connection = socket.create_connection(
+                (address.host, address.port), timeout=max(deadline - time.monotonic(), 0.001)
+            )
+        except TimeoutError as e:
+            raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
+        except OSError as e:
+            raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                connection = self._tls.wrap_socket(connection, server_hostname=address.host)
+            channel = Channel(connection)
+            self._shake_hands(channel, (node.node_id, node.epoch), deadline)
+        except PeerError as e:
+            connection.close()
+            raise type(e)(f"node {node.name} at {address}: {e}") from e
+        except (OSError, ValueError) as e:  # of the TLS handshake
+            connection.close()
+            raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
+        return channel
+
+    def _shake_hands(self, channel: Channel, node: tuple[int, int], deadline: float) -> None:
+        shake = ClientHandshake(self._security.secret, secrets.token_bytes(NONCE_BYTES), node)
+        channel.send([shake.hello], deadline)
+        proof = shake.prove(channel.receive_bytes(NODE_HELLO_BYTES, deadline))
+        channel.send([proof], deadline)
+        shake.check(channel.receive_bytes(VERDICT_BYTES, deadline))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            self._closed = True
+            pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            pool.close()
+
+
+class Pool:
+    """Connections to one start of one node. Thread-safe."""
+
+    def __init__(self, connect: Callable[[float], Channel]) -> None:
+        self._connect = connect
+        self._free = threading.BoundedSemaphore(STREAM_CONNECTIONS_PER_NODE)
+        self._lock = threading.Lock()
+        self._idle: list[Channel] = []
+        self._busy: set[Channel] = set()
+        self._closed = False
+
+    def take(self, deadline: float) -> Channel:
+        """A connection of one's own until `give`. Raises `PeerError` by the deadline."""
+        if not self._free.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise DeadlineError("all connections to the node are busy")
+        try:
+            channel = self._kept() or self._connect(deadline)
+        except BaseException:
+            self._free.release()
+            raise
+        with self._lock:
+            self._busy.add(channel)
+            if self._closed:
+                channel.break_off()
+        return channel
+
+    def _kept(self) -> Channel | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                channel = self._idle.pop()
+            if channel.quiet():
+                return channel
+            channel.close()  # the node hung up, or says what nobody asked for
+
+    def give(self, channel: Channel, in_step: bool) -> None:
+        """Give it back; one that is not `in_step` with the node is closed."""
+        with self._lock:
+            self._busy.discard(channel)
+            keep = in_step and not self._closed
+            if keep:
+                self._idle.append(channel)
+        if not keep:
+            channel.close()
+        self._free.release()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+        for channel in idle:
+            channel.close()
+        for channel in busy:
+            channel.break_off()
+
+
+def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:
+    """The body of the frame that must come next. Raises `PeerError`."""
+    kind, size_bytes = frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, deadline))
+    if kind is not expected:
+        raise WireError(f"frame type {kind} where {expected} was due")
+    return channel.receive_bytes(size_bytes, deadline)
+
+
+class StreamTransfer:
+    """Implements `Transfer`. Bytes are received by whoever waits: no thread in between."""
+
+    def __init__(self, wanted: Sequence[Wanted], deadline: float) -> None:
+        self._wanted = wanted
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._give: Callable[[Channel, bool], None] | None = None
+        self._cancelled = False
+        self._reply = ReadReply([w.location.length for w in wanted])
+        self._digests: dict[int, int] = {}
+        """Of the payloads received, by block."""
+        self._outcomes: list[Outcome] | None = None if wanted else []
+        self._filling: list[memoryview] = []
+        self._steps = self._fill()
+
+    def begin(
+        self, channel: Channel, request: bytes, give: Callable[[Channel, bool], None]
+    ) -> None:
+        """Send the request; from here on the channel is this transfer's until it ends."""
+        self._channel, self._give = channel, give
+        with self._lock:
+            try:
+                channel.send([request], self._deadline)
+            except PeerError as e:
+                self._end(str(e))
+
+    def fail(self, reason: str) -> None:
+        """It cannot even begin."""
+        with self._lock:
+            self._end(reason)
+
+    def poll(self) -> bool:
+        """See `Transfer.poll`."""
+        if self._outcomes is None and self._lock.acquire(blocking=False):
+            try:
+                self._advance(wait=False)
+            finally:
+                self._lock.release()
+        return self._outcomes is not None
+
+    def wait(self) -> Sequence[Outcome]:
+        """See `Transfer.wait`."""
+        with self._lock:
+            self._advance(wait=True)
+            assert self._outcomes is not None
+            return self._outcomes
+
+    def cancel(self) -> None:
+        """See `Transfer.cancel`."""
+        self._cancelled = True
+        channel = self._channel
+        if channel is not None and self._outcomes is None:
+            channel.break_off()
+        with self._lock:
+            self._end("cancelled")
+
+    def _advance(self, *, wait: bool) -> None:
+        """Receive until all is there, or with `wait` false until nothing more is here."""
+        channel = self._channel
+        try:
+            while self._outcomes is None:
+                assert channel is not None
+                if not self._filling:
+                    filling = next(self._steps, None)
+                    if filling is None:
+                        self._end("")
+                        return
+                    self._filling = filling
+                if self._cancelled:
+                    raise NodeUnavailableError("cancelled")
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineError("the node did not send all of it in time")
+                if not channel.receive_some(self._filling, max(left_s, 0.001) if wait else 0.0):
+                    return
+        except PeerError as e:
+            self._end(str(e))
+
+    def _fill(self) -> Iterator[list[memoryview]]:
+        """The buffers to fill, one list after the other."""
+        joint = memoryview(bytearray(JOINT_BYTES))
+        yield [joint]
+        while True:
+            block = self._reply.joint(bytes(joint))
+            if self._reply.done:
+                return
+            if block is None:
+                yield [joint]
+                continue
+            *chunks, last = chunked(self._wanted[block].into)
+            hasher = Digest()
+            for chunk in chunks:
+                yield list(chunk)
+                hasher.update(chunk)
+            yield [*last, joint]
+            hasher.update(last)
+            self._digests[block] = hasher.value()
+
+    def _end(self, reason: str) -> None:
+        """All outcomes are known now: those that were not are FAILED, for `reason`."""
+        if self._outcomes is not None:
+            return
+        outcomes: list[Outcome] = []
+        for block, (wanted, reply) in enumerate(
+            zip(self._wanted, self._reply.replies, strict=False)
+        ):
+            seen = self._digests.get(block, 0)
+            if not reply.good:
+                outcomes.append(Outcome(Read.MISS, NOT_THERE_REASON))
+            elif seen != reply.checksum or wanted.location.checksum not in (0, seen):
+                outcomes.append(Outcome(Read.MISS, CHECKSUM_REASON))
+            else:
+                outcomes.append(Outcome(Read.HIT, "", reply.kind, reply.meta_length))
+        failed = Outcome(Read.FAILED, reason)
+        outcomes += [failed] * (len(self._wanted) - len(outcomes))
+        self._outcomes = outcomes
+        channel, self._channel = self._channel, None
+        if channel is not None and self._give is not None:
+            self._give(channel, not reason and self._reply.done)

@@ -1,0 +1,352 @@
+"""Peers that lie, hang or die: for the reader a failed block or a miss, by its deadline.
+
+And clients that do the same to a node: they are hung up on, and others are served.
+"""
+
+import dataclasses
+import os
+import re
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import xxhash
+from contract.transport import SECURITY, Place, reads
+
+from kvstore.core import stream_wire as sw
+from kvstore.core.stream_wire import Frame, Joint, NodeHandshake, Sent
+from kvstore.errors import NodeUnavailableError, PeerError
+from kvstore.limits import STREAM_FRAME_BYTES_MAX
+from kvstore.transport.base import Read, Wanted
+from kvstore.transport.channel import Channel
+from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream import NAME, StreamTransport
+from kvstore.types import Location
+
+NODE_ID, EPOCH = 77, 5
+DEADLINE_S = 0.5
+PAYLOAD = bytes(range(256)) * 2000
+LENGTH = len(PAYLOAD)
+GOOD = xxhash.xxh3_64_intdigest(PAYLOAD)
+
+
+def far():
+    return time.monotonic() + 20
+
+
+class Liar:
+    """A stream server that shakes hands like a node, then does what `answer` says."""
+
+    def __init__(self, answer, *, secret=SECURITY.secret, node=(NODE_ID, EPOCH), hello=None):
+        self._answer = answer
+        self._secret = secret
+        self._node = node
+        self._hello = hello
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.open = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.open.append(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection):
+        channel = Channel(connection)
+        try:
+            if self._hello is not None:
+                channel.send([self._hello], far())
+                return
+            shake = NodeHandshake(self._secret, os.urandom(32), self._node)
+            hello = shake.answer(channel.receive_bytes(sw.CLIENT_HELLO_BYTES, far()))
+            channel.send([hello], far())
+            _, verdict = shake.judge(channel.receive_bytes(sw.PROOF_BYTES, far()))
+            channel.send([bytes([sw.ACCEPTED]) + verdict[1:]], far())
+            while True:
+                _, size = sw.frame_head(channel.receive_bytes(sw.FRAME_HEAD_BYTES, far()))
+                channel.receive_bytes(size, far())
+                self._answer(channel)
+        except PeerError:
+            pass
+
+    def close(self):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self.open:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def word(tmp_path_factory):
+    """An announcement of a real node, to change."""
+    place = Place(tmp_path_factory.mktemp("run"), lambda place: StreamTransport(SECURITY))
+    place.close()
+    return dataclasses.replace(place.word, node_id=NODE_ID, epoch=EPOCH)
+
+
+def read_from(word, answer, *, checksum=0, count=1, deadline_s=DEADLINE_S, **options):
+    """Outcomes of reading `count` blocks from a liar, and how long it took."""
+    liar = Liar(answer, **options)
+    transport = StreamTransport(SECURITY)
+    location = Location(NODE_ID, EPOCH, 0, 1, 1, 3, len(PAYLOAD), checksum)
+    wanted = [
+        Wanted(bytes([i]) * 32, location, (memoryview(bytearray(len(PAYLOAD))),))
+        for i in range(count)
+    ]
+    node = dataclasses.replace(word, transports={NAME: liar.address})
+    began = time.monotonic()
+    try:
+        outcomes = transport.submit(node, wanted, began + deadline_s).wait()
+        return list(outcomes), time.monotonic() - began
+    finally:
+        transport.close()
+        liar.close()
+
+
+def joint(verdict=Sent.NOTHING, follows=Sent.GOOD, *, checksum=0, length=LENGTH):
+    return sw.pack_joint(Joint(verdict, checksum, follows, 0, 0, length))
+
+
+def say(*parts):
+    return lambda channel: channel.send(list(parts), far())
+
+
+def hang_up_after(*parts):
+    def answer(channel):
+        channel.send(list(parts), far())
+        channel.break_off()
+
+    return answer
+
+
+END = joint(Sent.GOOD, Sent.NOTHING, checksum=GOOD)
+FLIPPED = PAYLOAD[:1000] + bytes([PAYLOAD[1000] ^ 1]) + PAYLOAD[1001:]
+
+
+def test_a_peer_that_tells_the_truth_is_believed(word):
+    outcomes, _ = read_from(word, say(joint(), PAYLOAD, END))
+    assert reads(outcomes) == [Read.HIT]
+
+
+def test_a_flipped_byte_is_a_miss_that_says_so(word):
+    (outcome,), _ = read_from(word, say(joint(), FLIPPED, END))
+    assert outcome.read is Read.MISS
+    assert "checksum" in outcome.reason
+
+
+def test_a_checksum_that_is_not_the_recorded_one_is_a_miss(word):
+    lie = joint(Sent.GOOD, Sent.NOTHING, checksum=xxhash.xxh3_64_intdigest(FLIPPED))
+    (outcome,), _ = read_from(word, say(joint(), FLIPPED, lie), checksum=GOOD)
+    assert outcome.read is Read.MISS
+    assert "checksum" in outcome.reason
+
+
+def test_a_payload_that_turns_out_torn_is_a_miss_and_the_next_one_a_hit(word):
+    torn = joint(Sent.MISS, Sent.GOOD)
+    outcomes, _ = read_from(word, say(joint(), FLIPPED, torn, PAYLOAD, END), count=2)
+    assert reads(outcomes) == [Read.MISS, Read.HIT]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        say(joint(length=len(PAYLOAD) + 1), PAYLOAD, END),
+        say(joint(length=len(PAYLOAD) - 1), PAYLOAD, END),
+        say(joint(length=0), END),
+        say(joint(follows=Sent.NOTHING)),
+        say(joint(follows=9)),
+        say(joint(), PAYLOAD, joint(Sent.NOTHING, Sent.NOTHING)),
+        say(os.urandom(5000)),
+        hang_up_after(),
+        hang_up_after(joint()),
+        hang_up_after(joint(), PAYLOAD[:1000]),
+        hang_up_after(joint(), PAYLOAD),
+        hang_up_after(joint(), PAYLOAD, END[:-1]),
+    ],
+    ids=range(12),
+)
+def test_what_breaks_the_rules_or_off_fails(word, answer):
+    (outcome,), took_s = read_from(word, answer, deadline_s=20)
+    assert outcome.read is Read.FAILED
+    assert outcome.reason
+    assert took_s < 15, "it ends at once, not at the deadline"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        say(),
+        say(joint()[:10]),
+        say(joint()),
+        say(joint(), PAYLOAD[:1000]),
+        say(joint(), PAYLOAD),
+    ],
+    ids=range(5),
+)
+def test_a_peer_that_falls_silent_costs_one_deadline(word, answer):
+    (outcome,), took_s = read_from(word, answer)
+    assert outcome.read is Read.FAILED
+    assert DEADLINE_S * 0.9 <= took_s < 10
+
+
+def test_a_peer_that_trickles_costs_one_deadline(word):
+    def trickle(channel):
+        channel.send([joint()], far())
+        for byte in PAYLOAD:
+            channel.send([bytes([byte])], far())
+            time.sleep(0.01)
+
+    (outcome,), took_s = read_from(word, trickle)
+    assert outcome.read is Read.FAILED
+    assert took_s < 10
+
+
+def test_what_came_whole_before_the_peer_fell_silent_is_a_hit(word):
+    answer = say(joint(), PAYLOAD, joint(Sent.GOOD, Sent.GOOD, checksum=GOOD), PAYLOAD[:10])
+    outcomes, _ = read_from(word, answer, count=2)
+    assert reads(outcomes) == [Read.HIT, Read.FAILED]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"secret": b"another secret, as long"}, "does not know the secret"),
+        ({"secret": None}, "secret"),
+        ({"node": (NODE_ID + 1, EPOCH)}, "another node"),
+        ({"node": (NODE_ID, EPOCH + 1)}, "another start"),
+        ({"hello": b"HTTP/1.1 400 Bad Request\r\n" + bytes(100)}, "no kvstore"),
+        ({"hello": b"?"}, "too late|says nothing"),
+    ],
+    ids=range(6),
+)
+def test_a_peer_that_is_not_the_node_is_refused(word, options, reason):
+    (outcome,), _ = read_from(word, say(joint(), PAYLOAD, END), deadline_s=2, **options)
+    assert outcome.read is Read.FAILED
+    assert re.search(reason, outcome.reason), outcome.reason
+
+
+def test_more_blocks_than_were_asked_for_end_the_connection(word):
+    more = joint(Sent.GOOD, Sent.GOOD, checksum=GOOD)
+    liar = Liar(say(joint(), PAYLOAD, more, PAYLOAD, END))
+    transport = StreamTransport(SECURITY)
+    location = Location(NODE_ID, EPOCH, 0, 1, 1, 3, len(PAYLOAD), 0)
+    node = dataclasses.replace(word, transports={NAME: liar.address})
+    for _ in range(3):
+        into = memoryview(bytearray(len(PAYLOAD)))
+        wanted = [Wanted(bytes(32), location, (into,))]
+        (outcome,) = transport.submit(node, wanted, far()).wait()
+        assert outcome.read is not Read.HIT or bytes(into) == PAYLOAD
+    assert len(liar.open) == 3, "a connection out of step is not used again"
+    transport.close()
+    liar.close()
+
+
+def test_nobody_listening_fails_at_once(word):
+    liar = Liar(say())
+    liar.close()
+    transport = StreamTransport(SECURITY)
+    node = dataclasses.replace(word, transports={NAME: liar.address})
+    location = Location(NODE_ID, EPOCH, 0, 1, 1, 3, 1, 0)
+    wanted = [Wanted(bytes(32), location, (memoryview(bytearray(1)),))]
+    (outcome,) = transport.submit(node, wanted, far()).wait()
+    assert outcome.read is Read.FAILED
+
+
+@pytest.mark.parametrize(
+    "address", ["", "tcp://", "tcp://host", "pigeon://h:1", "tls://h:1", "[::"]
+)
+def test_an_address_that_is_none_fails(word, address):
+    transport = StreamTransport(SECURITY)
+    node = dataclasses.replace(word, transports={NAME: address})
+    assert not transport.usable(node)
+    location = Location(NODE_ID, EPOCH, 0, 1, 1, 3, 1, 0)
+    wanted = [Wanted(bytes(32), location, (memoryview(bytearray(1)),))]
+    (outcome,) = transport.submit(node, wanted, far()).wait()
+    assert outcome.read is Read.FAILED
+
+
+# --- clients that do it to a node --------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = Place(tmp_path_factory.mktemp("run"), lambda place: StreamTransport(SECURITY))
+    yield place
+    place.close()
+
+
+def connected(place, security=SECURITY):
+    transport = StreamTransport(security)
+    return transport.pool(place.word).take(far())
+
+
+def hung_up(channel):
+    try:
+        while True:
+            channel.receive_bytes(1, far())
+    except NodeUnavailableError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda place: os.urandom(64),
+        lambda place: sw._FRAME.pack(Frame.READ, STREAM_FRAME_BYTES_MAX + 1),
+        lambda place: sw.frame(Frame.READ, b""),
+        lambda place: sw.frame(Frame.READ, bytes(4) + bytes(63)),
+        lambda place: sw.frame(Frame.PUT, bytes(5)),
+        lambda place: sw.frame(Frame.PUT, struct.pack("<IIH", 1, 1, 60_000)),
+        lambda place: sw.frame(Frame.CONTROL, b"\xc1"),
+        lambda place: sw.frame(Frame.CONTROL, sw.pack_answers([8, 1, 0])[8:]),  # CLEAR
+        lambda place: sw.frame(Frame.CONTROL, sw.pack_answers([99, 1])[8:]),
+        lambda place: sw.frame(Frame.ANSWERS, sw.pack_answers([])[8:]),
+    ],
+    ids=range(10),
+)
+def test_a_client_that_talks_nonsense_is_hung_up_on_and_others_are_served(place, request_of):
+    channel = connected(place)
+    channel.send([request_of(place)], far())
+    assert hung_up(channel)
+    assert reads(place.read(place.save(b"1" * 1000))[0]) == [Read.HIT]
+
+
+@pytest.mark.parametrize("secret", [None, b"another secret, as long"])
+def test_a_client_without_the_secret_gets_nothing(place, secret):
+    with pytest.raises(PeerError, match="secret"):
+        connected(place, StreamSecurity(secret=secret))
+
+
+def test_a_replayed_handshake_is_refused(place):
+    """Somebody has listened to a client and says the same again."""
+    host, port = "127.0.0.1", int(place.word.transports[NAME].rpartition(":")[2])
+    shake = sw.ClientHandshake(
+        SECURITY.secret, os.urandom(32), (place.word.node_id, place.word.epoch)
+    )
+    first = Channel(socket.create_connection((host, port)))
+    first.send([shake.hello], far())
+    proof = shake.prove(first.receive_bytes(sw.NODE_HELLO_BYTES, far()))
+    first.send([proof], far())
+    shake.check(first.receive_bytes(sw.VERDICT_BYTES, far()))
+    again = Channel(socket.create_connection((host, port)))
+    again.send([shake.hello, proof], far())
+    again.receive_bytes(sw.NODE_HELLO_BYTES, far())
+    assert again.receive_bytes(sw.VERDICT_BYTES, far()) == bytes(sw.VERDICT_BYTES)
+    assert hung_up(again)
+
+
+def test_a_client_that_asks_and_goes_away_harms_nobody(place):
+    blocks = [place.save(os.urandom(2 << 20)) for _ in range(3)]
+    for _ in range(10):
+        channel = connected(place)
+        channel.send([sw.pack_read([*blocks], 5.0)], far())
+        channel.receive_bytes(100_000, far())
+        channel.close()
+    assert reads(place.read(*blocks)[0]) == [Read.HIT] * 3
