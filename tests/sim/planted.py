@@ -480,4 +480,3 @@ def breaker_stays_open(patch):
         return self.state is breaker.BreakerState.CLOSED and real(self, now)
 
     patch(breaker.Breaker, "allows", allows)
-

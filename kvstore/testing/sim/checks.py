@@ -139,14 +139,12 @@ class Checks:
             location = unpack_record(key, record)
             if location is None:
                 self._world.fail(f"a record of {_short(key)} was published that nobody can read")
-                return
             node = self.nodes[location.node_id, location.epoch]
             segment = node.segment
             assert isinstance(segment, SimOwned)
             header = unpack(segment.header(location.slot))
             if header is None or header.key != key or header.generation != location.generation:
                 self._world.fail(f"rule 3: {_short(key)} published, slot {location.slot} unsealed")
-                return
             slot = node.core.by_key[key]
             if not self.right(key, segment.bytes_at(slot.offset, header.length)):
                 self._world.fail(f"rule 3: {_short(key)} published before its bytes were in place")
@@ -286,5 +284,3 @@ def _is_busy(slot: Slot) -> bool:
 
 def _short(key: Key) -> str:
     return key[8:12].hex()
-
-

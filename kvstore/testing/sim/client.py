@@ -39,7 +39,7 @@ OPERATIONS_IN_PEACE = 4
 """What a client does after the last fault: the store must work again."""
 ANSWER_TRIES_MAX = 20
 PAUSE_BETWEEN_S = 0.005
-PAUSE_AFTER_FAILURE_S = 0.2
+PAUSE_AFTER_FAILURE_S = 0.4
 
 
 def size_of(key: Key) -> int:
@@ -183,7 +183,7 @@ class SimClient:
     def _put_values(self) -> None:
         names = self.rng.sample(VALUES, self.rng.randint(1, 3))
         value_key = self.real.namespace.value_key
-        self._count(self.real.put_many({name: self._new(value_key(name)) for name in names}))
+        self._count(self.real.put_many((name, self._new(value_key(name))) for name in names))
 
     def _reserve(self) -> None:
         """As a connector saves: it decides by itself when to copy, and what to give up."""

@@ -34,16 +34,16 @@ class Faults:
     index_emptied: float = 0.15
     index_failover: float = 0.15
     """A replica takes over that lacks the last writes."""
-    index_down: float = 0.2
-    index_slow: float = 0.15
+    index_down: float = 0.1
+    index_slow: float = 0.08
     """It answers too late; what was asked of it may be carried out all the same."""
     index_lies: float = 0.3
     """Answers are somebody else's, old, damaged or missing records, for a while."""
     index_lag: float = 0.3
     """Reads are answered by a replica that is behind, for a while."""
-    index_shard_away: float = 0.1
+    index_shard_away: float = 0.06
     """One of its shards is away, the other answers."""
-    dropped: float = 0.015
+    dropped: float = 0.008
     doubled: float = 0.03
     reordered: float = 0.02
     delayed: float = 0.03

@@ -28,7 +28,8 @@ class SimServer(MemoryIndex):
         self._world = world
         self._rng: random.Random = world.rng
         self._fresh_incarnation()
-        self.down = self.slow = self.lying = self.lagging = self.shard_away = False
+        self.down: bool = False
+        self.slow = self.lying = self.lagging = self.shard_away = False
         self.lied_at = 0.0
         self.replica: dict[Key, Record] = {}
         self.late: set[KeyRecord] = set()
@@ -142,7 +143,7 @@ class SimIndex:
     def _call(self, act: Callable[[], _T], late: Callable[[], object] | None = None) -> _T:
         world, server = self._world, self._server
         world.pause()
-        if server.down:
+        if self._is_down():
             # An error after the command was carried out looks the same to the caller.
             if late is not None and world.rng.random() < 0.3:
                 act()
@@ -151,9 +152,12 @@ class SimIndex:
             self._too_late(late)
         answer = act()
         world.pause()
-        if server.down and world.rng.random() < 0.5:
+        if self._is_down() and world.rng.random() < 0.5:
             raise IndexUnavailableError("simulated")
         return answer
+
+    def _is_down(self) -> bool:
+        return self._server.down
 
     def _too_late(self, late: Callable[[], object] | None) -> None:
         world = self._world

@@ -15,6 +15,7 @@ from kvstore.node.daemon import LEASE_POLL_S, Node
 from kvstore.node.heartbeat import HEARTBEAT_S, JITTER, Heartbeat
 from kvstore.node.reconcile import RECONCILE_S, Reconciler
 from kvstore.testing.sim.edges import guarded
+from kvstore.testing.sim.hosts import SimNodeDir
 from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
 from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 
@@ -102,13 +103,13 @@ class SimNode(Node):
         super().__init__(config, guarded(world, LIMITS.publish_timeout_s))
         self.world = world
         self.process = Process(f"node {run_dir.name}/{name}")
-        self.dir = world.dir_of(run_dir, name)
+        self.dir: SimNodeDir = world.dir_of(run_dir, name)
         self.loop: Any = SimLoop(world)
         self.wires: list[Wire] = []
         self.ready = False
         self.succeeded = False
         """Its next start is under way."""
-        self._loop = self.loop
+        self._loop = self.loop  # type: ignore[assignment]
         self._stopping = SimFlag(self.loop)  # type: ignore[assignment]
 
     def start_here(self) -> None:

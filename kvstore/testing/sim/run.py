@@ -11,7 +11,7 @@ from kvstore.testing.sim.faults import Faults
 from kvstore.testing.sim.luck import Luck
 from kvstore.testing.sim.world import World
 
-TROUBLE_S = (2.0, 10.0)
+TROUBLE_S = (3.0, 12.0)
 """How long faults go on, in simulated seconds."""
 SETTLE_MAX_S = 30.0
 POLL_S = 0.25

@@ -104,5 +104,3 @@ class World(Scheduler):
         for wire in mine:
             wire.hang_up()
         self.checks.process_ended(process)
-
-
