@@ -380,8 +380,9 @@ class Node:
         assert self._loop is not None
         work = self.core.outbox.take_publications(PUBLISH_BATCH)
         try:
-            lost = set(self.index.publish([KeyRecord(*item) for item in work]))
-            self.core.outbox.published([item for item in work if item not in lost])
+            lost = self.index.publish([KeyRecord(*item) for item in work])
+            away = set(lost)
+            self.core.outbox.published([item for item in work if item not in away])
             self.core.outbox.postpone(lost)
             self._index_away = bool(lost)
         except IndexUnavailableError as e:

@@ -5,6 +5,8 @@ It gets `patch(owner, name, replacement)`.
 """
 
 import struct
+from dataclasses import replace
+from functools import partial
 
 from kvstore.client import client, control, reader, writer
 from kvstore.core import breaker, node
@@ -20,14 +22,20 @@ from kvstore.node.control import Connection
 from kvstore.node.sessions import Sessions
 from kvstore.segment import shm
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, pack
-from kvstore.testing.sim import world
+from kvstore.testing.sim import Faults, world
 
 BUGS = []
+"""(what plants it, the faults that it needs or None for those that each seed draws)"""
 
 
-def bug(plant):
-    BUGS.append(plant)
+def bug(plant, faults=None):
+    BUGS.append((plant, faults))
     return plant
+
+
+def bug_that_needs(**rates):
+    """A bug that shows under a coincidence which is rare where other faults end a day first."""
+    return partial(bug, faults=replace(Faults().calm(), **rates))
 
 
 # --- saving ---------------------------------------------------------------------
@@ -119,7 +127,7 @@ def client_forgets_to_say_what_it_holds(patch):
     patch(writer.Writer, "_held", lambda self: ([], []))
 
 
-@bug
+@bug_that_needs(delayed=0.1, connection_loss=6.0, client_pause=1.0)
 def old_hello_believed(patch):
     """A HELLO that was overtaken frees what was granted since (rule 5)."""
     real = Sessions.enter

@@ -5,16 +5,16 @@ from planted import BUGS
 
 from kvstore.testing.sim import run
 
-SEEDS = 100
+SEEDS = 200
 """Within how many seeds a bug must be found."""
 
 
-@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
-def test_the_simulation_finds(plant, monkeypatch):
+@pytest.mark.parametrize(("plant", "faults"), BUGS, ids=[plant.__name__ for plant, _ in BUGS])
+def test_the_simulation_finds(plant, faults, monkeypatch):
     plant(monkeypatch.setattr)
     for seed in range(SEEDS):
         try:
-            run(seed)
+            run(seed, faults)
         except Exception:
             return
     pytest.fail(f"not found in {SEEDS} seeds: {plant.__doc__}")

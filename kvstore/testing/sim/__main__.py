@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import fields
 
 from kvstore.testing.sim.faults import Faults
-from kvstore.testing.sim.many import Broken, shrink, try_many, try_seed
+from kvstore.testing.sim.many import Broken, shrink, try_many, try_seed, workers
 
 SEEDS, SEEDS_NIGHTLY = 1000, 50_000
 BROKEN_MAX = 20
@@ -35,15 +35,16 @@ def _many(first: int, count: int, jobs: int) -> int:
     started, steps, done = time.monotonic(), 0, 0
     counts: Counter[str] = Counter()
     broken: list[Broken] = []
-    for outcome in try_many(first, count, jobs):
-        done += outcome.seeds
-        steps += outcome.steps
-        counts.update(outcome.counts)
-        for found in outcome.broken:
-            print(found.rule, file=sys.stderr)
-        broken += outcome.broken
-        if len(broken) >= BROKEN_MAX:
-            break
+    with workers(jobs) as pool:
+        for outcome in try_many(pool, first, count):
+            done += outcome.seeds
+            steps += outcome.steps
+            counts.update(outcome.counts)
+            for found in outcome.broken:
+                print(f"seed {found.seed}: {found.rule}", file=sys.stderr, flush=True)
+            broken += outcome.broken
+            if len(broken) >= BROKEN_MAX:
+                break
     print(f"{done} seeds, {steps} steps in {time.monotonic() - started:.1f} s", end=": ")
     if broken:
         worst = min(broken, key=lambda b: len(b.trace))

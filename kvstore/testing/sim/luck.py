@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ NODE_PAUSE_MAX_S = 2.5
 NODE_DOWN_MAX_S = 0.6
 TROUBLE_MAX_S = 1.5
 JUMP_MAX_S = 8.0
-START_MAX_S = 0.5
+START_S = (0.2, 0.6)
 WALL_SET_MAX_S = 5000.0
 CLIENTS_MAX = 5
 
@@ -38,10 +37,10 @@ class Luck:
         for run_dir, name in self.places:
             self.start_node(run_dir, name)
         for _ in range(self.rng.randint(2, CLIENTS_MAX)):
-            world.after(self.rng.random() * START_MAX_S, self.start_client)
+            world.after(self.rng.uniform(*START_S), self.start_client)
         for field in fields(world.faults):
             if field.name not in PER_MESSAGE:
-                self._next(field.name, getattr(self, "_" + field.name))
+                self._next(field.name)
 
     def _topology(self) -> list[tuple[Path, str]]:
         hosts = self.rng.choice(((0,), (0,), (0, 0), (0, 1), (0, 0, 1)))
@@ -64,7 +63,13 @@ class Luck:
         self.clients = [c for c in self.clients if not c.process.dead]
         return self.clients
 
-    def _next(self, name: str, strike: Callable[[], None]) -> None:
+    def strike(self, name: str) -> None:
+        """The fault of that name, now."""
+        self.world.note("luck:", name)
+        self.world.count(name)
+        getattr(self, "_" + name)()
+
+    def _next(self, name: str) -> None:
         rate = getattr(self.world.faults, name)
         if not rate:
             return
@@ -72,10 +77,8 @@ class Luck:
         def again() -> None:
             if self.world.calm:
                 return
-            self.world.note("luck:", name)
-            self.world.count(name)
-            strike()
-            self._next(name, strike)
+            self.strike(name)
+            self._next(name)
 
         self.world.after(self.rng.expovariate(rate), again)
 

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from multiprocessing.pool import Pool
 from typing import NamedTuple
 
 from kvstore.testing.sim.faults import Faults
@@ -76,13 +77,16 @@ def together(outcomes: Iterator[Outcome]) -> Outcome:
     return Outcome(seeds, steps, counts, broken)
 
 
-def try_many(first: int, count: int, jobs: int) -> Iterator[Outcome]:
-    """Seeds from `first` on, in `jobs` processes; outcomes of a few seeds each as they come."""
+def workers(jobs: int) -> Pool:
+    """Processes for `try_many`. They start afresh: a fork would bring other threads' locks."""
+    return multiprocessing.get_context("spawn").Pool(jobs)
+
+
+def try_many(pool: Pool, first: int, count: int) -> Iterator[Outcome]:
+    """Seeds from `first` on; outcomes of a few seeds each as they come."""
     end = first + count
     tasks = [(i, min(i + SEEDS_PER_TASK, end)) for i in range(first, end, SEEDS_PER_TASK)]
-    # Workers are started afresh: a fork would bring locks of other threads along.
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(_some, tasks)
+    return pool.imap_unordered(_some, tasks)
 
 
 def shrink(seed: int) -> tuple[Faults, Broken]:

@@ -26,11 +26,15 @@ class Report(NamedTuple):
 def run(
     seed: int,
     faults: Faults | None = None,
+    *,
+    strike: tuple[int, str] | None = None,
+    trouble_s: tuple[float, float] = TROUBLE_S,
     watch: Callable[[World], None] = lambda world: None,
 ) -> Report:
     """Simulate one seed; raises `ViolationError` when a rule breaks. The same seed, the same run.
 
-    Without `faults` the seed draws its own. `watch` is shown the world before it begins.
+    Without `faults` the seed draws its own. `strike` is a step and the name of a fault
+    that comes then, whatever the rates. `watch` is shown the world before it begins.
     """
     world = World(seed, faults or Faults().drawn_by(seed))
     watch(world)
@@ -40,7 +44,7 @@ def run(
     try:
         with simulated(world):
             try:
-                _play(world)
+                _play(world, strike, trouble_s)
             finally:
                 world.end()
     finally:
@@ -48,9 +52,12 @@ def run(
     return Report(seed, world.step, world.counts)
 
 
-def _play(world: World) -> None:
+def _play(world: World, strike: tuple[int, str] | None, trouble_s: tuple[float, float]) -> None:
     luck = Luck(world)
-    world.sleep(world.rng.uniform(*TROUBLE_S))
+    if strike is not None:
+        step, name = strike
+        world.on_step[step] = lambda: luck.strike(name)
+    world.sleep(world.rng.uniform(*trouble_s))
     world.note("the last fault is over")
     world.calm = True
     world.faults = world.faults.calm()

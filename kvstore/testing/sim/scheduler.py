@@ -77,6 +77,7 @@ class Scheduler:
         self.current = self.director
         self.actors: list[Actor] = [self.director]
         self.on_check: Callable[[], None] = lambda: None
+        self.on_step: dict[int, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._timer_count = 0
         self._failure: BaseException | None = None
@@ -195,6 +196,8 @@ class Scheduler:
         self.now += random_() * (2 * STEP_S)
         if self.step % CHECK_EVERY_STEPS == 0:
             self.on_check()
+        if self.step in self.on_step:
+            self.on_step[self.step]()
         timers, me = self._timers, self.current
         while True:
             while timers and timers[0][0] <= self.now:
