@@ -91,7 +91,12 @@ class Hosts:
     # --- making and removing ------------------------------------------------
 
     def start(self) -> None:
-        """Raises `OSError` with what `ip` said; then nothing is left behind."""
+        """Raises `OSError` with what `ip` said; then nothing is left behind.
+
+        Raises `UsageError` when there is such a cluster, which stays as it is.
+        """
+        if self.space(SWITCH) in _ip("netns", "list").split():
+            raise UsageError("name", self.name, "there is such a cluster already")
         try:
             self._start()
         except BaseException:

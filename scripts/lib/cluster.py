@@ -25,7 +25,7 @@ Several hosts on one machine, for tests and trials. Needs root.
 
   scripts/cluster up --hosts 3              Redis on the switch, a memory node on each host;
                                             stays until Ctrl-C and then leaves nothing behind
-  scripts/cluster run a -- kvstore put greeting hello
+  scripts/cluster run a -- kvstore put greeting README.md
   scripts/cluster run b -- kvstore get greeting
   scripts/cluster cut a b [--one-way]       lose a's packets to b (and b's to a), silently
   scripts/cluster join a b                  the end of it
@@ -118,7 +118,7 @@ def up(args: argparse.Namespace) -> int:
             print(f"Redis on {hosts.address(SWITCH)}:{REDIS_PORT}")
             for host in hosts.names:
                 print(f"host {host}: {hosts.address(host)}, files in {places.host(host)}")
-            print("try: scripts/cluster run a -- kvstore put greeting hello", flush=True)
+            print("try: scripts/cluster run a -- kvstore put greeting README.md", flush=True)
             while all(process.poll() is None for process in processes):
                 time.sleep(0.5)
             print("a process of the cluster ended; see the logs", file=sys.stderr)

@@ -339,17 +339,14 @@ def test_a_stopped_redis_is_a_deadline_and_then_an_open_breaker():
     ):
         redis.signal(signal.SIGSTOP)
         try:
-            assert why(client.explain(TOKENS)).reason is MissReason.DEADLINE
-            for _ in range(3):
-                client.get("x")
-            missing = why(client.explain(TOKENS))
-            assert missing.reason is MissReason.BREAKER_OPEN
+            assert client.get("x") is None
+            assert client.stats()["missed"] == {"deadline": 1}
+            assert why(client.explain(TOKENS)).reason is MissReason.BREAKER_OPEN
             counts = client.stats()
         finally:
             redis.signal(signal.SIGCONT)
-        assert counts["missed"]["deadline"] >= 1
         assert counts["missed"]["breaker-open"] >= 1
-        assert counts["explained"] == {"deadline": 1, "breaker-open": 1}
+        assert counts["explained"] == {"breaker-open": 1}
 
 
 def test_a_redis_that_is_gone_is_an_index_error():

@@ -117,6 +117,12 @@ def test_another_process_finds_a_cluster_by_its_name(hosts):
     assert Hosts.existing(hosts.name).names == hosts.names
 
 
+def test_a_second_cluster_of_the_same_name_is_refused_and_harms_nothing(hosts):
+    with pytest.raises(UsageError, match="name"), Hosts(3, name=hosts.name):
+        pass
+    assert reaches(hosts, "a", "b")
+
+
 @pytest.mark.parametrize("count", [0, 27])
 def test_a_number_of_hosts_out_of_range_is_refused_by_name(count):
     with pytest.raises(UsageError, match="count"):
