@@ -110,9 +110,12 @@ class Checks:
         seen = self._generations.get(place, 0)
         if generation < seen or (generation == seen and write.state == RESERVED):
             world.fail(f"slot {slot_id}: generation {generation} after {seen}")
-        self._generations[place] = generation
         if write.state == RESERVED:
             self._may_be_reused(segment, slot_id)
+
+    def after_write(self, segment: SimOwned, write: Write) -> None:
+        if isinstance(write, Mark):
+            self._generations[segment.address, write.slot_id] = write.generation
 
     def _may_be_reused(self, segment: SimOwned, slot_id: int) -> None:
         block = segment.superblock

@@ -82,6 +82,7 @@ class SimOwned(OwnedShm):
         self.world.checks.before_write(self, write)
         self.world.pause()
         super().apply(write)
+        self.world.checks.after_write(self, write)
 
     def bytes_at(self, offset: int, size_bytes: int) -> bytes:
         return self._data[offset : offset + size_bytes]
