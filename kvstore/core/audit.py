@@ -76,7 +76,7 @@ class Audit:
                 epoch = epochs.get(location.node_id)
                 if epoch == location.epoch:
                     continue
-            self._outbox.publish(slot)
+            self._outbox.publish_again(slot)
             repaired += 1
         self.repaired += repaired
         return repaired

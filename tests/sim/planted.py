@@ -9,19 +9,21 @@ from dataclasses import replace
 from functools import partial
 
 from kvstore.client import client, control, reader, writer
-from kvstore.core import breaker, node
+from kvstore.core import breaker, node, recovery
 from kvstore.core.allocator import Allocator
 from kvstore.core.audit import Audit
-from kvstore.core.events import Fill, SessionResumed
+from kvstore.core.events import Fill, SessionDead, SessionResumed
 from kvstore.core.gone import GoneWhy
+from kvstore.core.holdings import FORMER
 from kvstore.core.node import NodeCore
 from kvstore.core.outbox import Outbox
 from kvstore.core.slots import SlotEvent, SlotState
 from kvstore.index.memory import MemoryIndex
 from kvstore.node.control import Connection
+from kvstore.node.daemon import Node
 from kvstore.node.sessions import Sessions
-from kvstore.segment import shm
-from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, pack
+from kvstore.segment import scan, shm
+from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, body_of, of_word, pack
 from kvstore.testing.sim import Faults, world
 
 BUGS = []
@@ -124,7 +126,7 @@ def lost_connection_counts_as_death(patch):
 @bug
 def client_forgets_to_say_what_it_holds(patch):
     """After a reconnect its slots are given to others while it writes (rule 5)."""
-    patch(writer.Writer, "_held", lambda self: ([], []))
+    patch(writer._Holdings, "said", lambda self: ([], []))
 
 
 @bug_that_needs(delayed=0.1, connection_loss=6.0, client_pause=1.0)
@@ -385,8 +387,8 @@ def closing_a_pin_spoils_the_place(patch):
     """The next get of the same key raises."""
     real = client.Pinned.__init__
 
-    def init(self, owner, place, handle):
-        real(self, owner, place, handle)
+    def init(self, owner, place, key, record):
+        real(self, owner, place, key, record)
         self.buffer = place.data
 
     patch(client.Pinned, "__init__", init)
@@ -463,6 +465,63 @@ def withdrawn_block_still_published(patch):
             self._unpublished[slot.key] = slot
 
     patch(Outbox, "withdraw", withdraw)
+
+
+# --- warm restart ---------------------------------------------------------------
+
+
+@bug
+def restart_frees_what_is_reserved(patch):
+    """A writer of the former start writes into what is somebody else's (rule 5)."""
+    real = recovery._hold
+
+    def hold(core, held):
+        if not held.reserved:
+            real(core, held)
+
+    patch(recovery, "_hold", hold)
+
+
+@bug
+def restart_seals_what_is_reserved(patch):
+    """What a slot held before is back, with bytes of what was being written."""
+    patch(
+        scan, "of_word", lambda word: (2 if word & 0xFF == 1 else word & 0xFF, *of_word(word)[1:])
+    )
+
+    def fields(raw):
+        return body_of(raw, of_word(int.from_bytes(raw[:8], "little"))[1])
+
+    patch(scan, "fields", fields)
+
+
+@bug
+def restart_forgets_pins(patch):
+    """Bytes change under somebody who looks at them in place."""
+    patch(scan._Arena, "_pinned", lambda self: set())
+
+
+@bug
+def restart_counts_generations_anew(patch):
+    """A reader of the former start cannot tell a reused slot."""
+    real = Allocator.restore
+
+    def restore(self, arenas):
+        real(self, [(index, size_class, 0) for index, size_class, _ in arenas])
+
+    patch(Allocator, "restore", restore)
+
+
+@bug
+def restart_believes_former_clients_dead(patch):
+    """Their slots are free at once (rule 5)."""
+    patch(Node, "_end_former", lambda self: self._act(SessionDead(FORMER)))
+
+
+@bug
+def client_lets_its_lease_go_with_the_node(patch):
+    """The next start cannot know that it still writes there (rule 5)."""
+    patch(writer._Holdings, "__bool__", lambda self: False)
 
 
 # --- waiting --------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Faults:
     node_kill: float = 0.12
     """A node dies and starts again with an empty segment."""
     node_kill_warm: float = 0.12
-    """A node dies and finds its segment again, where it knows how to."""
+    """A node dies and finds its segment again."""
     node_stop: float = 0.04
     """A node is told to end, and started again."""
     node_pause: float = 0.15

@@ -99,6 +99,7 @@ class SimNode(Node):
             arena_bytes=ARENA_BYTES,
             limits=LIMITS,
             shm_dir=run_dir / "shm",
+            keep=world.rng.random() < 0.5,
         )
         super().__init__(config, guarded(world, LIMITS.publish_timeout_s))
         self.world = world
@@ -129,16 +130,23 @@ class SimNode(Node):
         heartbeat.beat()
         world.listening[str(self.dir.socket)] = self
         self.ready = True
+        self._end_former()
+        self._schedule_index_work()
         self._every(HEARTBEAT_S, heartbeat.beat)
         reconciler = Reconciler(self.index, self.core.audit, self._schedule_index_work)
         self._every(RECONCILE_S, reconciler.step)
-        self._every(LEASE_POLL_S, self._end_dead_sessions)
+        self._every(LEASE_POLL_S, self._watch_once)
         self.loop.run(self._stopping)
         world.note("ends")
         world.listening.pop(str(self.dir.socket), None)
         self.ready = False
+        self._keeps = self.config.keep
         self._close()
         world.end_process(self.process)
+
+    def _watch_once(self) -> None:
+        self._end_former()
+        self._end_dead_sessions()
 
     def _every(self, period_s: float, call: Callable[[], None]) -> None:
         def again() -> None:
