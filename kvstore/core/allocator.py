@@ -8,6 +8,7 @@ pressure the coldest arena is emptied for a class that needs one.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvstore.core.eviction import LRU, EvictionPolicy, PolicyFactory
@@ -185,6 +186,28 @@ class Allocator:
         first = self._unused_slot(size_class)
         assert first is not None
         return first
+
+    def restore(self, arenas: Iterable[tuple[int, int, int]]) -> None:
+        """Take (arena, size class, generation) over from a former start of the node.
+
+        Every slot of those arenas is then FREE in that generation, whatever else is
+        known of it is up to the caller; an arena with class -1 stays free. All arenas
+        must be free before.
+        """
+        for index, size_class, generation in arenas:
+            arena = self.arenas[index]
+            arena.generation_floor = generation
+            if size_class < 0:
+                continue
+            arena.size_class = size_class
+            self._growing[size_class] = index
+            while self._growing.get(size_class) == index:
+                slot = self._unused_slot(size_class)
+                assert slot is not None
+                self._free_slots.setdefault(size_class, {})[slot.slot_id] = slot
+            self._by_heat[index] = None
+            self._empty[index] = None
+        self._free_arenas = [i for i in self._free_arenas if self.arenas[i].size_class < 0]
 
     def _heat(self, slot: Slot) -> Arena:
         arena = self.arenas[slot.slot_id // self.slots_per_arena]

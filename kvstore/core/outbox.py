@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from kvstore.core.slots import Slot
 from kvstore.types import Key
@@ -18,6 +18,9 @@ class Outbox:
     def __init__(self, removals_max: int) -> None:
         self._removals_max = removals_max
         self._unpublished: OrderedDict[Key, Slot] = OrderedDict()
+        """Sealed lately: somebody waits for the answer."""
+        self._unknown: OrderedDict[Key, Slot] = OrderedDict()
+        """Sealed long ago; the index has lost them. They go after the others."""
         # By key and record: a publication whose outcome is unknown may have left
         # an older record of the same key in the index, so both must go.
         self._removals: OrderedDict[KeyedRecord, None] = OrderedDict()
@@ -26,6 +29,11 @@ class Outbox:
 
     @property
     def publications_pending(self) -> int:
+        return len(self._unpublished) + len(self._unknown)
+
+    @property
+    def awaited(self) -> int:
+        """Publications that answers to clients wait for."""
         return len(self._unpublished)
 
     @property
@@ -33,23 +41,34 @@ class Outbox:
         return len(self._removals)
 
     def publish(self, slot: Slot) -> None:
-        """A block was sealed, or the index lost it."""
+        """A block was sealed."""
         self._unpublished[slot.key] = slot
+
+    def publish_again(self, slot: Slot) -> None:
+        """The index may have lost it: nobody waits, so it goes after what was sealed lately."""
+        if slot.key not in self._unpublished:
+            self._unknown[slot.key] = slot
 
     def withdraw(self, slot: Slot) -> None:
         """A sealed block is gone: its record must not stay."""
-        if self._unpublished.get(slot.key) is slot:
-            del self._unpublished[slot.key]
+        for pending in (self._unpublished, self._unknown):
+            if pending.get(slot.key) is slot:
+                del pending[slot.key]
         if slot.published:
-            if len(self._removals) >= self._removals_max:
-                self._removals.popitem(last=False)
-                self.forgotten += 1
-            self._removals[slot.key, slot.record] = None
+            self.remove(slot.key, slot.record)
+
+    def remove(self, key: Key, record: bytes) -> None:
+        """The index may hold this record, and it is wrong."""
+        if len(self._removals) >= self._removals_max:
+            self._removals.popitem(last=False)
+            self.forgotten += 1
+        self._removals[key, record] = None
 
     def take_publications(self, at_most: int) -> list[KeyedRecord]:
         """What to publish next, oldest first; it stays pending until `published` says so."""
         work: list[KeyedRecord] = []
-        for key, slot in islice(self._unpublished.items(), at_most):
+        pending = chain(self._unpublished.items(), self._unknown.items())
+        for key, slot in islice(pending, at_most):
             slot.published = True
             work.append((key, slot.record))
         return work
@@ -57,9 +76,10 @@ class Outbox:
     def published(self, work: Iterable[KeyedRecord]) -> None:
         """The index took `work`; blocks that changed meanwhile stay pending."""
         for key, record in work:
-            slot = self._unpublished.get(key)
-            if slot is not None and slot.record == record:
-                del self._unpublished[key]
+            for pending in (self._unpublished, self._unknown):
+                slot = pending.get(key)
+                if slot is not None and slot.record == record:
+                    del pending[key]
 
     def postpone(self, work: Iterable[KeyedRecord]) -> None:
         """Part of the index is away: these come after everything else that is pending."""

@@ -35,7 +35,7 @@ class PublishesBeforeTheSeal(NodeCore):
         for answer in effects.replies[-1].body:
             if isinstance(answer, tuple):
                 slot = self.allocator.slot(answer[0])
-                slot.record = self._record(slot)
+                slot.record = self.record(slot, self.epoch)
                 self.outbox.publish(slot)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvstore.core.events import Fill, Mark, Seal, Write
+from kvstore.core.events import Fill, Hold, Mark, Seal, Write
 from kvstore.core.sizes import SLOT_BYTES
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import (
@@ -34,6 +34,7 @@ class SimSegment:
         self.slot_bytes = tuple(min(size, superblock.arena_bytes) for size in SLOT_BYTES)
         self._head = bytearray(SUPERBLOCK_BYTES + self.slots * HEADER_BYTES)
         self._hints = [0] * hints_of(self.slots)
+        self.held = bytearray(self.slots)
         raw = pack_superblock(superblock)
         self._head[: len(raw)] = raw
 
@@ -47,6 +48,11 @@ class SimSegment:
     def header(self, slot_id: int) -> bytes:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
         return bytes(self._head[start : start + HEADER_BYTES])
+
+    @property
+    def headers(self) -> memoryview:
+        """64 bytes a slot."""
+        return memoryview(self._head)[SUPERBLOCK_BYTES:]
 
     def apply(self, write: Write) -> None:
         """All of `steps`, with nobody in between."""
@@ -66,9 +72,13 @@ class SimSegment:
                 self.bytes[write.offset + start : write.offset + start + len(part)] = part
                 yield
             return
+        if isinstance(write, Hold):
+            self.held[write.slot_id] = write.held
+            yield
+            return
         start = SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES
         if isinstance(write, Mark):
-            self._store_word(start, word(write.state, write.generation))
+            self._store_word(start, word(write.state, write.generation, write.size_class))
             yield
             return
         assert isinstance(write, Seal)
