@@ -13,7 +13,7 @@ from pathlib import Path
 from redis_servers import RedisServer, wait_until
 
 from kvstore import Limits
-from kvstore.nodedir import NodeDir
+from kvstore.nodedir import NodeDir, sweep
 
 MIB = 1 << 20
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
@@ -94,6 +94,7 @@ class NodeProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
             self.process.wait(20)
+        sweep(self.run_dir, kept=True)  # what waits for a next start, of one that was killed
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def __enter__(self) -> NodeProcess:

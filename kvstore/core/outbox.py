@@ -83,9 +83,12 @@ class Outbox:
 
     def postpone(self, work: Iterable[KeyedRecord]) -> None:
         """Part of the index is away: these come after everything else that is pending."""
-        for key, _ in work:
-            if key in self._unpublished:
-                self._unpublished.move_to_end(key)
+        for key, record in work:
+            slot = self._unpublished.get(key) or self._unknown.get(key)
+            if slot is not None and slot.record == record:
+                self._unpublished.pop(key, None)
+                self._unknown[key] = slot
+                self._unknown.move_to_end(key)
 
     def take_removals(self, at_most: int) -> list[KeyedRecord]:
         """Records to compare-and-delete; they stay pending until `removed` says so.

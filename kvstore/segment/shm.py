@@ -163,8 +163,7 @@ class OwnedShm:
             raise ValueError(f"it is of {found}, not of one before {wanted}")
         slots = _slots(wanted.arenas, wanted.arena_bytes)
         headers = memoryview(self._head)[SUPERBLOCK_BYTES:][: slots * HEADER_BYTES]
-        with headers:
-            return found.epoch, list(scan(found, headers, self._held))
+        return found.epoch, list(scan(found, headers, self._held))
 
     def adopt(self) -> None:
         """Make it this start's: from here on readers of the start before find another epoch."""
@@ -219,7 +218,9 @@ class OwnedShm:
         self._words.release()
         self._hints.release()
         self._held.release()
-        self._head.close()
+        # A failed look at the headers is still in the hands of whoever handles it.
+        with contextlib.suppress(BufferError):
+            self._head.close()
         self._data.close()
 
 
