@@ -173,6 +173,7 @@ class Node:
 
     def _create(self) -> None:
         config = self.config
+        self.dir.socket.unlink(missing_ok=True)  # of one that was killed: nobody serves yet
         arenas, arena_bytes = config.shape()
         node_id = node_id_of(config.run_dir, config.name)
         epoch = next_epoch(config.run_dir, config.name, time.time())
@@ -215,7 +216,6 @@ class Node:
         heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
         # Before anyone can connect: a client takes only a node that the index knows.
         heartbeat.beat()
-        self.dir.socket.unlink(missing_ok=True)
         server = await self._loop.create_unix_server(
             lambda: Connection(self._on_hello, self._on_request, self._on_gone),
             self.dir.socket,
