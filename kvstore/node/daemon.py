@@ -394,15 +394,18 @@ class Node:
     def _flush(self) -> None:
         assert self._loop is not None
         work = self.core.outbox.take_publications(PUBLISH_BATCH)
+        again_s = 0.0
         try:
             lost = set(self.index.publish([KeyRecord(*item) for item in work]))
             self.core.outbox.published([item for item in work if item not in lost])
             self.core.outbox.postpone(lost)
             self._index_away = bool(lost)
+            if lost and len(lost) == len(work):
+                again_s = INDEX_RETRY_S  # nothing is left that the other shards could take
         except IndexUnavailableError as e:
             log.debug("publication waits: %s", e)
             self._index_away = True
-        again_s = INDEX_RETRY_S if self._index_away else 0.0
+            again_s = INDEX_RETRY_S
         if again_s or not self.core.outbox.awaited:
             held, self._held = self._held, []
             for connection, answer in held:
