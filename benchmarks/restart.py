@@ -81,10 +81,10 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
                 for start in range(0, len(names), 1000):
                     batch = names[start : start + 1000]
                     assert all(client.put_many((name, value) for name in batch))
-            for _ in range(options.repetitions):
-                rows.append(_restarted(node, server.url, run_dir, keys))
-            for _ in range(options.repetitions):
-                rows.append(_emptied(node, server.url, run_dir, keys))
+            for step in (_restarted, _emptied):
+                for _ in range(options.repetitions):
+                    row = step(node, server.url, run_dir, keys)
+                    rows.append(row)
         finally:
             node.stop(signal.SIGTERM)
             sweep(run_dir, kept=True)

@@ -209,6 +209,23 @@ class Allocator:
             self._empty[index] = None
         self._free_arenas = [i for i in self._free_arenas if self.arenas[i].size_class < 0]
 
+    def restored(self, slot: Slot, *, held: bool = False) -> None:
+        """A slot from `restore` was found in use; with `held`, it may not be evicted."""
+        del self._free_slots[slot.size_class][slot.slot_id]
+        arena = self._heat(slot)
+        arena.live += 1
+        self._empty.pop(arena.index, None)
+        if held:
+            arena.busy += 1
+        else:
+            self._policy_of(slot.size_class).insert(slot.slot_id)
+
+    def _policy_of(self, size_class: int) -> EvictionPolicy:
+        policy = self._evictable.get(size_class)
+        if policy is None:
+            policy = self._evictable[size_class] = self._policy()
+        return policy
+
     def _heat(self, slot: Slot) -> Arena:
         arena = self.arenas[slot.slot_id // self.slots_per_arena]
         self._tick += 1
@@ -237,10 +254,7 @@ class Allocator:
     def became_evictable(self, slot: Slot) -> None:
         """Sealed, or sealed and no longer pinned."""
         self._heat(slot).busy -= 1
-        policy = self._evictable.get(slot.size_class)
-        if policy is None:
-            policy = self._evictable[slot.size_class] = self._policy()
-        policy.insert(slot.slot_id)
+        self._policy_of(slot.size_class).insert(slot.slot_id)
 
     def became_free(self, slot: Slot, *, was_busy: bool) -> None:
         """Aborted, evicted, dropped or unpinned after it was dropped."""

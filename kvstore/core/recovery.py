@@ -60,25 +60,27 @@ def recover(core: NodeCore, arenas: Iterable[ArenaSeen], former_epoch: int) -> l
         core.counts["recovery_dropped"] += len(arena.damaged)
         for held in arena.held:
             _hold(core, held)
-    blocks = [(block, arena.pinned) for arena in seen for block in arena.sealed]
-    blocks.sort(key=lambda item: (item[0].generation, item[0].slot_id))
-    for block, pinned in blocks:
+    blocks = [block for arena in seen for block in arena.sealed]
+    blocks.sort(key=lambda block: (block.generation, block.slot_id))
+    pinned: set[int] = set().union(*(arena.pinned for arena in seen))
+    for block in blocks:
         if block.key in core.by_key:  # two blocks of one key: not written by any node
             writes.append(Mark(block.slot_id, SlotState.FREE, block.generation))
             core.counts["recovery_dropped"] += 1
             if block.slot_id in pinned:
                 _hold(core, HeldSlot(block.slot_id, block.generation, False))
             continue
-        slot = _take(core, block.slot_id, block.generation, SlotState.SEALED)
+        slot = _found(core, block.slot_id, block.generation, SlotState.SEALED)
         _describe(slot, block, former_epoch)
         slot.record = core.record(slot, core.epoch)
         core.by_key[block.key] = slot
         core.outbox.publish_again(slot)
         if block.slot_id in pinned:
+            core.allocator.restored(slot, held=True)
             slot.pins = 1
             core.former().pins[slot.slot_id] = 1
         else:
-            core.allocator.became_evictable(slot)
+            core.allocator.restored(slot)
     core.counts["recovered"] = len(core.by_key)
     for arena in seen:
         for block in arena.gone:
@@ -97,14 +99,12 @@ def fits(seal: Seal, slots_per_arena: int, arena_bytes: int) -> bool:
     )
 
 
-def _take(core: NodeCore, slot_id: int, generation: int, state: SlotState) -> Slot:
+def _found(core: NodeCore, slot_id: int, generation: int, state: SlotState) -> Slot:
     """The one place where a slot gets its state from elsewhere than the table of transitions."""
     slot = core.allocator.slot(slot_id)
     assert slot is not None
     assert slot.state is SlotState.FREE
     slot.generation = generation
-    slot.state = SlotState.RESERVED
-    core.allocator.became_busy(slot)
     slot.state = state
     return slot
 
@@ -122,13 +122,14 @@ def _describe(slot: Slot, block: Seal, former_epoch: int) -> None:
 def _hold(core: NodeCore, held: HeldSlot) -> None:
     former = core.former()
     if held.reserved:
-        slot = _take(core, held.slot_id, held.generation, SlotState.RESERVED)
+        slot = _found(core, held.slot_id, held.generation, SlotState.RESERVED)
         former.reserved[slot.slot_id] = slot
         core.counts["recovery_dropped"] += 1
     else:
-        slot = _take(core, held.slot_id, held.generation, SlotState.DOOMED)
+        slot = _found(core, held.slot_id, held.generation, SlotState.DOOMED)
         slot.pins = 1
         former.pins[slot.slot_id] = 1
+    core.allocator.restored(slot, held=True)
 
 
 def _disown(core: NodeCore, block: Seal, former_epoch: int) -> None:
