@@ -82,6 +82,7 @@ class NodeCore:
         """What Redis has yet to hear."""
         self.gone = Gone(self.limits.gone_keys)
         self.namespaces = Namespaces(self.limits.namespaces)
+        # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored",
@@ -94,6 +95,7 @@ class NodeCore:
                 "writers_died",
                 "recovered",
                 "recovery_dropped",
+                "repaired",
             ),
             0,
         )
