@@ -50,8 +50,7 @@ class Pinned:
         self._client = client
         self._key = key
         self._record: bytes | None = record
-        # A view of its own: the reader may give the same place to the next get.
-        self.buffer: memoryview = place.data[:]
+        self.buffer: memoryview = place.data[:]  # of its own: the place is remembered
         """The value's bytes, read-only, format 'B', no copy."""
 
     def close(self) -> None:

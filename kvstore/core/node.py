@@ -15,7 +15,6 @@ from itertools import islice
 from typing import Any
 
 from kvstore.core.allocator import Allocator
-from kvstore.core.audit import Audit
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -81,10 +80,9 @@ class NodeCore:
         self._sessions: dict[int, Session] = {}
         self.outbox = Outbox(self.limits.pending_remove)
         """What Redis has yet to hear."""
-        self.audit = Audit(self.allocator, self.outbox, node_id)
-        """What Redis has forgotten in silence."""
         self.gone = Gone(self.limits.gone_keys)
         self.namespaces = Namespaces(self.limits.namespaces)
+        # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored",
@@ -97,6 +95,7 @@ class NodeCore:
                 "writers_died",
                 "recovered",
                 "recovery_dropped",
+                "repaired",
             ),
             0,
         )

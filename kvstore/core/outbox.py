@@ -53,11 +53,6 @@ class Outbox:
         if slot.key not in self._unpublished:
             self._unknown[slot.key] = slot
 
-    def publishes(self, slot: Slot) -> bool:
-        """Whether the index has yet to hear of it."""
-        pending = (self._unpublished, self._unknown)
-        return any(work.get(slot.key) is slot for work in pending)
-
     def withdraw(self, slot: Slot) -> None:
         """A sealed block is gone: its record must not stay."""
         for pending in (self._unpublished, self._unknown):

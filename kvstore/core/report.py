@@ -44,7 +44,6 @@ def stats(core: NodeCore, now: float) -> dict[str, int | float]:
         "pinned": sum(len(session.pins) for session in core.sessions()),
         "unpublished": core.outbox.publications_pending,
         "removals_pending": core.outbox.removals_pending,
-        "repaired": core.audit.repaired,
         "removals_forgotten": core.outbox.forgotten,
     }
 

@@ -183,5 +183,5 @@ def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
 async def stay_restartable(directory: NodeDir) -> None:
     """Leave a sign of life now and then: a sweep spares what died lately."""
     while True:
-        directory.keep_segment()
         await asyncio.sleep(SIGN_OF_LIFE_S)
+        directory.keep_segment()

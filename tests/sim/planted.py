@@ -11,19 +11,27 @@ from functools import partial
 from kvstore.client import client, control, reader, writer
 from kvstore.core import breaker, node, recovery
 from kvstore.core.allocator import Allocator
-from kvstore.core.audit import Audit
 from kvstore.core.events import Fill, SessionDead, SessionResumed
 from kvstore.core.gone import GoneWhy
 from kvstore.core.holdings import FORMER
 from kvstore.core.node import NodeCore
 from kvstore.core.outbox import Outbox
+from kvstore.core.scrub import Scrub
 from kvstore.core.slots import SlotEvent, SlotState
 from kvstore.index.memory import MemoryIndex
 from kvstore.node.control import Connection
 from kvstore.node.daemon import Node
 from kvstore.node.sessions import Sessions
 from kvstore.segment import scan, shm
-from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, body_of, of_word, pack
+from kvstore.segment.header import (
+    HEADER_BYTES,
+    RESERVED,
+    SEALED,
+    SUPERBLOCK_BYTES,
+    body_of,
+    of_word,
+    pack,
+)
 from kvstore.testing.sim import Faults, world
 
 BUGS = []
@@ -401,13 +409,13 @@ def closing_a_pin_spoils_the_place(patch):
 def flushed_index_never_refilled(patch):
     """Neither the new incarnation nor the round over all blocks publishes anything."""
     patch(NodeCore, "republish", lambda self: 0)
-    patch(Audit, "take", lambda self, at_most: [])
+    patch(Scrub, "next", lambda self, at_most: [])
 
 
 @bug
 def nobody_looks_after_single_keys(patch):
     """Of two nodes that have a key, the one that drops it hides the other's."""
-    patch(Audit, "take", lambda self, at_most: [])
+    patch(Scrub, "next", lambda self, at_most: [])
 
 
 @bug
@@ -469,8 +477,10 @@ def withdrawn_block_still_published(patch):
 
 # --- warm restart ---------------------------------------------------------------
 
+RESTARTS = {"node_kill_warm": 0.7, "client_pause": 3.0}
 
-@bug
+
+@bug_that_needs(**RESTARTS)
 def restart_frees_what_is_reserved(patch):
     """A writer of the former start writes into what is somebody else's (rule 5)."""
     real = recovery._hold
@@ -482,20 +492,23 @@ def restart_frees_what_is_reserved(patch):
     patch(recovery, "_hold", hold)
 
 
-@bug
+@bug_that_needs(**RESTARTS)
 def restart_seals_what_is_reserved(patch):
     """What a slot held before is back, with bytes of what was being written."""
-    patch(
-        scan, "of_word", lambda word: (2 if word & 0xFF == 1 else word & 0xFF, *of_word(word)[1:])
-    )
+
+    def sealed(word):
+        state, generation, size_class = of_word(word)
+        return (SEALED if state == RESERVED else state), generation, size_class
 
     def fields(raw):
-        return body_of(raw, of_word(int.from_bytes(raw[:8], "little"))[1])
+        state, generation, _ = of_word(int.from_bytes(raw[:8], "little"))
+        return body_of(raw, generation - (state == RESERVED))
 
+    patch(scan, "of_word", sealed)
     patch(scan, "fields", fields)
 
 
-@bug
+@bug_that_needs(**RESTARTS)
 def restart_forgets_pins(patch):
     """Bytes change under somebody who looks at them in place."""
     patch(scan._Arena, "_pinned", lambda self: set())
@@ -512,13 +525,13 @@ def restart_counts_generations_anew(patch):
     patch(Allocator, "restore", restore)
 
 
-@bug
+@bug_that_needs(**RESTARTS)
 def restart_believes_former_clients_dead(patch):
     """Their slots are free at once (rule 5)."""
     patch(Node, "_end_former", lambda self: self._act(SessionDead(FORMER)))
 
 
-@bug
+@bug_that_needs(**RESTARTS)
 def client_lets_its_lease_go_with_the_node(patch):
     """The next start cannot know that it still writes there (rule 5)."""
     patch(writer._Holdings, "__bool__", lambda self: False)
