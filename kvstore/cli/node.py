@@ -24,6 +24,7 @@ from kvstore.index.open import open_guarded
 from kvstore.limits import ARENA_BYTES_DEFAULT, Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
+from kvstore.nodedir import sweep
 from kvstore.transport.address import parse_listen
 from kvstore.transport.security import (
     SECRET,
@@ -33,7 +34,6 @@ from kvstore.transport.security import (
     TLS_KEY,
     StreamSecurity,
 )
-from kvstore.nodedir import sweep
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
