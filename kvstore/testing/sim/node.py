@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvstore.core.scrub import Scrub
 from kvstore.limits import Limits
 from kvstore.node.config import NodeConfig
 from kvstore.node.control import Connection
-from kvstore.node.daemon import LEASE_POLL_S, SCRUB_EVERY_S, Node
+from kvstore.node.daemon import LEASE_POLL_S, Node
 from kvstore.node.heartbeat import HEARTBEAT_S, JITTER, Heartbeat
+from kvstore.node.reconcile import SCRUB_EVERY_S
 from kvstore.testing.sim.edges import guarded
 from kvstore.testing.sim.hosts import SimNodeDir
 from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
@@ -133,8 +133,7 @@ class SimNode(Node):
         self._end_former()
         self._schedule_index_work()
         self._every(HEARTBEAT_S, heartbeat.beat)
-        scrub = Scrub(self.core)
-        self._every(SCRUB_EVERY_S, lambda: self._scrub_some(scrub))
+        self._every(SCRUB_EVERY_S, self._scrubber().step)
         self._every(LEASE_POLL_S, self._watch_once)
         self.loop.run(self._stopping)
         world.note("ends")

@@ -1,0 +1,56 @@
+"""Finds and repairs what the index lost without its incarnation telling."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvstore.core.node import NodeCore
+from kvstore.core.scrub import Scrub
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index
+from kvstore.nodedir import Announcement
+
+log = logging.getLogger("kvstore.node")
+
+SCRUB_EVERY_S = 0.25
+SCRUB_KEYS = 512
+"""A look at as many takes 0.2 ms of Redis; 100,000 blocks are gone through in 50 s."""
+
+
+class Scrubber:
+    """Looks up a few keys now and then, unless the index is `away`; has lost ones published."""
+
+    def __init__(
+        self, core: NodeCore, index: Index, away: Callable[[], bool], publish: Callable[[], None]
+    ) -> None:
+        self._scrub = Scrub(core)
+        self._index = index
+        self._away = away
+        self._publish = publish
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(SCRUB_EVERY_S)
+            self.step()
+
+    def step(self) -> None:
+        keys = [] if self._away() else self._scrub.next(SCRUB_KEYS)
+        if not keys:
+            return
+        try:
+            records = self._index.lookup(keys)
+            owners = self._scrub.owners(keys, records)
+            epochs = {owner: self._epoch_of(owner) for owner in owners}
+        except IndexUnavailableError:
+            return
+        lost = self._scrub.found(keys, records, epochs)
+        if lost:
+            log.info("the index had lost %d blocks of %d: publishing them", lost, len(keys))
+            self._publish()
+
+    def _epoch_of(self, node_id: int) -> int | None:
+        raw = self._index.node(node_id)
+        word = Announcement.unpack(raw) if raw is not None else None
+        return word.epoch if word is not None else None
