@@ -49,6 +49,11 @@ SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 
 
+RESTART_WITHIN_S = 600.0
+"""How long after a node died its segment waits for the next start: whoever then looks
+removes it, and before that a node of the same run directory that needs the memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of one node that an operator may move."""

@@ -3,6 +3,7 @@
     lock          flock held for as long as the node's process lives
     node.json     its announcement (also in the index)
     control.sock  its control socket
+    keep          its last sign of life, when its segment is to wait for its next start
     leases/ID     one file per client, flock held for as long as the client's process lives
 
 A lock outlives a lost connection and a stopped process and ends with the
@@ -17,12 +18,15 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kvstore.errors import UsageError
+from kvstore.limits import RESTART_WITHIN_S
 
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
+KEEP = "keep"
 NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
 
@@ -47,6 +51,10 @@ class Announcement:
     """Values up to this size may travel in a reserve request."""
     transports: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other ways to reach it than this host's memory: an address by the transport's name."""
+
+    def with_files(self, data_path: str, head_path: str) -> Announcement:
+        """The same with its segment in these files."""
+        return dataclasses.replace(self, data_path=data_path, head_path=head_path)
 
     def pack(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -119,6 +127,28 @@ class NodeDir:
         self.announcement_path = self.path / ANNOUNCEMENT
         self.socket = self.path / SOCKET
         self.leases = self.path / LEASES
+        self.keep = self.path / KEEP
+
+    def announce(self, word: Announcement) -> None:
+        """Readers see the old announcement or the new one, whenever the node is killed."""
+        fresh = self.announcement_path.with_suffix(".new")
+        fresh.write_bytes(word.pack())
+        fresh.rename(self.announcement_path)
+
+    def keep_segment(self) -> None:
+        """From here on, and while this is said again and again, a crash costs no blocks."""
+        self.keep.touch(mode=0o600)
+
+    def kept_for_s(self) -> float:
+        """How long the segment of this node, if it is dead, waits for its next start; 0: not."""
+        word = self.announcement()
+        try:
+            died_at = self.keep.stat().st_mtime
+            if word is None or not Path(word.head_path).exists():
+                return 0.0
+        except OSError:
+            return 0.0
+        return max(died_at + RESTART_WITHIN_S - time.time(), 0.0)
 
     def announcement(self) -> Announcement | None:
         try:
@@ -149,13 +179,19 @@ def node_dirs(run_dir: Path) -> Iterator[NodeDir]:
             yield NodeDir(run_dir, name)
 
 
-def sweep(run_dir: Path) -> list[str]:
+def sweep(run_dir: Path, *, kept: bool = False, names: Collection[str] | None = None) -> list[str]:
     """Remove what dead nodes left behind (segments too); the names of those removed.
 
+    Segments that wait for the next start of their node go only with `kept`; with
+    `names`, only those nodes are looked at.
     Anyone may call this at any time: holding the lock proves that the node is dead.
     """
     removed: list[str] = []
     for node_dir in node_dirs(run_dir):
+        if names is not None and node_dir.name not in names:
+            continue
+        if not kept and node_dir.kept_for_s() > 0:
+            continue
         try:
             fd = try_lock(node_dir.lock, create=False)
         except OSError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from redis_servers import RedisServer, wait_until
 
 from kvstore import Limits
-from kvstore.nodedir import NodeDir
+from kvstore.nodedir import NodeDir, sweep
 
 MIB = 1 << 20
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
@@ -61,12 +61,13 @@ class NodeProcess:
             "lookup_timeout_s": 5.0,
         }
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
+        """`options` are of this start alone; the last of its name counts."""
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "kvstore.cli", "node", "--url", self.redis.url),
                 *("--run-dir", str(self.run_dir), "--key-prefix", self.key_prefix),
-                *("--end-with-parent", str(os.getpid()), *self._options),
+                *("--end-with-parent", str(os.getpid()), *self._options, *options),
             ],
             stdout=subprocess.DEVNULL,
             env=self._environment,
@@ -75,7 +76,8 @@ class NodeProcess:
 
     def _ready(self) -> bool:
         assert self.process.poll() is None, "the node ended at once"
-        return self.directory.alive() and self.directory.socket.exists()
+        word = self.directory.announcement()
+        return word is not None and word.pid == self.process.pid and self.directory.socket.exists()
 
     def segment_files(self) -> list[Path]:
         word = self.directory.announcement()
@@ -88,12 +90,17 @@ class NodeProcess:
         self.process.kill()
         self.process.wait(10)
 
+    def forget(self) -> None:
+        """When it is dead: remove what waits for its next start."""
+        sweep(self.run_dir, kept=True)
+
     def close(self) -> None:
         """End it as a user would; whatever it left is for the test to find."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
             self.process.wait(20)
+        self.forget()
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def __enter__(self) -> NodeProcess:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from kvstore.errors import UsageError
+from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import Announcement, NodeDir, is_locked, node_dirs, sweep, try_lock
 
 WORD = Announcement(
@@ -118,3 +119,25 @@ def test_a_directory_without_a_lock_file_is_left_alone(tmp_path):
     NodeDir(tmp_path, "starting").path.mkdir(parents=True)
     assert sweep(tmp_path) == []
     assert NodeDir(tmp_path, "starting").path.exists()
+
+
+def test_a_segment_that_waits_for_its_node_is_swept_when_its_time_is_over_or_it_is_asked_for(
+    tmp_path,
+):
+    for name in ("lately", "long-ago", "named"):
+        make(tmp_path, name).keep_segment()
+    os.utime(NodeDir(tmp_path, "long-ago").keep, (0, 0))
+    assert sweep(tmp_path) == ["long-ago"]
+    assert 0 < NodeDir(tmp_path, "lately").kept_for_s() <= RESTART_WITHIN_S
+    assert sweep(tmp_path, kept=True, names={"named"}) == ["named"]
+    assert sweep(tmp_path, kept=True) == ["lately"]
+    assert [p.name for p in tmp_path.iterdir()] == ["nodes"]
+
+
+def test_a_directory_whose_segment_is_gone_waits_for_nothing(tmp_path):
+    """As after a reboot, which empties shared memory."""
+    directory = make(tmp_path, "n")
+    directory.keep_segment()
+    (tmp_path / "n.head").unlink()
+    assert directory.kept_for_s() == 0
+    assert sweep(tmp_path) == ["n"]

@@ -146,4 +146,4 @@ class Fleet:
             child.terminate()
         for child in self.children:
             child.end_by(give_up_at)
-        sweep(self._run_dir)
+        sweep(self._run_dir, kept=True, names={child.name for child in self.children})

@@ -24,6 +24,7 @@ from kvstore.index.open import open_guarded
 from kvstore.limits import ARENA_BYTES_DEFAULT, Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
+from kvstore.nodedir import sweep
 from kvstore.transport.address import parse_listen
 from kvstore.transport.security import (
     SECRET,
@@ -48,6 +49,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="stop when the last client is gone, or when none comes",
     )
     add_stream(parser)
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the memory for the next start of this name when told to stop",
+    )
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="start nothing: free what dead nodes of this run directory left behind",
+    )
     parser.add_argument("--end-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     add_verbose(parser)
 
@@ -112,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
     start_logging(args)
     if args.end_with_parent is not None:
         _end_with(args.end_with_parent)
+    if args.clean:
+        return _clean(run_dir_of(args))
     config = NodeConfig(
         run_dir=run_dir_of(args),
         name=args.name,
@@ -124,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
         advertise=args.advertise,
         open_to_all=args.open,
         security=_security(args),
+        keep=args.keep,
         limits=Limits(),
     )
     opened = open_guarded(
@@ -133,6 +147,15 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_serve(Node(config, opened.index), no_password(opened.url)))
     finally:
         opened.close()
+
+
+def _clean(run_dir: Path) -> int:
+    removed = sweep(run_dir, kept=True)
+    for name in removed:
+        print(f"node {name} is dead: removed what it left behind")
+    if not removed:
+        print(f"no dead node in {run_dir}")
+    return 0
 
 
 async def _serve(node: Node, redis: str) -> int:

@@ -113,6 +113,7 @@ def _text(found: dict[str, Any]) -> str:
     if sum(node["stats"] is not None for node in found["nodes"]) > 1:
         rows.append(("total here", "", "", *_numbers(totals["capacity_bytes"], totals)))
     lines = [table(columns.split(), rows, left=3), ""]
+    lines[1:1] = [text for node in found["nodes"] if (text := warm_start(node))]
     index = found["index"]
     if not found["nodes"]:
         lines = ["no nodes", ""]
@@ -127,6 +128,18 @@ def _text(found: dict[str, Any]) -> str:
             f"version {index['version']}",
         ]
     return "\n".join(lines)
+
+
+def warm_start(node: dict[str, Any]) -> str:
+    """What the node found of its former start, empty when it started empty."""
+    stats = node["stats"]
+    if stats is None or not (stats["recovered"] or stats["recovery_dropped"]):
+        return ""
+    return (
+        f"{node['name']}: warm start with {stats['recovered']} blocks, "
+        f"{stats['recovery_dropped']} unsealed or damaged dropped, "
+        f"{stats['quarantined']} slots held for clients of before"
+    )
 
 
 def _row(node: dict[str, Any]) -> tuple[object, ...]:

@@ -46,19 +46,19 @@ class Pinned:
     Also safe to drop: the pin ends with the client at the latest.
     """
 
-    def __init__(self, client: Client, place: Place, handle: tuple[int, int]) -> None:
+    def __init__(self, client: Client, place: Place, key: Key, record: bytes) -> None:
         self._client = client
-        self._handle: tuple[int, int] | None = handle
-        # A view of its own: the reader may give the same place to the next get.
-        self.buffer: memoryview = place.data[:]
+        self._key = key
+        self._record: bytes | None = record
+        self.buffer: memoryview = place.data[:]  # of its own: the place is remembered
         """The value's bytes, read-only, format 'B', no copy."""
 
     def close(self) -> None:
         """Release the view and let the block go. Safe to call twice."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
+        record, self._record = self._record, None
+        if record is not None:
             self.buffer.release()
-            self._client.session.writer.unpin(handle)
+            self._client.session.writer.unpin(self._key, record)
 
     def __enter__(self) -> Self:
         return self
@@ -292,15 +292,14 @@ class Client:
         The value must be on this host's node. Close it, or use it in a `with`.
         """
         raw_key = self.namespace.value_key(key)
-        pinned = self._writer.pin(raw_key)
-        if pinned is None:
+        record = self._writer.pin(raw_key)
+        if record is None:
             return None
-        record, handle = pinned
         place = self._reader.place(raw_key, record)
         if place is None or (self._verify and not place.verified()):
-            self._writer.unpin(handle)
+            self._writer.unpin(raw_key, record)
             return None
-        return Pinned(self, place, handle)
+        return Pinned(self, place, raw_key, record)
 
     def delete(self, key: str | bytes) -> bool:
         """Drop a value from this host's node; False when it was not there."""

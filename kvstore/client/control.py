@@ -84,6 +84,7 @@ class ControlChannel:
         self._last_request = 0
         self._pid = os.getpid()
         self._closed = False
+        self._retired = False
         self._awaited: dict[int, Ticket] = {}
         self._out_of_step = False
         """Somebody gave up, and the node may believe that this client holds more than it
@@ -173,7 +174,12 @@ class ControlChannel:
         now = time.monotonic()
         if self._socket is not None:
             return True
-        if self._closed or self._pid != os.getpid() or not self._breaker.allows(now):
+        if (
+            self._closed
+            or self._retired
+            or self._pid != os.getpid()
+            or not self._breaker.allows(now)
+        ):
             return False
         try:
             self._connect(now + SAY_CONNECT_TIMEOUT_S)
@@ -183,6 +189,12 @@ class ControlChannel:
             return False
         self._breaker.succeeded()
         return True
+
+    def retire(self) -> None:
+        """The node is gone for good: no further answer is taken. The lease stays until `close`."""
+        with self._lock:
+            self._retired = True
+            self._disconnect()
 
     def close(self) -> None:
         """Say goodbye: the node takes back whatever this client held."""
@@ -205,6 +217,8 @@ class ControlChannel:
             raise UsageError(
                 "client", self._pid, "was made before a fork: make one in each process"
             )
+        if self._retired:
+            raise NodeUnavailableError(f"node {self.directory.name} is gone")
         if self._closed:
             # By its user, or by another thread that found the node gone.
             raise NodeUnavailableError(f"node {self.directory.name}: this channel is closed")

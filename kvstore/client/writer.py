@@ -1,7 +1,7 @@
 """Saving through the local node: reserve, copy, commit; pins and deletions go the same way.
 
-In one file because what a client holds (`_reserved`, `_pinned`) must change under the
-same lock as the requests that change it (rule 5).
+In one file because what a client holds (`_Holdings`) must change under the same lock as
+the requests that change it (rule 5).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.hashing import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
-from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, PutResult, rejected
+from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
 
 NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
@@ -54,12 +54,34 @@ class Want(NamedTuple):
     checksum: int
 
 
+class _Holdings:
+    """(slot, generation) pairs at one start of one node that this client may still use."""
+
+    def __init__(self) -> None:
+        self.reserved: set[tuple[int, int]] = set()
+        self.pinned: dict[tuple[int, int], int] = {}
+
+    def said(self) -> Held:
+        return list(self.reserved), list(self.pinned)
+
+    def __bool__(self) -> bool:
+        return bool(self.reserved or self.pinned)
+
+    def unpin(self, handle: tuple[int, int]) -> None:
+        count = self.pinned.get(handle, 0)
+        if count <= 1:
+            self.pinned.pop(handle, None)
+        else:
+            self.pinned[handle] = count - 1
+
+
 class _Link:
     """The connection to one start of one node, with its segment mapped for writing."""
 
-    def __init__(self, word: Announcement, control: ControlChannel) -> None:
+    def __init__(self, word: Announcement, control: ControlChannel, held: _Holdings) -> None:
         self.word = word
         self.control = control
+        self.held = held
         self.shm = AttachedShm(Path(word.data_path), Path(word.head_path), writable=True)
         self.shm.populate_ahead()
         self.payload = self.shm.payload
@@ -90,8 +112,9 @@ class Writer:
         self._lock = threading.Lock()
         self._link: _Link | None = None
         self._search_at = 0.0
-        self._reserved: set[tuple[int, int]] = set()
-        self._pinned: dict[tuple[int, int], int] = {}
+        self._former: list[_Link] = []
+        """Of nodes that are gone, while something of theirs is still in somebody's hands: the
+        next start may use the same memory, and the lease keeps it off those slots."""
         self._touched: dict[Key, None] = {}
         self._touched_at = 0.0
 
@@ -129,17 +152,15 @@ class Writer:
                 f"no memory node {which}on this host: start one with `kvstore node`"
             )
         word, directory = found
-        control = ControlChannel(directory, (word.node_id, word.epoch), self._timeout_s, self._held)
+        held = _Holdings()
+        control = ControlChannel(directory, (word.node_id, word.epoch), self._timeout_s, held.said)
         try:
-            link = _Link(word, control)
+            link = _Link(word, control, held)
         except (OSError, ValueError) as e:
             raise NodeUnavailableError(f"segment of node {word.name}: {e}") from e
         # Known to be a node of this index: its blocks can be read without asking the index.
         self._nodes.segment(word.node_id, word.epoch, now)
         return link
-
-    def _held(self) -> Held:
-        return list(self._reserved), list(self._pinned)
 
     def _ask(self, op: Op, *args: Any, accept: Callable[[_Link, Any], Any] | None = None) -> Any:
         """Ask the node; when it is gone, look for another one once."""
@@ -155,14 +176,24 @@ class Writer:
         raise AssertionError("unreachable")
 
     def _drop(self, link: _Link) -> None:
-        """The node is gone; so is everything this client held there."""
+        """The node is gone; what this client holds there can be neither sealed nor read anew."""
         with self._lock:
             if self._link is not link or self._nodes_alive(link):
                 return
             self._link = None
-            self._reserved.clear()
-            self._pinned.clear()
-        link.control.close()
+            self._former.append(link)
+        link.control.retire()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let the leases of former nodes go when nothing of theirs is in use any more."""
+        if not self._former:
+            return
+        with self._lock:
+            done = [link for link in self._former if not link.held]
+            self._former = [link for link in self._former if link.held]
+        for link in done:
+            link.control.close()
 
     @staticmethod
     def _nodes_alive(link: _Link) -> bool:
@@ -240,7 +271,7 @@ class Writer:
         for want, answer in zip(wants, raw, strict=True):
             if type(answer) is list:
                 slot, generation, offset = answer
-                self._reserved.add((slot, generation))
+                link.held.reserved.add((slot, generation))
                 link.shm.populate(offset, want.size_bytes)
                 buffer = payload[offset : offset + want.size_bytes]
                 answers.append(
@@ -294,31 +325,40 @@ class Writer:
             link.control.request(op, items)
 
     def _forget(self, reservations: Sequence[Reservation]) -> None:
-        for r in reservations:
-            self._reserved.discard((r.slot, r.generation))
+        for link in self._links():
+            here = (link.word.node_id, link.word.epoch)
+            link.held.reserved.difference_update(
+                (r.slot, r.generation) for r in reservations if (r.node_id, r.epoch) == here
+            )
+        self._settle()
+
+    def _links(self) -> list[_Link]:
+        """Those of former nodes too, as long as something of theirs is in use."""
+        link = self._link
+        return [*self._former, link] if link is not None else list(self._former)
 
     # --- pins, touches, deletions -------------------------------------------
 
-    def pin(self, key: Key) -> tuple[bytes, tuple[int, int]] | None:
-        """(record, handle) of a block that now stays until `unpin(handle)`."""
+    def pin(self, key: Key) -> bytes | None:
+        """The record of a block that now stays until `unpin(key, record)`."""
         (answer,) = self._ask(Op.PIN, key, accept=self._pinned_now)
         if isinstance(answer, str):
             raise UsageError("pin", key.hex(), answer)
-        return None if answer is None else (answer, _handle(answer))
+        return None if answer is None else bytes(answer)
 
-    def _pinned_now(self, _: _Link, raw: list[Any]) -> list[Any]:
+    def _pinned_now(self, link: _Link, raw: list[Any]) -> list[Any]:
         """The node's answers as they are; from here on the records among them count as held."""
+        pinned = link.held.pinned
         with self._lock:
             for record in raw:
                 if isinstance(record, bytes):
                     handle = _handle(record)
-                    self._pinned[handle] = self._pinned.get(handle, 0) + 1
+                    pinned[handle] = pinned.get(handle, 0) + 1
         return raw
 
-    def unpin(self, handle: tuple[int, int]) -> None:
+    def unpin(self, key: Key, record: bytes) -> None:
         """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
-        self._pin_released(handle)
-        self._give_back(Op.UNPIN, [handle])
+        self.unpin_many([(key, record)])
 
     def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """The record of each block that now stays until `unpin_many`; None for the others."""
@@ -335,27 +375,25 @@ class Writer:
         return records
 
     def unpin_many(self, pinned: Sequence[tuple[Key, bytes]]) -> None:
-        """Let each go once. Pins on a node that is gone are gone with it."""
-        link = self._link
-        if link is None:
-            return
-        here = (link.word.node_id, link.word.epoch)
+        """Let each go once."""
         handles: list[tuple[int, int]] = []
         for key, record in pinned:
             location = unpack_record(key, record)
-            if location is not None and (location.node_id, location.epoch) == here:
+            if location is not None and self._pin_released(location):
                 handles.append((location.slot, location.generation))
-                self._pin_released(handles[-1])
         for start in range(0, len(handles), BATCH_KEYS_MAX):
             self._give_back(Op.UNPIN, handles[start : start + BATCH_KEYS_MAX])
 
-    def _pin_released(self, handle: tuple[int, int]) -> None:
+    def _pin_released(self, location: Location) -> bool:
+        """Whether the node that lives is to be told."""
         with self._lock:
-            count = self._pinned.get(handle, 0)
-            if count <= 1:
-                self._pinned.pop(handle, None)
-            else:
-                self._pinned[handle] = count - 1
+            for link in self._links():
+                if (link.word.node_id, link.word.epoch) == (location.node_id, location.epoch):
+                    link.held.unpin((location.slot, location.generation))
+                    if link is self._link:
+                        return True
+        self._settle()
+        return False
 
     def touch(self, keys: Sequence[Key], now: float) -> None:
         """Remember that `keys` were used; tell the node now and then (design: the load path)."""
@@ -370,7 +408,8 @@ class Writer:
             link = self.link(start=False)
         except NodeUnavailableError:
             return
-        link.control.say(Op.TOUCH, join_keys(list(touched)[:BATCH_KEYS_MAX]))
+        if not link.control.say(Op.TOUCH, join_keys(list(touched)[:BATCH_KEYS_MAX])):
+            self._drop(link)  # if it is gone: the next one is told of the next touches
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
         dropped: list[bool] = []
@@ -391,8 +430,9 @@ class Writer:
 
     def close(self) -> None:
         with self._lock:
-            link, self._link = self._link, None
-        if link is not None:
+            links = self._links()
+            self._link, self._former = None, []
+        for link in links:
             link.control.close()
 
 

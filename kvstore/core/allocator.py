@@ -8,6 +8,7 @@ pressure the coldest arena is emptied for a class that needs one.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvstore.core.eviction import LRU, EvictionPolicy, PolicyFactory
@@ -186,6 +187,45 @@ class Allocator:
         assert first is not None
         return first
 
+    def restore(self, arenas: Iterable[tuple[int, int, int]]) -> None:
+        """Take (arena, size class, generation) over from a former start of the node.
+
+        Every slot of those arenas is then FREE in that generation, whatever else is
+        known of it is up to the caller; an arena with class -1 stays free. All arenas
+        must be free before.
+        """
+        for index, size_class, generation in arenas:
+            arena = self.arenas[index]
+            arena.generation_floor = generation
+            if size_class < 0:
+                continue
+            arena.size_class = size_class
+            self._growing[size_class] = index
+            while self._growing.get(size_class) == index:
+                slot = self._unused_slot(size_class)
+                assert slot is not None
+                self._free_slots.setdefault(size_class, {})[slot.slot_id] = slot
+            self._by_heat[index] = None
+            self._empty[index] = None
+        self._free_arenas = [i for i in self._free_arenas if self.arenas[i].size_class < 0]
+
+    def restored(self, slot: Slot, *, held: bool = False) -> None:
+        """A slot from `restore` was found in use; with `held`, it may not be evicted."""
+        del self._free_slots[slot.size_class][slot.slot_id]
+        arena = self._heat(slot)
+        arena.live += 1
+        self._empty.pop(arena.index, None)
+        if held:
+            arena.busy += 1
+        else:
+            self._policy_of(slot.size_class).insert(slot.slot_id)
+
+    def _policy_of(self, size_class: int) -> EvictionPolicy:
+        policy = self._evictable.get(size_class)
+        if policy is None:
+            policy = self._evictable[size_class] = self._policy()
+        return policy
+
     def _heat(self, slot: Slot) -> Arena:
         arena = self.arenas[slot.slot_id // self.slots_per_arena]
         self._tick += 1
@@ -214,10 +254,7 @@ class Allocator:
     def became_evictable(self, slot: Slot) -> None:
         """Sealed, or sealed and no longer pinned."""
         self._heat(slot).busy -= 1
-        policy = self._evictable.get(slot.size_class)
-        if policy is None:
-            policy = self._evictable[slot.size_class] = self._policy()
-        policy.insert(slot.slot_id)
+        self._policy_of(slot.size_class).insert(slot.slot_id)
 
     def became_free(self, slot: Slot, *, was_busy: bool) -> None:
         """Aborted, evicted, dropped or unpinned after it was dropped."""

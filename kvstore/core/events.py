@@ -138,6 +138,15 @@ class Mark(NamedTuple):
     slot_id: int
     state: int
     generation: int
+    size_class: int = 0
+    """While RESERVED: a restarted node must know how far the writer may write."""
+
+
+class Hold(NamedTuple):
+    """Note whether clients have a slot pinned: a restarted node must not reuse it."""
+
+    slot_id: int
+    held: bool
 
 
 class Seal(NamedTuple):
@@ -170,7 +179,7 @@ class Reply(NamedTuple):
     can be found by the next get."""
 
 
-Write = Mark | Seal | Fill
+Write = Mark | Seal | Fill | Hold
 
 
 class Effects(NamedTuple):

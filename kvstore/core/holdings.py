@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from kvstore.core.slots import Slot
 
+FORMER = -1
+"""Session number of all clients of former starts of a node together: who of them holds what
+died with the node. It ends when the last of them is known to have let go (rule 5)."""
+
 
 class Session:
     """What one client holds."""

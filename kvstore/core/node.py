@@ -15,7 +15,6 @@ from itertools import islice
 from typing import Any
 
 from kvstore.core.allocator import Allocator
-from kvstore.core.audit import Audit
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -25,6 +24,7 @@ from kvstore.core.events import (
     Event,
     Explain,
     Fill,
+    Hold,
     Introduce,
     Listing,
     Mark,
@@ -41,7 +41,7 @@ from kvstore.core.events import (
 )
 from kvstore.core.eviction import LRU, PolicyFactory
 from kvstore.core.gone import Gone, GoneWhy
-from kvstore.core.holdings import Session
+from kvstore.core.holdings import FORMER, Session
 from kvstore.core.namespaces import Namespaces
 from kvstore.core.outbox import KeyedRecord, Outbox
 from kvstore.core.record import pack_record
@@ -80,10 +80,9 @@ class NodeCore:
         self._sessions: dict[int, Session] = {}
         self.outbox = Outbox(self.limits.pending_remove)
         """What Redis has yet to hear."""
-        self.audit = Audit(self.allocator, self.outbox, node_id)
-        """What Redis has forgotten in silence."""
         self.gone = Gone(self.limits.gone_keys)
         self.namespaces = Namespaces(self.limits.namespaces)
+        # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored",
@@ -94,6 +93,9 @@ class NodeCore:
                 "aborted",
                 "dropped",
                 "writers_died",
+                "recovered",
+                "recovery_dropped",
+                "repaired",
             ),
             0,
         )
@@ -154,8 +156,11 @@ class NodeCore:
             slot.reserved_at = now
             slot.void = False
             slot.published = False
+            slot.former_epoch = 0
             self.by_key[key] = slot
-            effects.writes.append(Mark(slot.slot_id, SlotState.RESERVED, slot.generation))
+            effects.writes.append(
+                Mark(slot.slot_id, SlotState.RESERVED, slot.generation, slot.size_class)
+            )
             value = event.values[i]
             if value is None:
                 session.reserved[slot.slot_id] = slot
@@ -201,7 +206,7 @@ class NodeCore:
         slot.move(SlotEvent.COMMIT)
         slot.owner = 0
         slot.checksum = checksum
-        slot.record = self._record(slot)
+        slot.record = self.record(slot, self.epoch)
         slot.published = False
         self.allocator.became_evictable(slot)
         writes.append(
@@ -258,7 +263,8 @@ class NodeCore:
     def _release(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> None:
         """End a reservation unsealed."""
         self.counts["aborted"] += 1
-        self.gone.note(slot.key, why, now)
+        if slot.key:  # not known of one that a former start of the node granted
+            self.gone.note(slot.key, why, now)
         self._forget_key(slot)
         slot.move(SlotEvent.ABORT)
         slot.owner = 0
@@ -276,7 +282,7 @@ class NodeCore:
                 self._release(slot, GoneWhy.ABORTED, effects.writes, now)
         pinned = {slot_id for slot_id, _ in event.pinned}
         for slot_id in [s for s in session.pins if s not in pinned]:
-            self._unpin_slot(self._pinned_slot(slot_id), session.pins.pop(slot_id))
+            self._unpin_slot(self._pinned_slot(slot_id), session.pins.pop(slot_id), effects.writes)
 
     def _pinned_slot(self, slot_id: int) -> Slot:
         slot = self.allocator.slot(slot_id)
@@ -292,7 +298,7 @@ class NodeCore:
         for slot in session.reserved.values():
             self._release(slot, GoneWhy.WRITER_DIED, effects.writes, now)
         for slot_id, count in session.pins.items():
-            self._unpin_slot(self._pinned_slot(slot_id), count)
+            self._unpin_slot(self._pinned_slot(slot_id), count, effects.writes)
 
     # --- dropping -------------------------------------------------------
 
@@ -304,6 +310,8 @@ class NodeCore:
         """Take a SEALED slot out: readers miss from here on, the index hears of it."""
         self._forget_key(slot)
         self.outbox.withdraw(slot)
+        if slot.former_epoch:
+            self.outbox.remove(slot.key, self.record(slot, slot.former_epoch))
         slot.move(event)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
         if slot.state is SlotState.FREE:
@@ -354,6 +362,7 @@ class NodeCore:
                 continue
             if slot.pins == 0:
                 self.allocator.became_busy(slot)
+                effects.writes.append(Hold(slot.slot_id, True))
             slot.pins += 1
             session.pins[slot.slot_id] = session.pins.get(slot.slot_id, 0) + 1
             answers.append(slot.record)
@@ -370,14 +379,15 @@ class NodeCore:
                 del session.pins[slot_id]
             else:
                 session.pins[slot_id] = held - 1
-            self._unpin_slot(slot, 1)
+            self._unpin_slot(slot, 1, effects.writes)
         effects.replies.append(Reply(event.session, event.request, None, False))
 
-    def _unpin_slot(self, slot: Slot, count: int) -> None:
+    def _unpin_slot(self, slot: Slot, count: int, writes: list[Write]) -> None:
         slot.pins -= count
         assert slot.pins >= 0
         if slot.pins:
             return
+        writes.append(Hold(slot.slot_id, False))
         if slot.state is SlotState.DOOMED:
             slot.move(SlotEvent.UNPIN)
             self.allocator.became_free(slot, was_busy=True)
@@ -386,12 +396,13 @@ class NodeCore:
 
     # --- the index ------------------------------------------------------
 
-    def _record(self, slot: Slot) -> bytes:
+    def record(self, slot: Slot, epoch: int) -> bytes:
+        """What the index holds about it, as a start of that epoch says it."""
         return pack_record(
             slot.key,
             Location(
                 self.node_id,
-                self.epoch,
+                epoch,
                 0,
                 slot.slot_id,
                 slot.generation,
@@ -410,7 +421,7 @@ class NodeCore:
         self.outbox.remove_again()
         for slot in self.by_key.values():
             if slot.state is SlotState.SEALED:
-                self.outbox.publish(slot)
+                self.outbox.publish_again(slot)
         return self.outbox.publications_pending
 
     def take_published(self, at_most: int) -> list[KeyedRecord]:
@@ -421,6 +432,10 @@ class NodeCore:
         return [(slot.key, slot.record) for slot in slots]
 
     # --- telling --------------------------------------------------------
+
+    def former(self) -> Session:
+        """What clients of former starts of this node may hold; `SessionDead(FORMER)` ends it."""
+        return self._sessions.setdefault(FORMER, Session())
 
     def sessions(self) -> Iterable[Session]:
         """Clients that have reserved or pinned something."""

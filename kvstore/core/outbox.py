@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from kvstore.core.slots import Slot
 from kvstore.types import Key
@@ -20,6 +20,9 @@ class Outbox:
     def __init__(self, removals_max: int) -> None:
         self._removals_max = removals_max
         self._unpublished: OrderedDict[Key, Slot] = OrderedDict()
+        """Sealed lately: somebody waits for the answer."""
+        self._unknown: OrderedDict[Key, Slot] = OrderedDict()
+        """Sealed long ago; the index has lost them. They go after the others."""
         # By key and record: a publication whose outcome is unknown may have left
         # an older record of the same key in the index, so both must go.
         self._removals: OrderedDict[KeyedRecord, None] = OrderedDict()
@@ -30,6 +33,11 @@ class Outbox:
 
     @property
     def publications_pending(self) -> int:
+        return len(self._unpublished) + len(self._unknown)
+
+    @property
+    def awaited(self) -> int:
+        """Publications that answers to clients wait for."""
         return len(self._unpublished)
 
     @property
@@ -37,17 +45,19 @@ class Outbox:
         return len(self._removals)
 
     def publish(self, slot: Slot) -> None:
-        """A block was sealed, or the index lost it."""
+        """A block was sealed."""
         self._unpublished[slot.key] = slot
 
-    def publishes(self, slot: Slot) -> bool:
-        """Whether the index has yet to hear of it."""
-        return self._unpublished.get(slot.key) is slot
+    def publish_again(self, slot: Slot) -> None:
+        """The index may have lost it: nobody waits, so it goes after what was sealed lately."""
+        if slot.key not in self._unpublished:
+            self._unknown[slot.key] = slot
 
     def withdraw(self, slot: Slot) -> None:
         """A sealed block is gone: its record must not stay."""
-        if self.publishes(slot):
-            del self._unpublished[slot.key]
+        for pending in (self._unpublished, self._unknown):
+            if pending.get(slot.key) is slot:
+                del pending[slot.key]
         if slot.published:
             self.remove(slot.key, slot.record)
 
@@ -61,7 +71,8 @@ class Outbox:
     def take_publications(self, at_most: int) -> list[KeyedRecord]:
         """What to publish next, oldest first; it stays pending until `published` says so."""
         work: list[KeyedRecord] = []
-        for key, slot in islice(self._unpublished.items(), at_most):
+        pending = chain(self._unpublished.items(), self._unknown.items())
+        for key, slot in islice(pending, at_most):
             slot.published = True
             work.append((key, slot.record))
         return work
@@ -69,15 +80,19 @@ class Outbox:
     def published(self, work: Iterable[KeyedRecord]) -> None:
         """The index took `work`; blocks that changed meanwhile stay pending."""
         for key, record in work:
-            slot = self._unpublished.get(key)
-            if slot is not None and slot.record == record:
-                del self._unpublished[key]
+            for pending in (self._unpublished, self._unknown):
+                slot = pending.get(key)
+                if slot is not None and slot.record == record:
+                    del pending[key]
 
     def postpone(self, work: Iterable[KeyedRecord]) -> None:
         """Part of the index is away: these come after everything else that is pending."""
-        for key, _ in work:
-            if key in self._unpublished:
-                self._unpublished.move_to_end(key)
+        for key, record in work:
+            slot = self._unpublished.get(key) or self._unknown.get(key)
+            if slot is not None and slot.record == record:
+                self._unpublished.pop(key, None)
+                self._unknown[key] = slot
+                self._unknown.move_to_end(key)
 
     def take_removals(self, at_most: int) -> list[KeyedRecord]:
         """Records to compare-and-delete; they stay pending until `removed` says so.

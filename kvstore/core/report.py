@@ -29,8 +29,10 @@ def stats(core: NodeCore, now: float) -> dict[str, int | float]:
     """Counts since the start and what is there now; sizes in bytes, times in seconds."""
     reserved = [slot for session in core.sessions() for slot in session.reserved.values()]
     sealed = [slot for slot in core.by_key.values() if slot.state is SlotState.SEALED]
+    former = core.former()
     return {
         **core.counts,
+        "quarantined": len(former.reserved) + len(former.pins),
         "capacity_bytes": core.allocator.capacity_bytes,
         "arena_bytes": core.allocator.arena_bytes,
         "arenas": len(core.allocator.arenas),
@@ -42,7 +44,6 @@ def stats(core: NodeCore, now: float) -> dict[str, int | float]:
         "pinned": sum(len(session.pins) for session in core.sessions()),
         "unpublished": core.outbox.publications_pending,
         "removals_pending": core.outbox.removals_pending,
-        "repaired": core.audit.repaired,
         "removals_forgotten": core.outbox.forgotten,
     }
 

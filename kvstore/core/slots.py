@@ -47,6 +47,7 @@ class Slot:
 
     __slots__ = (
         "checksum",
+        "former_epoch",
         "generation",
         "key",
         "kind",
@@ -88,6 +89,8 @@ class Slot:
         """What the index says about it; set when sealed."""
         self.published = False
         """The index may hold `record`."""
+        self.former_epoch = 0
+        """Of the start that sealed it, if not this one: the index may hold a record of then."""
         self.reserved_at = 0.0
         self.void = False
         """RESERVED, but its key was cleared meanwhile: the commit will not seal it."""

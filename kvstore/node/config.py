@@ -38,6 +38,8 @@ class NodeConfig:
     security: StreamSecurity = field(default_factory=StreamSecurity)
     open_to_all: bool = False
     """Serve streams to anyone who can connect, without a secret."""
+    keep: bool = False
+    """At an orderly end too, leave the segment for the next start (restart.py)."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -16,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from kvstore.core import wire
 from kvstore.core.events import Clear, Drop, Event, SessionDead, SessionResumed
 from kvstore.core.eviction import POLICIES
+from kvstore.core.holdings import FORMER
 from kvstore.core.node import NodeCore
 from kvstore.core.report import stats
 from kvstore.core.wire import Hello, Op
@@ -32,19 +34,18 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.index.base import Index, KeyRecord
+from kvstore.node import restart
 from kvstore.node.config import NodeConfig, node_id_of
 from kvstore.node.control import Connection
 from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.inside import Inside
 from kvstore.node.last_client import wait_for_last_client
-from kvstore.node.reconcile import Reconciler
+from kvstore.node.reconcile import Scrubber
 from kvstore.node.sessions import Session, Sessions, Speaker
 from kvstore.node.stream_server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
 from kvstore.rundir import socket_path
-from kvstore.segment.header import Superblock
-from kvstore.segment.shm import OwnedShm, check_room
 from kvstore.transport.stream import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
@@ -83,6 +84,8 @@ class Node:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stream: StreamServer | None = None
+        self._keeps = False
+        """The segment stays behind: this was an orderly end, and it was asked for."""
 
     # --- life -----------------------------------------------------------
 
@@ -110,7 +113,10 @@ class Node:
         return self
 
     def stop(self) -> None:
-        """End it, remove its segment and its records. Safe to call twice, from any thread."""
+        """End it, remove its segment and its records, unless the configuration says `keep`.
+
+        Safe to call twice, from any thread.
+        """
         loop, stopping = self._loop, self._stopping
         if loop is not None and stopping is not None:
             with suppress(RuntimeError):  # the loop has ended by itself
@@ -136,7 +142,8 @@ class Node:
             finally:
                 self._close()
         finally:
-            self.dir.remove()
+            if not self._keeps:
+                self.dir.remove()
             os.close(lock_fd)
         if self._failure is not None:
             raise self._failure
@@ -167,11 +174,12 @@ class Node:
 
     def _create(self) -> None:
         config = self.config
+        self.dir.socket.unlink(missing_ok=True)  # of one that was killed: nobody serves yet
         arenas, arena_bytes = config.shape()
         node_id = node_id_of(config.run_dir, config.name)
-        check_room(config.shm_dir, arenas, arena_bytes)
         epoch = next_epoch(config.run_dir, config.name, time.time())
-        self.core = NodeCore(
+        make_core = partial(
+            NodeCore,
             node_id=node_id,
             epoch=epoch,
             arenas=arenas,
@@ -180,8 +188,9 @@ class Node:
             policy=POLICIES[config.policy],
         )
         base = config.shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-0"
-        self.dir.leases.mkdir(exist_ok=True, mode=0o700)
-        self.announcement = Announcement(
+        if config.end_with_last_client:
+            self.dir.keep.unlink(missing_ok=True)
+        word = Announcement(
             node_id=node_id,
             epoch=epoch,
             name=config.name,
@@ -195,10 +204,9 @@ class Node:
             arena_bytes=arena_bytes,
             inline_bytes=config.limits.inline_bytes,
         )
-        # Written before the segment: whoever finds this directory without a
-        # living owner knows which files to remove.
-        self.dir.announcement_path.write_bytes(self.announcement.pack())
-        self.segment = OwnedShm(base, Superblock(node_id, epoch, 0, arenas, arena_bytes))
+        self.core, self.segment, self.announcement, self._former = restart.start(
+            self.dir, word, make_core, config.run_dir
+        )
         self.sessions = Sessions(self.dir.leases, config.limits.clients)
 
     async def _run(self, on_ready: Callable[[], None] | None) -> None:
@@ -207,10 +215,8 @@ class Node:
         self._serve_streams()
         assert self.announcement is not None
         heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
-        reconciler = Reconciler(self.index, self.core.audit, self._schedule_index_work)
         # Before anyone can connect: a client takes only a node that the index knows.
         heartbeat.beat()
-        self.dir.socket.unlink(missing_ok=True)
         server = await self._loop.create_unix_server(
             lambda: Connection(self._on_hello, self._on_request, self._on_gone),
             self.dir.socket,
@@ -218,12 +224,17 @@ class Node:
         )
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
-            asyncio.ensure_future(reconciler.run()),
             asyncio.ensure_future(self._watch_leases()),
+            asyncio.ensure_future(self._scrubber().run()),
         ]
         if self.config.end_with_last_client:
             watch = wait_for_last_client(self.sessions, self._stopping.set)
             tasks.append(asyncio.ensure_future(watch))
+        else:
+            self.dir.keep_segment()
+            tasks.append(asyncio.ensure_future(restart.stay_restartable(self.dir)))
+        self._end_former()
+        self._schedule_index_work()
         log.info(
             "node %s (id %016x, epoch %d) serves %d MiB at %s",
             self.config.name,
@@ -237,6 +248,7 @@ class Node:
         try:
             await self._stopping.wait()
         finally:
+            self._keeps = self.config.keep and self._failure is None
             server.close()
             self._vanish()
             for task in tasks:
@@ -254,7 +266,7 @@ class Node:
         self._stream.start()
         transports = {STREAM: str(self._stream.address)}
         self.announcement = dataclasses.replace(self.announcement, transports=transports)
-        self.dir.announcement_path.write_bytes(self.announcement.pack())
+        self.dir.announce(self.announcement)
 
     def _vanish(self) -> None:
         """From here on clients of this host find no node, and start or take another.
@@ -267,16 +279,19 @@ class Node:
         for session in self.sessions.all():
             if session.transport is not None:
                 session.transport.hang_up()
-        self.segment.close()
-        self.dir.announcement_path.unlink(missing_ok=True)
+        self.segment.close(keep=self._keeps)
+        if not self._keeps:
+            self.dir.announcement_path.unlink(missing_ok=True)
 
     def _close(self) -> None:
         self._vanish()
         with suppress(IndexUnavailableError):
             assert self.announcement is not None
             self.index.withdraw(self.announcement.node_id)
-            self._unpublish_all()
-        self.sessions.close()
+            if not self._keeps:
+                self._unpublish_all()
+        self.sessions.close(keep=self._keeps)
+        self._former.close()
 
     def _unpublish_all(self) -> None:
         give_up_at = time.monotonic() + STOP_TIMEOUT_S
@@ -334,7 +349,7 @@ class Node:
         if isinstance(event, Drop | Clear):
             # Asked for by somebody: the answer waits until the index was told.
             self._remove()
-        publishing = self.core.outbox.publications_pending
+        publishing = self.core.outbox.awaited
         for reply in effects.replies:
             session = self.sessions.get(reply.session)
             connection = session.transport if session is not None else None
@@ -354,6 +369,7 @@ class Node:
     async def _watch_leases(self) -> None:
         while True:
             await asyncio.sleep(LEASE_POLL_S)
+            self._end_former()
             self._end_dead_sessions()
 
     def _end_dead_sessions(self) -> None:
@@ -362,6 +378,11 @@ class Node:
                 if self.core.holds(session.number):
                     log.info("client %s died; its slots are free", session.client_id)
                 self._end(session)
+
+    def _end_former(self) -> None:
+        """What clients of former starts held is free when the last of them is gone."""
+        if self.core.holds(FORMER) and self._former.gone():
+            self._act(SessionDead(FORMER))
 
     # --- the index ------------------------------------------------------
 
@@ -379,17 +400,20 @@ class Node:
     def _flush(self) -> None:
         assert self._loop is not None
         work = self.core.outbox.take_publications(PUBLISH_BATCH)
+        again_s = 0.0
         try:
             lost = self.index.publish([KeyRecord(*item) for item in work])
             away = set(lost)
             self.core.outbox.published([item for item in work if item not in away])
             self.core.outbox.postpone(lost)
             self._index_away = bool(lost)
+            if lost and len(lost) == len(work):
+                again_s = INDEX_RETRY_S  # nothing is left that the other shards could take
         except IndexUnavailableError as e:
             log.debug("publication waits: %s", e)
             self._index_away = True
-        again_s = INDEX_RETRY_S if self._index_away else 0.0
-        if again_s or not self.core.outbox.publications_pending:
+            again_s = INDEX_RETRY_S
+        if again_s or not self.core.outbox.awaited:
             held, self._held = self._held, []
             for connection, answer in held:
                 connection.send(answer)
@@ -413,6 +437,9 @@ class Node:
         self._remove_due = self.core.outbox.removals_pending > 0
         if self._remove_due:
             self._loop.call_later(again_s, self._remove)
+
+    def _scrubber(self) -> Scrubber:
+        return Scrubber(self.core, self.index, lambda: self._index_away, self._schedule_index_work)
 
     def _index_lost(self) -> None:
         count = self.core.republish()

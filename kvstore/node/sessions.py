@@ -117,6 +117,10 @@ class Sessions:
         """The client's process has ended: its lease is free."""
         return not fd_is_locked(session.lease_fd)
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = False) -> None:
+        """With `keep`, the leases stay: they tell the node's next start who lives."""
         for session in self.all():
-            self.forget(session)
+            if keep:
+                os.close(session.lease_fd)
+            else:
+                self.forget(session)

@@ -1,6 +1,6 @@
 """Slot headers in shared memory: 64 bytes, one cache line, written by the node alone.
 
-    0   u64  word: generation << 8 | state
+    0   u64  word: generation << 16 | size class, while RESERVED, << 8 | state
     8   32s  key
     40  u32  length
     44  u8   size class
@@ -13,11 +13,15 @@
 The word is one aligned 8-byte store, so a reader sees either the old or the
 new state. The body is written while the word says RESERVED, the SEALED word
 last; a crash in between leaves a header that nobody trusts, and the CRC covers
-what a torn write could leave.
+what a torn write could leave. A RESERVED word says how large the slot is, as the
+body still describes the block before: a restarted node must keep off it (rule 5).
 
 After the headers comes a table of u32 slot ids, for readers on this host: where a
 key may be. A key has two places in it, side by side; a third key with the same
 takes one over, and nothing is ever taken out: the header says whether it is true.
+
+Last comes one byte a slot: 1 while a client has it pinned, and so may look at it
+without checking.
 """
 
 from __future__ import annotations
@@ -55,13 +59,21 @@ Fields = tuple[int, Key, int, int, int, int, int, int]
 """What a `Header` is made of, in its order."""
 
 
-def word(state: int, generation: int) -> int:
-    return generation << 8 | state
+GENERATION_MAX = (1 << 48) - 1
+
+
+def word(state: int, generation: int, size_class: int = 0) -> int:
+    return generation << 16 | size_class << 8 | state
+
+
+def of_word(w: int) -> tuple[int, int, int]:
+    """(state, generation, size class) as `word` put them together."""
+    return w & 0xFF, w >> 16, w >> 8 & 0xFF
 
 
 def pack(header: Fields) -> bytes:
     """The 64 bytes of a sealed slot."""
-    raw = _BODY.pack(header[0] << 8 | SEALED, *header[1:])
+    raw = _BODY.pack(header[0] << 16 | SEALED, *header[1:])
     return raw + crc32(raw).to_bytes(4, "little")
 
 
@@ -76,7 +88,12 @@ def fields(raw: bytes) -> Fields | None:
     w, key, length, size_class, kind, meta_length, checksum, namespace_id, crc = _HEADER.unpack(raw)
     if w & 0xFF != SEALED or crc32(raw[:60]) != crc:
         return None
-    return w >> 8, key, length, size_class, kind, meta_length, checksum, namespace_id
+    return w >> 16, key, length, size_class, kind, meta_length, checksum, namespace_id
+
+
+def body_of(raw: bytes, generation: int) -> Fields | None:
+    """What was sealed in a slot in that generation, as long as its body still says so."""
+    return fields(word(SEALED, generation).to_bytes(8, "little") + raw[8:])
 
 
 def hints_of(slots: int) -> int:
@@ -90,9 +107,12 @@ def hint_of(key: Key, hints: int) -> int:
 
 
 SUPERBLOCK_BYTES = 4096
+SUPERBLOCK_COPY = 2048
+"""Where the second copy stands: a new start of the node writes the older of the two, so that
+one of them is whole whenever it is killed."""
 _SUPERBLOCK = struct.Struct("<8sIIQQIIII")
 _MAGIC = b"kvstore1"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 
 class Superblock(NamedTuple):
@@ -131,3 +151,16 @@ def unpack_superblock(raw: bytes) -> Superblock | None:
     if magic != _MAGIC or version != LAYOUT_VERSION:
         return None
     return Superblock(node_id, epoch, segment, arenas, arena_bytes)
+
+
+def newest_superblock(page: bytes) -> Superblock | None:
+    """The one of the last start, of the copies on a header file's first page."""
+    copies = [unpack_superblock(page), unpack_superblock(page[SUPERBLOCK_COPY:])]
+    return max((c for c in copies if c is not None), key=lambda c: c.epoch, default=None)
+
+
+def superblock_place(page: bytes) -> int:
+    """Where on that page the next start writes its superblock."""
+    first, second = unpack_superblock(page), unpack_superblock(page[SUPERBLOCK_COPY:])
+    newer = first is not None and (second is None or first.epoch > second.epoch)
+    return SUPERBLOCK_COPY if newer else 0

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.core.events import Fill, Mark, Seal, Write
+from kvstore.core.events import Fill, Hold, Mark, Seal, Write
+from kvstore.core.recovery import ArenaSeen
 from kvstore.core.sizes import SLOT_BYTES
 from kvstore.errors import NoSpaceError
 from kvstore.limits import SLOT_BYTES_MIN
@@ -28,11 +29,13 @@ from kvstore.segment.header import (
     Superblock,
     hint_of,
     hints_of,
+    newest_superblock,
     pack,
     pack_superblock,
-    unpack_superblock,
+    superblock_place,
     word,
 )
+from kvstore.segment.scan import scan
 from kvstore.types import Key
 
 SHM_DIR = Path("/dev/shm")
@@ -55,13 +58,18 @@ def _slots(arenas: int, arena_bytes: int) -> int:
 
 def header_file_bytes(arenas: int, arena_bytes: int) -> int:
     slots = _slots(arenas, arena_bytes)
-    return SUPERBLOCK_BYTES + slots * HEADER_BYTES + hints_of(slots) * HINT_BYTES
+    return SUPERBLOCK_BYTES + slots * HEADER_BYTES + hints_of(slots) * HINT_BYTES + slots
 
 
 def _hints(head: mmap.mmap, superblock: Superblock) -> memoryview:
     slots = _slots(superblock.arenas, superblock.arena_bytes)
     start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
     return memoryview(head)[start : start + hints_of(slots) * HINT_BYTES].cast("I")
+
+
+def _held(head: mmap.mmap, superblock: Superblock) -> memoryview:
+    slots = _slots(superblock.arenas, superblock.arena_bytes)
+    return memoryview(head)[len(head) - slots :]
 
 
 def _create(path: Path, size_bytes: int) -> mmap.mmap:
@@ -74,6 +82,17 @@ def _create(path: Path, size_bytes: int) -> mmap.mmap:
         if e.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise NoSpaceError(f"{path.parent}: no room for {size_bytes} bytes ({e})") from e
         raise
+    finally:
+        os.close(fd)
+
+
+def _reopen(path: Path, size_bytes: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found_bytes = os.fstat(fd).st_size
+        if found_bytes != size_bytes:
+            raise ValueError(f"{path} has {found_bytes} bytes, not {size_bytes}")
+        return mmap.mmap(fd, size_bytes)
     finally:
         os.close(fd)
 
@@ -95,37 +114,69 @@ def check_room(where: Path, arenas: int, arena_bytes: int) -> None:
 class OwnedShm:
     """A node's own segment. Only the node's event loop uses it."""
 
-    def __init__(self, base_path: Path, superblock: Superblock) -> None:
+    def __init__(self, base_path: Path, superblock: Superblock, *, reopen: bool = False) -> None:
+        """Create it; with `reopen`, take over what a former start of the node left at that path.
+
+        Taking over raises `OSError` when it is not there and `ValueError` when it is
+        not this node's or has another shape. It changes nothing before `adopt`.
+        """
         self.superblock = superblock
         self.data_path = base_path.with_suffix(".data")
         self.head_path = base_path.with_suffix(".head")
         data_bytes = superblock.arenas * superblock.arena_bytes
         head_bytes = header_file_bytes(superblock.arenas, superblock.arena_bytes)
-        check_room(base_path.parent, superblock.arenas, superblock.arena_bytes)
-        self._data = _create(self.data_path, data_bytes)
+        if not reopen:
+            check_room(base_path.parent, superblock.arenas, superblock.arena_bytes)
+        make = _reopen if reopen else _create
+        self._data = make(self.data_path, data_bytes)
         try:
-            self._head = _create(self.head_path, head_bytes)
+            self._head = make(self.head_path, head_bytes)
         except BaseException:
             self._data.close()
-            self.data_path.unlink(missing_ok=True)
+            if not reopen:
+                self.data_path.unlink(missing_ok=True)
             raise
         self._words = memoryview(self._head).cast("Q")
         self._hints = _hints(self._head, superblock)
+        self._held = _held(self._head, superblock)
         self._apply: dict[type, Callable[..., None]] = {
             Mark: self._mark,
             Seal: self._seal,
             Fill: self._fill,
+            Hold: self._hold,
         }
-        raw = pack_superblock(superblock)
-        self._head[: len(raw)] = raw
         self._closed = False
+        if not reopen:
+            raw = pack_superblock(superblock)
+            self._head[: len(raw)] = raw
+
+    def seen(self) -> tuple[int, list[ArenaSeen]]:
+        """(its last epoch, what its headers say) of a segment that was left behind.
+
+        Raises `ValueError` when it is another node's, of another shape, or damaged.
+        """
+        found = newest_superblock(self._head[:SUPERBLOCK_BYTES])
+        if found is None:
+            raise ValueError("its superblock is damaged, or of another version")
+        wanted = self.superblock
+        if found._replace(epoch=wanted.epoch) != wanted or found.epoch >= wanted.epoch:
+            raise ValueError(f"it is of {found}, not of one before {wanted}")
+        slots = _slots(wanted.arenas, wanted.arena_bytes)
+        headers = memoryview(self._head)[SUPERBLOCK_BYTES:][: slots * HEADER_BYTES]
+        return found.epoch, list(scan(found, headers, self._held))
+
+    def adopt(self) -> None:
+        """Make it this start's: from here on readers of the start before find another epoch."""
+        place = superblock_place(self._head[:SUPERBLOCK_BYTES])
+        raw = pack_superblock(self.superblock)
+        self._head[place : place + len(raw)] = raw
 
     def apply(self, write: Write) -> None:
         self._apply[type(write)](write)
 
     def _mark(self, write: Mark) -> None:
         self._words[(SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES) >> 3] = word(
-            write.state, write.generation
+            write.state, write.generation, write.size_class
         )
 
     def _seal(self, write: Seal) -> None:
@@ -146,6 +197,9 @@ class OwnedShm:
                 place ^= 1
         hints[place] = slot_id
 
+    def _hold(self, write: Hold) -> None:
+        self._held[write.slot_id] = write.held
+
     def _fill(self, write: Fill) -> None:
         self._data[write.offset : write.offset + len(write.value)] = write.value
 
@@ -153,15 +207,20 @@ class OwnedShm:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
         return self._head[start : start + HEADER_BYTES]
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = False) -> None:
+        """Unmap and remove it; with `keep`, leave it for the node's next start."""
         if self._closed:
             return
         self._closed = True
-        self.data_path.unlink(missing_ok=True)
-        self.head_path.unlink(missing_ok=True)
+        if not keep:
+            self.data_path.unlink(missing_ok=True)
+            self.head_path.unlink(missing_ok=True)
         self._words.release()
         self._hints.release()
-        self._head.close()
+        self._held.release()
+        # A failed look at the headers is still in the hands of whoever handles it.
+        with contextlib.suppress(BufferError):
+            self._head.close()
         self._data.close()
 
 
@@ -174,7 +233,7 @@ class AttachedShm:
 
     def __init__(self, data_path: Path, head_path: Path, *, writable: bool = False) -> None:
         self._head = _map(head_path, writable=False)
-        superblock = unpack_superblock(self._head[:SUPERBLOCK_BYTES])
+        superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
         if superblock is None or len(self._head) != header_file_bytes(
             superblock.arenas, superblock.arena_bytes
         ):

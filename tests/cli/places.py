@@ -139,5 +139,5 @@ class Place:
             if running.process.poll() is None:
                 running.process.send_signal(signal.SIGTERM)
                 running.exit_code()
-        sweep(self.run_dir)
+        sweep(self.run_dir, kept=True)
         shutil.rmtree(self.run_dir, ignore_errors=True)

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest  # noqa: TC002  # as in every other test
 from places import REPOSITORY, Place, clean_env
 from redis_servers import RedisServer, stopped
+from stores import PATIENT
 
-from kvstore import Limits
+from kvstore import Client, Limits
 from kvstore.cli.checks import machine, redis
 from kvstore.cli.checks.base import Check, Context, Finding, Level, ask_python, run_check
+from kvstore.nodedir import NodeDir
 
 BARE = """
 import sys
@@ -97,8 +99,26 @@ def test_a_killed_node_is_told_of_and_how_it_is_swept(place: Place) -> None:
     place.node("--name", "one").end(signal.SIGKILL)
     found = machine.leftovers(context(run_dir=place.run_dir))
     (dead,) = [f for f in found if "node one is dead" in f.found]
+    assert (dead.level, "kvstore node --clean" in dead.do) == (Level.WARN, True)
+    assert "4.1 MiB wait another 10 min for its next start" in dead.found
+    os.utime(NodeDir(place.run_dir, "one").keep, (0, 0))  # as if it had died long ago
+    found = machine.leftovers(context(run_dir=place.run_dir))
+    (dead,) = [f for f in found if "node one is dead" in f.found]
     assert (dead.level, "the next start of a node" in dead.do) == (Level.WARN, True)
     assert "still holds 4.1 MiB" in dead.found
+
+
+def test_a_warm_start_and_what_came_of_it_are_told(place: Place) -> None:
+    with RedisServer() as redis:
+        node = place.node("--name", "one", "--url", redis.url)
+        with Client(redis.url, run_dir=place.run_dir, limits=PATIENT) as client:
+            assert client.put("k", b"v" * 10_000)
+            node.end(signal.SIGKILL)
+            place.node("--name", "one", "--url", redis.url)
+            (found,) = machine.nodes(context(run_dir=place.run_dir))
+        told = place.kv("stat", "--url", redis.url).stdout.decode()
+    assert "warm start: 1 recovered, 0 dropped, 0 quarantined" in found.found
+    assert "one: warm start with 1 blocks, 0 unsealed or damaged dropped" in told
 
 
 def test_a_segment_that_nobody_uses_is_told_of(place: Place) -> None:

@@ -174,6 +174,13 @@ def test_a_match_is_the_leading_run_even_when_later_blocks_are_there(client):
     assert client.match_prefix(tokens).blocks == 1
 
 
+def test_a_value_that_was_pinned_can_be_got_afterwards(client):
+    """The pin's view is released with it; the place that a get remembers is not."""
+    client.put("k", b"v" * 1000)
+    client.pin("k").close()
+    assert client.get("k") == b"v" * 1000
+
+
 def test_a_pin_is_a_read_only_view_that_survives_eviction_and_deletion(client):
     value = os.urandom(MIB)
     client.put("k", value)

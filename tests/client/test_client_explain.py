@@ -312,10 +312,11 @@ def why_or_none(explanation: Explanation) -> MissReason | None:
     return explanation.first_missing.reason if explanation.first_missing else None
 
 
-def test_a_node_that_was_killed_and_started_again(node):
+def test_a_node_that_was_killed_and_started_again_empty(node):
     with fresh(node) as client:
         save(client)
         node.kill()
+        node.forget()
         node.start()
     with fresh(node) as client:
         missing = why(client.explain(TOKENS))

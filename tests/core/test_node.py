@@ -59,7 +59,7 @@ def body(effects):
 def test_a_reserve_grants_a_slot_and_marks_it_reserved_before_the_answer(core):
     effects = reserve(core, KEYS[:1])
     ((slot, generation, offset),) = body(effects)
-    assert effects.writes == [Mark(slot, SlotState.RESERVED, generation)]
+    assert effects.writes == [Mark(slot, SlotState.RESERVED, generation, 4)]
     assert offset % 4096 == 0
     assert not effects.replies[0].after_publish
 

@@ -262,30 +262,23 @@ def test_a_node_killed_means_misses_and_the_next_one_serves(redis_server):
         with pytest.raises(NodeUnavailableError):
             client.delete("k1")
         assert client.stats()["node"] == {}
+        node.forget()
         node.start()
         watched(node)
         wait_until(lambda: client.put("k1", b"again"), "the new node is found", 5)
         assert client.get("k1") == b"again"
 
 
-def test_what_a_killed_node_left_in_shm_is_removed_by_its_clients(redis_server):
-    with watched(NodeProcess(redis_server)) as node, fresh(node) as client:
-        client.put("k", b"1")
-        client.get("k")
-        files = node.segment_files()
-        node.kill()
-        assert all(path.exists() for path in files)
-        wait_until(lambda: [client.get("k"), *files][1:] and not files[0].exists(), "the sweep", 5)
-        assert not any(path.exists() for path in files)
-
-
-def test_what_a_killed_node_left_in_shm_is_removed_when_its_last_client_closes(redis_server):
+def test_what_a_killed_node_left_in_shm_waits_for_its_next_start_and_is_then_removed(redis_server):
     with watched(NodeProcess(redis_server)) as node:
-        client = fresh(node)
-        client.put("k", b"1")
-        files = node.segment_files()
-        node.kill()
-        client.close()
+        with fresh(node) as client:
+            client.put("k", b"1")
+            files = node.segment_files()
+            node.kill()
+            wait_until(lambda: client.get("k") is None, "its blocks are misses", 5)
+        assert all(path.exists() for path in files)
+        os.utime(node.directory.keep, (0, 0))  # as if it had died long ago
+        fresh(node).close()
         assert not any(path.exists() for path in files)
 
 

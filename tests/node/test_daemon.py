@@ -12,6 +12,7 @@ from kvstore.core import wire
 from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.hashing import Namespace
+from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
@@ -297,3 +298,36 @@ def test_a_wrong_setting_is_refused_by_name_and_leaves_nothing(tmp_path, index, 
     with pytest.raises(UsageError, match=rf"^{field}="):
         Node(NodeConfig(run_dir=tmp_path, **{"size_bytes": MIB, **options}), index).start()
     assert not NodeDir(tmp_path, "node").path.exists()
+
+
+def test_records_that_the_index_lost_without_a_word_are_published_again(talker, index):
+    for key in KEYS:
+        talker.put(key)
+    lost = [*KEYS[:20], *KEYS[40:]]
+    index.remove(list(map(KeyRecord, lost, index.lookup(lost))))
+    assert len(index) == 20
+    wait_until(lambda: len(index) == len(KEYS), "the repair", 10)
+    assert talker.stat()["repaired"] == len(lost)
+
+
+def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, talker, monkeypatch):
+    """A refill goes batch by batch; what is asked in between, puts too, does not wait."""
+    monkeypatch.setattr("kvstore.node.daemon.PUBLISH_BATCH", 1)
+    for key in KEYS[:-1]:
+        talker.put(key)
+    wait_until(index.nodes, "the first heartbeat")
+    left = []
+    real = index.publish
+
+    def slow(records):
+        time.sleep(0.02)
+        left.append(node.core.outbox.publications_pending)
+        return real(records)
+
+    monkeypatch.setattr(index, "publish", slow)
+    index.lose_everything()
+    wait_until(lambda: left, "the refill begins", 5)
+    assert talker.put(KEYS[-1]) == [2, True, [0]]
+    assert talker.stat()["unpublished"] > 0
+    assert index.lookup([KEYS[-1]]) != [None]
+    wait_until(lambda: len(index) == len(KEYS), "the refill", 10)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvstore.segment.header import (
     FREE,
+    GENERATION_MAX,
     HEADER_BYTES,
     RESERVED,
     Header,
@@ -19,7 +20,7 @@ from kvstore.segment.header import (
 
 headers = st.builds(
     Header,
-    generation=st.integers(0, 2**56 - 1),
+    generation=st.integers(0, GENERATION_MAX),
     key=st.binary(min_size=32, max_size=32),
     length=st.integers(0, 2**32 - 1),
     size_class=st.integers(0, 255),

@@ -36,7 +36,7 @@ def test_a_mark_changes_the_word_alone(owned):
     before = owned.header(1)
     owned.apply(Mark(1, SEALED + 1, 10))
     assert owned.header(1)[8:] == before[8:]
-    assert int.from_bytes(owned.header(1)[:8], "little") == 10 << 8 | SEALED + 1
+    assert int.from_bytes(owned.header(1)[:8], "little") == 10 << 16 | SEALED + 1
 
 
 def test_a_readers_mapping_cannot_write(owned):

@@ -1,9 +1,14 @@
 """The simulator must find each of these bugs, or it is broken itself."""
 
+import planted_reading  # noqa: F401
+import planted_restart  # noqa: F401
+import planted_saving  # noqa: F401
 import pytest
-from planted import BUGS
+from planting import BUGS
 
 from kvstore.testing.sim import run
+
+pytestmark = pytest.mark.timeout(600)  # of a machine that is busy with other things
 
 SEEDS = 200
 """Within how many seeds a bug must be found."""

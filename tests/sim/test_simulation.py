@@ -13,6 +13,8 @@ from kvstore.testing.sim import Faults, run
 from kvstore.testing.sim.faults import PER_MESSAGE
 from kvstore.testing.sim.many import together, try_many, try_seed, workers
 
+pytestmark = pytest.mark.timeout(600)  # of a machine that is busy with other things
+
 SEEDS = int(os.environ.get("KVSTORE_SIM_SEEDS", "1000"))
 SEEDS_A_TEST = 100
 QUIET = Faults().calm()

@@ -23,7 +23,7 @@ from kvstore.segment.shm import RESERVE_BYTES, SHM_DIR, header_file_bytes
 PYTHON_MIN, PYTHON_BELOW = (3, 11), (3, 15)
 SHM_BYTES_MIN = 32 << 20
 """Below this no node is of any use."""
-SWEEPERS = "the next start of a node or a client that misses it removes it; `kvstore node` does"
+SWEEPERS = "the next start of a node or a client that closes removes it, or `kvstore node --clean`"
 THP_FILE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
@@ -99,6 +99,15 @@ def leftovers(context: Context) -> list[Finding]:
             continue
         dead |= files
         held = sum(_size_of(name) for name in files)
+        waits_s = directory.kept_for_s()
+        if waits_s:
+            found = (
+                f"node {directory.name} is dead; its {human_bytes(held)} wait another "
+                f"{waits_s / 60:.0f} min for its next start"
+            )
+            do = "start it again, or free them: kvstore node --clean"
+            findings.append(Finding(Level.WARN, found, do))
+            continue
         found = f"node {directory.name} is dead and still holds {human_bytes(held)}"
         findings.append(Finding(Level.WARN, found, SWEEPERS))
     others = {str(path) for path in SHM_DIR.glob(f"kvstore-{os.getuid()}-*")} - living - dead
@@ -158,6 +167,11 @@ def nodes(context: Context) -> list[Finding]:
             continue
         used, size = human_bytes(stats["block_bytes"]), human_bytes(stats["capacity_bytes"])
         found = f"{name}: {stats['blocks']} blocks, {used} of {size}"
+        if stats["recovered"] or stats["recovery_dropped"]:
+            found += (
+                f"; warm start: {stats['recovered']} recovered, "
+                f"{stats['recovery_dropped']} dropped, {stats['quarantined']} quarantined"
+            )
         if stats["unpublished"]:
             do = "they cannot be found until Redis takes them: see the check of Redis"
             findings.append(

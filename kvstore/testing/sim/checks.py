@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvstore.testing.sim.node import SimNode
     from kvstore.testing.sim.world import World
 
-Place = tuple[int, int, int]
-"""(node id, epoch, slot)"""
+Place = tuple[str, int]
+"""(path of a segment, slot): the same memory may serve several starts of a node"""
 
 
 def content(key: Key, put: int, size_bytes: int) -> bytes:
@@ -128,10 +128,10 @@ class Checks:
                 if addresses.start < stop and start < addresses.stop:
                     self._world.fail(f"rule 5: slot {slot_id} reused; {actor.name} writes to it")
         for client in self.clients.values():
-            if client.holds(block.node_id, block.epoch, slot_id):
+            if client.holds(str(segment.data_path), slot_id):
                 self._world.fail(f"rule 5: slot {slot_id} reused; it is {client.process.name}'s")
         for (process, pinned), count in self.pinned.items():
-            if count and pinned == (block.node_id, block.epoch, slot_id):
+            if count and pinned == (str(segment.data_path), slot_id):
                 self._world.fail(f"slot {slot_id} reused; {process.name} has pinned it")
 
     # --- before a node publishes ---------------------------------------------------
@@ -220,8 +220,9 @@ class Checks:
                 held = node.core._sessions.get(session.number)
                 if held is None:
                     continue
-                reserved = {slot for slot, _ in writer._reserved}
-                pinned = {slot for slot, _ in writer._pinned}
+                link = writer._link
+                reserved = {slot for slot, _ in link.held.reserved} if link is not None else set()
+                pinned = {slot for slot, _ in link.held.pinned} if link is not None else set()
                 if not (set(held.reserved) <= reserved and set(held.pins) <= pinned):
                     self._world.fail(
                         f"{node.process.name} keeps {sorted(held.reserved)} and {held.pins} for "

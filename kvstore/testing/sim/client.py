@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.base import Reservation
 from kvstore.client.client import Client
-from kvstore.errors import NodeUnavailableError, PeerError, UsageError
+from kvstore.core.record import unpack_record
+from kvstore.errors import PeerError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.index.base import KeyRecord
 from kvstore.limits import Limits
 from kvstore.testing.sim import memory
 from kvstore.testing.sim.scheduler import Process
-from kvstore.types import Key, PutStatus
+from kvstore.types import Key, Location, PutStatus
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
@@ -151,14 +152,11 @@ class SimClient:
         assert self.client is not None
         return self.client
 
-    def place(self, slot: int) -> tuple[int, int, int] | None:
-        link = self.real.session.writer._link
-        return (link.word.node_id, link.word.epoch, slot) if link is not None else None
-
-    def holds(self, node_id: int, epoch: int, slot: int) -> bool:
-        """Whether this client believes that the slot is reserved for it."""
-        return self.place(slot) == (node_id, epoch, slot) and any(
-            held == slot for held, _ in self.real.session.writer._reserved
+    def holds(self, data_path: str, slot: int) -> bool:
+        """Whether this client believes that the slot of that memory is reserved for it."""
+        return any(
+            link.word.data_path == data_path and any(held == slot for held, _ in link.held.reserved)
+            for link in self.real.session.writer._links()
         )
 
     # --- saving ------------------------------------------------------------------
@@ -264,9 +262,11 @@ class SimClient:
         if pinned is None:
             self.world.count("misses")
             return
-        assert pinned._handle is not None
         key = self.real.namespace.value_key(name)
-        with pinned, self._pinned(pinned._handle[0]):
+        assert pinned._record is not None
+        location = unpack_record(key, pinned._record)
+        assert location is not None
+        with pinned, self._pinned(location):
             seen = bytes(pinned.buffer)
             self._read(key, seen)
             for _ in range(self.rng.randrange(8)):
@@ -275,11 +275,9 @@ class SimClient:
                     self.world.fail(f"pinned bytes of {name} changed")
 
     @contextmanager
-    def _pinned(self, slot: int) -> Iterator[None]:
-        place = self.place(slot)
-        if place is None:
-            raise NodeUnavailableError("gone since")
-        pinned, key = self.world.checks.pinned, (self.process, place)
+    def _pinned(self, at: Location) -> Iterator[None]:
+        segment = self.world.checks.nodes[at.node_id, at.epoch].segment
+        pinned, key = self.world.checks.pinned, (self.process, (str(segment.data_path), at.slot))
         pinned[key] = pinned.get(key, 0) + 1
         try:
             yield

@@ -19,10 +19,10 @@ from kvstore.index import breaker
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.open import OpenedIndex
 from kvstore.limits import Limits
-from kvstore.node import daemon
+from kvstore.node import daemon, restart
 from kvstore.segment import shm
 from kvstore.testing.sim import memory
-from kvstore.testing.sim.hosts import SimLease, SimSessions
+from kvstore.testing.sim.hosts import SimFormerClients, SimLease, SimSessions
 from kvstore.testing.sim.index import SimIndex
 from kvstore.testing.sim.network import SimSocket
 from kvstore.testing.sim.scheduler import FOREVER
@@ -130,9 +130,16 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield shm, "_create", world.files.create
     yield shm, "_map", world.files.map
     yield shm, "check_room", lambda *_: None
-    yield daemon, "check_room", lambda *_: None
+    yield shm, "_reopen", world.files.reopen
+    yield restart, "check_room", lambda *_: None
+    yield restart, "sweep", lambda *_, **__: []
     yield daemon, "next_epoch", world.next_epoch
-    yield daemon, "OwnedShm", memory.SimOwned
+    yield restart, "OwnedShm", memory.SimOwned
+    yield (
+        restart,
+        "FormerClients",
+        lambda leases, matter: SimFormerClients(world, leases, matter=matter),
+    )
     yield daemon, "Sessions", SimSessions
     yield memory.SimOwned, "world", world
     yield SimSessions, "world", world

@@ -22,8 +22,8 @@ class Faults:
     connection_loss: float = 1.0
     node_kill: float = 0.12
     """A node dies and starts again with an empty segment."""
-    node_kill_warm: float = 0.12
-    """A node dies and finds its segment again, where it knows how to."""
+    node_kill_warm: float = 0.25
+    """A node dies and finds its segment again."""
     node_stop: float = 0.04
     """A node is told to end, and started again."""
     node_pause: float = 0.15

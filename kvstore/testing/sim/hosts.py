@@ -21,14 +21,18 @@ class _Folder(PurePosixPath):
         """It is."""
 
 
+class _KeepFile:
+    """`keep`: its node lived a moment ago."""
+
+    def unlink(self, *, missing_ok: bool) -> None:
+        """Every node here stays restartable."""
+
+
 class _WordFile:
     """`node.json`"""
 
     def __init__(self) -> None:
         self.word: Announcement | None = None
-
-    def write_bytes(self, raw: bytes) -> None:
-        self.word = Announcement.unpack(raw)
 
     def unlink(self, *, missing_ok: bool) -> None:
         self.word = None
@@ -43,6 +47,7 @@ class SimNodeDir(NodeDir):
         self.leases: Any = _Folder(self.leases)
         self.file = _WordFile()
         self.announcement_path: Any = self.file
+        self.keep: Any = _KeepFile()
         self.holder: Process | None = None
         """Whose lock it is; a dead process holds nothing."""
 
@@ -51,6 +56,13 @@ class SimNodeDir(NodeDir):
 
     def alive(self) -> bool:
         return self.holder is not None and not self.holder.dead
+
+    def announce(self, word: Announcement) -> None:
+        self.file.word = word
+
+    def kept_for_s(self) -> float:
+        word = self.file.word
+        return 1.0 if word is not None and self._world.files.exists(word.head_path) else 0.0
 
     def remove(self) -> None:
         word = self.file.word
@@ -66,6 +78,7 @@ class SimLease:
         world.pause()
         if str(leases.parent / "control.sock") not in world.listening:
             raise NodeUnavailableError(f"no lease at {leases}")
+        self.leases = str(leases)
         self.client_id = f"{world.rng.getrandbits(128):032x}"
         self._holder = world.current.process
         self._released = False
@@ -83,6 +96,21 @@ class SimLease:
         self._released = True
 
 
+class SimFormerClients:
+    """`kvstore.node.restart.FormerClients`"""
+
+    def __init__(self, world: World, leases: Path, *, matter: bool) -> None:
+        held = [lease for lease in world.leases.values() if lease.held]
+        self._open = [lease for lease in held if matter and lease.leases == str(leases)]
+
+    def gone(self) -> bool:
+        self._open = [lease for lease in self._open if lease.held]
+        return not self._open
+
+    def close(self) -> None:
+        """Stop watching."""
+
+
 class SimSessions(Sessions):
     """`Sessions` over simulated lease files."""
 
@@ -96,6 +124,10 @@ class SimSessions(Sessions):
         session = Session(self.admitted, client_id, Path(client_id), -1)
         self._by_client[client_id] = self._by_number[session.number] = session
         return session
+
+    def close(self, *, keep: bool = False) -> None:
+        for session in self.all():
+            self.forget(session)
 
     def forget(self, session: Session) -> None:
         del self._by_client[session.client_id]

@@ -127,13 +127,18 @@ class Luck:
         self.world.after(self.rng.random() * NODE_DOWN_MAX_S, start)
 
     def _node_kill(self) -> None:
+        """With what it had in memory: as after a reboot, or when somebody frees it."""
+        node = self._some_node()
+        if node is not None:
+            self.world.end_process(node.process)
+            node.dir.remove()
+            self._again(node)
+
+    def _node_kill_warm(self) -> None:
         node = self._some_node()
         if node is not None:
             self.world.end_process(node.process)
             self._again(node)
-
-    def _node_kill_warm(self) -> None:
-        self._node_kill()
 
     def _node_stop(self) -> None:
         node = self._some_node()

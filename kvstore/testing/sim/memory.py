@@ -58,6 +58,15 @@ class Files:
         made.world = self._world
         return made
 
+    def reopen(self, path: Path, size_bytes: int) -> SimMap:
+        found = self.map(path, writable=True)
+        if len(found) != size_bytes:
+            raise ValueError(f"{path} has {len(found)} bytes, not {size_bytes}")
+        return found
+
+    def exists(self, path: str) -> bool:
+        return path in self._maps
+
     def map(self, path: Path, *, writable: bool) -> SimMap:
         found = self._maps.get(str(path))
         if found is None:
@@ -74,8 +83,8 @@ class SimOwned(OwnedShm):
 
     world: World
 
-    def __init__(self, base_path: Path, superblock: Superblock) -> None:
-        super().__init__(base_path, superblock)
+    def __init__(self, base_path: Path, superblock: Superblock, *, reopen: bool = False) -> None:
+        super().__init__(base_path, superblock, reopen=reopen)
         self.address = address_of(self._data)
 
     def apply(self, write: Write) -> None:
@@ -87,9 +96,10 @@ class SimOwned(OwnedShm):
     def bytes_at(self, offset: int, size_bytes: int) -> bytes:
         return self._data[offset : offset + size_bytes]
 
-    def close(self) -> None:
-        self.world.files.remove(str(self.data_path), str(self.head_path))
-        super().close()
+    def close(self, *, keep: bool = False) -> None:
+        if not keep:
+            self.world.files.remove(str(self.data_path), str(self.head_path))
+        super().close(keep=keep)
 
 
 class SimAttached(AttachedShm):

@@ -13,7 +13,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.control import Connection
 from kvstore.node.daemon import LEASE_POLL_S, Node
 from kvstore.node.heartbeat import HEARTBEAT_S, JITTER, Heartbeat
-from kvstore.node.reconcile import RECONCILE_S, Reconciler
+from kvstore.node.reconcile import SCRUB_EVERY_S
 from kvstore.testing.sim.edges import guarded
 from kvstore.testing.sim.hosts import SimNodeDir
 from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
@@ -99,6 +99,7 @@ class SimNode(Node):
             arena_bytes=ARENA_BYTES,
             limits=LIMITS,
             shm_dir=run_dir / "shm",
+            keep=world.rng.random() < 0.5,
         )
         super().__init__(config, guarded(world, LIMITS.publish_timeout_s))
         self.world = world
@@ -129,16 +130,22 @@ class SimNode(Node):
         heartbeat.beat()
         world.listening[str(self.dir.socket)] = self
         self.ready = True
+        self._end_former()
+        self._schedule_index_work()
         self._every(HEARTBEAT_S, heartbeat.beat)
-        reconciler = Reconciler(self.index, self.core.audit, self._schedule_index_work)
-        self._every(RECONCILE_S, reconciler.step)
-        self._every(LEASE_POLL_S, self._end_dead_sessions)
+        self._every(SCRUB_EVERY_S, self._scrubber().step)
+        self._every(LEASE_POLL_S, self._watch_once)
         self.loop.run(self._stopping)
         world.note("ends")
         world.listening.pop(str(self.dir.socket), None)
         self.ready = False
+        self._keeps = self.config.keep
         self._close()
         world.end_process(self.process)
+
+    def _watch_once(self) -> None:
+        self._end_former()
+        self._end_dead_sessions()
 
     def _every(self, period_s: float, call: Callable[[], None]) -> None:
         def again() -> None:

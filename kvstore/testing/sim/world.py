@@ -79,7 +79,7 @@ class World(Scheduler):
     def sweep(self, run_dir: Path) -> None:
         """`kvstore.nodedir.sweep`"""
         for node_dir in self.dirs_of(run_dir):
-            if not node_dir.alive() and node_dir.file.word is not None:
+            if not node_dir.alive() and not node_dir.kept_for_s():
                 node_dir.remove()
 
     def next_epoch(self, run_dir: Path, name: str, now_s: float) -> int:

@@ -1,0 +1,182 @@
+"""Suite `restart`: a node killed with SIGKILL and started again, an index that is emptied."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import redis
+
+from benchmarks.local_workers import PATIENT
+from benchmarks.report import Row, machine, percentile
+from kvstore import Client
+from kvstore import Namespace as KeyNamespace
+from kvstore.client.control import ControlChannel
+from kvstore.core.wire import Op
+from kvstore.index.embedded import EmbeddedRedis
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.nodedir import NodeDir, sweep
+from kvstore.types import Key
+
+NAME = "node"
+TIMEOUT_S = 120.0
+POLL_S = 0.005
+ASK_EVERY_S = 0.002
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--blocks", type=int, default=100_000)
+    parser.add_argument("--block-bytes", type=int, default=4096)
+    parser.add_argument("--repetitions", type=int, default=3)
+
+
+class _Node:
+    """`kvstore node` as a process of its own."""
+
+    def __init__(self, url: str, run_dir: Path, size_bytes: int) -> None:
+        self.directory = NodeDir(run_dir, NAME)
+        self._command = [sys.executable, "-m", "kvstore.cli", "node", "--url", url]
+        self._command += ["--run-dir", str(run_dir), "--size", str(size_bytes)]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline():
+            raise RuntimeError("the node did not start")
+
+    def stop(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        self.process.wait(TIMEOUT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
+    rows: list[Row] = []
+    namespace = KeyNamespace.named("default")
+    names = [f"block-{i}" for i in range(options.blocks)]
+    keys = [namespace.value_key(name) for name in names]
+    # Room for a quarter more than the slots need: nothing is evicted.
+    size_bytes = max(options.blocks * options.block_bytes * 3 // 2, 256 << 20)
+    with TemporaryDirectory(prefix="kvb-") as where:
+        run_dir = Path(where)
+        server = EmbeddedRedis.acquire(run_dir)
+        node = _Node(server.url, run_dir, size_bytes)
+        try:
+            about = machine(server.url)
+            node.wait_ready()
+            value = bytes(options.block_bytes)
+            with _client(server.url, run_dir) as client:
+                for start in range(0, len(names), 1000):
+                    batch = names[start : start + 1000]
+                    assert all(client.put_many((name, value) for name in batch))
+            for step in (_restarted, _emptied):
+                for _ in range(options.repetitions):
+                    row = step(node, server.url, run_dir, keys)
+                    rows.append(row)
+        finally:
+            node.stop(signal.SIGTERM)
+            sweep(run_dir, kept=True)
+            server.close()
+    return about, rows
+
+
+def _client(url: str, run_dir: Path) -> Client:
+    return Client(url, run_dir=run_dir, limits=PATIENT)
+
+
+def _restarted(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
+    """From the start of the process until the index names every block at its new place."""
+    node.stop(signal.SIGKILL)
+    started = time.perf_counter()
+    node.start()
+    node.wait_ready()
+    ready_s = time.perf_counter() - started
+    with _client(url, run_dir) as client:
+        _wait(lambda: _there(client, keys))
+        indexed_s = time.perf_counter() - started
+        read = sum(client.session.view(found) is not None for found in _found(client, keys))
+        assert read == len(keys), f"{len(keys) - read} blocks cannot be read"
+    return _row("restart", keys, ready_s, indexed_s, [])
+
+
+def _emptied(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
+    """FLUSHALL until every record is back; meanwhile the node is asked something all the time."""
+    word = node.directory.announcement()
+    assert word is not None
+    control = ControlChannel(
+        node.directory, (word.node_id, word.epoch), TIMEOUT_S, lambda: ((), ())
+    )
+    took: list[float] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.wait(ASK_EVERY_S):
+            asked = time.perf_counter()
+            control.request(Op.PIN, keys[0])
+            took.append(time.perf_counter() - asked)
+
+    asking = threading.Thread(target=ask)
+    with _client(url, run_dir) as client:
+        bare = redis.Redis.from_url(url)
+        asking.start()
+        try:
+            started = time.perf_counter()
+            bare.flushall()
+            _wait(lambda: _there(client, keys))
+            refilled_s = time.perf_counter() - started
+        finally:
+            done.set()
+            asking.join()
+            control.close()
+    return _row("refill", keys, 0.0, refilled_s, took)
+
+
+def _found(client: Client, keys: list[Key]) -> list[Any]:
+    found: list[Any] = []
+    for start in range(0, len(keys), BATCH_KEYS_MAX):
+        found += client.session.lookup(keys[start : start + BATCH_KEYS_MAX])
+    return [f for f in found if f is not None]
+
+
+def _there(client: Client, keys: list[Key]) -> bool:
+    """Whether all can be found and their node be reached; stops at the first batch with a gap.
+
+    From the end: what was saved last is published last.
+    """
+    for end in range(len(keys), 0, -BATCH_KEYS_MAX):
+        batch = keys[max(end - BATCH_KEYS_MAX, 0) : end]
+        if None in client.session.lookup(batch):
+            return False
+    return True
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"blocks are missing after {TIMEOUT_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def _row(op: str, keys: list[Key], ready_s: float, all_s: float, asked: list[float]) -> Row:
+    return {
+        "op": op,
+        "blocks": len(keys),
+        "ready_s": round(ready_s, 2),
+        "all_found_s": round(all_s, 2),
+        "asked": len(asked),
+        "answer_ms_max": round(max(asked, default=0.0) * 1e3, 1),
+        "answer_ms_p50": round(percentile(asked, 50) * 1e3, 1) if asked else 0.0,
+    }

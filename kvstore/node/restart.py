@@ -1,0 +1,187 @@
+"""What a node finds of its former start: its segment, and the clients that may still use it.
+
+A segment is taken over in place. Readers that mapped it keep reading right bytes (rule 4);
+the epoch in its superblock is what makes their places misses in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.core.node import NodeCore
+from kvstore.core.recovery import recover
+from kvstore.errors import InternalError, NoSpaceError
+from kvstore.nodedir import Announcement, NodeDir, fd_is_locked, sweep
+from kvstore.segment.header import Superblock
+from kvstore.segment.shm import OwnedShm, check_room
+
+log = logging.getLogger("kvstore.node")
+
+SIGN_OF_LIFE_S = 5.0
+"""How often a node says that it lives; what it leaves behind counts its age from there."""
+_SAME = ("node_id", "key_prefix", "arenas", "arena_bytes")
+
+
+class Started(NamedTuple):
+    """What a node starts with."""
+
+    core: NodeCore
+    segment: OwnedShm
+    announcement: Announcement
+    clients: FormerClients
+
+
+class FormerClients:
+    """Those of former starts that live: their leases outlive the node that granted them.
+
+    Until all of them are gone, nobody can say who of them may still write where (rule 5).
+    """
+
+    def __init__(self, leases: Path, *, matter: bool) -> None:
+        """Leases that are free are removed; all of them, when the clients do not matter."""
+        self._open: dict[Path, int] = {}
+        for path in leases.iterdir():
+            try:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError as e:
+                log.warning("lease %s cannot be opened: %s", path, e)
+        if not matter:
+            for path in list(self._open):
+                self._let_go(path)
+        self.gone()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def gone(self) -> bool:
+        """Whether none is left; each lease that was freed meanwhile is removed."""
+        for path in [path for path, fd in self._open.items() if not fd_is_locked(fd)]:
+            self._let_go(path)
+        return not self._open
+
+    def _let_go(self, path: Path) -> None:
+        os.close(self._open.pop(path))
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def close(self) -> None:
+        """Stop watching; the files stay."""
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+
+def start(
+    directory: NodeDir, word: Announcement, make_core: Callable[[], NodeCore], run_dir: Path
+) -> Started:
+    """Warm when the former start left a segment of this shape, else with an empty one.
+
+    `word` says where an empty segment is to be. The caller holds the node's lock.
+    Raises `NoSpaceError`.
+    """
+    directory.leases.mkdir(exist_ok=True, mode=0o700)
+    former = directory.announcement()
+    warm = None if former is None else _take_over(former, word, make_core)
+    if former is not None and warm is None:
+        for path in (former.data_path, former.head_path):
+            Path(path).unlink(missing_ok=True)
+    clients = FormerClients(directory.leases, matter=warm is not None)
+    try:
+        if warm is not None:
+            core, segment = warm
+            word = _at(word, segment)
+            segment.adopt()
+            directory.announce(word)
+            return Started(core, segment, word, clients)
+        _make_room(Path(word.data_path).parent, word, run_dir)
+        # Written before the segment: whoever finds this directory without a
+        # living owner knows which files to remove.
+        directory.announce(word)
+        base = Path(word.data_path).with_suffix("")
+        return Started(make_core(), OwnedShm(base, _superblock(word)), word, clients)
+    except BaseException:
+        clients.close()
+        raise
+
+
+def _take_over(
+    former: Announcement, word: Announcement, make_core: Callable[[], NodeCore]
+) -> tuple[NodeCore, OwnedShm] | None:
+    segment = None
+    try:
+        for name in _SAME:
+            was, wanted = getattr(former, name), getattr(word, name)
+            if was != wanted:
+                raise ValueError(f"its {name} is {was}, not {wanted}")
+        path = Path(former.data_path)
+        if path.parent != Path(word.data_path).parent:
+            raise ValueError(f"it is in {path.parent}")
+        segment = OwnedShm(path.with_suffix(""), _superblock(word), reopen=True)
+        with _no_collection():
+            epoch, arenas = segment.seen()
+            core = make_core()
+            writes = recover(core, arenas, epoch)
+        for write in writes:
+            segment.apply(write)
+    except (OSError, ValueError, InternalError, AssertionError, LookupError) as e:
+        # A segment that nothing can be made of must not keep the node from starting.
+        log.warning("node %s starts empty, not with what it left behind: %s", word.name, e)
+        if segment is not None:
+            segment.close()
+        return None
+    log.info(
+        "node %s goes on with %d blocks of epoch %d; %d headers were unsealed or damaged",
+        word.name,
+        core.counts["recovered"],
+        epoch,
+        core.counts["recovery_dropped"],
+    )
+    return core, segment
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hundreds of thousands of objects are made and none dies: looking for garbage among them
+    again and again takes a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _superblock(word: Announcement) -> Superblock:
+    return Superblock(word.node_id, word.epoch, 0, word.arenas, word.arena_bytes)
+
+
+def _at(word: Announcement, segment: OwnedShm) -> Announcement:
+    """The same node with its segment where it was."""
+    return word.with_files(str(segment.data_path), str(segment.head_path))
+
+
+def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
+    """What dead nodes of this run directory could be restarted with goes first."""
+    try:
+        check_room(where, word.arenas, word.arena_bytes)
+    except NoSpaceError:
+        removed = sweep(run_dir, kept=True)
+        if not removed:
+            raise
+        log.info("removed what nodes %s left behind: its memory is needed", ", ".join(removed))
+        check_room(where, word.arenas, word.arena_bytes)
+
+
+async def stay_restartable(directory: NodeDir) -> None:
+    """Leave a sign of life now and then: a sweep spares what died lately."""
+    while True:
+        await asyncio.sleep(SIGN_OF_LIFE_S)
+        directory.keep_segment()

@@ -1,0 +1,1 @@
+"""Real processes and a real Redis, killed at random times: `scripts/crash-loop`."""

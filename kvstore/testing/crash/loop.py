@@ -1,0 +1,289 @@
+"""Rounds of kills, and what must be true after them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from ctypes import c_longlong
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore import Client, Limits
+from kvstore.core.record import unpack_record
+from kvstore.errors import PeerError
+from kvstore.index.embedded import find_server
+from kvstore.index.redis import open_index
+from kvstore.nodedir import Announcement, NodeDir
+from kvstore.testing.crash import workers
+from kvstore.testing.crash.workers import (
+    FIELDS,
+    HITS,
+    MISSES,
+    SLOWEST_MS,
+    STEPS,
+    STORED,
+    WRONG_BYTES,
+    Place,
+)
+
+NODE = "node"
+ARENA_BYTES = 1 << 20
+ARENAS = 8
+WRITERS, READERS = 2, 1
+ROUND_S_MAX = 0.25
+"""Between kills: a node that starts takes longer on a busy machine, and dies on the way."""
+PAUSE_CHANCE = 0.15
+"""Of stopping a writer as well, which goes on a few rounds later as if nothing had been."""
+PAUSE_ROUNDS = 3
+HANG_S = 20.0
+"""No step of a worker may take so long; its own deadlines end it within a few seconds."""
+SETTLE_S = 60.0
+PATIENT = Limits(redis_timeout_s=5.0, publish_timeout_s=5.0, request_timeout_s=10.0)
+_context = multiprocessing.get_context("forkserver")
+
+
+class CrashError(AssertionError):
+    """Something was wrong, leaked or hung. The message says what; the seed is with the caller."""
+
+
+class _Worker:
+    """A worker's process over its deaths; its counters go on."""
+
+    def __init__(self, kind: str, place: Place, rng: random.Random) -> None:
+        self.kind = kind
+        self.counters = RawArray(c_longlong, FIELDS)
+        self._place = place
+        self._rng = rng
+        self.stopped_until = 0
+        """The round in which it goes on; 0: it runs."""
+        self.start()
+
+    def start(self) -> None:
+        run: Callable[..., None] = getattr(workers, self.kind)
+        args = (self._place, self._rng.randrange(1 << 32), self.counters)
+        self.process: BaseProcess = _context.Process(target=run, args=args, daemon=True)
+        self.process.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.check()
+        self.process.kill()
+        self.process.join(HANG_S)
+
+    def check(self) -> None:
+        code = self.process.exitcode
+        if code == WRONG_BYTES:
+            raise CrashError(f"a {self.kind} read wrong bytes")
+        if code is not None:
+            raise CrashError(f"a {self.kind} ended by itself with {code}")
+        if self.counters[SLOWEST_MS] > HANG_S * 1e3:
+            raise CrashError(f"a {self.kind} hung for {self.counters[SLOWEST_MS]} ms")
+
+
+class Loop:
+    """One Redis, one node, a few workers, and their end."""
+
+    def __init__(self, seed: int) -> None:
+        _context.set_forkserver_preload([workers.__name__])
+        self._rng = random.Random(seed)
+        self.directory = Path(tempfile.mkdtemp(prefix="kvx-"))
+        run_dir = self.directory / "run"
+        run_dir.mkdir(mode=0o700)
+        self._socket = self.directory / "redis.sock"
+        self.place: Final = Place(f"unix://{self._socket}", run_dir, f"kv:{self.directory.name}")
+        self.killed: dict[str, int] = dict.fromkeys(("writer", "reader", "node", "redis"), 0)
+        self.paused = 0
+        self._round = 0
+        self._node_dir = NodeDir(run_dir, NODE)
+        self._redis = self._start_redis()
+        self._node = self._start_node()
+        kinds = ["writer"] * WRITERS + ["reader"] * READERS
+        self._workers = [_Worker(kind, self.place, self._rng) for kind in kinds]
+
+    # --- rounds -----------------------------------------------------------
+
+    def rounds(self, count: int) -> None:
+        """That many kills, one or none at a time; who died is started again at once."""
+        for _ in range(count):
+            self._round += 1
+            time.sleep(self._rng.uniform(0, ROUND_S_MAX))
+            self._wake()
+            victim = self._rng.choice(list(self.killed))
+            self.killed[victim] += 1
+            if victim == "redis":
+                self._redis.kill()
+                self._redis.wait(HANG_S)
+                self._redis = self._start_redis()
+            elif victim == "node":
+                self._end_node(signal.SIGKILL)
+                self._node = self._start_node()
+            else:
+                worker = self._rng.choice([w for w in self._workers if w.kind == victim])
+                worker.kill()
+                worker.stopped_until = 0
+                worker.start()
+            if self._rng.random() < PAUSE_CHANCE:
+                self._pause(self._rng.choice(self._workers))
+            for worker in self._workers:
+                worker.check()
+
+    def _pause(self, worker: _Worker) -> None:
+        worker.signal(signal.SIGSTOP)
+        worker.stopped_until = self._round + PAUSE_ROUNDS
+        self.paused += 1
+
+    def _wake(self, *, all_of_them: bool = False) -> None:
+        for worker in self._workers:
+            if worker.stopped_until and (all_of_them or worker.stopped_until <= self._round):
+                worker.signal(signal.SIGCONT)
+                worker.stopped_until = 0
+                worker.counters[SLOWEST_MS] = 0  # the pause was ours
+
+    def _start_redis(self) -> subprocess.Popen[bytes]:
+        options = ["--port", "0", "--unixsocket", str(self._socket), "--save", ""]
+        return subprocess.Popen(
+            [str(find_server().path), *options, "--dir", str(self.directory)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _start_node(self) -> BaseProcess:
+        size_bytes = str(ARENAS * ARENA_BYTES)
+        options = ("--name", NODE, "--size", size_bytes, "--arena", str(ARENA_BYTES))
+        process = _context.Process(target=workers.node, args=(self.place, options), daemon=True)
+        process.start()
+        return process
+
+    def _end_node(self, number: signal.Signals) -> None:
+        if self._node.exitcode is not None:
+            raise CrashError(f"the node ended by itself with {self._node.exitcode}")
+        assert self._node.pid is not None
+        os.kill(self._node.pid, number)
+        self._node.join(SETTLE_S)
+        if self._node.exitcode is None:
+            raise CrashError(f"the node did not end on signal {number}")
+
+    # --- afterwards ---------------------------------------------------------
+
+    def settle(self) -> None:
+        """No more kills: everybody gets on, and what the dead held comes back."""
+        self._wake(all_of_them=True)
+        before = [list(worker.counters) for worker in self._workers]
+
+        def all_hit() -> bool:
+            for worker in self._workers:
+                worker.check()
+            pairs = zip(self._workers, before, strict=True)
+            return all(w.counters[HITS] > b[HITS] + 5 for w, b in pairs)
+
+        self._until(all_hit, "every worker reads and hits again")
+        for worker in self._workers:
+            worker.kill()
+        with self._client() as client:
+            empty = ("reserved", "pinned", "quarantined", "unpublished", "removals_pending")
+
+            def nothing_held() -> bool:
+                stats = self._stats(client)
+                return bool(stats) and not any(stats[what] for what in empty)
+
+            self._until(nothing_held, f"no {', '.join(empty)}", lambda: self._stats(client))
+            self._check_index(client)
+            self._check_space(client)
+
+    def _client(self) -> Client:
+        place = self.place
+        return Client(place.url, run_dir=place.run_dir, key_prefix=place.key_prefix, limits=PATIENT)
+
+    @staticmethod
+    def _stats(client: Client) -> dict[str, Any]:
+        with contextlib.suppress(PeerError):
+            return dict(client.stats()["node"])
+        return {}
+
+    def _check_index(self, client: Client) -> None:
+        """Every block is in the index as it is, and can be read from there."""
+        rows = client.session.writer.listing(b"", workers.KEYS + 1)
+        index = open_index(self.place.url, key_prefix=self.place.key_prefix, timeout_s=5.0)
+        word = self._node_dir.announcement()
+        assert word is not None
+        try:
+            records = index.lookup([key for key, *_ in rows])
+        finally:
+            index.close()
+        for (key, *_), record in zip(rows, records, strict=True):
+            location = unpack_record(key, record) if record is not None else None
+            if location is None or (location.node_id, location.epoch) != (word.node_id, word.epoch):
+                raise CrashError(f"block {key.hex()[:12]} is not in the index: {location}")
+            if client.session.reader.place(key, record or b"") is None:
+                raise CrashError(f"block {key.hex()[:12]} cannot be read")
+
+    def _check_space(self, client: Client) -> None:
+        """Free + sealed = capacity: values of one arena each fill all of it, none refused."""
+        names = [f"arena{i}" for i in range(ARENAS)]
+        for name in names:
+            result = client.put(name, workers.content(name, ARENA_BYTES))
+            if not result:
+                raise CrashError(f"capacity has leaked: {result}, {self._stats(client)}")
+        there = sum(client.get(n) == workers.content(n, ARENA_BYTES) for n in names)
+        if there != ARENAS:
+            raise CrashError(f"capacity has leaked: {there} of {ARENAS} arenas can be filled")
+
+    def finish(self) -> None:
+        """An orderly end leaves nothing."""
+        word = self._node_dir.announcement()
+        self._end_node(signal.SIGTERM)
+        if self._node.exitcode != 0:
+            raise CrashError(f"the node ended with {self._node.exitcode}")
+        left = [p for p in self.place.run_dir.rglob("*") if not p.is_dir()]
+        left = [path for path in left if path.parent.name != "epochs"]
+        left += _segments(word)
+        if left:
+            raise CrashError(f"left behind: {', '.join(map(str, left))}")
+
+    def close(self) -> None:
+        """End everything, however it stands."""
+        word = self._node_dir.announcement()
+        for process in (self._node, *(worker.process for worker in self._workers)):
+            process.kill()
+            process.join(HANG_S)
+        self._redis.kill()
+        self._redis.wait(HANG_S)
+        for path in _segments(word):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def counts(self) -> dict[str, int]:
+        fields = {"steps": STEPS, "hits": HITS, "misses": MISSES, "stored": STORED}
+        return {
+            name: sum(worker.counters[place] for worker in self._workers)
+            for name, place in fields.items()
+        }
+
+    @staticmethod
+    def _until(
+        condition: Callable[[], bool], what: str, how: Callable[[], object] = lambda: ""
+    ) -> None:
+        give_up_at = time.monotonic() + SETTLE_S
+        while not condition():
+            if time.monotonic() > give_up_at:
+                raise CrashError(f"not within {SETTLE_S:.0f} s: {what} {how()}")
+            time.sleep(0.02)
+
+
+def _segments(word: Announcement | None) -> list[Path]:
+    if word is None:
+        return []
+    return list(Path(word.data_path).parent.glob(f"kvstore-*-{word.node_id:016x}-*"))

@@ -1,0 +1,171 @@
+"""What the processes that are killed do. Each runs in a child of its own and never returns.
+
+Every byte that is read is compared with a function of the key and the length, so a wrong
+one shows wherever it came from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import MutableSequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore import BlockSession, Client, Limits, Namespace
+from kvstore.cli import main as kvstore
+from kvstore.client.base import Reservation
+from kvstore.errors import PeerError
+
+WRONG_BYTES = 3
+"""Exit code of a worker that read what nobody saved."""
+KEYS = 48
+PUT_MANY_MAX = 6
+HOLD_S_MAX = 0.05
+LIMITS = Limits(redis_timeout_s=0.2, publish_timeout_s=0.5, request_timeout_s=1.0)
+_PR_SET_PDEATHSIG = 1
+
+STEPS, HITS, MISSES, STORED, SLOWEST_MS, FIELDS = range(6)
+"""Places in a worker's counters, which outlive it."""
+Counters = MutableSequence[int]
+
+
+class Place(NamedTuple):
+    """Where everything is."""
+
+    url: str
+    run_dir: Path
+    key_prefix: str
+
+
+def sizes(name: str) -> tuple[int, ...]:
+    """The sizes that the block of this name may have: of several size classes over all names."""
+    base = 600 + 13_000 * (int(name[1:]) % 24)
+    return base, base + 1, base + 40_000
+
+
+def content(name: str, size_bytes: int) -> bytes:
+    unit = blake2b(f"{name} {size_bytes}".encode(), digest_size=32).digest()
+    return (unit * (size_bytes // 32 + 1))[:size_bytes]
+
+
+def node(place: Place, options: tuple[str, ...]) -> None:
+    _begin()
+    arguments = ["node", "--url", place.url, "--run-dir", str(place.run_dir)]
+    sys.exit(kvstore([*arguments, "--key-prefix", place.key_prefix, *options]))
+
+
+def writer(place: Place, seed: int, counters: Counters) -> None:
+    _Worker(place, seed, counters, "writer").run()
+
+
+def reader(place: Place, seed: int, counters: Counters) -> None:
+    _Worker(place, seed, counters, "reader").run()
+
+
+def _begin() -> None:
+    """Die with the parent, whatever kills it, and say nothing but tracebacks."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    logging.disable()
+
+
+class _Worker:
+    def __init__(self, place: Place, seed: int, counters: Counters, kind: str) -> None:
+        self._rng = random.Random(seed)
+        self._counters = counters
+        options = {"run_dir": place.run_dir, "key_prefix": place.key_prefix, "limits": LIMITS}
+        _begin()
+        self._client = Client(place.url, **options)  # type: ignore[arg-type]
+        self._session = BlockSession(place.url, **options)  # type: ignore[arg-type]
+        saves = ((self._put, 5), (self._put_many, 4), (self._by_hand, 5), (self._delete, 1))
+        reads = ((self._get, 8), (self._get_many, 6), (self._pin, 4))
+        does = (*reads, *saves) if kind == "writer" else reads
+        self._does, self._weights = zip(*does, strict=True)
+
+    def run(self) -> None:
+        while True:
+            (does,) = self._rng.choices(self._does, self._weights)
+            started = time.monotonic()
+            try:
+                does()
+            except PeerError:
+                time.sleep(0.002)
+            took_ms = int((time.monotonic() - started) * 1e3)
+            self._counters[SLOWEST_MS] = max(self._counters[SLOWEST_MS], took_ms)
+            self._counters[STEPS] += 1
+
+    def _names(self, most: int) -> list[str]:
+        names = range(KEYS)
+        return [f"k{i}" for i in self._rng.sample(names, self._rng.randint(1, most))]
+
+    def _value(self, name: str) -> bytes:
+        return content(name, self._rng.choice(sizes(name)))
+
+    def _pause(self) -> None:
+        time.sleep(self._rng.uniform(0, HOLD_S_MAX))
+
+    def _check(self, name: str, got: bytes | memoryview | None) -> None:
+        self._counters[MISSES if got is None else HITS] += 1
+        if got is not None and (len(got) not in sizes(name) or got != content(name, len(got))):
+            os._exit(WRONG_BYTES)
+
+    def _get(self) -> None:
+        (name,) = self._names(1)
+        self._check(name, self._client.get(name))
+
+    def _get_many(self) -> None:
+        names = self._names(PUT_MANY_MAX)
+        for name, got in zip(names, self._client.get_many(names), strict=True):
+            self._check(name, got)
+
+    def _pin(self) -> None:
+        """What is pinned keeps its bytes, whoever dies meanwhile."""
+        (name,) = self._names(1)
+        pinned = self._client.pin(name)
+        if pinned is not None:
+            with pinned:
+                self._check(name, pinned.buffer)
+                self._pause()
+                self._check(name, pinned.buffer)
+
+    def _put(self) -> None:
+        (name,) = self._names(1)
+        self._counters[STORED] += bool(self._client.put(name, self._value(name)))
+
+    def _put_many(self) -> None:
+        names = self._names(PUT_MANY_MAX)
+        results = self._client.put_many((name, self._value(name)) for name in names)
+        self._counters[STORED] += sum(map(bool, results))
+
+    def _by_hand(self) -> None:
+        """Slowly, so that many kills come between reserve and commit."""
+        names = self._names(PUT_MANY_MAX)
+        space = Namespace.named("default")
+        keys = {space.value_key(name): name for name in names}
+        size_bytes = sizes(names[0])[0]
+        fitting = [key for key, name in keys.items() if size_bytes in sizes(name)]
+        answers = self._session.reserve(fitting, size_bytes, space.id)
+        granted = [a for a in answers if isinstance(a, Reservation)]
+        try:
+            for reservation in granted:
+                value = content(keys[reservation.key], size_bytes)
+                half = size_bytes // 2
+                reservation.buffer[:half] = value[:half]
+                self._pause()
+                reservation.buffer[half:] = value[half:]
+        finally:
+            if self._rng.random() < 0.2:
+                self._session.abort(granted)
+            elif granted:
+                self._counters[STORED] += sum(map(bool, self._session.commit(granted)))
+
+    def _delete(self) -> None:
+        (name,) = self._names(1)
+        self._client.delete(name)

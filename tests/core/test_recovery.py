@@ -1,0 +1,313 @@
+"""A node killed at any store of any history, and what its next start makes of the headers."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.core.events import (
+    Abort,
+    Clear,
+    Commit,
+    Drop,
+    Hold,
+    Mark,
+    Pin,
+    Reserve,
+    Seal,
+    SessionDead,
+    Touch,
+    Unpin,
+)
+from kvstore.core.holdings import FORMER
+from kvstore.core.node import NO_SPACE_CODE, NodeCore
+from kvstore.core.record import unpack_record
+from kvstore.core.recovery import recover
+from kvstore.core.slots import SlotState
+from kvstore.hashing import Namespace
+from kvstore.limits import Limits
+from kvstore.segment.header import Superblock
+from kvstore.segment.scan import DamagedSegmentError, scan
+from kvstore.testing.sim.faults import Faults
+from kvstore.testing.sim.memory import SimSegment
+from kvstore.testing.sim.world import World
+
+ARENAS, ARENA = 3, 64 << 10
+NODE = 7
+KEYS = Namespace.named("test").block_keys(range(40), 1)
+SIZES = (900, 4000, 9000, 30_000, ARENA)
+LIMITS = Limits(reservations_per_client=16, pins_per_client=8)
+
+
+class KilledError(Exception):
+    pass
+
+
+class Host:
+    """The memory that outlives a node, and what its stores said so far."""
+
+    def __init__(self) -> None:
+        self.segment = SimSegment(Superblock(NODE, 0, 0, ARENAS, ARENA))
+        self.epoch = 0
+        self.sealed: dict[int, Seal] = {}
+        self.reserved: dict[int, int] = {}
+        self.pinned: set[int] = set()
+        self.generations: dict[int, int] = {}
+        self.stores_left = -1
+
+    def start(self) -> NodeCore:
+        self.epoch += 1
+        core = NodeCore(
+            node_id=NODE, epoch=self.epoch, arenas=ARENAS, arena_bytes=ARENA, limits=LIMITS
+        )
+        seen = scan(self.segment.superblock, self.segment.headers, memoryview(self.segment.held))
+        self.stores_left = -1
+        self.carry_out(recover(core, list(seen), self.epoch - 1))
+        return core
+
+    def carry_out(self, writes) -> None:
+        for write in writes:
+            for _ in self.segment.steps(write):
+                if self.stores_left == 0:
+                    self.note(write)
+                    raise KilledError
+                self.stores_left -= 1
+            self.note(write)
+
+    def note(self, write) -> None:
+        """What its word says is what counts: a write cut before it did not happen."""
+        if isinstance(write, Hold):
+            (self.pinned.add if write.held else self.pinned.discard)(write.slot_id)
+            return
+        if not isinstance(write, Mark | Seal):
+            return
+        word = int.from_bytes(self.segment.header(write.slot_id)[:8], "little")
+        state, generation = word & 0xFF, word >> 16
+        assert generation >= self.generations.get(write.slot_id, 0)
+        if isinstance(write, Mark) and state == SlotState.RESERVED:
+            assert generation > self.generations.get(write.slot_id, 0)
+        self.generations[write.slot_id] = generation
+        self.reserved.pop(write.slot_id, None)
+        self.sealed.pop(write.slot_id, None)
+        if state == SlotState.SEALED:
+            self.sealed[write.slot_id] = write
+        elif state == SlotState.RESERVED:
+            self.reserved[write.slot_id] = generation
+
+
+class Clients:
+    """Three of them, who do anything that the protocol allows."""
+
+    def __init__(self, host: Host, core: NodeCore, rng: random.Random) -> None:
+        self.host, self.core, self.rng = host, core, rng
+        self.grants: dict[int, list[tuple[int, int]]] = {1: [], 2: [], 3: []}
+        self.pins: dict[int, list[tuple[int, int]]] = {1: [], 2: [], 3: []}
+
+    def step(self) -> None:
+        session = self.rng.randint(1, 3)
+        does = self.rng.choices(
+            (self.reserve, self.commit, self.abort, self.pin, self.unpin, self.drop, self.die),
+            (8, 8, 1, 3, 3, 1, 0.3),
+        )[0]
+        does(session)
+
+    def act(self, event):
+        effects = self.core.handle(event, 0.0)
+        self.host.carry_out(effects.writes)
+        return effects.replies[0].body if effects.replies else None
+
+    def keys(self, at_most: int) -> list[bytes]:
+        return self.rng.sample(KEYS, self.rng.randint(1, at_most))
+
+    def reserve(self, session: int) -> None:
+        keys = self.keys(4)
+        n = len(keys)
+        size = self.rng.choice(SIZES)
+        values = [b"v" * size if self.rng.random() < 0.2 else None] * n
+        zeros = [0] * n
+        event = Reserve(session, 1, keys, [size] * n, 3, zeros, zeros, values, zeros)
+        self.grants[session] += [a[:2] for a in self.act(event) if isinstance(a, tuple)]
+
+    def commit(self, session: int) -> None:
+        items, self.grants[session] = self.grants[session], []
+        self.act(Commit(session, 1, [(*item, 0) for item in items]))
+
+    def abort(self, session: int) -> None:
+        items, self.grants[session] = self.grants[session], []
+        self.act(Abort(session, 1, items))
+
+    def pin(self, session: int) -> None:
+        records = self.act(Pin(session, 1, keys := self.keys(3)))
+        for key, record in zip(keys, records, strict=True):
+            if isinstance(record, bytes):
+                location = unpack_record(key, record)
+                self.pins[session].append((location.slot, location.generation))
+
+    def unpin(self, session: int) -> None:
+        items, self.pins[session] = self.pins[session], []
+        self.act(Unpin(session, 1, items))
+
+    def drop(self, session: int) -> None:
+        if self.rng.random() < 0.05:
+            self.act(Clear(session, 1, 3))
+        self.act(Drop(session, 1, self.keys(3)))
+        self.act(Touch(session, self.keys(3)))
+
+    def die(self, session: int) -> None:
+        self.grants[session], self.pins[session] = [], []
+        self.act(SessionDead(session))
+
+
+def check_recovered(host: Host, core: NodeCore) -> None:
+    expected = {(seal.key, seal.length, slot_id) for slot_id, seal in host.sealed.items()}
+    found = {
+        (slot.key, slot.length, slot.slot_id)
+        for slot in core.by_key.values()
+        if slot.state is SlotState.SEALED
+    }
+    assert found == expected
+    assert core.counts["recovered"] == len(expected)
+    former = core.former()
+    assert set(former.reserved) == set(host.reserved)
+    assert set(former.pins) == host.pinned
+    World(0, Faults()).check_node(core)
+    for key, slot in core.by_key.items():
+        header = host.sealed[slot.slot_id]
+        location = unpack_record(key, slot.record)
+        assert (location.epoch, location.generation) == (host.epoch, header.generation)
+    assert core.outbox.publications_pending == len(expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_after_a_kill_at_any_store_exactly_the_sealed_blocks_are_there(seed):
+    """Several starts in a row on the same memory; clients of earlier ones live on at times."""
+    rng = random.Random(seed)
+    host = Host()
+    core = host.start()
+    for _ in range(4):
+        clients = Clients(host, core, rng)
+        kept = dict(core.former().reserved), set(core.former().pins)
+        if rng.random() < 0.5:
+            clients.act(SessionDead(FORMER))
+            kept = {}, set()
+        host.stores_left = rng.randrange(600)
+        try:
+            for _ in range(400):
+                clients.step()
+                for slot_id, slot in kept[0].items():
+                    assert core.allocator.slot(slot_id) is slot
+                    assert slot.state is SlotState.RESERVED, f"seed {seed}: rule 5"
+                assert kept[1] <= host.pinned, f"seed {seed}: a pinned slot"
+        except KilledError:
+            pass
+        core = host.start()
+        check_recovered(host, core)
+
+
+def started(host: Host, *keys: bytes, size: int = 8192) -> tuple[NodeCore, Clients]:
+    core = host.start()
+    clients = Clients(host, core, random.Random(0))
+    n = len(keys)
+    zeros = [0] * n
+    event = Reserve(1, 1, keys, [size] * n, 3, zeros, zeros, [None] * n, zeros)
+    clients.grants[1] += [a[:2] for a in clients.act(event)]
+    return core, clients
+
+
+def test_a_slot_that_was_reserved_is_nobody_elses_until_its_writer_is_known_to_be_dead():
+    host = Host()
+    started(host, KEYS[0], size=ARENA)
+    core, clients = started(host, *KEYS[1:3], size=ARENA)
+    event = Reserve(2, 1, KEYS[3:4], [ARENA], 3, [0], [0], [None], [0])
+    assert clients.act(event) == [NO_SPACE_CODE]
+    clients.act(SessionDead(FORMER))
+    assert not core.former().reserved
+    assert isinstance(clients.act(event)[0], tuple)
+
+
+def test_a_pinned_block_stays_where_it_is_and_can_be_found():
+    host = Host()
+    core, clients = started(host, *KEYS[:8])
+    clients.commit(1)
+    clients.act(Pin(2, 1, KEYS[:1]))
+    core = host.start()
+    slot = core.by_key[KEYS[0]]
+    assert core.former().pins == {slot.slot_id: 1}
+    assert host.segment.held[slot.slot_id] == 1
+    clients = Clients(host, core, random.Random(0))
+    for key in KEYS[8:]:
+        clients.act(Reserve(1, 1, [key], [ARENA], 3, [0], [0], [b"v" * ARENA], [0]))
+    assert core.by_key[KEYS[0]] is slot
+    clients.act(SessionDead(FORMER))
+    assert host.segment.held[slot.slot_id] == 0
+
+
+def test_a_block_dropped_while_it_was_pinned_is_gone_and_its_slot_is_not_reused():
+    host = Host()
+    core, clients = started(host, KEYS[0])
+    clients.commit(1)
+    clients.act(Pin(2, 1, KEYS[:1]))
+    clients.act(Drop(1, 1, KEYS[:1]))
+    core = host.start()
+    assert not core.by_key
+    (slot_id,) = core.former().pins
+    assert core.allocator.slot(slot_id).state is SlotState.DOOMED
+
+
+def test_records_of_blocks_that_left_just_before_the_end_are_taken_out_of_the_index():
+    host = Host()
+    core, clients = started(host, KEYS[0])
+    clients.commit(1)
+    ((_, record),) = core.outbox.take_publications(10)
+    clients.act(Drop(1, 1, KEYS[:1]))
+    core = host.start()
+    assert core.outbox.take_removals(10) == [(KEYS[0], record)]
+
+
+def test_a_block_evicted_before_it_was_published_again_takes_its_old_record_along():
+    host = Host()
+    core, clients = started(host, KEYS[0])
+    clients.commit(1)
+    ((_, record),) = core.outbox.take_publications(10)
+    core = host.start()
+    Clients(host, core, random.Random(0)).act(Drop(1, 1, KEYS[:1]))
+    assert (KEYS[0], record) in core.outbox.take_removals(10)
+    assert core.outbox.publications_pending == 0
+
+
+def test_what_was_stored_first_is_evicted_first_when_nothing_else_is_known():
+    host = Host()
+    core, clients = started(host, *KEYS[:3], size=ARENA)
+    clients.commit(1)
+    core, clients = started(host, KEYS[3], size=ARENA)  # reuses the slot of KEYS[0]
+    clients.commit(1)
+    assert KEYS[0] not in core.by_key
+    core, clients = started(host, KEYS[4], size=ARENA)
+    assert KEYS[1] not in core.by_key
+    assert KEYS[3] in core.by_key
+
+
+def test_a_header_that_is_not_whole_is_dropped_and_its_slot_is_free():
+    host = Host()
+    core, clients = started(host, *KEYS[:2])
+    clients.commit(1)
+    slot_id = core.by_key[KEYS[0]].slot_id
+    host.segment.headers[slot_id * 64 + 20] ^= 1
+    core = host.start()
+    assert list(core.by_key) == [KEYS[1]]
+    assert core.counts["recovery_dropped"] == 1
+    assert host.segment.header(slot_id)[0] == SlotState.FREE
+    World(0, Faults()).check_node(core)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"), [(0, 9), (1, 40), (7, 0xFF)], ids=["state", "class", "generation"]
+)
+def test_headers_that_contradict_each_other_are_not_recovered_from(offset, value):
+    host = Host()
+    started(host, *KEYS[:2])
+    host.segment.headers[64 + offset] = value
+    with pytest.raises(DamagedSegmentError):
+        host.start()

@@ -1,0 +1,73 @@
+"""What the index lost without saying so is found and published again."""
+
+import pytest
+
+from kvstore.core.events import Drop, Reserve
+from kvstore.core.node import NodeCore
+from kvstore.core.record import pack_record, unpack_record
+from kvstore.core.scrub import Scrub
+from kvstore.hashing import Namespace
+
+KEYS = Namespace.named("test").block_keys(range(10), 1)
+
+
+@pytest.fixture
+def core():
+    core = NodeCore(node_id=5, epoch=9, arenas=1, arena_bytes=64 << 10)
+    put(core, KEYS)
+    core.outbox.published(core.outbox.take_publications(100))
+    return core
+
+
+def put(core, keys):
+    n = len(keys)
+    core.handle(Reserve(1, 1, keys, [5] * n, 3, [0] * n, [0] * n, [b"value"] * n, [0] * n), 0.0)
+
+
+def test_it_goes_round_over_all_keys_and_begins_again(core):
+    scrub = Scrub(core)
+    first = [*scrub.next(4), *scrub.next(4), *scrub.next(4)]
+    assert sorted(first) == sorted(KEYS)
+    assert sorted(scrub.next(100)) == sorted(KEYS)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda key, record: None,
+        lambda key, record: b"damaged",
+        lambda key, record: pack_record(key, unpack_record(key, record)._replace(epoch=8)),
+        lambda key, record: pack_record(key, unpack_record(key, record)._replace(generation=7)),
+    ],
+    ids=["lost", "damaged", "of a former start", "of a former block"],
+)
+def test_a_block_whose_record_is_lost_or_wrong_is_published_again(core, held):
+    record = core.by_key[KEYS[0]].record
+    scrub = Scrub(core)
+    assert scrub.found(KEYS[:1], [held(KEYS[0], record)], {}) == 1
+    assert core.outbox.take_publications(10) == [(KEYS[0], record)]
+
+
+@pytest.mark.parametrize(("announced", "lost"), [(9, 0), (10, 1), (None, 1)])
+def test_a_right_record_and_one_of_another_node_stay_while_that_start_lives(core, announced, lost):
+    record = core.by_key[KEYS[0]].record
+    other = pack_record(
+        KEYS[1], unpack_record(KEYS[1], core.by_key[KEYS[1]].record)._replace(node_id=6)
+    )
+    scrub = Scrub(core)
+    assert scrub.owners(KEYS[:2], [record, other]) == {6}
+    assert scrub.found(KEYS[:2], [record, other], {6: announced}) == lost
+    assert core.outbox.publications_pending == lost
+
+
+def test_a_block_that_left_while_the_index_was_asked_stays_away(core):
+    scrub = Scrub(core)
+    keys = scrub.next(10)
+    core.handle(Drop(1, 1, keys[:1]), 0.0)
+    assert scrub.found(keys, [None] * len(keys), {}) == len(keys) - 1
+
+
+def test_it_waits_while_there_is_something_to_publish(core):
+    scrub = Scrub(core)
+    put(core, Namespace.named("other").block_keys(range(1), 1))
+    assert scrub.next(10) == []
