@@ -68,6 +68,8 @@ class EngineShape:
     volatile_tokens: int = 0
     loads: bool = True
     saves: bool = True
+    events: bool = False
+    """Whether somebody takes events about stored blocks."""
 
     @classmethod
     def of_one_group(
@@ -129,6 +131,8 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         lookup_timeout_s=config.lookup_timeout_s,
         volatile_tokens=shape.volatile_tokens,
         null_block_id=shape.null_block_id,
+        pinned_fraction=config.pinned_fraction,
+        events=shape.events,
     )
     store = LazyStore(lambda: open_store(config))
     return SchedulerCore(store, shape.layout(config), settings)

@@ -14,6 +14,9 @@ from kvstore import Explanation, Found, Key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from connector.events import BlockEvent
+    from connector.protocol import CountStats
+
 
 class EngineRequest(Protocol):
     """What the core reads of an engine's request; it never writes one."""
@@ -77,6 +80,8 @@ class SaveBlock(NamedTuple):
     """The engine blocks that make one store block, in token order."""
     group: int = 0
     """KV cache group, by its place in the layout."""
+    place: int = 0
+    """Its number in the request's prefix."""
 
 
 class SaveJob(NamedTuple):
@@ -102,13 +107,16 @@ class WorkerReport:
     finished_loads: set[str] = field(default_factory=set)
     """Requests whose load ended on this worker, each exactly once, failed or not."""
     failed_requests: set[str] = field(default_factory=set)
-    """Those of them that failed at least in part."""
+    """Those of them that failed at least in part, if the layout `fails_by_request`."""
     invalid_block_ids: set[int] = field(default_factory=set)
-    """Engine blocks that hold no valid KV although a load was planned into them."""
+    """Else the engine blocks that hold no valid KV although a load was planned into them."""
     failed_blocks: dict[int, int] = field(default_factory=dict)
     """Load job -> position of its first store block that could not be loaded."""
     ended_saves: dict[int, int] = field(default_factory=dict)
     """Save job -> how many workers no longer read its blocks, done or dropped."""
+    stored_blocks: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Ended save job -> positions of its blocks that are in the store, as far as these
+    workers are concerned: saved by them, found there, or another worker's to save."""
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Fold `other` into this report; the first failure of a load job wins."""
@@ -119,7 +127,19 @@ class WorkerReport:
             self.failed_blocks[job_id] = min(position, self.failed_blocks.get(job_id, position))
         for job_id, workers in other.ended_saves.items():
             self.ended_saves[job_id] = self.ended_saves.get(job_id, 0) + workers
+        for job_id, stored in other.stored_blocks.items():
+            self.stored_blocks[job_id] = stored & self.stored_blocks.get(job_id, stored)
         return self
+
+    def for_scheduler(self) -> WorkerReport | None:
+        """The part that only the connector's own scheduler side needs; None: there is none."""
+        if not self.failed_blocks and not self.ended_saves:
+            return None
+        return WorkerReport(
+            failed_blocks=self.failed_blocks,
+            ended_saves=self.ended_saves,
+            stored_blocks=self.stored_blocks,
+        )
 
 
 class SchedulerSide(Protocol):
@@ -168,6 +188,14 @@ class SchedulerSide(Protocol):
         """Counters, as plain data."""
         ...
 
+    def take_stats(self) -> CountStats | None:
+        """What was counted since the last call (connector.metrics); None: nothing."""
+        ...
+
+    def take_events(self) -> list[BlockEvent]:
+        """What can be said about blocks in the store since the last call."""
+        ...
+
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request is left."""
         ...
@@ -197,6 +225,10 @@ class WorkerSide(Protocol):
 
     def poll(self, wait_s: float = 0.0) -> WorkerReport:
         """All that ended since the last call; waits up to `wait_s` for something to end."""
+        ...
+
+    def take_stats(self) -> CountStats | None:
+        """What was counted since the last call (connector.metrics); None: nothing."""
         ...
 
     def close(self) -> None: ...

@@ -7,12 +7,15 @@ only tokens and the engine's word on what else there is (`Extra`).
 
 from __future__ import annotations
 
+import logging
 import sys
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from kvstore import UsageError
+
+log = logging.getLogger(__name__)
 
 ALGORITHM = "kvstore-chain-1"
 """Names what is hashed and how, for the namespace; another one when either changes."""
@@ -48,6 +51,47 @@ def extend(
         h.update(canonical(extra(start, end)))
         out.append(h.digest())
     return out
+
+
+class Chain:
+    """The hashes of one request's store blocks, each computed once.
+
+    Follows a request that grows, and one whose last tokens are replaced: what was
+    hashed counts only while the engine's own hash at the same place is the one
+    seen then.
+    """
+
+    __slots__ = ("_block_tokens", "_engine_hash", "_extra", "_hashes", "_refused", "_seen")
+
+    def __init__(
+        self, block_tokens: int, extra: Extra, engine_hash: Callable[[int], bytes | None]
+    ) -> None:
+        """`engine_hash(n)`: the engine's own hash of the prefix of n tokens, None without one."""
+        self._block_tokens = block_tokens
+        self._extra = extra
+        self._engine_hash = engine_hash
+        self._hashes: list[bytes] = []
+        self._seen: bytes | None = None
+        self._refused = False
+
+    def hashes(self, tokens: Sequence[int], num_tokens: int) -> Sequence[bytes]:
+        """One for each full block of the first `num_tokens` tokens. None at all for a request
+        whose extras have no canonical bytes: it is neither loaded nor saved."""
+        full = num_tokens // self._block_tokens
+        known = self._engine_hash(len(self._hashes) * self._block_tokens)
+        if known is None or known != self._seen:
+            self._hashes = []
+        if len(self._hashes) >= full or self._refused:
+            return self._hashes
+        prefix = tokens[: full * self._block_tokens]
+        try:
+            self._hashes = extend(self._hashes, prefix, self._block_tokens, self._extra)
+        except UsageError as e:
+            self._refused = True
+            self._hashes = []
+            log.warning("a request is neither loaded nor saved: %s", e)
+        self._seen = self._engine_hash(len(self._hashes) * self._block_tokens)
+        return self._hashes
 
 
 def canonical(value: object) -> bytes:

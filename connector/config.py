@@ -64,7 +64,12 @@ class KVTransferConfig:
     kv_connector_module_path: str | None = None
     """Module to import `kv_connector` from; it wins over a registered name."""
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
-    """What becomes of a request whose KV could not be loaded."""
+    """What becomes of a request whose KV could not be loaded.
+
+    vLLM's default is "fail", which suits a hand-over of KV that is meant for one request. Here
+    it comes from a cache, whose blocks may be evicted between lookup and load at any time, so
+    a lost block costs a recompute and no request.
+    """
 
     def __post_init__(self) -> None:
         if not self.engine_id and isinstance(self.engine_id, str | None):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from connector import metrics
 from connector.base import EngineRequest
 from connector.limits import (
     EXPLAIN_EVENTS_MAX,
@@ -30,6 +31,7 @@ from connector.limits import (
     SHUTDOWN_TIMEOUT_S,
     Clock,
 )
+from connector.metrics import Counts
 from kvstore import Explanation, Key, Missing, MissReason, Namespace, Question
 
 if TYPE_CHECKING:
@@ -111,7 +113,15 @@ class _Trace:
 class RequestHistory:
     """What became of the last `EXPLAIN_REQUESTS_MAX` requests. `explain` from any thread."""
 
-    def __init__(self, store: LazyStore, layout: StoreLayout, clock: Clock = time.monotonic):
+    def __init__(
+        self,
+        store: LazyStore,
+        layout: StoreLayout,
+        clock: Clock = time.monotonic,
+        counts: Counts | None = None,
+    ):
+        """What is counted goes into `counts` too."""
+        self._counts = counts or Counts()
         self._store = store
         self._layout = layout
         self._clock = clock
@@ -220,6 +230,10 @@ class RequestHistory:
 
     def looked_up(self, lookup: Lookup) -> None:
         """Ask at once why a block is absent: soon the request itself will store it."""
+        counts = self._counts
+        counts.add(metrics.LOOKUP_BLOCKS, len(lookup.keys[0][0]) if lookup.keys else 0)
+        counts.add(metrics.FOUND_BLOCKS, lookup.run)
+        counts.observe(metrics.LOOKUP_SECONDS, lookup.answered_at - lookup.submitted_at)
         if lookup.short in _ASKED:
             self._post(partial(self._ask_absent, lookup))
 
@@ -301,7 +315,13 @@ class RequestHistory:
                 self._told.popitem(last=False)
 
     def _count(self, explanation: Explanation) -> None:
-        missing = explanation.first_missing
+        missing, counts = explanation.first_missing, self._counts
+        counts.add(metrics.REQUESTS)
+        counts.add(metrics.POSSIBLE_TOKENS, explanation.possible_tokens)
+        counts.add(metrics.HIT_TOKENS, explanation.hit_tokens)
+        counts.add(metrics.LOCAL_TOKENS, explanation.local_tokens)
+        if missing is not None:
+            counts.add(metrics.MISSED_REQUESTS, 1, missing.reason.value)
         with self._lock:
             self.totals["requests"] += 1
             self.totals["possible_tokens"] += explanation.possible_tokens

@@ -148,6 +148,12 @@ class StoreLayout:
     def windowed(self) -> bool:
         return any(group.window_tokens is not None for group in self.groups)
 
+    @property
+    def fails_by_request(self) -> bool:
+        """Whether a failed load is told by request: with several groups, each of which has
+        block tables of its own, a block id does not name a block."""
+        return len(self.groups) > 1
+
     def blocks_per_key(self, group: int = 0) -> int:
         """Engine blocks in one store block of `group`."""
         return self.block_tokens // self.groups[group].geometry.engine_block_tokens

@@ -72,8 +72,7 @@ class KVStoreConnector:
             )
         core = scheduler_side(settings, shape)
         if engine.pins is not None:
-            most = int(engine.num_blocks * settings.pinned_fraction)
-            core.bind_pins(engine.pins, shape.workers, most)
+            core.bind_pins(engine.pins, shape.workers, engine.num_blocks)
         return KVStoreScheduler(core)
 
     @classmethod
@@ -141,7 +140,11 @@ class KVStoreScheduler(KVConnectorScheduler):
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        """`BlockEvent`s, when `EngineShape.events` asks for them."""
+        return self._core.take_events()
+
+    def get_kv_connector_stats(self) -> CountStats | None:
+        return self._core.take_stats()
 
     def has_pending_work(self) -> bool:
         return self._core.has_pending_work()
@@ -160,7 +163,6 @@ class KVStoreWorker(KVConnectorWorker):
         self._core = core
         self._plan: StepPlan | None = None
         self._report = WorkerReport()
-        self._counts = CountStats()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Layer tensors as strided `[B, H, N, C]` views: blocks, KV heads, tokens of a block,
@@ -188,18 +190,8 @@ class KVStoreWorker(KVConnectorWorker):
         """In a step without a forward it waits `IDLE_WAIT_S` for a transfer to end."""
         self._core.cancel_loads(finished_req_ids)
         idle = self._plan is not None and self._plan.idle
-        report = self._report = self._core.poll(IDLE_WAIT_S if idle else 0.0)
-        self._counts.aggregate(
-            CountStats(
-                {
-                    "loads": len(report.finished_loads),
-                    "failed_loads": len(report.failed_requests),
-                    "invalid_blocks": len(report.invalid_block_ids),
-                    "saves": len(report.ended_saves),
-                }
-            )
-        )
-        return TransferResults(finished_recving=report.finished_loads)
+        self._report = self._core.poll(IDLE_WAIT_S if idle else 0.0)
+        return TransferResults(finished_recving=self._report.finished_loads)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._report.invalid_block_ids
@@ -207,15 +199,11 @@ class KVStoreWorker(KVConnectorWorker):
     def build_connector_worker_meta(self) -> StoreWorkerMetadata | None:
         report = self._report
         self._report = WorkerReport(invalid_block_ids=report.invalid_block_ids)
-        if not report.failed_blocks and not report.ended_saves:
-            return None
-        return StoreWorkerMetadata(
-            WorkerReport(failed_blocks=report.failed_blocks, ended_saves=report.ended_saves)
-        )
+        said = report.for_scheduler()
+        return None if said is None else StoreWorkerMetadata(said)
 
     def get_kv_connector_stats(self) -> CountStats | None:
-        counts, self._counts = self._counts, CountStats()
-        return None if counts.is_empty() else counts
+        return self._core.take_stats()
 
     def shutdown(self) -> None:
         self._core.close()

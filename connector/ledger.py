@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from connector.base import BlockPins, SaveBlock, SaveJob
 from connector.limits import SAVE_JOBS_MAX
+
+
+@dataclass(slots=True)
+class _Job:
+    block_ids: list[int]
+    workers_left: int
+    stored: frozenset[int]
 
 
 class SaveLedger:
@@ -22,7 +30,7 @@ class SaveLedger:
         self._pinned_blocks_max = pinned_blocks_max
         self._pinned_blocks = 0
         self._next_job_id = 0
-        self._jobs: dict[int, tuple[list[int], int]] = {}
+        self._jobs: dict[int, _Job] = {}
 
     def __len__(self) -> int:
         """Jobs in flight."""
@@ -42,24 +50,30 @@ class SaveLedger:
         block_ids = [block_id for block in blocks for block_id in block.block_ids]
         self._pins.pin(block_ids)
         self._pinned_blocks += len(block_ids)
-        self._jobs[job.job_id] = (block_ids, self._workers)
+        self._jobs[job.job_id] = _Job(block_ids, self._workers, frozenset(range(len(blocks))))
         return job
 
-    def ended(self, job_id: int, workers: int) -> None:
-        """`workers` more workers have let go of the job; the last one frees its blocks."""
-        entry = self._jobs.get(job_id)
-        if entry is None:
-            return
-        block_ids, left = entry
-        left -= workers
-        if left > 0:
-            self._jobs[job_id] = (block_ids, left)
-            return
+    def ended(
+        self, job_id: int, workers: int, stored: frozenset[int] = frozenset()
+    ) -> frozenset[int] | None:
+        """`workers` more workers have let go of the job; the last one frees its blocks.
+
+        `stored` are positions in the job that these workers know to be stored; with
+        the last one the answer is those that all workers do, before it None.
+        """
+        job = self._jobs.get(job_id)
+        if job is None:
+            return None
+        job.workers_left -= workers
+        job.stored &= stored
+        if job.workers_left > 0:
+            return None
         del self._jobs[job_id]
-        self._pinned_blocks -= len(block_ids)
+        self._pinned_blocks -= len(job.block_ids)
         # Back to front: the engine reuses the first one given back first, and
         # the head of a prefix is worth most.
-        self._pins.unpin(block_ids[::-1])
+        self._pins.unpin(job.block_ids[::-1])
+        return job.stored
 
 
 class NoPins:

@@ -66,6 +66,13 @@ EXPLAIN_QUESTIONS_MAX, EXPLAIN_QUESTIONS_PERIOD_S = 20, 1.0
 EXPLAIN_LINES_MAX, EXPLAIN_LINES_PERIOD_S = 20, 10.0
 """How many requests that got less than possible have a log line in that time."""
 
+STATS_SAMPLES_MAX = 1024
+"""Durations of one kind that are kept until an engine asks for them, the last ones."""
+EVENTS_MAX = 1 << 14
+"""Block events waiting to be taken; beyond it the oldest are dropped."""
+EVENTS_ANNOUNCED_MAX = 1 << 16
+"""Stored blocks that are remembered so that their absence can be told, the last ones."""
+
 BLOCK_TOKENS_MAX_DEFAULT = 256
 BLOCK_BYTES_MIN_DEFAULT = 1 << 20
 BLOCK_TOKENS_MAX = 1 << 16

@@ -178,6 +178,15 @@ class MultiStats:
         return {name: stats.to_dict() for name, stats in self.by_name.items()}
 
 
+def _stats_by_name(names: Sequence[str], children: Sequence[Any]) -> MultiStats | None:
+    merged = MultiStats()
+    for name, child in zip(names, children, strict=True):
+        stats = child.get_kv_connector_stats()
+        if stats is not None:
+            merged.add(name, stats)
+    return merged if merged.by_name else None
+
+
 @forwarding(
     KVConnectorScheduler,
     {
@@ -189,8 +198,9 @@ class MultiStats:
     },
 )
 class _MultiScheduler:
-    def __init__(self, children: Sequence[KVConnectorScheduler]) -> None:
+    def __init__(self, children: Sequence[KVConnectorScheduler], names: Sequence[str]) -> None:
         self._children = list(children)
+        self._names = list(names)
         self._loading: dict[str, int] = {}
         """Request -> the child that offered tokens last time it was asked."""
         self._extra_saves: dict[str, int] = {}
@@ -254,6 +264,9 @@ class _MultiScheduler:
         if senders > 1:
             self._extra_saves[request.request_id] = senders - 1
         return senders > 0, merged
+
+    def get_kv_connector_stats(self) -> MultiStats | None:
+        return _stats_by_name(self._names, self._children)
 
     @property
     def _count(self) -> int:
@@ -320,12 +333,7 @@ class _MultiWorker:
         return None if all(part is None for part in parts) else MultiWorkerMetadata(parts)
 
     def get_kv_connector_stats(self) -> MultiStats | None:
-        merged = MultiStats()
-        for name, child in zip(self._names, self._children, strict=True):
-            stats = child.get_kv_connector_stats()
-            if stats is not None:
-                merged.add(name, stats)
-        return merged if merged.by_name else None
+        return _stats_by_name(self._names, self._children)
 
     def get_kv_cache_events(self) -> Any:
         """One worker's events: what several children have seen counts once."""
@@ -350,16 +358,14 @@ class MultiConnector:
     @classmethod
     def make_scheduler(cls, config: KVTransferConfig, engine: Any) -> KVConnectorScheduler:
         """Raises what the children's makers raise; those already made are shut down then."""
-        role = KVConnectorRole.SCHEDULER
-        made = _make_all(child_configs(config), role, engine)
-        return cast("KVConnectorScheduler", _MultiScheduler(made))
+        made, names = _make_all(config, KVConnectorRole.SCHEDULER, engine)
+        return cast("KVConnectorScheduler", _MultiScheduler(made, names))
 
     @classmethod
     def make_worker(cls, config: KVTransferConfig, engine: Any) -> KVConnectorWorker:
         """As `make_scheduler`."""
-        configs = child_configs(config)
-        made = _make_all(configs, KVConnectorRole.WORKER, engine)
-        return cast("KVConnectorWorker", _MultiWorker(made, [str(c.kv_connector) for c in configs]))
+        made, names = _make_all(config, KVConnectorRole.WORKER, engine)
+        return cast("KVConnectorWorker", _MultiWorker(made, names))
 
 
 def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
@@ -376,7 +382,11 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     return configs
 
 
-def _make_all(configs: Sequence[KVTransferConfig], role: KVConnectorRole, engine: Any) -> list[Any]:
+def _make_all(
+    config: KVTransferConfig, role: KVConnectorRole, engine: Any
+) -> tuple[list[Any], list[str]]:
+    """The children and their names."""
+    configs = child_configs(config)
     made: list[Any] = []
     try:
         for config in configs:
@@ -385,4 +395,4 @@ def _make_all(configs: Sequence[KVTransferConfig], role: KVConnectorRole, engine
         with suppress(Exception):
             each_whatever_happens("shutdown", [child.shutdown for child in made])
         raise
-    return made
+    return made, [str(config.kv_connector) for config in configs]

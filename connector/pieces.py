@@ -35,6 +35,8 @@ class GroupPieces:
         self.namespace: Namespace = layout.namespaces[self.shard]
         self.block_bytes = geometry.token_bytes * block_tokens
         """Payload of the block that this worker saves."""
+        self.engine_block_bytes = geometry.token_bytes * geometry.engine_block_tokens
+        """Of all layers together."""
         mine = topology.heads_of(self.shard, geometry.heads)
         pp_rank = self.shard // topology.tp_shards
         self._by_split: list[tuple[Piece, ...]] = []

@@ -143,5 +143,5 @@ def save_blocks(
             ids = tuple(table[index * per_key : (index + 1) * per_key])
             if len(ids) == per_key and null_block_id not in ids:
                 shards = tuple(shard[index] for shard in keys[group])
-                blocks.append(SaveBlock(shards, ids, group))
+                blocks.append(SaveBlock(shards, ids, group, index))
     return tuple(blocks)

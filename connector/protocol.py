@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
+from connector.limits import STATS_SAMPLES_MAX
+
 if TYPE_CHECKING:
     from connector.base import EngineRequest
     from connector.config import KVTransferConfig
@@ -178,6 +180,10 @@ class KVConnectorScheduler(Protocol):
         """Events since the last call."""
         return ()
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counts of this side since the last call; None: nothing."""
+        return None
+
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has no request left."""
         return False
@@ -289,16 +295,24 @@ class KVConnectorBase(Protocol):
 
 
 class CountStats:
-    """`KVConnectorStats` of counters that add up. Equal when all counters are."""
+    """`KVConnectorStats` of counters, which add up, and of samples (lists of numbers), which
+    are put together, at most the last `STATS_SAMPLES_MAX` of a name. Equal when all are."""
 
     __slots__ = ("counts",)
 
-    def __init__(self, counts: Mapping[str, int | float] | None = None) -> None:
-        self.counts: dict[str, int | float] = dict(counts or {})
+    def __init__(self, counts: Mapping[str, float | list[float]] | None = None) -> None:
+        self.counts: dict[str, Any] = dict(counts or {})
+
+    def add(self, name: str, value: float | list[float]) -> None:
+        """A count, or samples; a name has only ever one of the two."""
+        if isinstance(value, list):
+            self.counts[name] = (self.counts.get(name, []) + value)[-STATS_SAMPLES_MAX:]
+        else:
+            self.counts[name] = self.counts.get(name, 0) + value
 
     def aggregate(self, other: CountStats) -> Self:
-        for name, count in other.counts.items():
-            self.counts[name] = self.counts.get(name, 0) + count
+        for name, value in other.counts.items():
+            self.add(name, value)
         return self
 
     def is_empty(self) -> bool:

@@ -22,22 +22,26 @@ from connector.base import (
     StepPlan,
     WorkerReport,
 )
+from connector.events import BlockEvent, BlockEvents
 from connector.explain import RequestHistory
 from connector.ledger import NoPins, SaveLedger
 from connector.limits import (
     LOAD_ATTEMPTS_MAX,
     LOOKUP_TTL_S,
     LOOKUP_WAIT_PER_STEP_S,
+    PINNED_FRACTION_MAX,
     SAVE_JOB_BLOCKS_MAX,
     Clock,
 )
 from connector.lookup import Lookup, Lookups
+from connector.metrics import Counts
 from connector.plan import full_blocks, load_blocks, offered_tokens, save_blocks, usable_run
 from kvstore import Explanation, Key, KVStoreError, MissReason
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
     from connector.lazy_store import LazyStore
+    from connector.protocol import CountStats
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,10 @@ class SchedulerSettings:
     """Tokens at a request's end whose KV may still change (speculative decoding)."""
     null_block_id: int | None = None
     """The engine's block id for "no block here"."""
+    pinned_fraction: float = PINNED_FRACTION_MAX
+    """Share of the engine's blocks that saves in flight may hold."""
+    events: bool = False
+    """Whether somebody takes events about stored blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +111,9 @@ class SchedulerCore:
         self._layout = layout
         self._settings = settings
         self._clock = clock
-        self._history = RequestHistory(store, layout, clock)
+        self._counts = Counts()
+        self._history = RequestHistory(store, layout, clock, self._counts)
+        self._events = BlockEvents(layout, wanted=settings.events)
         self._lookups = Lookups(
             store,
             layout,
@@ -120,9 +130,11 @@ class SchedulerCore:
         self._next_load_id = 0
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
 
-    def bind_pins(self, pins: BlockPins, workers: int, pinned_blocks_max: int) -> None:
-        """How to keep engine blocks alive, and how many; before that nothing is saved."""
-        self._ledger = SaveLedger(pins, workers, pinned_blocks_max)
+    def bind_pins(self, pins: BlockPins, workers: int, num_blocks: int) -> None:
+        """How to keep engine blocks alive, of which there are `num_blocks`; before that
+        nothing is saved."""
+        most = int(num_blocks * self._settings.pinned_fraction)
+        self._ledger = SaveLedger(pins, workers, most)
 
     # Loads
 
@@ -159,6 +171,7 @@ class SchedulerCore:
             return 0
         run = usable_run(lookup.placement, state.barred, self._layout, request.num_tokens)
         state.present_blocks = run
+        self._events.looked_up(request, lookup)
         tokens = offered_tokens(run, num_computed_tokens, self._layout)
         # Tokens that came after the lookup are not part of the prompt it saw.
         tokens = max(0, min(tokens, request.num_tokens - num_computed_tokens))
@@ -274,7 +287,9 @@ class SchedulerCore:
                 return
             blocks = save_blocks(keys, first, first + count, tables, layout, settings.null_block_id)
             if blocks:
-                out.append(self._ledger.open(request.request_id, blocks))
+                job = self._ledger.open(request.request_id, blocks)
+                self._events.saving(request, job)
+                out.append(job)
             first += count
             state.saved_blocks = first
 
@@ -323,7 +338,10 @@ class SchedulerCore:
                 loaded = position if len(self._layout.groups) == 1 else 0
                 state.present_blocks = load.first_block + loaded
         for job_id, workers in report.ended_saves.items():
-            self._ledger.ended(job_id, workers)
+            stored = report.stored_blocks.get(job_id, frozenset())
+            stored_by_all = self._ledger.ended(job_id, workers, stored)
+            if stored_by_all is not None:
+                self._events.saved(job_id, stored_by_all)
 
     def loads_ended(self, request_ids: Iterable[str]) -> None:
         """Every worker is done with the loads of these requests."""
@@ -348,6 +366,15 @@ class SchedulerCore:
     def stats(self) -> dict[str, dict[str, int]]:
         """Totals of ended requests ("requests"), and how many missed by reason ("missed")."""
         return self._history.stats()
+
+    def take_stats(self) -> CountStats | None:
+        """What was counted since the last call; None: nothing. A request's share comes a
+        moment after its end."""
+        return self._counts.take()
+
+    def take_events(self) -> list[BlockEvent]:
+        """About blocks in the store since the last call; none unless the settings want them."""
+        return self._events.take()
 
     def say_with(self, say: Callable[[str], None]) -> None:
         """Where the lines of requests that got less than possible go; else to our own log."""
@@ -384,6 +411,7 @@ class SchedulerCore:
         except KVStoreError as e:
             log.warning("reset failed: %s", e)
             return False
+        self._events.clear()
         return True
 
     def close(self) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from connector import metrics, transfer
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.blocks import HeadPart, KVBlocks, kv_blocks
-from connector.fence import Fence
 from connector.limits import (
     LOAD_JOBS_MAX,
     LOAD_STAGING_BYTES,
@@ -28,41 +28,17 @@ from connector.limits import (
     SHUTDOWN_TIMEOUT_S,
     Clock,
 )
+from connector.metrics import Counts
 from connector.pieces import GroupPieces
-from kvstore import BlockStore, BlockView, KVStoreError, Reservation
+from connector.transfer import Load, Save, Transfer
+from kvstore import BlockStore, BlockView, Key, KVStoreError, MissReason, PutResult, Reservation
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
     from connector.lazy_store import LazyStore
+    from connector.protocol import CountStats
 
 log = logging.getLogger(__name__)
-
-
-class _Load:
-    """One load under way. `loaded` counts blocks that were copied and checked."""
-
-    __slots__ = ("deadline", "ended", "fence", "job", "loaded")
-
-    def __init__(self, job: LoadJob, deadline: float) -> None:
-        self.job = job
-        self.deadline = deadline
-        self.fence = Fence()
-        self.loaded = 0
-        self.ended = False
-
-
-class _Save:
-    __slots__ = ("deadline", "ended", "fence", "job", "ready")
-
-    def __init__(self, job: SaveJob, deadline: float, ready: Any) -> None:
-        self.job = job
-        self.deadline = deadline
-        self.ready = ready
-        self.fence = Fence()
-        self.ended = False
-
-
-_Task = _Load | _Save
 
 
 class WorkerCore:
@@ -95,12 +71,13 @@ class WorkerCore:
         """Where blocks of other hosts arrive; only the loading thread uses it, and none of its
         pages exist before it does."""
         self._wake = threading.Condition()
-        self._active: dict[_Task, None] = {}
-        self._done: list[_Task] = []
-        self._load_queue: queue.Queue[_Load | None] = queue.Queue(LOAD_JOBS_MAX)
-        self._save_queue: queue.Queue[_Save | None] = queue.Queue(SAVE_JOBS_MAX)
+        self._active: dict[Transfer, None] = {}
+        self._done: list[Transfer] = []
+        self._load_queue: queue.Queue[Load | None] = queue.Queue(LOAD_JOBS_MAX)
+        self._save_queue: queue.Queue[Save | None] = queue.Queue(SAVE_JOBS_MAX)
         self._threads: list[threading.Thread] = []
         self._closing = False
+        self._counts = Counts()
         self._dropped = 0
         self._said_at = float("-inf")
 
@@ -126,9 +103,9 @@ class WorkerCore:
 
     def start_loads(self, jobs: Sequence[LoadJob]) -> None:
         """Queue loads; one that finds the queue full ends at once, failed."""
-        deadline = self._clock() + self._load_timeout_s
+        now = self._clock()
         for job in jobs:
-            self._start(_Load(job, deadline), self._load_queue)
+            self._start(Load(job, now + self._load_timeout_s, now), self._load_queue)
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """Queue saves of blocks that the forward before this call has filled."""
@@ -136,9 +113,9 @@ class WorkerCore:
             return
         # One token for all groups: it stands for all work submitted to the device.
         ready = self._blocks[0].mark_ready() if self._blocks else None
-        deadline = self._clock() + self._save_timeout_s
+        now = self._clock()
         for job in jobs:
-            task = _Save(job, deadline, ready)
+            task = Save(job, now + self._save_timeout_s, now, ready)
             if self._saves:
                 self._start(task, self._save_queue)
             else:  # a replica: another worker saves these heads
@@ -152,6 +129,7 @@ class WorkerCore:
                 raise queue.Full
             to.put_nowait(task)
         except queue.Full:
+            task.why = MissReason.TOO_BUSY
             self._end(task)
 
     def cancel_loads(self, request_ids: Iterable[str]) -> None:
@@ -161,9 +139,10 @@ class WorkerCore:
             return
         with self._wake:
             for task in list(self._active):
-                if isinstance(task, _Load) and task.job.request_id in gone:
+                if isinstance(task, Load) and task.job.request_id in gone:
                     # From now on late: the next poll between two copies ends it.
                     task.deadline = self._clock()
+                    task.why = metrics.ABORTED
 
     def poll(self, wait_s: float = 0.0) -> WorkerReport:
         """What ended since the last call, each job exactly once.
@@ -178,15 +157,20 @@ class WorkerCore:
             late = [task for task in self._active if now >= task.deadline]
             for task in late:
                 if task.fence.try_end():
+                    task.why = task.why or MissReason.DEADLINE
                     self._end_locked(task)
             done, self._done = self._done, []
         report = WorkerReport()
         for task in done:
-            if isinstance(task, _Load):
-                _report_load(task, report)
+            if isinstance(task, Load):
+                transfer.report_load(task, report, by_request=self._layout.fails_by_request)
             else:
-                report.ended_saves[task.job.job_id] = 1
+                transfer.report_save(task, report, self._groups)
         return report
+
+    def take_stats(self) -> CountStats | None:
+        """What was counted since the last call; None: nothing."""
+        return self._counts.take()
 
     def close(self) -> None:
         """Stop both threads and close the store; waits at most `SHUTDOWN_TIMEOUT_S`."""
@@ -208,15 +192,17 @@ class WorkerCore:
         if not any(thread.is_alive() for thread in self._threads):
             self._store.close()
 
-    def _end(self, task: _Task) -> None:
+    def _end(self, task: Transfer) -> None:
         with self._wake:
             self._end_locked(task)
 
-    def _end_locked(self, task: _Task) -> None:
+    def _end_locked(self, task: Transfer) -> None:
         if not task.ended:
             task.ended = True
             self._active.pop(task, None)
             self._done.append(task)
+            if isinstance(task, Load) or self._saves:
+                transfer.count(task, self._counts, self._clock() - task.started_at, self._groups)
             self._wake.notify_all()
 
     # The loading thread
@@ -226,13 +212,15 @@ class WorkerCore:
             try:
                 self._run_load(task)
             except Exception:
+                task.why = metrics.ERROR
                 log.exception("load failed")
             finally:
                 self._end(task)
 
-    def _run_load(self, task: _Load) -> None:
+    def _run_load(self, task: Load) -> None:
         store = self._store.get()
         if store is None:
+            task.why = MissReason.NO_STORE
             return
         for window in self._windows(task.job.blocks):
             found = [
@@ -247,6 +235,8 @@ class WorkerCore:
                 if task.fence.ended or self._clock() >= task.deadline:
                     return
                 if not self._load_block(task, block, views):
+                    if not task.fence.ended and self._clock() < task.deadline:
+                        task.why = MissReason.LOAD_FAILED
                     return
                 task.loaded += 1
         store.touch(
@@ -270,7 +260,7 @@ class WorkerCore:
         yield blocks[start:]
 
     def _load_block(
-        self, task: _Load, block: LoadBlock, its_views: Iterator[BlockView | None]
+        self, task: Load, block: LoadBlock, its_views: Iterator[BlockView | None]
     ) -> bool:
         """Copy this worker's heads from every shard that has some of them."""
         if not block.found:
@@ -308,14 +298,18 @@ class WorkerCore:
                     stop = True
                 else:
                     tasks.append(task)
+            why = ""
             try:
-                self._run_saves(tasks)
+                why = self._run_saves(tasks)
             except KVStoreError as e:
+                why = transfer.why_of(e)
                 self._say_dropped(len(tasks), e)
-            except Exception:
+            except Exception as e:
+                why = transfer.why_of(e)
                 log.exception("%d saves dropped", len(tasks))
             finally:
                 for task in tasks:
+                    task.why = task.why or why
                     self._end(task)
 
     def _say_dropped(self, jobs: int, why: Exception) -> None:
@@ -325,10 +319,11 @@ class WorkerCore:
             self._said_at = now
             log.warning("%d save jobs dropped so far, the last one because: %s", self._dropped, why)
 
-    def _run_saves(self, tasks: Sequence[_Save]) -> None:
+    def _run_saves(self, tasks: Sequence[Save]) -> str:
+        """Why all of them were given up; empty when they were not."""
         store = self._store.get()
         if store is None:
-            return
+            return MissReason.NO_STORE
         for number, group in enumerate(self._groups):
             blocks = [
                 (task, block)
@@ -338,9 +333,10 @@ class WorkerCore:
             ]
             for start in range(0, len(blocks), self._batch_blocks):
                 self._save_batch(store, group, blocks[start : start + self._batch_blocks])
+        return ""
 
     def _save_batch(
-        self, store: BlockStore, group: GroupPieces, blocks: Sequence[tuple[_Save, SaveBlock]]
+        self, store: BlockStore, group: GroupPieces, blocks: Sequence[tuple[Save, SaveBlock]]
     ) -> None:
         """One reserve, one copy per block that the store does not have, one commit."""
         wanted = {
@@ -350,7 +346,13 @@ class WorkerCore:
             return
         answers = store.reserve(list(wanted), group.block_bytes, group.namespace.id)
         open_ones = {a.key: a for a in answers if isinstance(a, Reservation)}
-        filled: list[tuple[_Save, Reservation]] = []
+        stored: set[Key] = set()
+        for key, answer in zip(wanted, answers, strict=True):
+            if isinstance(answer, PutResult):
+                self._counts.add(metrics.UNSAVED_BLOCKS, 1, answer.status)
+                if answer:
+                    stored.add(key)
+        filled: list[tuple[Save, Reservation]] = []
         try:
             for key, reservation in list(open_ones.items()):
                 task, block = wanted[key]
@@ -362,21 +364,29 @@ class WorkerCore:
             raise
         if open_ones:
             store.abort(list(open_ones.values()))
-        self._commit(store, filled)
+        committed = self._commit(store, filled)
+        self._counts.add(metrics.SAVED_BLOCKS, len(committed))
+        self._counts.add(metrics.SAVED_BYTES, len(committed) * group.block_bytes)
+        stored |= committed
+        for task, block in blocks:
+            if block.keys[group.shard] in stored:
+                task.stored.add(block.keys[group.shard])
 
-    def _save_block(self, task: _Save, block: SaveBlock, reservation: Reservation) -> bool:
+    def _save_block(self, task: Save, block: SaveBlock, reservation: Reservation) -> bool:
         blocks = self._blocks[block.group]
         blocks.wait_ready(task.ready)
         with task.fence.copying() as allowed:
             if not allowed or self._clock() >= task.deadline:
+                task.why = MissReason.DEADLINE
                 return False
             blocks.gather(block.block_ids, reservation.buffer)
         return True
 
-    def _commit(self, store: BlockStore, filled: Sequence[tuple[_Save, Reservation]]) -> None:
+    def _commit(self, store: BlockStore, filled: Sequence[tuple[Save, Reservation]]) -> set[Key]:
         """Commit under the fences: a job that was reported as ended publishes nothing later.
 
-        A reset relies on it: it clears the store once no job is in flight.
+        A reset relies on it: it clears the store once no job is in flight. Gives the keys
+        that are in the store then.
         """
         with ExitStack() as stack:
             tasks = {task for task, _ in filled}
@@ -385,16 +395,5 @@ class WorkerCore:
             kept = [r for task, r in filled if task in alive]
             if dropped:
                 store.abort(dropped)
-            if kept:
-                store.commit(kept)
-
-
-def _report_load(task: _Load, report: WorkerReport) -> None:
-    job = task.job
-    report.finished_loads.add(job.request_id)
-    loaded = task.loaded
-    if loaded < len(job.blocks):
-        report.failed_requests.add(job.request_id)
-        report.failed_blocks[job.job_id] = loaded
-        for block in job.blocks[loaded:]:
-            report.invalid_block_ids.update(block.block_ids)
+            results = store.commit(kept) if kept else []
+            return {r.key for r, result in zip(kept, results, strict=True) if result}

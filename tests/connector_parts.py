@@ -113,7 +113,11 @@ class Side:
         self.core = SchedulerCore(
             LazyStore(lambda: store),
             self.layout,
-            SchedulerSettings(lookup_timeout_s=lookup_timeout_s, null_block_id=0, **settings),
+            SchedulerSettings(
+                lookup_timeout_s=lookup_timeout_s,
+                null_block_id=0,
+                **{"pinned_fraction": 1.0, **settings},
+            ),
             clock,
         )
         if settings.get("loads", True):

@@ -61,12 +61,14 @@ def vllm_config(
     max_batched_tokens: int = 256,
     block_size: int = ENGINE_BLOCK,
     transfer: dict[str, Any] | None = None,
+    events: bool = False,
     **extra: Any,
 ) -> Any:
     from transformers import LlamaConfig
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
+        KVEventsConfig,
         KVTransferConfig,
         ModelConfig,
         SchedulerConfig,
@@ -105,6 +107,7 @@ def vllm_config(
             is_encoder_decoder=False,
             async_scheduling=False,
         ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
         kv_transfer_config=KVTransferConfig(
             **(
                 transfer
@@ -215,6 +218,10 @@ class ModelEngine:
         self.preemptions = 0
         self.hits: dict[str, int] = {}
         self.metadata: list[Any] = []
+        self.stats: list[dict[str, Any]] = []
+        """As they go to vLLM's front end, one for each step that has some."""
+        self.events: list[Any] = []
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 4, **more: Any) -> None:
         from vllm import SamplingParams
@@ -265,6 +272,8 @@ class ModelEngine:
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=self.worker.get_kv_connector_stats(),
+            kv_cache_events=self.worker.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.worker.clear_connector_metadata()
@@ -281,7 +290,10 @@ class ModelEngine:
         for name, tokens in sampled.items():
             self.outputs[name] += tokens
         for client in outputs.values():
-            stats = client.scheduler_stats and client.scheduler_stats.connector_prefix_cache_stats
+            said = client.scheduler_stats
+            if said is not None and said.kv_connector_stats:
+                self.stats.append(said.kv_connector_stats)
+            stats = said and said.connector_prefix_cache_stats
             for source, tokens in stats.hits_by_source.items() if stats else ():
                 self.hits[source.value] = self.hits.get(source.value, 0) + tokens
         return output

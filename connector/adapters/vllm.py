@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,21 +17,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from connector.adapters.vllm_events import VllmEvents
+from connector.adapters.vllm_plugin import register_vllm
 from connector.adapters.vllm_request import HashedRequest
 from connector.adapters.vllm_shape import engine_shape, vllm_hash_tokens
+from connector.adapters.vllm_stats import KVStorePromMetrics, KVStoreStats
 from connector.assembly import scheduler_side, worker_side
 from connector.base import BlockTables, StepPlan, WorkerReport
 from connector.limits import IDLE_WAIT_S
 from connector.settings import ConnectorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from connector.scheduler import SchedulerCore
     from connector.worker import WorkerCore
     from kvstore import Explanation
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # only loggers below vLLM's own are written at INFO
+register_vllm()  # for those who name the module: vLLM looks a child's statistics up by name
 
 
 @dataclass
@@ -82,6 +87,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         shape = engine_shape(vllm_config, kv_cache_config, config)
         self._config = config
         self._shape = shape
+        self._events = VllmEvents(vllm_config, kv_cache_config)
         self._scheduler: SchedulerCore | None = None
         self._worker: WorkerCore | None = None
         self._requests: dict[str, HashedRequest] = {}
@@ -89,7 +95,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._block_tokens = shape.layout(config).block_tokens
         self._report = WorkerReport()
         if role == KVConnectorRole.SCHEDULER:
-            _warn(vllm_config)
             self._scheduler = scheduler_side(config, shape)
             self._scheduler.say_with(logger.info)
             for group in shape.layout(config).groups:
@@ -100,7 +105,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     group.namespaces[0],
                 )
         else:
-            self._worker = worker_side(config, shape, vllm_config.parallel_config.rank)
+            rank = vllm_config.parallel_config.rank
+            self._worker = worker_side(config, shape, rank)
+            if rank == 0:
+                # A child of MultiConnector is given a policy of its own, which has no effect.
+                _warn(get_current_vllm_config_or_none() or vllm_config)
 
     # Scheduler side
 
@@ -111,8 +120,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            most = int(gpu_block_pool.num_gpu_blocks * self._config.pinned_fraction)
-            self._s.bind_pins(PoolPins(gpu_block_pool), self._shape.workers, most)
+            pins, blocks = PoolPins(gpu_block_pool), gpu_block_pool.num_gpu_blocks
+            self._s.bind_pins(pins, self._shape.workers, blocks)
 
     def _hashed(self, request: Any) -> HashedRequest:
         known = self._requests.get(request.request_id)
@@ -174,6 +183,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._s.finished(request.request_id)
         return False, None
 
+    def take_events(self) -> Iterable[Any]:
+        return self._events.of(self._s.take_events())
+
     def explain(self, request_id: str) -> Explanation | None:
         """Why a request of this engine did not hit more (docs/explain.md); None: not known."""
         return self._s.explain(request_id)
@@ -222,24 +234,30 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._report = self._w.poll(IDLE_WAIT_S if self._plan.idle else 0.0)
         return KVConnectorTransferResults(
             finished_recving=self._report.finished_loads,
-            failed_recving=self._report.failed_requests if self._ambiguous_ids else set(),
+            failed_recving=self._report.failed_requests,
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._ambiguous_ids else self._report.invalid_block_ids
-
-    @property
-    def _ambiguous_ids(self) -> bool:
-        """With several groups a block id does not name a block; vLLM rejects a flat set."""
-        return len(self._kv_cache_config.kv_cache_groups) > 1
+        return self._report.invalid_block_ids
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report, self._report = self._report, WorkerReport()
-        if not report.failed_blocks and not report.ended_saves:
-            return None
-        return KVStoreWorkerMetadata(
-            WorkerReport(failed_blocks=report.failed_blocks, ended_saves=report.ended_saves)
-        )
+        said, self._report = self._report.for_scheduler(), WorkerReport()
+        return None if said is None else KVStoreWorkerMetadata(said)
+
+    # Both sides
+
+    def get_kv_connector_stats(self) -> KVStoreStats | None:
+        side = self._scheduler or self._worker
+        counts = side.take_stats() if side is not None else None
+        return None if counts is None else KVStoreStats(counts.to_dict())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+        return KVStoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVStorePromMetrics:
+        return KVStorePromMetrics(*args)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from connector.chain import extend
-from kvstore import UsageError
-
-log = logging.getLogger(__name__)
+from connector.chain import Chain
 
 
 class HashedRequest:
@@ -22,20 +18,26 @@ class HashedRequest:
     are made with: whatever keeps them apart keeps these apart.
     """
 
-    __slots__ = ("_block_tokens", "_engine_hash", "_hash_tokens", "_hashes", "_refused", "_request")
+    __slots__ = ("_block_tokens", "_chain", "_hash_tokens", "_request")
 
     def __init__(self, request: Any, block_tokens: int, hash_tokens: int) -> None:
         """`hash_tokens`: tokens of one of vLLM's own hashes, a divisor of `block_tokens`."""
         self._request = request
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens
-        self._hashes: list[bytes] = []
-        self._engine_hash: bytes | None = None
-        self._refused = False
+        self._chain = Chain(block_tokens, self._extra, self._engine_hash)
 
     @property
     def request_id(self) -> str:
         return str(self._request.request_id)
+
+    @property
+    def vllm_request(self) -> Any:
+        return self._request
+
+    def tokens_of(self, block: int) -> tuple[int, int]:
+        """First token and end of a store block."""
+        return block * self._block_tokens, (block + 1) * self._block_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -52,29 +54,13 @@ class HashedRequest:
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """One per full store block. None at all for a request whose extras cannot be hashed."""
-        full = self.num_tokens // self._block_tokens
-        # A streaming session may replace tokens that were hashed: vLLM's own chain tells.
-        known = self._engine_hash_at(len(self._hashes))
-        if known is None or known != self._engine_hash:
-            self._hashes = []
-        if len(self._hashes) >= full or self._refused:
-            return self._hashes
-        tokens = self._request.all_token_ids[: full * self._block_tokens]
-        try:
-            self._hashes = extend(self._hashes, tokens, self._block_tokens, self._extra)
-        except UsageError as e:
-            self._refused = True
-            self._hashes = []
-            log.warning("a request is neither loaded nor saved: %s", e)
-        self._engine_hash = self._engine_hash_at(len(self._hashes))
-        return self._hashes
+        return self._chain.hashes(self._request.all_token_ids, self.num_tokens)
 
     def _extra(self, first: int, end: int) -> object:
         keys, _ = generate_block_hash_extra_keys(self._request, first, end, 0)
         return keys
 
-    def _engine_hash_at(self, blocks: int) -> bytes | None:
-        """vLLM's hash of the prefix of so many store blocks; None where it has none."""
-        index = blocks * self._block_tokens // self._hash_tokens - 1
+    def _engine_hash(self, num_tokens: int) -> bytes | None:
+        index = num_tokens // self._hash_tokens - 1
         hashes = self._request.block_hashes
         return bytes(hashes[index]) if 0 <= index < len(hashes) else None

@@ -45,7 +45,7 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
     )
     if not groups:
         raise UsageError("kv_cache_groups", 0, "must be at least one: there is no KV to store")
-    transfer = vllm_config.kv_transfer_config
+    transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
     speculative = vllm_config.speculative_config
     drafts = speculative is not None and speculative.use_eagle()
     return EngineShape(
@@ -59,6 +59,7 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
         ),
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
+        events=events is not None and events.enable_kv_cache_events,
     )
 
 

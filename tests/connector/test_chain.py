@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.chain import canonical, extend
+from connector.chain import Chain, canonical, extend
 from kvstore import UsageError
 
 
@@ -77,3 +77,41 @@ def test_trap_what_has_no_canonical_bytes_is_refused() -> None:
         canonical(("lora", object()))
     with pytest.raises(UsageError, match="float"):
         canonical(1.5)
+
+
+class TestChain:
+    """With blocks of 4 tokens; the engine hashes every 2."""
+
+    def setup_method(self) -> None:
+        self.tokens = list(range(12))
+        self.engine = [b"%d" % i for i in range(6)]
+        self.asked: list[int] = []
+        self.chain = Chain(4, self.extra, self.engine_hash)
+
+    def extra(self, first: int, end: int) -> object:
+        self.asked.append(first)
+        return None
+
+    def engine_hash(self, num_tokens: int) -> bytes | None:
+        index = num_tokens // 2 - 1
+        return self.engine[index] if 0 <= index < len(self.engine) else None
+
+    def test_each_block_is_hashed_once_while_the_request_grows(self) -> None:
+        for count in (3, 4, 7, 12):
+            hashes = self.chain.hashes(self.tokens, count)
+            assert hashes == extend([], self.tokens[:count], 4, nothing)
+        assert self.asked == [0, 4, 8]
+
+    def test_trap_replaced_tokens_are_hashed_again(self) -> None:
+        before = list(self.chain.hashes(self.tokens, 8))
+        self.tokens[7], self.engine[3] = 99, b"other"
+        after = self.chain.hashes(self.tokens, 8)
+        assert after == extend([], self.tokens[:8], 4, nothing)
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+
+    def test_an_extra_without_canonical_bytes_ends_all_hashing(self) -> None:
+        chain = Chain(4, lambda first, end: object() if first else None, self.engine_hash)
+        assert chain.hashes(self.tokens, 4) == extend([], self.tokens[:4], 4, nothing)
+        assert chain.hashes(self.tokens, 12) == []
+        assert chain.hashes(self.tokens, 4) == []

@@ -168,6 +168,7 @@ def test_trap_a_lost_block_of_one_group_fails_the_request_and_bars_it(
     store.evict(keys[3], forget=False)
     _, _, _, report = make(seed=1).load(tokens)
     assert report.failed_requests == {"load"}
+    assert report.invalid_block_ids == set(), "an id would be one of either group's table"
 
 
 @settings(max_examples=25, deadline=None)

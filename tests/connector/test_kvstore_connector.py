@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,9 +60,10 @@ def config(role: Any = "kv_both", **extra: Any) -> KVTransferConfig:
 class Engine:
     """Both sides, with metadata and outputs going through pickle as between processes."""
 
-    def __init__(self, role: Any = "kv_both", seed: int = 0) -> None:
+    def __init__(self, role: Any = "kv_both", seed: int = 0, events: bool = False) -> None:
         self.pins = FakePins()
-        info = EngineInfo(shape=SHAPE, pins=self.pins, num_blocks=1000)
+        shape = replace(SHAPE, events=events)
+        info = EngineInfo(shape=shape, pins=self.pins, num_blocks=1000)
         self.scheduler = KVStoreConnector.make_scheduler(config(role), info)
         self.worker = KVStoreConnector.make_worker(config(role), info)
         self.kv = kv_tensors(16, seed=seed)
@@ -140,8 +142,13 @@ def test_saved_blocks_are_loaded_by_another_engine_and_both_are_counted(engine: 
     assert not output.invalid_block_ids
     assert bool((bits(other.kv)[:, TABLE] == bits(engine.kv)[:, TABLE]).all())
     other.close()
-    assert other.stats.counts["loads"] == 1
-    assert engine.stats.counts["saves"] == 1
+    blocks, size = len(PROMPT) // BLOCK, GEOMETRY.token_bytes * len(PROMPT)
+    for engine_of, verb in ((other, "load"), (engine, "save")):
+        counts = engine_of.stats.counts
+        done = "loaded" if verb == "load" else "saved"
+        assert counts[f"kvstore_{done}_blocks"] == blocks
+        assert counts[f"kvstore_{done}_bytes"] == size
+        assert len(counts[f"kvstore_{verb}_seconds"]) == 1
 
 
 def test_what_cannot_be_loaded_comes_back_as_invalid_blocks_and_is_not_offered_again(
@@ -156,8 +163,7 @@ def test_what_cannot_be_loaded_comes_back_as_invalid_blocks_and_is_not_offered_a
     assert output.invalid_block_ids == set(TABLE)
     assert other.match(FakeRequest("b", PROMPT)) == (0, False)
     other.close()
-    assert other.stats.counts["failed_loads"] == 1
-    assert other.stats.counts["invalid_blocks"] == len(TABLE)
+    assert other.stats.counts["kvstore_failed_loads:load-failed"] == 1
 
 
 def test_offer_that_the_engine_does_not_take_up_loads_nothing(engine: Engine) -> None:
@@ -175,6 +181,24 @@ def test_finished_request_never_keeps_its_blocks(engine: Engine) -> None:
     engine.step((request, request.num_tokens))
     assert engine.scheduler.request_finished(request, TABLE) == (False, None)
     assert list(engine.scheduler.take_events()) == []
+
+
+def test_engine_that_wants_events_is_told_what_was_stored_and_both_sides_count(
+    store: MemoryBlockStore,
+) -> None:
+    engine = Engine(events=True)
+    request = FakeRequest("a", PROMPT)
+    assert engine.match(request) == (0, False)
+    engine.save(request)
+    events = list(engine.scheduler.take_events())
+    assert [(event.stored, event.request, event.block) for event in events] == [
+        (True, request, 0),
+        (True, request, 1),
+    ]
+    asked = engine.scheduler.get_kv_connector_stats()
+    assert asked is not None
+    assert asked.to_dict()["kvstore_lookup_blocks"] == len(PROMPT) // BLOCK
+    engine.close()
 
 
 def test_consumer_saves_nothing_and_needs_no_pins(store: MemoryBlockStore) -> None:

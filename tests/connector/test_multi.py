@@ -73,6 +73,7 @@ SCHEDULER_CALLS: dict[str, tuple[Any, ...]] = {
     "update_connector_output": (KVConnectorOutput(finished_recving={"r"}),),
     "request_finished": (REQUEST, [1, 2]),
     "take_events": (),
+    "get_kv_connector_stats": (),
     "has_pending_work": (),
     "reset_cache": (),
     "shutdown": (),
@@ -309,6 +310,16 @@ def test_statistics_are_kept_by_name_and_added_over_workers() -> None:
     assert both.to_dict() == {"Fake": {"n": 102}, "OtherFake": {"n": 10}, "New": {"n": 2}}
     assert not both.is_empty()
     assert MultiStats({"Fake": CountStats()}).is_empty()
+
+
+def test_statistics_of_scheduler_sides_are_kept_by_name_too() -> None:
+    made, children = scheduler(2)
+    assert made.get_kv_connector_stats() is None
+    for c, count in zip(children, (1, 10), strict=True):
+        c.answers["get_kv_connector_stats"] = CountStats({"n": count})
+    stats = made.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.to_dict() == {"Fake": {"n": 11}}
 
 
 def test_worker_metadata_is_aggregated_child_by_child() -> None:

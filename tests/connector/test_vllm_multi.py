@@ -112,7 +112,7 @@ def drive_scheduler(made: Any, kids: list[Child], op: tuple[str, Any, list[Any]]
 def test_scheduler_side_of_multi_connector_does_what_vllms_does(ops: list[Any]) -> None:
     ours_kids = [Child() for _ in range(CHILDREN)]
     theirs_kids = [Child() for _ in range(CHILDREN)]
-    ours: Any = multi._MultiScheduler(ours_kids)  # type: ignore[arg-type]
+    ours: Any = multi._MultiScheduler(ours_kids, ["Child"] * CHILDREN)  # type: ignore[arg-type]
     theirs = theirs_over(theirs_kids)
     for op in ops:
         us, them = drive_scheduler(ours, ours_kids, op), drive_scheduler(theirs, theirs_kids, op)

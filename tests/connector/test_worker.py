@@ -161,7 +161,7 @@ class TestFailedLoads:
         report = loaded(worker)
         assert report.invalid_block_ids == {13, 14, 15, 16}
         assert report.failed_blocks == {0: 1}
-        assert report.failed_requests == {"q"}
+        assert report.failed_requests == set(), "block ids say it"
 
     def test_rule_4_a_block_that_changes_between_copy_and_check_is_invalid(
         self, store: MemoryBlockStore, worker: Worker

@@ -1,0 +1,70 @@
+"""vLLM's statistics and Prometheus metrics, filled with what the core counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from connector.metrics import METRICS, labelled, summary
+from connector.protocol import CountStats
+
+
+class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
+    """Its data is that of `CountStats.to_dict`."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
+        self.data = CountStats(self.data).aggregate(CountStats(other.data)).to_dict()
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return summary(self.data)
+
+    def is_empty(self) -> bool:
+        return CountStats(self.data).is_empty()
+
+
+class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Each of `METRICS` as `vllm:NAME`, with vLLM's labels and its own."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        for metric in METRICS:
+            made: dict[str, Any] = {
+                "name": f"vllm:{metric.name}",
+                "documentation": metric.help,
+                "labelnames": [*labelnames, metric.label] if metric.label else labelnames,
+            }
+            if metric.buckets:
+                made["buckets"] = list(metric.buckets)
+            kind = metric_types[Histogram if metric.buckets else Counter]
+            self._metrics[metric.name] = kind(**made)
+            if not metric.label:  # there with 0 before anything happens, as vLLM's own are
+                for values in per_engine_labelvalues.values():
+                    self._metrics[metric.name].labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        of_engine = self.per_engine_labelvalues[engine_idx]
+        for name, label, value in labelled(transfer_stats_data):
+            metric = self._metrics[name].labels(*of_engine, *([label] if label else []))
+            if isinstance(value, list):
+                for sample in value:
+                    metric.observe(sample)
+            else:
+                metric.inc(value)

@@ -1,0 +1,115 @@
+"""What our connector counts: names and meanings for Prometheus, and the counting itself.
+
+An engine's adapter gives `METRICS` to the engine's own metrics and feeds them
+with `CountStats` that the two sides hand out; nothing else is decided there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from connector.protocol import CountStats
+
+
+class Metric(NamedTuple):
+    """A counter, or with `buckets` a histogram. Names are Prometheus', without "_total"."""
+
+    name: str
+    help: str
+    label: str = ""
+    """Name of its one label; empty: none."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds, in the unit of the name."""
+
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+# Counted by the scheduler side, when a request has ended.
+REQUESTS = Metric("kvstore_requests", "Requests that have ended")
+POSSIBLE_TOKENS = Metric(
+    "kvstore_possible_tokens", "Prompt tokens in full store blocks: the most that can hit"
+)
+HIT_TOKENS = Metric("kvstore_hit_tokens", "Of those, loaded from the store")
+LOCAL_TOKENS = Metric("kvstore_local_tokens", "Of those, found in the engine's own cache")
+MISSED_REQUESTS = Metric(
+    "kvstore_missed_requests",
+    "Requests that got less than was possible, by reason (docs/explain.md)",
+    "reason",
+)
+# Counted by the scheduler side, when a lookup is answered.
+LOOKUP_BLOCKS = Metric("kvstore_lookup_blocks", "Store blocks that were looked up")
+FOUND_BLOCKS = Metric("kvstore_found_blocks", "Of those, leading ones that could be loaded")
+LOOKUP_SECONDS = Metric(
+    "kvstore_lookup_seconds", "From asking for a prompt to its answer", buckets=_SECONDS
+)
+# Counted by each worker, its own shard alone.
+LOADED_BLOCKS = Metric("kvstore_loaded_blocks", "Store blocks loaded, per worker")
+LOADED_BYTES = Metric("kvstore_loaded_bytes", "Bytes written into engine blocks by loads")
+LOAD_SECONDS = Metric(
+    "kvstore_load_seconds", "From the start of a request's load to its end", buckets=_SECONDS
+)
+FAILED_LOADS = Metric("kvstore_failed_loads", "Loads that ended before all was there", "reason")
+SAVED_BLOCKS = Metric("kvstore_saved_blocks", "Store blocks written and committed, per worker")
+SAVED_BYTES = Metric("kvstore_saved_bytes", "Bytes of those")
+UNSAVED_BLOCKS = Metric(
+    "kvstore_unsaved_blocks",
+    "Store blocks that the memory node gave no slot for: exists, in_progress or rejected",
+    "reason",
+)
+SAVE_SECONDS = Metric(
+    "kvstore_save_seconds", "From the forward that filled blocks to their commit", buckets=_SECONDS
+)
+DROPPED_SAVES = Metric("kvstore_dropped_saves", "Save jobs that were given up", "reason")
+
+METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
+
+ABORTED = "aborted"
+"""Reason of a load whose request is gone. The others are `MissReason`s."""
+ERROR = "error"
+"""Reason of a transfer that ended with an exception: see the log."""
+
+
+class Counts:
+    """Thread-safe. Counts until somebody takes what there is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = CountStats()
+
+    def add(self, metric: Metric, count: float = 1, label: str = "") -> None:
+        key = f"{metric.name}:{label}" if metric.label else metric.name
+        with self._lock:
+            self._stats.add(key, count)
+
+    def observe(self, metric: Metric, value: float) -> None:
+        """One sample of a histogram."""
+        with self._lock:
+            self._stats.add(metric.name, [value])
+
+    def take(self) -> CountStats | None:
+        """All since the last call; None: nothing."""
+        with self._lock:
+            stats, self._stats = self._stats, CountStats()
+        return None if stats.is_empty() else stats
+
+
+def labelled(counts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(name, label or "", count or samples) of each entry of `CountStats.to_dict`."""
+    for key, value in counts.items():
+        name, _, label = key.partition(":")
+        yield name, label, value
+
+
+def summary(counts: Mapping[str, Any]) -> dict[str, float]:
+    """The same for people: of samples their number, mean and maximum."""
+    out: dict[str, float] = {}
+    for key, value in counts.items():
+        if not isinstance(value, list):
+            out[key] = value
+        elif value:
+            out[f"{key}_count"] = len(value)
+            out[f"{key}_mean"] = round(sum(value) / len(value), 6)
+            out[f"{key}_max"] = round(max(value), 6)
+    return out
