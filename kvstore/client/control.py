@@ -95,7 +95,8 @@ class ControlChannel:
         self._retired = False
         self._awaited: dict[int, Ticket] = {}
         self._out_of_step = False
-        """Somebody gave up on an answer that may still come: connect again."""
+        """Somebody gave up, and the node may believe that this client holds more than it
+        does: connect again."""
         self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
 
     def request(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Any:
@@ -125,12 +126,7 @@ class ControlChannel:
     def collect(self, ticket: Ticket) -> Any:
         """The answer to a posted request, within the deadline that began when it was posted."""
         if not ticket.done:
-            try:
-                self._acquire(ticket.give_up_at)
-            except DeadlineError:
-                # Its answer may still come and grant what nobody then holds.
-                self._out_of_step = True
-                raise
+            self._acquire(ticket.give_up_at)
             try:
                 self._receive(ticket)
                 if ticket.error is None:
@@ -146,6 +142,9 @@ class ControlChannel:
 
     def _acquire(self, give_up_at: float) -> None:
         if not self._lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0)):
+            # The answer to what was sent may still come and grant what nobody then
+            # holds, and what was not sent may be to give something back.
+            self._out_of_step = True
             raise DeadlineError(
                 f"node {self.directory.name}: busy with this client's other requests"
             )
@@ -229,7 +228,8 @@ class ControlChannel:
         if self._retired:
             raise NodeUnavailableError(f"node {self.directory.name} is gone")
         if self._closed:
-            raise UsageError("client", "closed", "must be open")
+            # By its user, or by another thread that found the node gone.
+            raise NodeUnavailableError(f"node {self.directory.name}: this channel is closed")
         if self._out_of_step:
             self._disconnect()
         if self._socket is not None:

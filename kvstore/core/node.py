@@ -448,8 +448,10 @@ class NodeCore:
     def republish(self) -> int:
         """The index lost keys: everything sealed must be published again.
 
-        Pending removals stay: after a failover the stale records may still be there.
+        After a failover stale records may be there, or be there again: pending
+        removals stay, and the latest that were done are repeated.
         """
+        self.outbox.remove_again()
         for slot in self.by_key.values():
             if slot.state is SlotState.SEALED:
                 self.outbox.publish_again(slot)

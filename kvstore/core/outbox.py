@@ -10,6 +10,8 @@ from kvstore.core.slots import Slot
 from kvstore.types import Key
 
 KeyedRecord = tuple[Key, bytes]
+REMOVALS_REPEATED_MAX = 1 << 14
+"""Of the removals that the index has taken, how many are said again after a failover."""
 
 
 class Outbox:
@@ -24,6 +26,8 @@ class Outbox:
         # By key and record: a publication whose outcome is unknown may have left
         # an older record of the same key in the index, so both must go.
         self._removals: OrderedDict[KeyedRecord, None] = OrderedDict()
+        # What the index took may come back: a replica that takes over has not heard of it.
+        self._removed: OrderedDict[KeyedRecord, None] = OrderedDict()
         self.forgotten = 0
         """Removals dropped at the limit. Such a record stays until it is overwritten: a miss."""
 
@@ -100,3 +104,13 @@ class Outbox:
     def removed(self, work: Iterable[KeyedRecord]) -> None:
         for item in work:
             self._removals.pop(item, None)
+            self._removed[item] = None
+            self._removed.move_to_end(item)
+        while len(self._removed) > REMOVALS_REPEATED_MAX:
+            self._removed.popitem(last=False)
+
+    def remove_again(self) -> None:
+        """The index went back to an earlier state: the latest removals are due once more."""
+        removed, self._removed = self._removed, OrderedDict()
+        for key, record in removed:
+            self.remove(key, record)

@@ -1,12 +1,13 @@
 """Whether the index still knows what a node holds, looked up a few keys at a time, for ever.
 
 The index's incarnation tells of a loss as a whole. A shard that came back empty, keys
-that Redis evicted and records that somebody overwrote show only when they are asked for.
+that Redis evicted, and records that another node with the same block overwrote and then
+took out, or left when it died, show only when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from kvstore.core.node import NodeCore
@@ -33,10 +34,25 @@ class Scrub:
             keys = list(islice(self._round, at_most))
         return keys
 
-    def found(self, keys: Sequence[Key], records: Sequence[bytes | None]) -> int:
+    def owners(self, keys: Sequence[Key], records: Sequence[bytes | None]) -> set[int]:
+        """Other nodes that the index names for these blocks."""
+        locations = (
+            unpack_record(key, record)
+            for key, record in zip(keys, records, strict=True)
+            if record is not None
+        )
+        return {at.node_id for at in locations if at is not None} - {self._core.node_id}
+
+    def found(
+        self,
+        keys: Sequence[Key],
+        records: Sequence[bytes | None],
+        epochs: Mapping[int, int | None],
+    ) -> int:
         """What the index said; how many blocks must be published again, which is now pending.
 
-        A record of another node is right too: both have the block.
+        `epochs` says which start of each of `owners` is announced, None where there is
+        none. A record of another node that lives is right too: both have the block.
         """
         lost = 0
         for key, record in zip(keys, records, strict=True):
@@ -44,7 +60,7 @@ class Scrub:
             if slot is None or slot.state is not SlotState.SEALED or record == slot.record:
                 continue
             location = unpack_record(key, record) if record is not None else None
-            if location is not None and location.node_id != self._core.node_id:
+            if location is not None and epochs.get(location.node_id) == location.epoch:
                 continue
             self._core.outbox.publish_again(slot)
             lost += 1

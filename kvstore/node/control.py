@@ -34,6 +34,7 @@ class Connection(asyncio.Protocol):
         self._on_gone = on_gone
         self._unpacker = wire.unpacker()
         self._transport: asyncio.Transport | None = None
+        self._last_request = 0
         self.session: Session | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -55,6 +56,8 @@ class Connection(asyncio.Protocol):
             self.hang_up()
 
     def _handle(self, message: Any) -> None:
+        if self._carried_out(message):
+            return
         try:
             if self.session is None:
                 self._on_hello(self, Hello(message))
@@ -64,6 +67,19 @@ class Connection(asyncio.Protocol):
             self._refuse(message, e)
             if self.session is None:
                 self.hang_up()
+
+    def _carried_out(self, message: Any) -> bool:
+        """Whether this request, or one that was made after it, came before.
+
+        To reserve or pin twice would leak: the client hears one answer.
+        """
+        request = message[1] if isinstance(message, list) and len(message) > 1 else 0
+        if type(request) is not int or request < 1:
+            return False
+        if request <= self._last_request:
+            return True
+        self._last_request = request
+        return False
 
     def _refuse(self, message: Any, error: KVStoreError) -> None:
         request = message[1] if isinstance(message, list) and len(message) > 1 else 0

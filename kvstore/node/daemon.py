@@ -45,7 +45,7 @@ from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.inside import Inside
 from kvstore.node.last_client import wait_for_last_client
-from kvstore.node.reconcile import scrub
+from kvstore.node.reconcile import Scrubber
 from kvstore.node.sessions import Session, Sessions, Speaker
 from kvstore.node.sharing import give, owns_node, share_directory, share_files
 from kvstore.node.stream_server import StreamServer
@@ -239,9 +239,7 @@ class Node:
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
             asyncio.ensure_future(self._watch_leases()),
-            asyncio.ensure_future(
-                scrub(self.core, self.index, lambda: self._index_away, self._schedule_index_work)
-            ),
+            asyncio.ensure_future(self._scrubber().run()),
         ]
         if self.config.end_with_last_client:
             watch = wait_for_last_client(self.sessions, self._stopping.set)
@@ -329,7 +327,7 @@ class Node:
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
         uid = connection.peer_uid()
         if owns_node(uid):
-            session, known = self.sessions.enter(hello.client_id, connection)
+            session, known = self.sessions.enter(hello.client_id, hello.request, connection)
         elif self.config.group is not None:
             session, known = self.sessions.enter_reader(uid, hello.client_id, connection), False
         else:
@@ -399,11 +397,14 @@ class Node:
         while True:
             await asyncio.sleep(LEASE_POLL_S)
             self._end_former()
-            for session in self.sessions.disconnected():
-                if self.sessions.dead(session):
-                    if self.core.holds(session.number):
-                        log.info("client %s died; its slots are free", session.client_id)
-                    self._end(session)
+            self._end_dead_sessions()
+
+    def _end_dead_sessions(self) -> None:
+        for session in self.sessions.disconnected():
+            if self.sessions.dead(session):
+                if self.core.holds(session.number):
+                    log.info("client %s died; its slots are free", session.client_id)
+                self._end(session)
 
     def _end_former(self) -> None:
         """What clients of former starts held is free when the last of them is gone."""
@@ -428,8 +429,9 @@ class Node:
         work = self.core.outbox.take_publications(PUBLISH_BATCH)
         again_s = 0.0
         try:
-            lost = set(self.index.publish([KeyRecord(*item) for item in work]))
-            self.core.outbox.published([item for item in work if item not in lost])
+            lost = self.index.publish([KeyRecord(*item) for item in work])
+            away = set(lost)
+            self.core.outbox.published([item for item in work if item not in away])
             self.core.outbox.postpone(lost)
             self._index_away = bool(lost)
             if lost and len(lost) == len(work):
@@ -462,6 +464,9 @@ class Node:
         self._remove_due = self.core.outbox.removals_pending > 0
         if self._remove_due:
             self._loop.call_later(again_s, self._remove)
+
+    def _scrubber(self) -> Scrubber:
+        return Scrubber(self.core, self.index, lambda: self._index_away, self._schedule_index_work)
 
     def _index_lost(self) -> None:
         count = self.core.republish()

@@ -23,7 +23,7 @@ def next_epoch(run_dir: Path, name: str, now_s: float) -> int:
     that cannot be read counts as none: then the time has to do.
     """
     path = run_dir / "epochs" / name
-    epoch = max(_last(path) + 1, int(now_s))
+    epoch = epoch_after(_last(path), now_s)
     if not 0 < epoch <= EPOCH_MAX:
         raise UsageError("epoch", epoch, f"must be 1 to {EPOCH_MAX}; look at {path} and the clock")
     path.parent.mkdir(exist_ok=True, mode=0o700)
@@ -34,6 +34,11 @@ def next_epoch(run_dir: Path, name: str, now_s: float) -> int:
         os.fsync(file.fileno())
     fresh.rename(path)
     return epoch
+
+
+def epoch_after(last: int, now_s: float) -> int:
+    """The epoch that follows `last` at wall-clock time `now_s`."""
+    return max(last + 1, int(now_s))
 
 
 def _last(path: Path) -> int:

@@ -10,6 +10,7 @@ from kvstore.core.node import NodeCore
 from kvstore.core.scrub import Scrub
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
+from kvstore.nodedir import Announcement
 
 log = logging.getLogger("kvstore.node")
 
@@ -18,18 +19,38 @@ SCRUB_KEYS = 512
 """A look at as many takes 0.2 ms of Redis; 100,000 blocks are gone through in 50 s."""
 
 
-async def scrub(
-    core: NodeCore, index: Index, away: Callable[[], bool], publish: Callable[[], None]
-) -> None:
-    """Look up a few keys now and then, unless the index is `away`; `publish` what it has lost."""
-    scrubbing = Scrub(core)
-    while True:
-        await asyncio.sleep(SCRUB_EVERY_S)
-        keys = [] if away() else scrubbing.next(SCRUB_KEYS)
+class Scrubber:
+    """Looks up a few keys now and then, unless the index is `away`; has lost ones published."""
+
+    def __init__(
+        self, core: NodeCore, index: Index, away: Callable[[], bool], publish: Callable[[], None]
+    ) -> None:
+        self._scrub = Scrub(core)
+        self._index = index
+        self._away = away
+        self._publish = publish
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(SCRUB_EVERY_S)
+            self.step()
+
+    def step(self) -> None:
+        keys = [] if self._away() else self._scrub.next(SCRUB_KEYS)
+        if not keys:
+            return
         try:
-            lost = scrubbing.found(keys, index.lookup(keys)) if keys else 0
+            records = self._index.lookup(keys)
+            owners = self._scrub.owners(keys, records)
+            epochs = {owner: self._epoch_of(owner) for owner in owners}
         except IndexUnavailableError:
-            continue
+            return
+        lost = self._scrub.found(keys, records, epochs)
         if lost:
             log.info("the index had lost %d blocks of %d: publishing them", lost, len(keys))
-            publish()
+            self._publish()
+
+    def _epoch_of(self, node_id: int) -> int | None:
+        raw = self._index.node(node_id)
+        word = Announcement.unpack(raw) if raw is not None else None
+        return word.epoch if word is not None else None

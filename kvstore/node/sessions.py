@@ -24,7 +24,7 @@ class Speaker(Protocol):
 
 
 class Session:
-    __slots__ = ("client_id", "lease_fd", "lease_path", "number", "transport")
+    __slots__ = ("client_id", "hello", "lease_fd", "lease_path", "number", "transport")
 
     def __init__(self, number: int, client_id: str, lease_path: Path, lease_fd: int | None) -> None:
         self.number = number
@@ -32,6 +32,8 @@ class Session:
         self.lease_path = lease_path
         self.lease_fd = lease_fd
         """None for a reader of the group: it holds nothing, so it ends with its connection."""
+        self.hello = 0
+        """The number of its latest HELLO; a client counts on over its connections."""
         self.transport: Speaker | None = None
         """The connection that speaks for it now, None while it has none."""
 
@@ -57,15 +59,20 @@ class Sessions:
     def get(self, number: int) -> Session | None:
         return self._by_number.get(number)
 
-    def enter(self, client_id: str, transport: Speaker) -> tuple[Session, bool]:
+    def enter(self, client_id: str, request: int, transport: Speaker) -> tuple[Session, bool]:
         """The session of a client that said HELLO, and whether it was known before.
 
-        Raises `UsageError` when its lease is not locked or there are too many clients.
+        Raises `UsageError` when its lease is not locked, when there are too many clients,
+        and when it has said a later HELLO: what this one says it holds is out of date,
+        and slots that were granted since would be freed under its hands (rule 5).
         """
         session = self._by_client.get(client_id)
         known = session is not None
         if session is None:
             session = self._admit(client_id)
+        if request <= session.hello:
+            raise UsageError("request", request, f"this client said HELLO {session.hello} before")
+        session.hello = request
         session.transport = transport
         return session, known
 

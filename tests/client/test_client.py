@@ -194,6 +194,13 @@ def test_a_pin_is_a_read_only_view_that_survives_eviction_and_deletion(client):
     assert client.stats()["node"]["pinned"] == 0
 
 
+def test_a_closed_pin_leaves_the_value_readable(client):
+    """Found by the simulation: the reader remembers the place that the pin was in."""
+    client.put("k", b"value")
+    client.pin("k").close()
+    assert client.get("k") == b"value"
+
+
 def test_a_pin_of_a_client_that_closes_ends(node, client):
     with fresh(node) as other:
         other.put("k", bytes(MIB))

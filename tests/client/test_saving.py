@@ -154,6 +154,25 @@ def test_pins_are_held_before_any_other_thread_can_reconnect(writer, monkeypatch
     assert writer.stats()["pinned"] == 1
 
 
+def test_what_could_not_be_said_on_a_busy_channel_is_said_by_the_next_connection(writer):
+    """Found by the simulation: the slot was nobody's until the client's end."""
+    granted = writer.reserve([want(1)], NAMESPACE)
+    channel = writer.link().control
+    channel._timeout_s = 0.05
+    with channel._lock, pytest.raises(DeadlineError):
+        writer.commit(granted)
+    channel._timeout_s = 10.0
+    assert writer.stats()["reserved"] == 0
+
+
+def test_a_channel_that_another_thread_gave_up_is_a_peers_fault(writer):
+    """Found by the simulation: a put raised that the client "must be open"."""
+    channel = writer.link().control
+    channel.close()
+    with pytest.raises(NodeUnavailableError):
+        channel.request(Op.STAT)
+
+
 def test_answers_reach_whoever_asked_in_any_order(writer):
     control = writer.link().control
     tickets = [control.post(Op.LIST, b"", 1) for _ in range(20)]

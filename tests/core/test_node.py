@@ -128,6 +128,18 @@ def test_what_the_index_has_not_taken_stays_pending(core):
     assert [key for key, _ in core.outbox.take_publications(10)] == [KEYS[2]]
 
 
+def test_removals_are_repeated_when_the_index_may_have_gone_back(core):
+    """Found by the simulation: a replica that takes over still has the record."""
+    put(core, KEYS[:1])
+    core.outbox.published(core.outbox.take_publications(10))
+    core.handle(Drop(A, 1, KEYS[:1]), 0.0)
+    work = core.outbox.take_removals(10)
+    core.outbox.removed(work)
+    assert core.outbox.take_removals(10) == []
+    core.republish()
+    assert core.outbox.take_removals(10) == work
+
+
 def test_removals_of_two_records_of_one_key_are_both_kept(core):
     """Seed 4 of the simulator: the second once hid the first."""
     put(core, KEYS[:1])

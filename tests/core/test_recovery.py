@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepwise import StepwiseSegment
 
 from kvstore.core.events import (
     Abort,
@@ -30,7 +31,6 @@ from kvstore.limits import Limits
 from kvstore.segment.header import Superblock
 from kvstore.segment.scan import DamagedSegmentError, scan
 from kvstore.testing.sim.faults import Faults
-from kvstore.testing.sim.memory import SimSegment
 from kvstore.testing.sim.world import World
 
 ARENAS, ARENA = 3, 64 << 10
@@ -48,7 +48,7 @@ class Host:
     """The memory that outlives a node, and what its stores said so far."""
 
     def __init__(self) -> None:
-        self.segment = SimSegment(Superblock(NODE, 0, 0, ARENAS, ARENA))
+        self.segment = StepwiseSegment(Superblock(NODE, 0, 0, ARENAS, ARENA))
         self.epoch = 0
         self.sealed: dict[int, Seal] = {}
         self.reserved: dict[int, int] = {}
@@ -171,7 +171,7 @@ def check_recovered(host: Host, core: NodeCore) -> None:
     former = core.former()
     assert set(former.reserved) == set(host.reserved)
     assert set(former.pins) == host.pinned
-    World(0, Faults()).check_node(core)
+    World(0, Faults()).checks.books(core)
     for key, slot in core.by_key.items():
         header = host.sealed[slot.slot_id]
         location = unpack_record(key, slot.record)
@@ -299,7 +299,7 @@ def test_a_header_that_is_not_whole_is_dropped_and_its_slot_is_free():
     assert list(core.by_key) == [KEYS[1]]
     assert core.counts["recovery_dropped"] == 1
     assert host.segment.header(slot_id)[0] == SlotState.FREE
-    World(0, Faults()).check_node(core)
+    World(0, Faults()).checks.books(core)
 
 
 @pytest.mark.parametrize(

@@ -44,24 +44,27 @@ def test_it_goes_round_over_all_keys_and_begins_again(core):
 def test_a_block_whose_record_is_lost_or_wrong_is_published_again(core, held):
     record = core.by_key[KEYS[0]].record
     scrub = Scrub(core)
-    assert scrub.found(KEYS[:1], [held(KEYS[0], record)]) == 1
+    assert scrub.found(KEYS[:1], [held(KEYS[0], record)], {}) == 1
     assert core.outbox.take_publications(10) == [(KEYS[0], record)]
 
 
-def test_a_right_record_and_one_of_another_node_stay(core):
+@pytest.mark.parametrize(("announced", "lost"), [(9, 0), (10, 1), (None, 1)])
+def test_a_right_record_and_one_of_another_node_stay_while_that_start_lives(core, announced, lost):
     record = core.by_key[KEYS[0]].record
     other = pack_record(
         KEYS[1], unpack_record(KEYS[1], core.by_key[KEYS[1]].record)._replace(node_id=6)
     )
-    assert Scrub(core).found(KEYS[:2], [record, other]) == 0
-    assert core.outbox.publications_pending == 0
+    scrub = Scrub(core)
+    assert scrub.owners(KEYS[:2], [record, other]) == {6}
+    assert scrub.found(KEYS[:2], [record, other], {6: announced}) == lost
+    assert core.outbox.publications_pending == lost
 
 
 def test_a_block_that_left_while_the_index_was_asked_stays_away(core):
     scrub = Scrub(core)
     keys = scrub.next(10)
     core.handle(Drop(1, 1, keys[:1]), 0.0)
-    assert scrub.found(keys, [None] * len(keys)) == len(keys) - 1
+    assert scrub.found(keys, [None] * len(keys), {}) == len(keys) - 1
 
 
 def test_it_waits_while_there_is_something_to_publish(core):

@@ -55,14 +55,22 @@ class Talker:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.lease = Lease(node.dir.leases)
-        self.connect()
+        self.last_request = 100
+        """Tests may number requests up to here by hand, on the first connection."""
+        self.connect(request=1)
 
-    def connect(self, held=()) -> None:
+    def number(self):
+        self.last_request += 1
+        return self.last_request
+
+    def connect(self, held=(), request=None) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(5)
         self.socket.connect(str(self.node.dir.socket))
         self.unpacker = msgpack.Unpacker()
-        hello = [Op.HELLO, 1, wire.PROTOCOL_VERSION, self.lease.client_id, list(held), []]
+        request = request or self.number()
+        self.last_request = max(self.last_request, request)
+        hello = [Op.HELLO, request, wire.PROTOCOL_VERSION, self.lease.client_id, list(held), []]
         self.hello = self.ask(*hello)
 
     def ask(self, *message):
@@ -79,13 +87,13 @@ class Talker:
             self.unpacker.feed(data)
 
     def put(self, key, value=b"v"):
-        return self.ask(Op.RESERVE, 2, 0, key, len(value), 0, 0, [value], 0)
+        return self.ask(Op.RESERVE, self.number(), 0, key, len(value), 0, 0, [value], 0)
 
     def reserve(self, keys, size=1000):
-        return self.ask(Op.RESERVE, 2, 0, b"".join(keys), size, 0, 0, None, 0)
+        return self.ask(Op.RESERVE, self.number(), 0, b"".join(keys), size, 0, 0, None, 0)
 
     def stat(self):
-        return self.ask(Op.STAT, 3)[2]
+        return self.ask(Op.STAT, self.number())[2]
 
 
 @pytest.fixture
@@ -102,7 +110,7 @@ def test_hello_says_which_start_of_which_node_answers(node, talker):
 
 
 def test_a_put_that_says_stored_is_in_the_index(talker, index):
-    assert talker.put(KEYS[0]) == [2, True, [0]]
+    assert talker.put(KEYS[0]) == [talker.last_request, True, [0]]
     assert index.lookup([KEYS[0]]) != [None]
 
 
@@ -136,7 +144,7 @@ def test_an_emptied_index_is_refilled_within_seconds(talker, index):
 def test_an_index_that_is_away_delays_no_put_and_learns_of_it_later(talker, index):
     index.unavailable = True
     started = time.monotonic()
-    assert talker.put(KEYS[0]) == [2, True, [0]]
+    assert talker.put(KEYS[0]) == [talker.last_request, True, [0]]
     assert time.monotonic() - started < 1
     assert len(index) == 0
     index.unavailable = False
@@ -203,7 +211,27 @@ def test_a_client_that_is_back_keeps_what_it_says_it_holds(node, talker):
     other.connect(held=[grants[0][:2]])
     assert talker.stat()["reserved"] == 1
     slot, generation, _ = grants[0]
-    assert other.ask(Op.COMMIT, 4, [[slot, generation, 0]]) == [4, True, [0]]
+    assert other.ask(Op.COMMIT, 500, [[slot, generation, 0]]) == [500, True, [0]]
+
+
+def test_a_request_that_comes_twice_is_carried_out_once(talker):
+    """Seed 83 of the simulation: the second slot was nobody's."""
+    reserve = [Op.RESERVE, 7, 0, KEYS[0], 1000, 0, 0, None, 0]
+    slot, generation, _ = talker.ask(*reserve)[2][0]
+    talker.ask(Op.ABORT, 8, [[slot, generation]])
+    talker.socket.sendall(msgpack.packb(reserve))
+    assert talker.stat()["reserved"] == 0
+
+
+def test_a_hello_that_was_overtaken_by_a_later_one_changes_nothing(node, talker):
+    """What it says is held is out of date: the slots would be freed while they are written."""
+    other = Talker(node)
+    other.socket.close()
+    other.connect(request=200)
+    assert other.reserve(KEYS[:1])[1]
+    other.connect(request=150)
+    assert other.hello[1] is False
+    assert talker.stat()["reserved"] == 1
 
 
 def test_words_of_an_older_connection_are_not_listened_to(node, talker):
@@ -299,7 +327,7 @@ def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, t
     monkeypatch.setattr(index, "publish", slow)
     index.lose_everything()
     wait_until(lambda: left, "the refill begins", 5)
-    assert talker.put(KEYS[-1]) == [2, True, [0]]
+    assert talker.put(KEYS[-1]) == [talker.last_request, True, [0]]
     assert talker.stat()["unpublished"] > 0
     assert index.lookup([KEYS[-1]]) != [None]
     wait_until(lambda: len(index) == len(KEYS), "the refill", 10)

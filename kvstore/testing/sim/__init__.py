@@ -1,13 +1,13 @@
-"""A seeded simulation of the protocol: real core, real headers, real reader, invented luck.
+"""A seeded simulation of a whole cluster: real code, invented luck.
 
-Every actor is a generator that yields wherever another process could get in
-between: after each store to shared memory, after each chunk of a copy, after
-each message. One random number generator picks who goes next, so a seed
-replays exactly. `run(seed)` raises `ViolationError` when a rule of the design breaks.
+Client, control channel, daemon, core, segments and breakers run as they are, in
+threads that pass a baton; clocks, sockets, shared memory and the index are
+simulated (edges.py). `run(seed)` raises `ViolationError` when a rule of the design
+breaks, and a seed replays exactly.
 """
 
 from kvstore.testing.sim.faults import Faults
 from kvstore.testing.sim.run import Report, run
-from kvstore.testing.sim.world import ViolationError
+from kvstore.testing.sim.scheduler import ViolationError
 
 __all__ = ["Faults", "Report", "ViolationError", "run"]

@@ -1,290 +1,296 @@
-"""A client process: puts, gets, matches, pins and drops, at any pace, until its luck runs out."""
+"""A client process in the simulation: the real `Client`, at any pace, until its luck runs out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvstore.client.nodes import LocalNodes
-from kvstore.client.reader import Place, Reader
-from kvstore.core.events import Abort, Clear, Commit, Drop, Event, Pin, Reserve, Stat, Touch, Unpin
-from kvstore.errors import IndexUnavailableError
-from kvstore.testing.sim.memory import SimSegment
-from kvstore.testing.sim.node import Message, SimNode
-from kvstore.testing.sim.world import Grant, World
-from kvstore.types import Key
+from kvstore.client.base import Reservation
+from kvstore.client.client import Client
+from kvstore.core.record import unpack_record
+from kvstore.errors import PeerError, UsageError
+from kvstore.hashing import Namespace
+from kvstore.index.base import KeyRecord
+from kvstore.limits import Limits
+from kvstore.testing.sim import memory
+from kvstore.testing.sim.scheduler import Process
+from kvstore.types import Key, Location, PutStatus
 
-DEADLINE_STEPS = 400
-COPY_STEPS = 4
-SIZES = (1000, 9000, 20_000, 40_000)
-NAMESPACES = (11, 22)
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
 
-Steps = Generator[None, None, Any]
+URL = "redis://simulated"
+LIMITS = Limits()
+THREADS = (1, 1, 2, 3)
+BLOCK_TOKENS = 4
+BLOCKS_MAX = 5
+TEXTS = tuple(
+    [*([7] * BLOCK_TOKENS * shared), *([7 + text] * BLOCK_TOKENS * (BLOCKS_MAX - shared))]
+    for text, shared in ((1, 2), (2, 2), (3, 0))
+)
+"""Token sequences; two of them begin alike."""
+VALUES = tuple(f"value {i}" for i in range(5))
+SIZES = (1000, 5000, 9000, 20_000, 30_000)
+NAMESPACES = tuple(map(Namespace.named, ("one", "two")))
+CALL_MAX_S = 60.0
+"""No call takes longer: some requests of `LIMITS.request_timeout_s` each, one after another."""
+OPERATIONS_IN_PEACE = 4
+"""What a client does after the last fault: the store must work again."""
+ANSWER_TRIES_MAX = 20
+PAUSE_BETWEEN_S = 0.005
+PAUSE_AFTER_FAILURE_S = 0.4
 
 
-class SimAttached:
-    """What `Attached` is to the reader, over simulated memory."""
-
-    def __init__(self, node: SimNode) -> None:
-        self.shm: SimSegment = node.segment
-        self.node = node
-        self.gone = False
-
-
-class SimNodes:
-    """`LocalNodes` of one client: a dead node is noticed some time later, as in life."""
-
-    def __init__(self, world: World, current: Callable[[], SimNode], *, hints: bool) -> None:
-        """Without `hints` its client always asks the index, as one on another host would."""
-        self._world = world
-        self._hints = hints
-        self._current = current
-        self._attached: dict[int, SimAttached] = {}
-        self.mapped: tuple[SimAttached, ...] = ()
-
-    def segment(self, node_id: int, epoch: int, now: float) -> SimAttached | None:
-        found = self._attached.get(epoch)
-        if found is not None:
-            return found
-        node = self._current()
-        if not node.alive or node.core.node_id != node_id or node.core.epoch != epoch:
-            return None
-        self._attached[epoch] = SimAttached(node)
-        self.mapped = tuple(self._attached.values()) if self._hints else ()
-        return self._attached[epoch]
-
-    def check(self, now: float) -> None:
-        for epoch, attached in list(self._attached.items()):
-            if not attached.node.alive and self._world.rng.random() < 0.3:
-                attached.gone = True
-                del self._attached[epoch]
-        self.mapped = tuple(self._attached.values()) if self._hints else ()
+def size_of(key: Key) -> int:
+    """Values differ in size; those of one key do not, as in life."""
+    return SIZES[key[9] % len(SIZES)]
 
 
 class SimClient:
-    """`run()` is its program. One session, one request at a time."""
+    """`live` is its program: some threads that share one `Client`."""
 
-    def __init__(
-        self, world: World, number: int, keys: list[Key], current: Callable[[], SimNode]
-    ) -> None:
+    def __init__(self, world: World, run_dir: Path, number: int, node: str | None) -> None:
         self.world = world
-        self.number = number
-        self.keys = keys
-        self.current = current
-        self.node = current()
-        nodes = cast("LocalNodes", SimNodes(world, current, hints=number % 3 == 0))
-        self.reader = Reader(world.index, nodes)
-        self.connection = 0
-        self.connected = False
-        self.requests = 0
-        self.grants: dict[tuple[int, int], Grant] = {}
-        self.pins: dict[tuple[int, int], bytes] = {}
-
-    def run(self, operations: int) -> Iterator[None]:
-        for _ in range(operations):
-            operation = self.world.rng.choices(
-                (self._put, self._put_inline, self._get, self._match, self._pin, self._drop),
-                (6, 2, 12, 2, 1, 0.5),
-            )[0]
-            yield from operation()
-            if self.world.rng.random() < 0.01:
-                yield from self._clear()
-        for handle in list(self.pins):
-            yield from self._unpin(handle)
-
-    def lose_connection(self) -> None:
-        self.connected = False
-
-    def die(self) -> None:
-        """What the world knows ends with the process; the node learns of it later."""
-        for place in self.grants:
-            self.world.writing.pop(place, None)
-        for epoch_slot in self.pins:
-            self.world.pinned[epoch_slot] -= 1
-
-    # --- messages ------------------------------------------------------------
-
-    def _ask(self, make: Callable[[int, int], Event]) -> Steps:
-        """The answer's body; None when none came: the connection is then given up."""
-        if self.node is not self.current():
-            self.node = self.current()
-            self.connected = False
-            # The old node is gone and so is all it granted.
-            for place in list(self.grants):
-                self._end_grant(place)
-            for place in list(self.pins):
-                self.world.pinned[place] -= 1
-                del self.pins[place]
-        if not self.connected:
-            self.connection += 1
-            held = (
-                [(slot, g.generation) for (_, slot), g in self.grants.items()],
-                [(slot, 0) for _, slot in self.pins],
-            )
-            self.requests += 1
-            self.node.inbox.append(Message(self.number, self.connection, None, self.requests, held))
-            self.connected = True
-        self.requests += 1
-        request, node = self.requests, self.node
-        node.inbox.append(Message(self.number, self.connection, make, request))
-        give_up_at = self.world.step + DEADLINE_STEPS
-        while self.world.step < give_up_at and self.connected and node.alive:
-            yield
-            answer = node.answers.pop((self.number, request), None)
-            if answer is not None and answer[0] == self.connection:
-                return answer[1]
-        self.connected = False
-        self.world.count("requests_lost")
-        return None
-
-    # --- saving ----------------------------------------------------------------
-
-    def _put(self) -> Steps:
-        world = self.world
-        keys = world.rng.sample(self.keys, world.rng.randint(1, 3))
-        size = world.rng.choice(SIZES)
-        count = len(keys)
-        answers = yield from self._ask(
-            lambda s, r: Reserve(
-                s, r, keys, [size] * count, NAMESPACES[0], [0] * count, [0] * count,
-                [None] * count, [0] * count,
-            )
-        )  # fmt: skip
-        if answers is None:
-            return
-        epoch, segment = self.node.core.epoch, self.node.segment
-        granted: list[tuple[Key, tuple[int, int], int]] = []
-        for key, answer in zip(keys, answers, strict=True):
-            if isinstance(answer, tuple):
-                slot, generation, offset = answer
-                place = (epoch, slot)
-                self.grants[place] = world.writing[place] = Grant(self.number, slot, generation)
-                granted.append((key, place, offset))
-            else:
-                world.count(f"reserve_{answer}" if isinstance(answer, int) else "reserve_refused")
-        for key, place, offset in granted:
-            _, data = world.begin_put(key, size)
-            yield from self._write(segment, place, offset, data)
-        items = [
-            (g.slot, g.generation, 0)
-            for _, p, _ in granted
-            if (g := self.grants.get(p)) is not None
-        ]
-        for _, place, _ in granted:
-            self._end_grant(place)
-        if not items:
-            return
-        if world.rng.random() < 0.1:
-            yield from self._ask(lambda s, r: Abort(s, r, [item[:2] for item in items]))
-            return
-        committed = yield from self._ask(lambda s, r: Commit(s, r, items))
-        for answer in committed or ():
-            world.count("committed" if answer == 0 else "commit_refused")
-
-    def _write(
-        self, segment: SimSegment, place: tuple[int, int], offset: int, data: bytes
-    ) -> Iterator[None]:
-        """Copy chunk by chunk into our slot, whatever else goes on meanwhile."""
-        chunk = -(-len(data) // COPY_STEPS)
-        for start in range(0, len(data), chunk):
-            part = data[start : start + chunk]
-            segment.bytes[offset + start : offset + start + len(part)] = part
-            yield
-            if not self.connected:
-                # Another thread of this client has something to ask meanwhile: the
-                # node then hears of the new connection while we are still writing.
-                yield from self._ask(lambda s, r: Stat(s, r))
-
-    def _end_grant(self, place: tuple[int, int]) -> None:
-        self.grants.pop(place, None)
-        self.world.writing.pop(place, None)
-
-    def _put_inline(self) -> Steps:
-        key = self.world.rng.choice(self.keys)
-        _, data = self.world.begin_put(key, self.world.rng.choice(SIZES[:2]))
-        answers = yield from self._ask(
-            lambda s, r: Reserve(s, r, [key], [len(data)], NAMESPACES[1], [0], [0], [data], [0])
+        self.process = Process(f"client {number}")
+        self.rng = world.rng
+        self._run_dir = run_dir
+        self._node = node
+        self._verify = world.rng.random() < 0.2
+        self.client: Client | None = None
+        self._failed = 0
+        self._threads = 0
+        self._operations: tuple[tuple[Callable[[], None], ...], tuple[float, ...]] = (
+            (
+                self._put_blocks,
+                self._put_values,
+                self._reserve,
+                self._get,
+                self._get_many,
+                self._get_blocks,
+                self._match,
+                self._pin,
+                self._delete,
+                self._clear,
+                self._look_around,
+            ),
+            (4, 3.5, 4, 3, 2, 4, 2.5, 2.5, 0.8, 0.3, 0.5),
         )
-        if answers == [0]:
-            self.world.count("committed")
 
-    # --- reading ---------------------------------------------------------------
+    def start_here(self) -> None:
+        self.world.spawn(self.process, self.process.name, self.live)
 
-    def _get(self) -> Steps:
-        key = self.world.rng.choice(self.keys)
-        place = self.reader.remembered(key)
-        if place is None:
-            yield
-            (place,) = self.reader.find([key])
-        if place is None:
+    def live(self) -> None:
+        world = self.world
+        client = self.client = Client(
+            URL,
+            namespace=self.rng.choice(NAMESPACES),
+            run_dir=self._run_dir,
+            node=self._node,
+            block_tokens=BLOCK_TOKENS,
+            verify="always" if self._verify else "never",
+            limits=LIMITS,
+            transports=("shm",),
+        )
+        world.checks.clients[self.process] = self
+        for i in range(1, self.rng.choice(THREADS)):
+            self._threads += 1
+            world.spawn(self.process, f"{self.process.name}.{i}", self._work)
+        self._threads += 1
+        self._work()
+        while self._threads:
+            world.sleep(PAUSE_AFTER_FAILURE_S)
+        self._answered()
+        world.checks.nothing_leaked(self)
+        del world.checks.clients[self.process]
+        if self.rng.random() < 0.7:  # others just end
+            client.close()
+        world.end_process(self.process)
+
+    def _work(self) -> None:
+        """What each thread does."""
+        while not self.world.calm:
+            worked = self._operate()
+            pause_s = PAUSE_BETWEEN_S if worked else PAUSE_AFTER_FAILURE_S
+            self.world.sleep(self.rng.expovariate(1 / pause_s))
+        for _ in range(OPERATIONS_IN_PEACE):
+            self._operate()
+        self._threads -= 1
+
+    def _operate(self) -> bool:
+        """False when it came to nothing."""
+        operation = self.rng.choices(*self._operations)[0]
+        world, process = self.world, self.process
+        failed_before = self._failed
+        before = world.now - process.stopped_s - world.jumped_s
+        world.note(operation.__name__)
+        try:
+            operation()
+        except PeerError as e:
+            world.note("failed:", e)
+            world.count("failed")
+            self._failed += 1
+        took_s = world.now - process.stopped_s - world.jumped_s - before
+        if took_s > CALL_MAX_S:
+            world.fail(f"rule 8: {operation.__name__} took {took_s:.1f} s")
+        return self._failed == failed_before
+
+    def _answered(self) -> None:
+        """Reach the node again, in peace."""
+        for _ in range(ANSWER_TRIES_MAX):
+            try:
+                self.real.session.writer.stats()
+            except PeerError:
+                self.world.sleep(1.0)
+            else:
+                return
+        self.world.fail(f"{self.process.name} cannot reach a node after the faults")
+
+    @property
+    def real(self) -> Client:
+        assert self.client is not None
+        return self.client
+
+    def holds(self, data_path: str, slot: int) -> bool:
+        """Whether this client believes that the slot of that memory is reserved for it."""
+        return any(
+            link.word.data_path == data_path and any(held == slot for held, _ in link.held.reserved)
+            for link in self.real.session.writer._links()
+        )
+
+    # --- saving ------------------------------------------------------------------
+
+    def _keys(self, text: list[int]) -> list[Key]:
+        return self.real.namespace.block_keys(text, BLOCK_TOKENS)
+
+    def _new(self, key: Key) -> bytes:
+        return self.world.checks.begin_put(key, size_of(key))
+
+    def _count(self, results: list[Any]) -> None:
+        for result in results:
+            self.world.count(str(result.status))
+            self.world.note(result.status, result.reason)
+            self._failed += result.status is PutStatus.REJECTED
+
+    def _put_blocks(self) -> None:
+        text = self.rng.choice(TEXTS)
+        keys = self._keys(text)[: self.rng.randint(1, BLOCKS_MAX)]
+        self._count(self.real.put_blocks(text, [self._new(key) for key in keys]))
+
+    def _put_values(self) -> None:
+        names = self.rng.sample(VALUES, self.rng.randint(1, 3))
+        value_key = self.real.namespace.value_key
+        self._count(self.real.put_many((name, self._new(value_key(name))) for name in names))
+
+    def _reserve(self) -> None:
+        """As a connector saves: it decides by itself when to copy, and what to give up."""
+        keys = self._keys(self.rng.choice(TEXTS))
+        keys = [key for key in keys if size_of(key) == size_of(keys[0])]
+        session = self.real.session
+        answers = session.reserve(keys, size_of(keys[0]), self.real.namespace.id)
+        granted = [answer for answer in answers if isinstance(answer, Reservation)]
+        self._count([answer for answer in answers if not isinstance(answer, Reservation)])
+        if self.rng.random() < 0.2:
+            self.world.sleep(self.rng.expovariate(2.0))
+        for reservation in granted:
+            data = memoryview(self._new(reservation.key))
+            memory.copy(self.world, reservation.buffer, data)
+        given_up = [r for r in granted if self.rng.random() < 0.1]
+        if given_up:
+            session.abort(given_up)
+        kept = [r for r in granted if r not in given_up]
+        if kept:
+            self._count(session.commit(kept))
+
+    # --- reading -------------------------------------------------------------------
+
+    def _read(self, key: Key, value: Any) -> None:
+        if value is None:
+            self.world.count("misses")
+        else:
+            self.world.note("hit", key)
+            self.world.checks.hit(key, value)
+
+    def _get(self) -> None:
+        name = self.rng.choice(VALUES)
+        key = self.real.namespace.value_key(name)
+        out = bytearray(size_of(key)) if self.rng.random() < 0.8 else None
+        self._read(key, self.real.get(name, out))
+
+    def _get_many(self) -> None:
+        names = self.rng.sample(VALUES, 3)
+        keys = list(map(self.real.namespace.value_key, names))
+        for key, value in zip(keys, self.real.get_many(names), strict=True):
+            self._read(key, value)
+
+    def _get_blocks(self) -> None:
+        text = self.rng.choice(TEXTS)
+        keys = self._keys(text)
+        out = [bytearray(size_of(key)) for key in keys]
+        got = self.real.get_blocks(text, out)
+        for key, block in zip(keys[:got], out, strict=False):
+            self._read(key, block)
+        self.world.count("misses", len(keys) - got)
+
+    def _match(self) -> None:
+        world, text = self.world, self.rng.choice(TEXTS)
+        since = world.now
+        found = self.real.match_prefix(text).found
+        world.checks.match(self._keys(text), [KeyRecord(*f) for f in found], since)
+        for one in found:
+            view = self.real.session.view(one)
+            if view is None:
+                world.count("stale")
+                return
+            data = bytearray(len(view.buffer))
+            memory.copy(world, memoryview(data), view.buffer)
+            if not view.valid():
+                world.count("stale")
+                return
+            self._read(one.key, data)
+
+    # --- the rest --------------------------------------------------------------------
+
+    def _pin(self) -> None:
+        name = self.rng.choice(VALUES[:2])
+        try:
+            pinned = self.real.pin(name)
+        except UsageError:
+            self.world.count("pins_refused")
+            return
+        if pinned is None:
             self.world.count("misses")
             return
-        yield from self._read(key, place)
-        self.node.inbox.append(
-            Message(self.number, self.connection, lambda s, r: Touch(s, [key]), 0)
-        )
+        key = self.real.namespace.value_key(name)
+        assert pinned._record is not None
+        location = unpack_record(key, pinned._record)
+        assert location is not None
+        with pinned, self._pinned(location):
+            seen = bytes(pinned.buffer)
+            self._read(key, seen)
+            for _ in range(self.rng.randrange(8)):
+                self.world.sleep(self.rng.expovariate(10.0))
+                if bytes(pinned.buffer) != seen:
+                    self.world.fail(f"pinned bytes of {name} changed")
 
-    def _read(self, key: Key, place: Place) -> Steps:
-        """Copy chunk by chunk, then check (rule 4)."""
-        size = place.payload.nbytes
-        chunk = -(-size // COPY_STEPS)
-        data = bytearray()
-        for start in range(0, size, chunk):
-            data += place.payload[start : start + chunk]
-            yield
-        if place.valid():
-            self.world.count("hits")
-            self.world.check_hit(key, bytes(data))
-        else:
-            self.world.count("stale")
-            self.reader.forget(key)
-
-    def _match(self) -> Steps:
-        yield
+    @contextmanager
+    def _pinned(self, at: Location) -> Iterator[None]:
+        segment = self.world.checks.nodes[at.node_id, at.epoch].segment
+        pinned, key = self.world.checks.pinned, (self.process, (str(segment.data_path), at.slot))
+        pinned[key] = pinned.get(key, 0) + 1
         try:
-            records = self.reader.readable_run(self.keys)
-        except IndexUnavailableError:
-            return
-        truth = self.world.index.truth()
-        run = next((i for i, key in enumerate(self.keys) if key not in truth), len(self.keys))
-        if not self.world.index.lying and len(records) > run:
-            self.world.fail(f"a match of {len(records)} blocks where only {run} lead")
-
-    # --- pins and drops ----------------------------------------------------------
-
-    def _pin(self) -> Steps:
-        key = self.world.rng.choice(self.keys)
-        answers = yield from self._ask(lambda s, r: Pin(s, r, [key]))
-        if not answers or not isinstance(answers[0], bytes):
-            return
-        place = self.reader.place(key, answers[0])
-        slot = int.from_bytes(answers[0][24:28], "little")
-        handle = (self.node.core.epoch, slot)
-        if place is None or handle in self.pins:
-            self.connected = False  # the next HELLO says that we hold no such pin
-            return
-        self.world.pinned[handle] = self.world.pinned.get(handle, 0) + 1
-        self.pins[handle] = answers[0]
-        seen = bytes(place.payload)
-        self.world.check_hit(key, seen)
-        for _ in range(self.world.rng.randrange(60)):
             yield
-            if handle in self.pins and bytes(place.payload) != seen:
-                self.world.fail(f"a pinned block ({slot}) changed")
-        yield from self._unpin(handle)
+        finally:
+            if key in pinned:
+                pinned[key] -= 1
 
-    def _unpin(self, handle: tuple[int, int]) -> Steps:
-        record = self.pins.pop(handle, None)
-        if record is None:
-            return
-        self.world.pinned[handle] -= 1
-        generation = int.from_bytes(record[16:24], "little")
-        yield from self._ask(lambda s, r: Unpin(s, r, [(handle[1], generation)]))
+    def _delete(self) -> None:
+        self.real.delete(self.rng.choice(VALUES[:2]))
 
-    def _drop(self) -> Steps:
-        key = self.world.rng.choice(self.keys)
-        yield from self._ask(lambda s, r: Drop(s, r, [key]))
+    def _clear(self) -> None:
+        self.real.session.clear(self.real.namespace.id)
 
-    def _clear(self) -> Steps:
-        namespace = self.world.rng.choice(NAMESPACES)
-        yield from self._ask(lambda s, r: Clear(s, r, namespace))
+    def _look_around(self) -> None:
+        self.real.exists(self.rng.choice(VALUES))
+        self.real.stats()

@@ -1,4 +1,8 @@
-"""What luck may bring, as probabilities per scheduler step. All zero is a quiet day."""
+"""What luck may bring, and how much of it one seed gets.
+
+Every seed draws its own weather: some faults are absent, some frequent. Bugs
+that need one fault often and another not at all are then found, too.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,52 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Each field is the chance per step that it happens to somebody."""
+    """Rates are per simulated second, of which a run has ten or so; chances are per message."""
 
-    client_crash: float = 0.0004
-    """A client's process is killed where it stands; its lease is found free some time later."""
-    client_pause: float = 0.004
+    client_kill: float = 0.3
+    """A client's process dies where it stands; another one starts."""
+    client_pause: float = 1.0
     """A client stops (SIGSTOP, a long GC) and goes on later as if nothing had been."""
-    connection_loss: float = 0.001
-    """A client's connection breaks; requests and answers under way are lost, the process lives."""
-    node_crash: float = 0.0002
-    """The node is killed; a new one starts with a new epoch and an empty segment."""
-    index_unavailable: float = 0.001
-    index_emptied: float = 0.0005
-    index_lies: float = 0.003
-    """For a while every lookup may answer with somebody else's, an old, a damaged or no record."""
+    connection_loss: float = 1.0
+    node_kill: float = 0.12
+    """A node dies and starts again with an empty segment."""
+    node_kill_warm: float = 0.25
+    """A node dies and finds its segment again."""
+    node_stop: float = 0.04
+    """A node is told to end, and started again."""
+    node_pause: float = 0.15
+    clock_jump: float = 0.05
+    """The machine sleeps: every deadline is over at once."""
+    wall_set: float = 0.1
+    """The wall clock is set, back or ahead."""
+    index_emptied: float = 0.15
+    index_failover: float = 0.15
+    """A replica takes over that lacks the last writes."""
+    index_down: float = 0.1
+    index_slow: float = 0.08
+    """It answers too late; what was asked of it may be carried out all the same."""
+    index_lies: float = 0.3
+    """Answers are somebody else's, old, damaged or missing records, for a while."""
+    index_lag: float = 0.3
+    """Reads are answered by a replica that is behind, for a while."""
+    index_shard_away: float = 0.06
+    """One of its shards is away, the other answers."""
+    dropped: float = 0.008
+    doubled: float = 0.03
+    reordered: float = 0.02
+    delayed: float = 0.03
 
     def calm(self) -> Self:
         return replace(self, **{f.name: 0.0 for f in fields(self)})
 
-    def hits(self, rng: random.Random, name: str) -> bool:
-        chance: float = getattr(self, name)
-        return rng.random() < chance
+    def without(self, name: str) -> Self:
+        return replace(self, **{name: 0.0})
+
+    def drawn_by(self, seed: int) -> Self:
+        """Of each fault none, as given, or five times as much."""
+        rng = random.Random(-1 - seed)
+        factors = {f.name: rng.choice((0.0, 0.0, 1.0, 1.0, 5.0)) for f in fields(self)}
+        return replace(self, **{n: getattr(self, n) * factor for n, factor in factors.items()})
+
+
+PER_MESSAGE = frozenset({"dropped", "doubled", "reordered", "delayed"})

@@ -1,88 +1,247 @@
-"""An index that fails, forgets and lies on request, around the model."""
+"""An index that fails, forgets, lags, falls back and lies on request, around the model."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
-from kvstore.errors import IndexUnavailableError
+from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 from kvstore.index.base import KeyRecord, Record
 from kvstore.index.memory import MemoryIndex
 from kvstore.types import Key
 
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
+
 HISTORY_MAX = 4
+LAG_MAX_S = 0.5
+_T = TypeVar("_T")
 
 
-class SimIndex(MemoryIndex):
-    """`MemoryIndex` with three switches."""
+class SimServer(MemoryIndex):
+    """The index itself: one primary, one replica that is behind."""
 
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(now=lambda: 0.0)
-        self._rng = rng
-        self.unavailable = False
-        self.lying = False
+    def __init__(self, world: World) -> None:
+        super().__init__(now=lambda: world.now)
+        self._world = world
+        self._rng: random.Random = world.rng
+        self._fresh_incarnation()
+        self.down: bool = False
+        self.slow = self.lying = self.lagging = self.shard_away = False
+        self.lied_at = 0.0
+        self.replica: dict[Key, Record] = {}
+        self.late: set[KeyRecord] = set()
+        """Written by calls that had given up: nobody can know that they must go."""
+        self.last_seen: dict[Key, float] = {}
+        """Until when a key was there for readers; infinity while it is."""
         self._history: dict[Key, list[Record]] = {}
 
+    def _fresh_incarnation(self) -> None:
+        self._incarnation = f"{self._rng.getrandbits(64):016x}"
+
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+        lost = [item for item in records if self.away(item.key)]
+        records = [item for item in records if not self.away(item.key)]
+        super().publish(records)
+        for key, record in records:
+            self.last_seen[key] = float("inf")
+            kept = self._history.setdefault(key, [])
+            kept.append(record)
+            del kept[:-HISTORY_MAX]
+        self._replicate(dict(records))
+        return lost
+
+    def remove(self, records: Sequence[KeyRecord]) -> int:
+        if any(self.away(key) for key, _ in records):
+            raise IndexUnavailableError("simulated: a shard is away")
+        gone: dict[Key, Record | None] = {k: None for k, r in records if self._records.get(k) == r}
+        dropped = super().remove(records)
+        for key in gone:
+            self._gone(key)
+        self._replicate(gone)
+        return dropped
+
+    def _gone(self, key: Key) -> None:
+        # The replica may show it until then.
+        self.last_seen[key] = self._world.now + LAG_MAX_S
+
+    def _replicate(self, changes: Mapping[Key, Record | None]) -> None:
+        if not changes:
+            return
+
+        era = self._incarnation
+
+        def apply() -> None:
+            if era != self._incarnation:
+                return  # the link of those days is gone
+            for key, record in changes.items():
+                if record is None:
+                    self.replica.pop(key, None)
+                else:
+                    self.replica[key] = record
+
+        self._world.replicate(self._rng.random() * LAG_MAX_S, apply)
+
+    def lose_everything(self) -> None:
+        super().lose_everything()
+        self._fresh_incarnation()
+        self.replica = {}
+        for key in self.last_seen:
+            self._gone(key)
+
+    def fail_over(self) -> None:
+        """The replica takes over: what it has not heard of is lost, and what it has not
+        heard the end of is back."""
+        self._records = dict(self.replica)
+        self._nodes.clear()
+        self._fresh_incarnation()
+        for key in self.last_seen:
+            self._gone(key)
+        for key in self._records:
+            self.last_seen[key] = float("inf")
+
+    def away(self, key: Key) -> bool:
+        """Whether the shard that has this key cannot be reached."""
+        return self.shard_away and key[10] % 2 == 0
+
+    def readable(self) -> Mapping[Key, Record]:
+        if self.shard_away:
+            return {key: record for key, record in self._records.items() if not self.away(key)}
+        return self.replica if self.lagging and self._rng.random() < 0.5 else self._records
+
+    def truth(self) -> dict[Key, Record]:
+        return self._records
+
+    def lie(self, key: Key, truth: Record | None) -> Record | None:
+        rng = self._rng
+        kind = rng.randrange(7)
+        if kind == 0:
+            return None
+        if kind == 1 and self._history:
+            return rng.choice(rng.choice(list(self._history.values())))
+        if kind == 2 and key in self._history:
+            return rng.choice(self._history[key])
+        if kind == 3 and truth is not None:
+            damaged = bytearray(truth)
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+            return bytes(damaged)
+        if kind == 4:
+            return rng.randbytes(rng.choice((0, 7, 44, 44, 200)))
+        return truth
+
+
+class SimIndex:
+    """One process's way to the index (`kvstore.index.base.Index`)."""
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        self._world = world
+        self._server = world.index
+        self._timeout_s = timeout_s
+
+    def _call(self, act: Callable[[], _T], late: Callable[[], object] | None = None) -> _T:
+        world, server = self._world, self._server
+        world.pause()
+        if self._is_down():
+            # An error after the command was carried out looks the same to the caller.
+            if late is not None and world.rng.random() < 0.3:
+                act()
+            raise IndexUnavailableError("simulated")
+        if server.slow:
+            self._too_late(late)
+        answer = act()
+        world.pause()
+        if self._is_down() and world.rng.random() < 0.5:
+            raise IndexUnavailableError("simulated")
+        return answer
+
+    def _is_down(self) -> bool:
+        return self._server.down
+
+    def _too_late(self, late: Callable[[], object] | None) -> None:
+        world = self._world
+        if late is not None and world.rng.random() < 0.5:
+
+            def anyhow() -> None:
+                with suppress(IndexUnavailableError):
+                    late()
+
+            world.after(world.rng.random() * 4 * self._timeout_s, anyhow)
+        world.wait(world.now + self._timeout_s)
+        raise IndexDeadlineError("simulated")
+
     def match(self, keys: Sequence[Key]) -> list[Record]:
-        self._fail_maybe()
-        if self.lying:
+        if self._server.lying:
             run: list[Record] = []
             for record in self.lookup(keys):
                 if record is None:
                     break
                 run.append(record)
             return run
-        return super().match(keys)
+
+        def act() -> list[Record]:
+            records = self._server.readable()
+            found: list[Record] = []
+            for key in keys:
+                record = records.get(key)
+                if record is None:
+                    break
+                found.append(record)
+            return found
+
+        return self._call(act)
 
     def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
-        self._fail_maybe()
-        truth = super().lookup(keys)
-        return [self._lie(k, r) for k, r in zip(keys, truth, strict=True)] if self.lying else truth
+        server = self._server
 
-    def _lie(self, key: Key, truth: Record | None) -> Record | None:
-        kind = self._rng.randrange(5)
-        if kind == 0:
-            return None
-        if kind == 1 and self._history:
-            return self._rng.choice(self._rng.choice(list(self._history.values())))
-        if kind == 2 and key in self._history:
-            return self._rng.choice(self._history[key])
-        if kind == 3 and truth is not None:
-            damaged = bytearray(truth)
-            damaged[self._rng.randrange(len(damaged))] ^= 1 << self._rng.randrange(8)
-            return bytes(damaged)
-        return truth
+        def act() -> list[Record | None]:
+            records = list(map(server.readable().get, keys))
+            if server.lying:
+                return [server.lie(k, r) for k, r in zip(keys, records, strict=True)]
+            return records
+
+        return self._call(act)
 
     def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
-        # An error after the command was carried out looks the same to the caller.
-        if self.unavailable and self._rng.random() < 0.5:
-            raise IndexUnavailableError("simulated")
-        super().publish(records)
-        for key, record in records:
-            kept = self._history.setdefault(key, [])
-            kept.append(record)
-            del kept[:-HISTORY_MAX]
-        self._fail_maybe()
-        return []
+        def late() -> None:
+            self._server.late.update(records)
+            self._server.publish(records)
+
+        self._world.checks.published(records)
+        self._world.note("publish", [key for key, _ in records])
+        return self._call(lambda: self._server.publish(records), late)
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
-        if self.unavailable and self._rng.random() < 0.5:
-            raise IndexUnavailableError("simulated")
-        dropped = super().remove(records)
-        self._fail_maybe()
-        return dropped
+        def act() -> int:
+            self._world.checks.before_removal(records)
+            dropped = self._server.remove(records)
+            self._world.checks.after_removal()
+            return dropped
+
+        self._world.note("remove", [key for key, _ in records])
+        return self._call(act, act)
+
+    def touch(self, keys: Sequence[Key]) -> int:
+        return self._call(lambda: self._server.touch(keys))
+
+    def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
+        self._call(lambda: self._server.announce(node_id, announcement, ttl_s))
+
+    def withdraw(self, node_id: int) -> None:
+        self._call(lambda: self._server.withdraw(node_id))
+
+    def node(self, node_id: int) -> bytes | None:
+        return self._call(lambda: self._server.node(node_id))
+
+    def nodes(self) -> dict[int, bytes]:
+        return self._call(self._server.nodes)
+
+    def ping(self) -> None:
+        self._call(self._server.ping)
 
     def incarnation(self) -> str:
-        self._fail_maybe()
-        return super().incarnation()
+        return self._call(self._server.incarnation)
 
-    def lose_everything(self) -> None:
-        super().lose_everything()
-        self._incarnation = f"{self._rng.getrandbits(64):016x}"
-
-    def truth(self) -> dict[Key, Record]:
-        return dict(self._records)
-
-    def _fail_maybe(self) -> None:
-        if self.unavailable:
-            raise IndexUnavailableError("simulated")
+    def close(self) -> None:
+        """Nothing to give back."""

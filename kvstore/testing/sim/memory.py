@@ -1,95 +1,122 @@
-"""Shared memory of one node start, written the way hardware lets others see it: step by step."""
+"""Shared memory that real segment code writes, with others looking on between its stores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import mmap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvstore.core.events import Fill, Hold, Mark, Seal, Write
-from kvstore.core.sizes import SLOT_BYTES
-from kvstore.limits import SLOT_BYTES_MIN
-from kvstore.segment.header import (
-    HEADER_BYTES,
-    SUPERBLOCK_BYTES,
-    Superblock,
-    hint_of,
-    hints_of,
-    pack,
-    pack_superblock,
-    word,
-)
-from kvstore.types import Key
+from kvstore.core.events import Write
+from kvstore.errors import NoSpaceError
+from kvstore.segment.header import Superblock
+from kvstore.segment.shm import AttachedShm, OwnedShm
 
-FILL_STEPS = 2
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
+
+COPY_CHUNKS = 3
 
 
-class SimSegment:
-    """Payload and headers as byte arrays, with the layout of the real files."""
+class SimMap(mmap.mmap):
+    """The pages of one file, the same for everybody who maps it."""
 
-    def __init__(self, superblock: Superblock) -> None:
-        self.superblock = superblock
-        self.slots_per_arena = superblock.arena_bytes // SLOT_BYTES_MIN
-        self.bytes = bytearray(superblock.arenas * superblock.arena_bytes)
-        self.payload = memoryview(self.bytes)
-        self.slots = superblock.arenas * self.slots_per_arena
-        self.slot_bytes = tuple(min(size, superblock.arena_bytes) for size in SLOT_BYTES)
-        self._head = bytearray(SUPERBLOCK_BYTES + self.slots * HEADER_BYTES)
-        self._hints = [0] * hints_of(self.slots)
-        self.held = bytearray(self.slots)
-        raw = pack_superblock(superblock)
-        self._head[: len(raw)] = raw
+    world: World
 
-    def populate(self, offset: int, size_bytes: int) -> None:
-        """Pages are always there."""
-
-    def hinted(self, key: Key) -> tuple[int, bytes]:
-        slot_id = self._hints[hint_of(key, len(self._hints))]
-        return slot_id, self.header(slot_id)
-
-    def header(self, slot_id: int) -> bytes:
-        start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
-        return bytes(self._head[start : start + HEADER_BYTES])
-
-    @property
-    def headers(self) -> memoryview:
-        """64 bytes a slot."""
-        return memoryview(self._head)[SUPERBLOCK_BYTES:]
-
-    def apply(self, write: Write) -> None:
-        """All of `steps`, with nobody in between."""
-        for _ in self.steps(write):
-            pass
+    def __setitem__(self, where: Any, value: Any) -> None:
+        world = self.world
+        world.pause()
+        if isinstance(where, slice) and len(value) > 1:
+            start = where.start or 0
+            middle = start + len(value) // 2
+            super().__setitem__(slice(start, middle), value[: middle - start])
+            world.pause()
+            super().__setitem__(slice(middle, start + len(value)), value[middle - start :])
+        else:
+            super().__setitem__(where, value)
+        world.pause()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """One mapping ends; the pages are others', too."""
 
-    def steps(self, write: Write) -> Iterator[None]:
-        """Carry out `write`, yielding after each store that others can see by itself."""
-        if isinstance(write, Fill):
-            size = len(write.value)
-            chunk = -(-size // FILL_STEPS)
-            for start in range(0, size, chunk):
-                part = write.value[start : start + chunk]
-                self.bytes[write.offset + start : write.offset + start + len(part)] = part
-                yield
-            return
-        if isinstance(write, Hold):
-            self.held[write.slot_id] = write.held
-            yield
-            return
-        start = SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES
-        if isinstance(write, Mark):
-            self._store_word(start, word(write.state, write.generation, write.size_class))
-            yield
-            return
-        assert isinstance(write, Seal)
-        raw = pack(write[1:])
-        self._head[start + 8 : start + 40] = raw[8:40]
-        yield
-        self._head[start + 40 : start + HEADER_BYTES] = raw[40:]
-        yield
-        self._head[start : start + 8] = raw[:8]
-        yield
-        self._hints[hint_of(write.key, len(self._hints))] = write.slot_id
 
-    def _store_word(self, start: int, value: int) -> None:
-        self._head[start : start + 8] = value.to_bytes(8, "little")
+def address_of(buffer: memoryview | mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+class Files:
+    """/dev/shm of all hosts."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._maps: dict[str, SimMap] = {}
+
+    def create(self, path: Path, size_bytes: int) -> SimMap:
+        if str(path) in self._maps:
+            raise NoSpaceError(f"{path} exists")
+        made = self._maps[str(path)] = SimMap(-1, size_bytes)
+        made.world = self._world
+        return made
+
+    def reopen(self, path: Path, size_bytes: int) -> SimMap:
+        found = self.map(path, writable=True)
+        if len(found) != size_bytes:
+            raise ValueError(f"{path} has {len(found)} bytes, not {size_bytes}")
+        return found
+
+    def exists(self, path: str) -> bool:
+        return path in self._maps
+
+    def map(self, path: Path, *, writable: bool) -> SimMap:
+        found = self._maps.get(str(path))
+        if found is None:
+            raise FileNotFoundError(path)
+        return found
+
+    def remove(self, *paths: str) -> None:
+        for path in paths:
+            self._maps.pop(path, None)
+
+
+class SimOwned(OwnedShm):
+    """A node's segment; the referee sees every write before it happens."""
+
+    world: World
+
+    def __init__(self, base_path: Path, superblock: Superblock, *, reopen: bool = False) -> None:
+        super().__init__(base_path, superblock, reopen=reopen)
+        self.address = address_of(self._data)
+
+    def apply(self, write: Write) -> None:
+        self.world.checks.before_write(self, write)
+        self.world.pause()
+        super().apply(write)
+        self.world.checks.after_write(self, write)
+
+    def bytes_at(self, offset: int, size_bytes: int) -> bytes:
+        return self._data[offset : offset + size_bytes]
+
+    def close(self, *, keep: bool = False) -> None:
+        if not keep:
+            self.world.files.remove(str(self.data_path), str(self.head_path))
+        super().close(keep=keep)
+
+
+class SimAttached(AttachedShm):
+    def populate_ahead(self) -> None:
+        """Pages are always there."""
+
+
+def copy(world: World, destination: memoryview, source: memoryview) -> None:
+    """Piece by piece; the referee knows where somebody writes."""
+    size_bytes = len(destination)
+    step = -(-size_bytes // COPY_CHUNKS) or 1
+    actor = world.current
+    place = address_of(destination)
+    world.checks.copying[actor] = range(place, place + size_bytes)
+    try:
+        for start in range(0, size_bytes, step):
+            world.pause()
+            destination[start : start + step] = source[start : start + step]
+    finally:
+        world.checks.copying.pop(actor, None)

@@ -1,117 +1,167 @@
-"""A memory node as the simulator runs it: the real core, its daemon's duties step by step."""
+"""A memory node in the simulation: the real daemon and core, on a loop of simulated time."""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvstore.core.events import Event, SessionDead, SessionResumed
-from kvstore.core.node import NodeCore
-from kvstore.errors import IndexUnavailableError
-from kvstore.index.base import KeyRecord
 from kvstore.limits import Limits
-from kvstore.segment.header import Superblock
-from kvstore.testing.sim.memory import SimSegment
-from kvstore.testing.sim.world import World
+from kvstore.node.config import NodeConfig
+from kvstore.node.control import Connection
+from kvstore.node.daemon import LEASE_POLL_S, Node
+from kvstore.node.heartbeat import HEARTBEAT_S, JITTER, Heartbeat
+from kvstore.node.reconcile import SCRUB_EVERY_S
+from kvstore.testing.sim.edges import guarded
+from kvstore.testing.sim.hosts import SimNodeDir
+from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
+from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 
-NODE_ID = 7
-ARENAS = 2
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
+
 ARENA_BYTES = 64 << 10
-INDEX_BATCH = 4
-HEARTBEAT_STEPS = 40
+LIMITS = Limits(
+    inline_bytes=6000,
+    reservations_per_client=12,
+    pins_per_client=6,
+    pending_remove=1000,
+    gone_keys=64,
+)
 
 
-class Message(NamedTuple):
-    session: int
-    connection: int
-    make: Callable[[int, int], Event] | None
-    """None: HELLO of a client that is back."""
-    request: int
-    held: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+class SimLoop:
+    """An event loop of one thread: what the daemon needs of asyncio's."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._ready: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self.actor: Actor | None = None
+
+    def call_soon(self, call: Callable[..., None], *args: Any) -> None:
+        self._ready.append((call, args))
+        if self.actor is not None:
+            self.actor.notify()
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._timers, (self._world.now + delay_s, self._count, call, args))
+
+    def clear(self) -> None:
+        self._ready.clear()
+
+    def run(self, stopping: SimFlag) -> None:
+        world = self._world
+        self.actor = world.current
+        while not stopping.is_set():
+            timers = self._timers
+            while timers and timers[0][0] <= world.now:
+                _, _, call, args = heapq.heappop(timers)
+                self._ready.append((call, args))
+            if self._ready:
+                call, args = self._ready.popleft()
+                call(*args)
+                world.pause()
+            else:
+                world.wait(timers[0][0] if timers else FOREVER)
 
 
-class SimNode:
-    """One start of the node. `run()` is its event loop."""
+class SimFlag:
+    """`asyncio.Event`, as far as the daemon needs it."""
 
-    def __init__(self, world: World, epoch: int, make_core: Callable[..., NodeCore]) -> None:
-        self.world = world
-        self.core = make_core(
-            node_id=NODE_ID,
-            epoch=epoch,
-            arenas=ARENAS,
+    def __init__(self, loop: SimLoop) -> None:
+        self._set = False
+        self._loop = loop
+
+    def set(self) -> None:
+        self._set = True
+        if self._loop.actor is not None:
+            self._loop.actor.notify()
+
+    def is_set(self) -> bool:
+        return self._set
+
+
+class SimNode(Node):
+    """One start of a node."""
+
+    def __init__(self, world: World, run_dir: Path, name: str) -> None:
+        config = NodeConfig(
+            run_dir=run_dir,
+            name=name,
+            size_bytes=world.arenas * ARENA_BYTES,
             arena_bytes=ARENA_BYTES,
-            limits=Limits(reservations_per_client=16, pins_per_client=8),
+            limits=LIMITS,
+            shm_dir=run_dir / "shm",
+            keep=world.rng.random() < 0.5,
         )
-        self.segment = SimSegment(Superblock(NODE_ID, epoch, 0, ARENAS, ARENA_BYTES))
-        self.alive = True
-        self.inbox: deque[Message | SessionDead] = deque()
-        self.answers: dict[tuple[int, int], tuple[int, Any]] = {}
-        """(session, request) -> (connection, body); a client takes its own."""
-        self._connections: dict[int, int] = {}
-        self._incarnation = world.index.incarnation() if not world.index.unavailable else ""
+        super().__init__(config, guarded(world, LIMITS.publish_timeout_s))
+        self.world = world
+        self.process = Process(f"node {run_dir.name}/{name}")
+        self.dir: SimNodeDir = world.dir_of(run_dir, name)
+        self.loop: Any = SimLoop(world)
+        self.wires: list[Wire] = []
+        self.ready = False
+        self.succeeded = False
+        """Its next start is under way."""
+        self._loop = self.loop  # type: ignore[assignment]
+        self._stopping = SimFlag(self.loop)  # type: ignore[assignment]
 
-    def run(self) -> Iterator[None]:
-        beat = 0
-        while True:
-            yield
-            beat += 1
-            if self.inbox:
-                yield from self._serve(self.inbox.popleft())
-            if beat % HEARTBEAT_STEPS == 0:
-                self._heartbeat()
-            yield from self._tell_index()
+    def start_here(self) -> None:
+        """Its thread, in the simulated world."""
+        assert not self.dir.alive()
+        self.dir.holder = self.process
+        self.world.spawn(self.process, self.process.name, self.live)
 
-    def idle(self) -> bool:
-        core = self.core
-        return not (self.inbox or core.outbox.publications_pending or core.outbox.removals_pending)
+    def live(self) -> None:
+        world = self.world
+        world.sweep(self.config.run_dir)
+        self._create()
+        world.note("starts, epoch", self.core.epoch)
+        world.checks.node_started(self)
+        assert self.announcement is not None
+        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
+        heartbeat.beat()
+        world.listening[str(self.dir.socket)] = self
+        self.ready = True
+        self._end_former()
+        self._schedule_index_work()
+        self._every(HEARTBEAT_S, heartbeat.beat)
+        self._every(SCRUB_EVERY_S, self._scrubber().step)
+        self._every(LEASE_POLL_S, self._watch_once)
+        self.loop.run(self._stopping)
+        world.note("ends")
+        world.listening.pop(str(self.dir.socket), None)
+        self.ready = False
+        self._keeps = self.config.keep
+        self._close()
+        world.end_process(self.process)
 
-    def _serve(self, message: Message | SessionDead) -> Iterator[None]:
-        if isinstance(message, SessionDead):
-            yield from self._act(message, 0)
-            return
-        session, connection = message.session, message.connection
-        if message.make is None:
-            self._connections[session] = connection
-            yield from self._act(SessionResumed(session, *message.held), connection)
-            self.answers[session, message.request] = (connection, None)
-        elif self._connections.get(session) == connection:
-            yield from self._act(message.make(session, message.request), connection)
+    def _watch_once(self) -> None:
+        self._end_former()
+        self._end_dead_sessions()
 
-    def _act(self, event: Event, connection: int) -> Iterator[None]:
-        effects = self.core.handle(event, float(self.world.step))
-        for write in effects.writes:
-            self.world.check_write(self.core.epoch, write, self.segment)
-            for _ in self.segment.steps(write):
-                yield
-        if effects.replies and effects.replies[0].after_publish:
-            yield from self._tell_index()
-        for reply in effects.replies:
-            self.answers[reply.session, reply.request] = (connection, reply.body)
+    def _every(self, period_s: float, call: Callable[[], None]) -> None:
+        def again() -> None:
+            call()
+            self._every(period_s, call)
 
-    def _tell_index(self) -> Iterator[None]:
-        core, index = self.core, self.world.index
-        try:
-            work = core.outbox.take_publications(INDEX_BATCH)
-            for key, _ in work:
-                self.world.check_publication(core, self.segment, key, core.by_key[key].slot_id)
-            if work:
-                index.publish([KeyRecord(*item) for item in work])
-                core.outbox.published(work)
-                yield
-            removals = core.outbox.take_removals(INDEX_BATCH)
-            if removals:
-                index.remove([KeyRecord(*item) for item in removals])
-                core.outbox.removed(removals)
-                yield
-        except IndexUnavailableError:
-            yield
+        self.loop.call_later(period_s * self.world.rng.uniform(1 - JITTER, 1 + JITTER), again)
 
-    def _heartbeat(self) -> None:
-        try:
-            incarnation = self.world.index.incarnation()
-        except IndexUnavailableError:
-            return
-        if incarnation != self._incarnation:
-            self._incarnation = incarnation
-            self.core.republish()
+    def accept(self, client: SimSocket) -> Wire:
+        """A client connects: the kernel takes it at once, the daemon when it gets to it."""
+        connection = Connection(self._on_hello, self._on_request, self._on_gone)
+        transport = SimTransport()
+        transport.wire = Wire(self.world, client, connection, self.loop)
+        self.wires.append(transport.wire)
+        self.loop.call_soon(connection.connection_made, transport)
+        return transport.wire
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        self.world.fail(f"node {self.config.name} does not trust itself any more: {error!r}")

@@ -1,0 +1,137 @@
+"""What a host's file system says: who is a node here, and which processes live."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import NodeUnavailableError, UsageError
+from kvstore.node.sessions import Session, Sessions
+from kvstore.nodedir import Announcement, NodeDir
+from kvstore.testing.sim.scheduler import Process
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
+
+
+class _Folder(PurePosixPath):
+    """A directory that is always there."""
+
+    def mkdir(self, *, exist_ok: bool, mode: int) -> None:
+        """It is."""
+
+
+class _KeepFile:
+    """`keep`: its node lived a moment ago."""
+
+    def unlink(self, *, missing_ok: bool) -> None:
+        """Every node here stays restartable."""
+
+
+class _WordFile:
+    """`node.json`"""
+
+    def __init__(self) -> None:
+        self.word: Announcement | None = None
+
+    def unlink(self, *, missing_ok: bool) -> None:
+        self.word = None
+
+
+class SimNodeDir(NodeDir):
+    """`RUN_DIR/nodes/NAME`; it outlives the starts of its node."""
+
+    def __init__(self, world: World, run_dir: Path, name: str) -> None:
+        super().__init__(run_dir, name)
+        self._world = world
+        self.leases: Any = _Folder(self.leases)
+        self.file = _WordFile()
+        self.announcement_path: Any = self.file
+        self.keep: Any = _KeepFile()
+        self.holder: Process | None = None
+        """Whose lock it is; a dead process holds nothing."""
+
+    def announcement(self) -> Announcement | None:
+        return self.file.word
+
+    def alive(self) -> bool:
+        return self.holder is not None and not self.holder.dead
+
+    def announce(self, word: Announcement) -> None:
+        self.file.word = word
+
+    def kept_for_s(self) -> float:
+        word = self.file.word
+        return 1.0 if word is not None and self._world.files.exists(word.head_path) else 0.0
+
+    def remove(self) -> None:
+        word = self.file.word
+        if word is not None:
+            self._world.files.remove(word.data_path, word.head_path)
+        self.file.word = None
+
+
+class SimLease:
+    """`kvstore.client.lease.Lease`"""
+
+    def __init__(self, world: World, leases: Path) -> None:
+        world.pause()
+        if str(leases.parent / "control.sock") not in world.listening:
+            raise NodeUnavailableError(f"no lease at {leases}")
+        self.leases = str(leases)
+        self.client_id = f"{world.rng.getrandbits(128):032x}"
+        self._holder = world.current.process
+        self._released = False
+        world.leases[self.client_id] = self
+
+    @property
+    def held(self) -> bool:
+        return not (self._released or self._holder.dead)
+
+    @property
+    def holder(self) -> Process:
+        return self._holder
+
+    def release(self) -> None:
+        self._released = True
+
+
+class SimFormerClients:
+    """`kvstore.node.restart.FormerClients`"""
+
+    def __init__(self, world: World, leases: Path, *, matter: bool) -> None:
+        held = [lease for lease in world.leases.values() if lease.held]
+        self._open = [lease for lease in held if matter and lease.leases == str(leases)]
+
+    def gone(self) -> bool:
+        self._open = [lease for lease in self._open if lease.held]
+        return not self._open
+
+    def close(self) -> None:
+        """Stop watching."""
+
+
+class SimSessions(Sessions):
+    """`Sessions` over simulated lease files."""
+
+    world: World
+
+    def _admit(self, client_id: str) -> Session:
+        lease = self.world.leases.get(client_id)
+        if lease is None or not lease.held:
+            raise UsageError("client_id", client_id, "its lease is not locked by its process")
+        self.admitted += 1
+        session = Session(self.admitted, client_id, Path(client_id), -1)
+        self._by_client[client_id] = self._by_number[session.number] = session
+        return session
+
+    def close(self, *, keep: bool = False) -> None:
+        for session in self.all():
+            self.forget(session)
+
+    def forget(self, session: Session) -> None:
+        del self._by_client[session.client_id]
+        del self._by_number[session.number]
+
+    def dead(self, session: Session) -> bool:  # type: ignore[override]
+        return not self.world.leases[session.client_id].held

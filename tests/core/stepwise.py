@@ -1,0 +1,56 @@
+"""A segment written store by store, as others would see it: for killing a node in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstore.core.events import Fill, Hold, Mark, Seal, Write
+from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.segment.header import HEADER_BYTES, Superblock, pack, word
+
+FILL_STEPS = 2
+
+
+class StepwiseSegment:
+    """Payload, headers and pin bytes as byte arrays, laid out as in the real files."""
+
+    def __init__(self, superblock: Superblock) -> None:
+        self.superblock = superblock
+        self.bytes = bytearray(superblock.arenas * superblock.arena_bytes)
+        slots = superblock.arenas * (superblock.arena_bytes // SLOT_BYTES_MIN)
+        self._head = bytearray(slots * HEADER_BYTES)
+        self.held = bytearray(slots)
+
+    @property
+    def headers(self) -> memoryview:
+        """64 bytes a slot."""
+        return memoryview(self._head)
+
+    def header(self, slot_id: int) -> bytes:
+        return bytes(self._head[slot_id * HEADER_BYTES : (slot_id + 1) * HEADER_BYTES])
+
+    def steps(self, write: Write) -> Iterator[None]:
+        """Carry out `write`, yielding after each store that others can see by itself."""
+        if isinstance(write, Fill):
+            size = len(write.value)
+            chunk = -(-size // FILL_STEPS)
+            for start in range(0, size, chunk):
+                part = write.value[start : start + chunk]
+                self.bytes[write.offset + start : write.offset + start + len(part)] = part
+                yield
+            return
+        if isinstance(write, Hold):
+            self.held[write.slot_id] = write.held
+            yield
+            return
+        start = write.slot_id * HEADER_BYTES
+        if isinstance(write, Mark):
+            said = word(write.state, write.generation, write.size_class)
+            self._head[start : start + 8] = said.to_bytes(8, "little")
+            yield
+            return
+        assert isinstance(write, Seal)
+        raw = pack(write[1:])
+        for first, end in ((8, 40), (40, HEADER_BYTES), (0, 8)):
+            self._head[start + first : start + end] = raw[first:end]
+            yield

@@ -1,0 +1,210 @@
+"""Bugs in reading, and in what the index is told (planting.py)."""
+
+import struct
+
+from planting import bug
+
+from kvstore.client import client, reader
+from kvstore.core.node import NodeCore
+from kvstore.core.outbox import Outbox
+from kvstore.core.scrub import Scrub
+from kvstore.index.memory import MemoryIndex
+from kvstore.segment import shm
+from kvstore.segment.header import (
+    HEADER_BYTES,
+    SUPERBLOCK_BYTES,
+    pack,
+)
+
+# --- reading --------------------------------------------------------------------
+
+
+@bug
+def no_check_after_reading(patch):
+    """A slot that was reused while it was copied counts as a hit (rule 4)."""
+    patch(reader.Place, "valid", lambda self: True)
+
+
+@bug
+def no_generation_check(patch):
+    """A reader looks at the key alone, and takes what was written over for whole (rule 4)."""
+
+    def valid(self):
+        return self.attached.shm.header(self.slot_id)[8:40] == self.image[8:40]
+
+    patch(reader.Place, "valid", valid)
+
+
+@bug
+def index_believed_over_header(patch):
+    """A stale or lying record decides what the bytes are (rule 7)."""
+
+    def place(self, key, record):
+        location = reader.unpack_record(key, record)
+        if location is None:
+            return None
+        attached = self._nodes.segment(location.node_id, location.epoch, 0.0)
+        if attached is None or location.slot >= attached.shm.slots:
+            return None
+        image = attached.shm.header(location.slot)
+        header = (0, key, location.length, location.size_class, 1, 0, 0, 0)
+        return self._seen(attached, location.slot, image, header)
+
+    patch(reader.Reader, "place", place)
+
+
+@bug
+def hint_believed_over_header(patch):
+    """A reader takes whatever block the table of hints leads to."""
+
+    def local(self, key):
+        for attached in self._nodes.mapped:
+            slot_id, image = attached.shm.hinted(key)
+            header = reader.fields(image)
+            if header is not None:
+                return self._seen(attached, slot_id, image, (header[0], key, *header[2:]))
+        return None
+
+    patch(reader.Reader, "_local", local)
+
+
+@bug
+def half_written_header_trusted(patch):
+    """SEALED is written first, and nobody checks the CRC."""
+
+    def seal(self, write):
+        start = SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES
+        raw = pack(write[1:])
+        self._words[start >> 3] = int.from_bytes(raw[:8], "little")
+        for at in range(HEADER_BYTES - 8, 0, -8):
+            self._head[start + at : start + at + 8] = raw[at : at + 8]
+        self._hint(write.key, write.slot_id)
+
+    patch(shm.OwnedShm, "_seal", seal)
+    real = reader.fields
+
+    def fields(raw):
+        whole = pack((int.from_bytes(raw[:8], "little") >> SHIFT, *_body(raw)))
+        return real(raw[:60] + whole[60:])
+
+    patch(reader, "fields", fields)
+
+
+SHIFT = pack((1, b"", 0, 0, 0, 0, 0, 0))[:8].index(1) * 8
+"""Where the generation begins in a header's word."""
+
+
+def _body(raw):
+    return struct.unpack("<32sIBBHQI", raw[8:60])
+
+
+@bug
+def header_left_sealed_while_the_slot_is_written(patch):
+    """Who finds the block that was there before reads a mixture."""
+    patch(shm.OwnedShm, "_mark", lambda self, write: None)
+
+
+@bug
+def match_skips_a_hole(patch):
+    """Blocks behind a missing one count as a prefix."""
+
+    def indexed_run(self, keys):
+        return [record for record in self._index.lookup(keys) if record is not None]
+
+    patch(reader.Reader, "indexed_run", indexed_run)
+
+
+@bug
+def get_blocks_counts_all_hits(patch):
+    """Blocks behind a missing one count as a prefix."""
+
+    def get_blocks(self, tokens, out):
+        keys = self.namespace.block_keys(tokens, self.block_tokens)[: len(out)]
+        return sum(value is not None for value in self._get_all(keys, out[: len(keys)]))
+
+    patch(client.Client, "get_blocks", get_blocks)
+
+
+@bug
+def closing_a_pin_spoils_the_place(patch):
+    """The next get of the same key raises."""
+    real = client.Pinned.__init__
+
+    def init(self, owner, place, key, record):
+        real(self, owner, place, key, record)
+        self.buffer = place.data
+
+    patch(client.Pinned, "__init__", init)
+
+
+# --- the index ------------------------------------------------------------------
+
+
+@bug
+def flushed_index_never_refilled(patch):
+    """Neither the new incarnation nor the round over all blocks publishes anything."""
+    patch(NodeCore, "republish", lambda self: 0)
+    patch(Scrub, "next", lambda self, at_most: [])
+
+
+@bug
+def nobody_looks_after_single_keys(patch):
+    """Of two nodes that have a key, the one that drops it hides the other's."""
+    patch(Scrub, "next", lambda self, at_most: [])
+
+
+@bug
+def removals_not_repeated_after_a_failover(patch):
+    """The replica still has records of blocks that are gone."""
+    patch(Outbox, "remove_again", lambda self: None)
+
+
+@bug
+def plain_delete(patch):
+    """A removal takes out whatever is there, also another node's record."""
+    real = MemoryIndex.remove
+
+    def remove(self, records):
+        return real(self, [(key, self._records.get(key, record)) for key, record in records])
+
+    patch(MemoryIndex, "remove", remove)
+
+
+@bug
+def lost_removal(patch):
+    """Evicted blocks stay in the index for ever."""
+    real = NodeCore._free
+
+    def free(self, slot, event, writes):
+        slot.published = False
+        real(self, slot, event, writes)
+
+    patch(NodeCore, "_free", free)
+
+
+@bug
+def one_removal_per_key(patch):
+    """Seed 4: a record of a publication that never arrived hides an older one."""
+    real = NodeCore._free
+
+    def free(self, slot, event, writes):
+        removals = self.outbox._removals
+        for item in [item for item in removals if item[0] == slot.key and slot.published]:
+            del removals[item]
+        real(self, slot, event, writes)
+
+    patch(NodeCore, "_free", free)
+
+
+@bug
+def withdrawn_block_still_published(patch):
+    """What was evicted before its publication is published."""
+    real = Outbox.withdraw
+
+    def withdraw(self, slot):
+        pending = self._unpublished.get(slot.key)
+        real(self, slot)
+        if pending is slot:
+            self._unpublished[slot.key] = slot
+
+    patch(Outbox, "withdraw", withdraw)

@@ -1,0 +1,246 @@
+"""Bugs in saving, and in what becomes of a slot (planting.py)."""
+
+from planting import bug, bug_that_needs
+
+from kvstore.client import control, writer
+from kvstore.core import node
+from kvstore.core.allocator import Allocator
+from kvstore.core.events import Fill, SessionResumed
+from kvstore.core.gone import GoneWhy
+from kvstore.core.node import NodeCore
+from kvstore.core.slots import SlotEvent, SlotState
+from kvstore.node.control import Connection
+from kvstore.node.sessions import Sessions
+from kvstore.testing.sim import world
+
+# --- saving ---------------------------------------------------------------------
+
+
+@bug
+def seal_before_the_copy(patch):
+    """Readers find a block whose bytes are not there yet (rule 3)."""
+    real = NodeCore._reserve
+
+    def reserve(self, event, effects, now):
+        real(self, event, effects, now)
+        for answer in effects.replies[-1].body:
+            if isinstance(answer, tuple):
+                slot = self.allocator.slot(answer[0])
+                del self._sessions[event.session].reserved[slot.slot_id]
+                self._seal(slot, 0, effects.writes)
+
+    patch(NodeCore, "_reserve", reserve)
+
+
+@bug
+def publish_before_the_seal(patch):
+    """The index learns of a slot that is being written (rule 3)."""
+    real = NodeCore._reserve
+
+    def reserve(self, event, effects, now):
+        real(self, event, effects, now)
+        for answer in effects.replies[-1].body:
+            if isinstance(answer, tuple):
+                slot = self.allocator.slot(answer[0])
+                slot.record = node.pack_record(slot.key, _location(self, slot))
+                self.outbox.publish(slot)
+
+    patch(NodeCore, "_reserve", reserve)
+
+
+def _location(core, slot):
+    return node.Location(
+        core.node_id, core.epoch, 0, slot.slot_id, slot.generation, slot.size_class, slot.length, 0
+    )
+
+
+@bug
+def inline_value_filled_after_the_seal(patch):
+    """A small value is sealed before its bytes are there (rule 3)."""
+    real = NodeCore._reserve
+
+    def reserve(self, event, effects, now):
+        real(self, event, effects, now)
+        effects.writes.sort(key=lambda write: isinstance(write, Fill))
+
+    patch(NodeCore, "_reserve", reserve)
+
+
+@bug
+def reservations_time_out(patch):
+    """A paused writer's slot goes to somebody else (rule 5)."""
+    real = NodeCore.handle
+
+    def handle(self, event, now):
+        late = []
+        for session in self._sessions.values():
+            for slot in list(session.reserved.values()):
+                if now - slot.reserved_at > 0.5:
+                    del session.reserved[slot.slot_id]
+                    self._release(slot, GoneWhy.WRITER_DIED, late, now)
+        effects = real(self, event, now)
+        effects.writes[:0] = late
+        return effects
+
+    patch(NodeCore, "handle", handle)
+
+
+@bug
+def lost_connection_counts_as_death(patch):
+    """A living writer loses its slots with its connection (rule 5)."""
+    real = NodeCore._session_resumed
+
+    def resumed(self, event, effects, now):
+        real(self, SessionResumed(event.session, [], []), effects, now)
+
+    patch(NodeCore, "_session_resumed", resumed)
+
+
+@bug
+def client_forgets_to_say_what_it_holds(patch):
+    """After a reconnect its slots are given to others while it writes (rule 5)."""
+    patch(writer._Holdings, "said", lambda self: ([], []))
+
+
+@bug_that_needs(delayed=0.1, connection_loss=6.0, client_pause=1.0)
+def old_hello_believed(patch):
+    """A HELLO that was overtaken frees what was granted since (rule 5)."""
+    real = Sessions.enter
+
+    def enter(self, client_id, request, transport):
+        known = self._by_client.get(client_id)
+        if known is not None:
+            known.hello = 0
+        return real(self, client_id, request, transport)
+
+    patch(Sessions, "enter", enter)
+
+
+@bug
+def requests_carried_out_twice(patch):
+    """A doubled message reserves or pins what nobody knows of: it leaks."""
+    patch(Connection, "_carried_out", lambda self, message: False)
+
+
+@bug
+def dead_writers_forgotten(patch):
+    """Their slots leak."""
+    patch(NodeCore, "_session_dead", lambda self, event, effects, now: None)
+
+
+@bug
+def commit_of_a_cleared_block_seals_it(patch):
+    """A block is back that was cleared while it was written."""
+    real = NodeCore._commit
+
+    def commit(self, event, effects, now):
+        for session in self._sessions.values():
+            for slot in session.reserved.values():
+                slot.void = False
+        real(self, event, effects, now)
+
+    patch(NodeCore, "_commit", commit)
+
+
+@bug
+def doubled_commit_accepted_after_reuse(patch):
+    """An old commit seals what is being written anew in the same slot (rule 3)."""
+    patch(Connection, "_carried_out", lambda self, message: False)
+
+    def owned(session, slot_id, generation):
+        return session.reserved.get(slot_id) if session is not None else None
+
+    patch(NodeCore, "_owned", staticmethod(owned))
+
+
+# --- slots ----------------------------------------------------------------------
+
+
+@bug
+def pinned_slot_evicted(patch):
+    """Bytes change under somebody who looks at them in place."""
+    real = NodeCore._pin
+
+    def pin(self, event, effects, now):
+        before = {slot: slot.pins for slot in self.by_key.values()}
+        real(self, event, effects, now)
+        for slot, pins in before.items():
+            if pins == 0 and slot.pins:
+                self.allocator.became_evictable(slot)
+
+    patch(NodeCore, "_pin", pin)
+
+
+@bug
+def doomed_slot_reused(patch):
+    """A block that was dropped while it is pinned is free at once."""
+    real = NodeCore._drop_slot
+
+    def drop(self, slot, why, writes, now):
+        if slot.state is not SlotState.SEALED or not slot.pins:
+            return real(self, slot, why, writes, now)
+        pins, slot.pins = slot.pins, 0
+        self.allocator.became_evictable(slot)
+        self._free(slot, SlotEvent.EVICT, writes)
+        slot.pins = pins
+        return True
+
+    patch(NodeCore, "_drop_slot", drop)
+
+
+@bug
+def first_of_several_unpins_frees(patch):
+    """A doomed slot is free while another client still looks at it."""
+    real = NodeCore._unpin_slot
+
+    def unpin(self, slot, count, *writes):
+        real(self, slot, slot.pins if slot.state is SlotState.DOOMED else count, *writes)
+
+    patch(NodeCore, "_unpin_slot", unpin)
+
+
+@bug
+def generation_not_advanced(patch):
+    """A reader cannot tell a reused slot from the one it was sent to."""
+    real = node.Slot.move
+
+    def move(self, event):
+        real(self, event)
+        if event is SlotEvent.RESERVE and self.generation > 2:
+            self.generation -= 1
+
+    patch(node.Slot, "move", move)
+
+
+@bug
+def generations_restart_with_the_class(patch):
+    """An arena that changes its class begins to count anew."""
+    real = Allocator._unused_slot
+
+    def unused(self, size_class):
+        index = self._growing.get(size_class)
+        if index is not None:
+            self.arenas[index].generation_floor = 0
+        return real(self, size_class)
+
+    patch(Allocator, "_unused_slot", unused)
+
+
+@bug
+def epoch_is_the_time(patch):
+    """A clock that is set back gives an earlier epoch."""
+    patch(world, "epoch_after", lambda last, now_s: int(now_s))
+
+
+@bug
+def epoch_ignored(patch):
+    """A client goes on with a node that was started anew, and writes into its old memory."""
+    real = control.ControlChannel._receive
+
+    def receive(self, ticket):
+        real(self, ticket)
+        answer = ticket.answer
+        if isinstance(answer, list) and len(answer) == 2 and answer[0] == self._node[0]:
+            ticket.answer = self._node
+
+    patch(control.ControlChannel, "_receive", receive)
