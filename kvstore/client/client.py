@@ -16,12 +16,13 @@ from kvstore.client.reader import Place
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.tensors import Payload
-from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
 from kvstore.segment.copying import copy
+from kvstore.transport import stream_put
 from kvstore.transport.security import StreamSecurity
-from kvstore.types import Key, Kind, PutResult
+from kvstore.types import Key, Kind, PutResult, rejected
 
 BLOCK_TOKENS_TRIED = (8, 16, 32, 64, 128, 256, 512, 1024)
 """Block sizes that `explain` looks for beside the client's own."""
@@ -149,11 +150,29 @@ class Client:
         return self._save(keys[: len(blocks)], payloads)
 
     def _save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
-        results = save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
+        away = self.session.no_local_node()
+        if away is None:
+            results = save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
+        else:
+            results = self._save_away(keys, payloads, str(away))
         stored = sum(map(bool, results))
         self._counts["stored"] += stored
         self._counts["not_stored"] += len(results) - stored
         return results
+
+    def _save_away(
+        self, keys: Sequence[Key], payloads: Sequence[Payload], here: str
+    ) -> list[PutResult]:
+        """To another host's node; `here` says why not to this one's."""
+        away = [
+            stream_put.Payload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
+            for key, p in zip(keys, payloads, strict=True)
+        ]
+        try:
+            fields = self._writer.introductions.get(self.namespace.id, b"")
+            return self.session.remote_writer.save(away, (self.namespace.id, fields))
+        except PeerError as e:
+            return [rejected(f"{here}; elsewhere: {e}")] * len(keys)
 
     # --- getting ----------------------------------------------------------
 

@@ -167,6 +167,14 @@ class RemoteNodes:
                 known.breaker.succeeded()
         return self._counted(outcomes, batch)
 
+    def failed(self, node_id: int) -> None:
+        """A save there failed: it is left alone for a while, by reads too."""
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is not None:
+                known.breaker.failed(time.monotonic())
+                known.asked_at = float("-inf")
+
     def timeout_s(self, size_bytes: int) -> float:
         """What a batch of `size_bytes` may take."""
         return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S

@@ -300,13 +300,13 @@ class StreamTransfer:
             if block is None:
                 yield [joint]
                 continue
-            *chunks, last = chunked(self._wanted[block].into)
-            hasher = Digest()
-            for chunk in chunks:
+            chunks = chunked(self._wanted[block].into)
+            hasher = Digest(chunks)
+            for chunk in chunks[:-1]:
                 yield list(chunk)
                 hasher.update(chunk)
-            yield [*last, joint]
-            hasher.update(last)
+            yield [*chunks[-1], joint]
+            hasher.update(chunks[-1])
             self._digests[block] = hasher.value()
 
     def _end(self, reason: str) -> None:
