@@ -20,7 +20,7 @@ from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, Usage
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
 from kvstore.segment.copying import copy
-from kvstore.transport import stream_put
+from kvstore.transport import stream_requests
 from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key, Kind, PutResult, rejected
 
@@ -165,7 +165,7 @@ class Client:
     ) -> list[PutResult]:
         """To another host's node; `here` says why not to this one's."""
         away = [
-            stream_put.Payload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
+            stream_requests.Payload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
             for key, p in zip(keys, payloads, strict=True)
         ]
         try:

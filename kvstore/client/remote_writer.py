@@ -20,7 +20,7 @@ from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerErro
 from kvstore.index.base import Index
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
-from kvstore.transport.stream_put import Payload, put
+from kvstore.transport.stream_requests import Payload, put
 from kvstore.types import EXISTS, Key, Kind, PutResult, rejected
 
 LOOK_AROUND_S = 5.0

@@ -87,7 +87,7 @@ class BlockSession:
         )
         self.remote_writer = RemoteWriter(self.remote, self.index)
         self._explainer = Explainer(
-            self.index, self.run_dir, key_prefix, self.limits.request_timeout_s
+            self.index, self.remote, self.run_dir, key_prefix, self.limits.request_timeout_s
         )
 
     def _node_starter(

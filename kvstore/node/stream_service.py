@@ -19,6 +19,7 @@ from kvstore.core.stream_wire import (
     Offer,
     Sent,
     WireError,
+    frame_body,
     frame_head,
     pack_answers,
     pack_joint,
@@ -69,7 +70,7 @@ class StreamService:
         idle_until = time.monotonic() + IDLE_TIMEOUT_S
         kind, size_bytes = frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, idle_until))
         began = time.monotonic()
-        body = channel.receive_bytes(size_bytes, began + REQUEST_TIMEOUT_S)
+        body = frame_body(kind, channel.receive_bytes(size_bytes, began + REQUEST_TIMEOUT_S))
         if kind is Frame.READ:
             timeout_s, asked = unpack_read(body, self._node[0])
             _check_batch([one.location.length for one in asked])

@@ -18,6 +18,7 @@ from kvstore.core.stream_wire import (
     Frame,
     ReadReply,
     WireError,
+    frame_body,
     frame_head,
     pack_read,
 )
@@ -206,7 +207,7 @@ def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:
     kind, size_bytes = frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, deadline))
     if kind is not expected:
         raise WireError(f"frame type {kind} where {expected} was due")
-    return channel.receive_bytes(size_bytes, deadline)
+    return frame_body(kind, channel.receive_bytes(size_bytes, deadline))
 
 
 class StreamTransfer:

@@ -10,7 +10,7 @@ import pytest
 from redis_servers import wait_until
 from stores import MIB, NodeProcess
 
-from kvstore import Client, Limits, PutStatus, UsageError
+from kvstore import Client, Limits, MissReason, PutStatus, UsageError
 from kvstore.transport.security import StreamSecurity
 
 SECRET = "a secret that both sides know"
@@ -280,6 +280,16 @@ def test_views_mix_both_hosts_and_what_is_gone(redis_server, far, writer):
         assert [view and bytes(view.buffer) for view in views] == expected
 
 
+def test_explain_asks_nodes_of_other_hosts(writer, reader):
+    writer.put("k", b"v" * 1000)
+    assert reader.explain_key("k") is None
+    writer.delete("k")
+    missing = reader.explain_key("k")
+    assert missing.reason is MissReason.DELETED
+    assert missing.node == "node"
+    assert reader.explain_key("never").reason is MissReason.NEVER_STORED
+
+
 # --- saving to another host ----------------------------------------------------------
 
 
@@ -370,9 +380,9 @@ def test_a_writer_that_dies_half_way_leaves_nothing(far, writer, reader):
 
 
 def test_bytes_that_arrive_wrong_are_not_stored(far, writer, reader, monkeypatch):
-    from kvstore.transport import stream_put
+    from kvstore.transport import stream_requests
 
-    monkeypatch.setattr(stream_put.Digest, "value", lambda self: 12345)
+    monkeypatch.setattr(stream_requests.Digest, "value", lambda self: 12345)
     result = reader.put("k", os.urandom(100_000))
     assert result.status is PutStatus.REJECTED
     assert "checksum" in result.reason
