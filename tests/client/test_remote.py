@@ -204,7 +204,7 @@ def test_a_killed_node_is_a_miss_at_once_and_its_next_start_serves_again(mortal,
 
 
 def test_a_stopped_node_costs_one_deadline_and_then_nothing(far, writer, elsewhere):
-    quick = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=0.3)
+    quick = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=2.0)
     writer.put("k", b"v" * 100_000)
     with client_of(far, elsewhere, limits=quick) as reader:
         assert reader.get("k") is not None
@@ -401,9 +401,34 @@ def test_saves_go_to_the_emptiest_node(redis_server, far, elsewhere):
 
 
 def test_a_save_goes_elsewhere_when_the_first_node_is_stopped(redis_server, far, elsewhere):
-    quick = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=0.5)
+    quick = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=2.0)
     with listening_node(redis_server, key_prefix=far.key_prefix, size=256 * MIB) as larger:
         larger.signal(signal.SIGSTOP)
         with client_of(far, elsewhere, limits=quick) as client:
             assert client.put("k", os.urandom(100_000)).status is PutStatus.STORED
         larger.signal(signal.SIGCONT)
+
+
+def test_a_block_read_once_is_read_again_without_the_index_and_a_moved_one_is_found(
+    writer, reader, far
+):
+    writer.put("k", b"1" * 100_000)
+    assert reader.get("k") is not None
+    asked = []
+    index = reader.session.index
+    lookup, match = index.lookup, index.match
+    reader.session.reader._index = type(
+        "Counting",
+        (),
+        {
+            "lookup": lambda self, keys: asked.append(keys) or lookup(keys),
+            "match": lambda self, keys: asked.append(keys) or match(keys),
+        },
+    )()
+    assert reader.get_many(["k", "k"]) == [b"1" * 100_000] * 2
+    assert asked == []
+    writer.delete("k")
+    writer.put("other", b"3" * 100_000)
+    writer.put("k", b"2" * 100_000)
+    assert reader.get("k") == b"2" * 100_000
+    assert len(asked) == 1
