@@ -16,10 +16,9 @@ from typing import Any
 import xxhash
 
 from benchmarks.index import interleaved
-from benchmarks.local_workers import PATIENT
 from benchmarks.processes import House, Worker, house
 from benchmarks.report import Row, machine, median, ratios, spread
-from kvstore import Client
+from kvstore import Client, Limits
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.redis import open_index
 from kvstore.node import Node, NodeConfig, stream_service
@@ -34,6 +33,7 @@ NODE_BYTES = 512 << 20
 REPETITIONS = 60
 REPETITIONS_QUICK = 10
 WARM_UP = 3
+PATIENT = Limits(redis_timeout_s=2.0, request_timeout_s=10.0, stream_timeout_s=10.0)
 SECURITY = StreamSecurity(secret=b"a secret of this run")
 
 
@@ -156,7 +156,8 @@ def _shape(
 
     def get_many(op: str) -> None:
         stream.Digest = NoDigest if op == "unchecked" else Digest  # type: ignore[misc]
-        assert None not in clients[op][0].get_many(keys, out)
+        client = clients[op][0]
+        assert None not in client.get_many(keys, out), client.stats()
 
     calls |= {op: partial(get_many, op) for op in ops}
     servers = {**owners, "bare stream": bare}
