@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, Self, TypeVar
 
 from kvstore.client.client import Client, Items
-from kvstore.client.pinned import Match, Pinned
 from kvstore.client.explanation import Explanation, Missing
+from kvstore.client.pinned import Match, Pinned
 from kvstore.types import PutResult
 
 THREADS = 4
