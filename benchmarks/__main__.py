@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import index, integrity, local, restart, vllm
+from benchmarks import index, integrity, local, restart, stream, vllm
 from benchmarks.report import show
 
-SUITES = {"index": index, "integrity": integrity, "local": local, "restart": restart, "vllm": vllm}
+SUITES = {
+    "index": index,
+    "integrity": integrity,
+    "local": local,
+    "restart": restart,
+    "stream": stream,
+    "vllm": vllm,
+}
+    "index": index,
+    "integrity": integrity,
+    "local": local,
+    "restart": restart,
+    "stream": stream,
+    "vllm": vllm,
+}
 
 
 def main() -> None:

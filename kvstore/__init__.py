@@ -5,8 +5,9 @@
 
 from kvstore.client.aio import AsyncClient
 from kvstore.client.base import Answers, BlockStore, BlockView, Found, Question, Reservation, Run
-from kvstore.client.client import Client, Match, Pinned
+from kvstore.client.client import Client
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
+from kvstore.client.pinned import Match, Pinned
 from kvstore.client.session import BlockSession
 from kvstore.errors import (
     DeadlineError,

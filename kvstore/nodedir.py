@@ -49,6 +49,8 @@ class Announcement:
     arena_bytes: int
     inline_bytes: int
     """Values up to this size may travel in a reserve request."""
+    free_bytes: int = 0
+    """Room without evicting anything, as of the last heartbeat; 0 in the node's own directory."""
     transports: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other ways to reach it than this host's memory: an address by the transport's name."""
 

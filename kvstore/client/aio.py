@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, Self, TypeVar
 
-from kvstore.client.client import Client, Items, Match, Pinned
+from kvstore.client.client import Client, Items
 from kvstore.client.explanation import Explanation, Missing
+from kvstore.client.pinned import Match, Pinned
 from kvstore.types import PutResult
 
 THREADS = 4

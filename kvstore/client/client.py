@@ -9,23 +9,25 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from kvstore.client import tensors
-from kvstore.client.base import Found, Question
+from kvstore.client.base import Question
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.fetching import Away, fetch_values
+from kvstore.client.pinned import Match, Pinned
 from kvstore.client.reader import Place
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.tensors import Payload
-from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy
+from kvstore.transport import stream_requests
 from kvstore.transport.security import StreamSecurity
-from kvstore.types import Key, Kind, PutResult
+from kvstore.types import Key, Kind, PutResult, rejected
 
 BLOCK_TOKENS_TRIED = (8, 16, 32, 64, 128, 256, 512, 1024)
 """Block sizes that `explain` looks for beside the client's own."""
@@ -33,42 +35,6 @@ BLOCK_TOKENS_TRIED = (8, 16, 32, 64, 128, 256, 512, 1024)
 log = logging.getLogger("kvstore.client")
 
 Items = Mapping[str | bytes, Any] | Iterable[tuple[str | bytes, Any]]
-
-
-class Match(NamedTuple):
-    """The longest leading run of blocks of a token sequence that is in the store."""
-
-    tokens: int
-    """Tokens covered, a multiple of block_tokens."""
-    blocks: int
-    found: list[Found]
-
-
-class Pinned:
-    """A read-only view of a value in place; the block stays until `close()` or the `with` ends.
-
-    Also safe to drop: the pin ends with the client at the latest.
-    """
-
-    def __init__(self, client: Client, place: Place, key: Key, record: bytes) -> None:
-        self._client = client
-        self._key = key
-        self._record: bytes | None = record
-        self.buffer: memoryview = place.data[:]  # of its own: the place is remembered
-        """The value's bytes, read-only, format 'B', no copy."""
-
-    def close(self) -> None:
-        """Release the view and let the block go. Safe to call twice."""
-        record, self._record = self._record, None
-        if record is not None:
-            self.buffer.release()
-            self._client.session.writer.unpin(self._key, record)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class Client:
@@ -163,11 +129,29 @@ class Client:
         return self._save(keys[: len(blocks)], payloads)
 
     def _save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
-        results = save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
+        away = self.session.no_local_node()
+        if away is None:
+            results = save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
+        else:
+            results = self._save_away(keys, payloads, str(away))
         stored = sum(map(bool, results))
         self._counts["stored"] += stored
         self._counts["not_stored"] += len(results) - stored
         return results
+
+    def _save_away(
+        self, keys: Sequence[Key], payloads: Sequence[Payload], here: str
+    ) -> list[PutResult]:
+        """To another host's node; `here` says why not to this one's."""
+        away = [
+            stream_requests.Payload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
+            for key, p in zip(keys, payloads, strict=True)
+        ]
+        try:
+            fields = self._writer.introductions.get(self.namespace.id, b"")
+            return self.session.remote_writer.save(away, (self.namespace.id, fields))
+        except PeerError as e:
+            return [rejected(f"{here}; elsewhere: {e}")] * len(keys)
 
     # --- getting ----------------------------------------------------------
 
@@ -208,11 +192,7 @@ class Client:
             if value is not None:
                 self._writer.touch((key,), now)
                 return value
-        found = self._reader.search((key,))
-        place = found.places[0]
-        value = self._read(key, place, out) if place is not None else None
-        if found.away:
-            (value,) = self._fetch([Away(key, found.away[0], out)])
+        (value,) = self._look((key,), None if out is None else (out,))
         if value is None:
             self._counts["misses"] += 1
         else:
@@ -231,23 +211,37 @@ class Client:
             if values[i] is None:
                 unknown.append(i)
         if unknown:
-            found = self._reader.search([keys[i] for i in unknown])
-            for i, place in zip(unknown, found.places, strict=True):
-                if place is not None:
-                    values[i] = self._read(keys[i], place, out[i] if out is not None else None)
-            away = {unknown[n]: location for n, location in found.away.items()}
-            fetched = self._fetch(
-                [
-                    Away(keys[i], location, out[i] if out is not None else None)
-                    for i, location in away.items()
-                ]
-            )
-            for i, value in zip(away, fetched, strict=True):
+            outs = None if out is None else [out[i] for i in unknown]
+            for i, value in zip(unknown, self._look([keys[i] for i in unknown], outs), strict=True):
                 values[i] = value
         missed = sum(value is None for value in values)
         self._counts["misses"] += missed
         if missed < len(values):
             self._writer.touch([k for k, v in zip(keys, values, strict=True) if v is not None], now)
+        return values
+
+    def _look(self, keys: Sequence[Key], out: Sequence[Any] | None) -> list[Any]:
+        """Search and read; what was remembered on another host and has gone, once more."""
+        found = self._reader.search(keys)
+        values: list[Any] = [
+            None if place is None else self._read(keys[i], place, None if out is None else out[i])
+            for i, place in enumerate(found.places)
+        ]
+        if not found.away:
+            return values
+        stale: list[int] = []
+        aways = [Away(keys[i], at, None if out is None else out[i]) for i, at in found.away.items()]
+        for i, away, value in zip(found.away, aways, self._fetch(aways), strict=True):
+            values[i] = value
+            if value is not None:
+                self._reader.seen_away(away.key, away.location)
+            elif self._reader.is_remembered_away(away.key):
+                self._reader.forget(away.key)
+                stale.append(i)
+        if stale:
+            outs = None if out is None else [out[i] for i in stale]
+            for i, value in zip(stale, self._look([keys[i] for i in stale], outs), strict=True):
+                values[i] = value
         return values
 
     def _read(self, key: Key, place: Place, out: Any) -> Any:
@@ -320,7 +314,7 @@ class Client:
         if place is None or (self._verify and not self._reader.verified(raw_key, place)):
             self._writer.unpin(raw_key, record)
             return None
-        return Pinned(self, place, raw_key, record)
+        return Pinned(self._writer, place, raw_key, record)
 
     def delete(self, key: str | bytes) -> bool:
         """Drop a value from this host's node; False when it was not there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from kvstore.client.explanation import (
     listed,
     reason_of,
 )
+from kvstore.client.remote import RemoteNodes
 from kvstore.core.gone import GoneWhy
 from kvstore.core.namespaces import namespace_of
 from kvstore.core.record import RecordSigner, unpack_record
@@ -35,6 +36,7 @@ from kvstore.errors import IndexUnavailableError, PeerError, UsageError
 from kvstore.hashing import SALT_FIELD, Namespace
 from kvstore.index.base import Index, Record
 from kvstore.nodedir import LOCK, Announcement, NodeDir, is_locked, node_dirs
+from kvstore.transport.stream_requests import ask
 from kvstore.types import Key, Location
 
 NODES_ASKED_MAX = 16
@@ -83,11 +85,12 @@ class _Candidate(NamedTuple):
 
 
 class Explainer:
-    """Thread-safe. One question costs one index lookup and one request per node of this host."""
+    """Thread-safe. A question costs an index lookup, a scan for nodes, and a request to each."""
 
     def __init__(
         self,
         index: Index,
+        remote: RemoteNodes,
         run_dir: Path,
         key_prefix: str,
         timeout_s: float,
@@ -95,6 +98,7 @@ class Explainer:
     ) -> None:
         self._signer = signer
         self._index = index
+        self._remote = remote
         self._run_dir = run_dir
         self._key_prefix = key_prefix
         self._timeout_s = timeout_s
@@ -125,7 +129,7 @@ class Explainer:
                 detail="its record leads to a slot that does not hold it (any more)",
             )
         if silent or not answers:
-            who = f"{', '.join(silent)} did not answer" if silent else "no node runs on this host"
+            who = f"{', '.join(silent)} did not answer" if silent else "there is no node to ask"
             detail = f"not in the index; {who}, so nobody can say why"
             return Missing(block=block, reason=MissReason.ABSENT, detail=detail)
         different = self._under_other_fields(question, answers) if block == 0 else None
@@ -160,7 +164,34 @@ class Explainer:
                 answers.append(_Answer(word.name, *answer))
             except (PeerError, UsageError, TimeoutError):
                 silent.append(directory.name)  # gone, hung, or of an older version
+        here = {word.node_id for _, word in living}
+        for word in self._elsewhere(here)[: NODES_ASKED_MAX - len(living)]:
+            deadline = time.monotonic() + self._timeout_s / 2
+            try:
+                if time.monotonic() > give_up_at:
+                    raise TimeoutError
+                body = ask(self._remote.stream, word, [Op.EXPLAIN, 1, key], deadline)
+                answers.append(_Answer(word.name, *explained(body)))
+            except (PeerError, TimeoutError, TypeError, ValueError):
+                self._remote.failed(word.node_id)
+                silent.append(f"{word.name} on {word.host}")
         return answers, silent
+
+    def _elsewhere(self, here: Container[int]) -> list[Announcement]:
+        """Nodes of other hosts that can be asked, those with an id in `here` left out."""
+        try:
+            announced = self._index.nodes()
+        except IndexUnavailableError:
+            return []
+        now = time.monotonic()
+        words = [Announcement.unpack(raw) for raw in announced.values()]
+        return [
+            word
+            for word in words
+            if word is not None
+            and word.node_id not in here
+            and self._remote.node(word.node_id, word.epoch, now) is not None
+        ]
 
     def _channels_of(
         self, living: Sequence[tuple[NodeDir, Announcement]]
@@ -199,6 +230,9 @@ class Explainer:
                 return Missing(
                     block=block, reason=MissReason.NODE_DEAD, detail=detail, node=word.name
                 )
+        now = time.monotonic()
+        if self._remote.node(location.node_id, location.epoch, now) is not None:
+            return None
         return self._away(block, location)
 
     def _away(self, block: int, location: Location) -> Missing:

@@ -65,14 +65,16 @@ def _target(away: Away) -> memoryview:
 
 
 def _value(away: Away, payload: memoryview, outcome: Outcome) -> Any:
-    data_bytes = len(payload) - outcome.meta_length
+    data_bytes = payload.nbytes - outcome.meta_length
     data = payload[:data_bytes]
     if away.out is not None:
-        target = tensors.target_of(away.out, data_bytes)
-        if tensors.room_of(away.out).nbytes < len(payload):  # it went elsewhere first
-            copy(target, data)
-        is_tensor = type(away.out).__module__.startswith("torch")
-        return away.out if outcome.kind == Kind.TORCH and is_tensor else target
+        room = tensors.room_of(away.out)
+        tensors.check_room(room, data_bytes)
+        if room.nbytes < payload.nbytes:  # it went elsewhere first
+            copy(room[:data_bytes], data)
+        if outcome.kind == Kind.TORCH and type(away.out).__module__.startswith("torch"):
+            return away.out
+        return room[:data_bytes]
     if outcome.kind in (Kind.BYTES, Kind.BLOCK):
         return data.tobytes()
     try:

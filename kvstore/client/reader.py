@@ -107,6 +107,8 @@ class Reader:
         self._signer = signer
         self._suspicion = suspicion
         self._places: dict[Key, Place] = {}
+        self._away: dict[Key, Location] = {}
+        """Where blocks were read on other hosts."""
         self.index_failures = 0
         self.miss_reasons: dict[str, int] = {}
         """Calls that missed for another reason than that the index had no record, by reason."""
@@ -145,6 +147,7 @@ class Reader:
 
     def forget(self, key: Key) -> None:
         self._places.pop(key, None)
+        self._away.pop(key, None)
 
     def find(self, keys: Sequence[Key]) -> list[Place | None]:
         """Where each of `keys` is in this host's memory; None where it is not."""
@@ -157,19 +160,26 @@ class Reader:
         """
         self._nodes.check(time.monotonic())
         places = [self._local(key) for key in keys]
-        away: dict[int, Location] = {}
-        unknown = [i for i, place in enumerate(places) if place is None]
+        now = time.monotonic()
+        away = {
+            i: location
+            for i, key in enumerate(keys if self._away else ())
+            if places[i] is None
+            and (location := self._away.get(key)) is not None
+            and self._reached(location, now)
+        }
+        unknown = [i for i, place in enumerate(places) if place is None and i not in away]
         try:
             for start in range(0, len(unknown), BATCH_KEYS_MAX):
                 wanted = unknown[start : start + BATCH_KEYS_MAX]
                 batch = [keys[i] for i in wanted]
                 records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
                 for i, key, record in zip(wanted, batch, records, strict=False):
-                    if record is None:
+                    location = unpack_record(key, record) if record is not None else None
+                    if location is None:
                         continue
-                    places[i] = self.place(key, record)
-                    location = self.away(key, record) if places[i] is None else None
-                    if location is not None:
+                    places[i] = self._found(key, location)
+                    if places[i] is None and self._is_away(location, now):
                         away[i] = location
         except IndexUnavailableError as e:
             self.index_failed(e)
@@ -180,13 +190,27 @@ class Reader:
         if self._signer is not None and not self._signer.right(key, record):
             return None  # `place` has counted it
         location = unpack_record(key, record)
-        if location is None or self._remote is None:
+        if location is None or not self._is_away(location, time.monotonic()):
             return None
-        now = time.monotonic()
-        if self._nodes.segment(location.node_id, location.epoch, now) is not None:
-            return None  # its header here has the last word
-        remote = self._remote.node(location.node_id, location.epoch, now)
-        return location if remote is not None else None
+        return location
+
+    def _is_away(self, location: Location, now: float) -> bool:
+        # A segment that is mapped here has the last word on what is in it.
+        local = self._nodes.segment(location.node_id, location.epoch, now)
+        return local is None and self._reached(location, now)
+
+    def _reached(self, location: Location, now: float) -> bool:
+        remote = self._remote
+        return remote is not None and remote.node(location.node_id, location.epoch, now) is not None
+
+    def seen_away(self, key: Key, location: Location) -> None:
+        """The block was read there; `forget` it when it is there no more."""
+        if len(self._away) >= PLACES_KEPT_MAX:
+            self._away.pop(next(iter(self._away)), None)
+        self._away[key] = location
+
+    def is_remembered_away(self, key: Key) -> bool:
+        return key in self._away
 
     def _local(self, key: Key) -> Place | None:
         """The place of `key` in a segment that is mapped already, by its table of hints."""
@@ -203,8 +227,9 @@ class Reader:
         if not self._genuine(key, record):
             return None
         location = unpack_record(key, record)
-        if location is None:
-            return None
+        return self._found(key, location) if location is not None else None
+
+    def _found(self, key: Key, location: Location) -> Place | None:
         attached = self._nodes.segment(location.node_id, location.epoch, time.monotonic())
         spot = locate(attached.shm, key, location) if attached is not None else None
         if attached is None or spot is None:
@@ -321,3 +346,4 @@ class Reader:
 
     def close(self) -> None:
         self._places.clear()
+        self._away.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from kvstore.transport.security import StreamSecurity
 from kvstore.transport.select import choose
 from kvstore.transport.stream import CHECKSUM_REASON, StreamTransport
 from kvstore.transport.stream import NAME as STREAM
+
+log = logging.getLogger("kvstore.client")
 
 BELIEVED_S = 1.0
 """How long an announcement (or that there is none) counts without asking the index again."""
@@ -159,13 +162,24 @@ class RemoteNodes:
         if deadline is not None:
             give_up_at = min(give_up_at, deadline)
         outcomes = self.stream.submit(word, batch, give_up_at).wait()
+        failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
+        if failed is not None:
+            log.warning("node %s on %s cannot be read for now: %s", word.name, word.host, failed)
         with self._lock:
-            if any(outcome.read is Read.FAILED for outcome in outcomes):
+            if failed is not None:
                 known.breaker.failed(time.monotonic())
                 known.asked_at = float("-inf")
             else:
                 known.breaker.succeeded()
         return self._counted(outcomes, batch)
+
+    def failed(self, node_id: int) -> None:
+        """A save there failed: it is left alone for a while, by reads too."""
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is not None:
+                known.breaker.failed(time.monotonic())
+                known.asked_at = float("-inf")
 
     def timeout_s(self, size_bytes: int) -> float:
         """What a batch of `size_bytes` may take."""

@@ -14,11 +14,12 @@ from kvstore.client.fetching import fetch_blocks
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.remote import RemoteNodes
+from kvstore.client.remote_writer import AWAY_SLOT, RemoteWriter
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.suspect import Suspicion
 from kvstore.client.writer import Want, Writer
 from kvstore.core.record import RecordSigner
-from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
@@ -94,8 +95,14 @@ class BlockSession:
             checksums=verify == "always",
             start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
         )
+        self.remote_writer = RemoteWriter(self.remote, self.index)
         self._explainer = Explainer(
-            self.index, self.run_dir, key_prefix, self.limits.request_timeout_s, signer
+            self.index,
+            self.remote,
+            self.run_dir,
+            key_prefix,
+            self.limits.request_timeout_s,
+            signer,
         )
 
     def _node_starter(
@@ -189,13 +196,28 @@ class BlockSession:
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[Reservation | PutResult]:
         wants = [Want(key, size_bytes, Kind.BLOCK, 0, None, 0) for key in keys]
-        return self.writer.reserve(wants, namespace_id)
+        if self.no_local_node() is None:
+            return self.writer.reserve(wants, namespace_id)
+        return self.remote_writer.reserve(keys, size_bytes, namespace_id)
+
+    def no_local_node(self) -> NodeUnavailableError | None:
+        """Why saves have to go to another host; None while there is a node on this one."""
+        try:
+            self.writer.link()
+        except NodeUnavailableError as e:
+            return e
+        return None
 
     def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+        if reservations and reservations[0].slot == AWAY_SLOT:
+            return self.remote_writer.commit(reservations, self.writer.introductions)
         return self.writer.commit(reservations)
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
-        self.writer.abort(reservations)
+        if reservations and reservations[0].slot == AWAY_SLOT:
+            self.remote_writer.abort(reservations)
+        else:
+            self.writer.abort(reservations)
 
     def touch(self, keys: Sequence[Key]) -> None:
         self.writer.touch(keys, time.monotonic())

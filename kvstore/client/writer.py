@@ -40,7 +40,8 @@ NODE_SEARCH_S = 0.5
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
 NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
-_CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
+CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
+"""What a node's answers mean."""
 Later = Callable[[], list[Any]]
 """What becomes of each of the blocks of a request that was sent."""
 
@@ -109,7 +110,7 @@ class Writer:
         start_node: Callable[[], None] | None,
     ) -> None:
         self._nodes = nodes
-        self._introductions: dict[int, bytes] = {}
+        self.introductions: dict[int, bytes] = {}
         """Fields of the namespaces that this client saves to, by id."""
         self._name = name
         self._timeout_s = timeout_s
@@ -240,7 +241,7 @@ class Writer:
         for namespace in namespaces:
             raw = namespace.canonical()
             if len(raw) <= NAMESPACE_BYTES_MAX:
-                self._introductions[namespace.id] = raw
+                self.introductions[namespace.id] = raw
 
     def _introduce(self, namespace_id: int) -> None:
         """Tell the node once what the id stands for. After a request: then the channel is open,
@@ -248,7 +249,7 @@ class Writer:
         link = self._link
         if link is None or namespace_id in link.introduced:
             return
-        raw = self._introductions.get(namespace_id)
+        raw = self.introductions.get(namespace_id)
         if raw is None or link.control.say(Op.NAMESPACE, namespace_id, raw):
             link.introduced.add(namespace_id)
 
@@ -293,7 +294,7 @@ class Writer:
                     Reservation(want.key, buffer, word.node_id, word.epoch, slot, generation)
                 )
             else:
-                answers.append(_CODES[answer] if type(answer) is int else rejected(answer))
+                answers.append(CODES[answer] if type(answer) is int else rejected(answer))
         return answers
 
     def _collect(self, link: _Link, ticket: Ticket) -> Any:
@@ -461,7 +462,7 @@ def _handle(record: bytes) -> tuple[int, int]:
 def _outcomes(count: int, raw: list[Any]) -> list[PutResult]:
     if len(raw) != count:
         raise ValueError(f"{len(raw)} outcomes of {count}")
-    return [_CODES[a] if type(a) is int else rejected(a) for a in raw]
+    return [CODES[a] if type(a) is int else rejected(a) for a in raw]
 
 
 def _no_checksum(buffer: memoryview) -> int:

@@ -8,7 +8,8 @@ same secret (HMAC-SHA256 over both sides' nonces; the secret itself never travel
     client -> node   proof over both messages
     node -> client   verdict, proof over both messages
 
-Then the client asks, one request at a time, in frames: type, length, body.
+Then the client asks, one request at a time, in frames: type, length, body,
+CRC.
 
     READ     which blocks; answered by joints and payloads (`ReadReply`)
     PUT      which blocks the client has; answered by ANSWERS. The node then takes the
@@ -25,6 +26,7 @@ import hmac
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgpack
 
@@ -121,6 +123,7 @@ class NodeHandshake:
 # --- frames ----------------------------------------------------------------------
 
 _FRAME = struct.Struct("<BxxxI")
+_CRC = struct.Struct("<I")
 FRAME_HEAD_BYTES = _FRAME.size
 
 
@@ -132,11 +135,21 @@ class Frame(enum.IntEnum):
 
 
 def frame(kind: Frame, body: bytes) -> bytes:
-    return _FRAME.pack(kind, len(body)) + body
+    """A head, the body, and the CRC-32 of type and body."""
+    crc = _CRC.pack(crc32(body, kind))
+    return _FRAME.pack(kind, len(body) + _CRC.size) + body + crc
+
+
+def frame_body(kind: Frame, rest: bytes) -> bytes:
+    """The body in what follows a head. Raises `WireError` when it is damaged."""
+    body, crc = rest[: -_CRC.size], rest[-_CRC.size :]
+    if crc != _CRC.pack(crc32(body, kind)):
+        raise WireError("a frame that is damaged")
+    return body
 
 
 def frame_head(raw: bytes) -> tuple[Frame, int]:
-    """(type, bytes of the body) of the frame that begins with `raw`."""
+    """(type, bytes that follow) of the frame that begins with `raw`."""
     kind, size_bytes = _unpacked(_FRAME, raw)
     if size_bytes > STREAM_FRAME_BYTES_MAX:
         raise WireError(f"a frame of {size_bytes} bytes, at most {STREAM_FRAME_BYTES_MAX}")
@@ -206,10 +219,10 @@ class Sent(enum.IntEnum):
     MISS = 2
 
 
-_JOINT = struct.Struct("<BxxxxxxxQBBHI")
-JOINT_BYTES = _JOINT.size
+_JOINT = struct.Struct("<BBBBHxxQI")
+JOINT_BYTES = _JOINT.size + _CRC.size
 """Between two payloads: the verdict on the one before, with its checksum, and what is known of
-the next one: its length, kind and meta length."""
+the next one: its length, kind and meta length. At its end the CRC-32 of all that."""
 
 
 class Joint(NamedTuple):
@@ -226,7 +239,17 @@ class Joint(NamedTuple):
 
 
 def pack_joint(joint: Joint) -> bytes:
-    return _JOINT.pack(*joint)
+    verdict, checksum, follows, kind, meta_length, length = joint
+    raw = _JOINT.pack(verdict, follows, kind, 0, meta_length, checksum, length)
+    return raw + _CRC.pack(crc32(raw))
+
+
+def unpack_joint(raw: bytes) -> Joint:
+    """Raises `WireError` when it is damaged."""
+    if len(raw) != JOINT_BYTES or _CRC.unpack_from(raw, _JOINT.size)[0] != crc32(raw[:-4]):
+        raise WireError("a joint that is damaged")
+    verdict, follows, kind, _, meta_length, checksum, length = _JOINT.unpack_from(raw)
+    return Joint(verdict, checksum, follows, kind, meta_length, length)
 
 
 class BlockReply(NamedTuple):
@@ -255,7 +278,7 @@ class ReadReply:
 
     def joint(self, raw: bytes) -> int | None:
         """Take a joint; the number of the block whose payload comes now, None when none does."""
-        seen = Joint(*_unpacked(_JOINT, raw))
+        seen = unpack_joint(raw)
         if self.done:
             raise WireError("more than was asked for")
         self._judge(seen)
@@ -336,8 +359,14 @@ def pack_answers(answers: Sequence[Any]) -> bytes:
     return frame(Frame.ANSWERS, raw)
 
 
+def pack_control(message: Sequence[Any]) -> bytes:
+    """A CONTROL frame around one message of core/wire.py."""
+    raw: bytes = msgpack.packb(list(message))
+    return frame(Frame.CONTROL, raw)
+
+
 def unpack_answers(body: bytes) -> list[Any]:
-    """The list in an ANSWERS frame's body; what is in it is for the caller to check."""
+    """The list in an ANSWERS or CONTROL frame's body; its items are for the caller to check."""
     try:
         answers = msgpack.unpackb(body, use_list=True, max_ext_len=0, strict_map_key=False)
     except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as e:

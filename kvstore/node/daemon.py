@@ -224,7 +224,7 @@ class Node:
         assert self._stopping is not None
         self._serve_streams()
         assert self.announcement is not None
-        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
+        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost, self._free_bytes)
         # Before anyone can connect: a client takes only a node that the index knows.
         heartbeat.beat()
         server = await self._loop.create_unix_server(
@@ -268,6 +268,9 @@ class Node:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _free_bytes(self) -> int:
+        return self.core.allocator.free_arenas * self.core.allocator.arena_bytes
 
     def _serve_streams(self) -> None:
         """Open to other hosts, and let the announcement say so."""

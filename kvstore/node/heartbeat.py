@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 from collections.abc import Callable
@@ -23,11 +24,16 @@ class Heartbeat:
     """Announces the node every `HEARTBEAT_S`; calls `on_lost` when the index lost keys."""
 
     def __init__(
-        self, index: Index, announcement: Announcement, on_lost: Callable[[], None]
+        self,
+        index: Index,
+        announcement: Announcement,
+        on_lost: Callable[[], None],
+        free_bytes: Callable[[], int],
     ) -> None:
         self._index = index
         self._announcement = announcement
         self._on_lost = on_lost
+        self._free_bytes = free_bytes
         self._incarnation: str | None = None
         self._reachable = True
 
@@ -40,9 +46,8 @@ class Heartbeat:
         """One beat; returns within the index's deadline whatever happens."""
         try:
             incarnation = self._index.incarnation()
-            self._index.announce(
-                self._announcement.node_id, self._announcement.pack(), ANNOUNCEMENT_TTL_S
-            )
+            word = dataclasses.replace(self._announcement, free_bytes=self._free_bytes())
+            self._index.announce(word.node_id, word.pack(), ANNOUNCEMENT_TTL_S)
         except IndexUnavailableError as e:
             if self._reachable:
                 log.warning("node %s cannot reach the index: %s", self._announcement.name, e)

@@ -18,6 +18,7 @@ from kvstore.core.stream_wire import (
     Frame,
     ReadReply,
     WireError,
+    frame_body,
     frame_head,
     pack_read,
 )
@@ -206,7 +207,7 @@ def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:
     kind, size_bytes = frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, deadline))
     if kind is not expected:
         raise WireError(f"frame type {kind} where {expected} was due")
-    return channel.receive_bytes(size_bytes, deadline)
+    return frame_body(kind, channel.receive_bytes(size_bytes, deadline))
 
 
 class StreamTransfer:
@@ -300,13 +301,13 @@ class StreamTransfer:
             if block is None:
                 yield [joint]
                 continue
-            *chunks, last = chunked(self._wanted[block].into)
-            hasher = Digest()
-            for chunk in chunks:
+            chunks = chunked(self._wanted[block].into)
+            hasher = Digest(chunks)
+            for chunk in chunks[:-1]:
                 yield list(chunk)
                 hasher.update(chunk)
-            yield [*last, joint]
-            hasher.update(last)
+            yield [*chunks[-1], joint]
+            hasher.update(chunks[-1])
             self._digests[block] = hasher.value()
 
     def _end(self, reason: str) -> None:

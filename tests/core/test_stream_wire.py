@@ -84,7 +84,7 @@ def test_the_secret_never_travels():
 
 def body_of(raw, kind):
     assert sw.frame_head(raw[: sw.FRAME_HEAD_BYTES]) == (kind, len(raw) - sw.FRAME_HEAD_BYTES)
-    return raw[sw.FRAME_HEAD_BYTES :]
+    return sw.frame_body(kind, raw[sw.FRAME_HEAD_BYTES :])
 
 
 def test_a_read_request_comes_out_as_it_went_in():
@@ -105,7 +105,7 @@ def test_the_largest_requests_fit_a_frame():
     for raw in (sw.pack_read(asked, 1.0), sw.pack_put(offers, 1, bytes(4096), 1.0)):
         assert len(raw) < STREAM_FRAME_BYTES_MAX
     with pytest.raises(WireError, match="blocks"):
-        sw.unpack_read(sw.pack_read([*asked, asked[0]], 1.0)[sw.FRAME_HEAD_BYTES :], 1)
+        sw.unpack_read(body_of(sw.pack_read([*asked, asked[0]], 1.0), Frame.READ), 1)
 
 
 def joint(verdict=Sent.NOTHING, follows=Sent.GOOD, length=10, *, kind=0, meta=0, checksum=0):
@@ -157,11 +157,22 @@ def test_a_reply_that_breaks_the_rules_is_refused(said):
         reply.joint(last)
 
 
+def test_a_frame_with_one_bit_changed_is_refused():
+    raw = sw.pack_answers([1, "no"])
+    kind, size = sw.frame_head(raw[: sw.FRAME_HEAD_BYTES])
+    for bit in range(size * 8):
+        rest = bytearray(raw[sw.FRAME_HEAD_BYTES :])
+        rest[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="damaged"):
+            sw.frame_body(kind, bytes(rest))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_a_wire_error_for_every_parser(raw):
     for parse in (
         sw.frame_head,
+        lambda raw: sw.frame_body(Frame.READ, raw),
         lambda raw: sw.unpack_read(raw, 1),
         sw.unpack_put,
         sw.unpack_answers,
@@ -182,7 +193,7 @@ def test_damaged_requests_are_read_or_refused(data):
         (sw.pack_put(offers, 9, b"{}", 1.0), sw.unpack_put),
         (sw.pack_answers([1, "no", 255]), sw.unpack_answers),
     ):
-        body = bytearray(raw[sw.FRAME_HEAD_BYTES :])
+        body = bytearray(raw[sw.FRAME_HEAD_BYTES : -4])
         for _ in range(data.draw(st.integers(1, 4))):
             body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
         with contextlib.suppress(WireError):

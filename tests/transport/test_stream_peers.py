@@ -14,16 +14,20 @@ import time
 import pytest
 import xxhash
 from contract.transport import SECURITY, Place, reads
+from stores import NodeProcess
 
+from kvstore import Client
 from kvstore.core import stream_wire as sw
+from kvstore.core.record import unpack_record
 from kvstore.core.stream_wire import Frame, Joint, NodeHandshake, Sent
 from kvstore.errors import NodeUnavailableError, PeerError
 from kvstore.limits import STREAM_FRAME_BYTES_MAX
+from kvstore.testing.proxy import FaultyProxy
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.channel import Channel
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.stream import NAME, StreamTransport
-from kvstore.types import Location
+from kvstore.types import Kind, Location
 
 NODE_ID, EPOCH = 77, 5
 DEADLINE_S = 0.5
@@ -305,9 +309,9 @@ def hung_up(channel):
         lambda place: sw.frame(Frame.PUT, bytes(5)),
         lambda place: sw.frame(Frame.PUT, struct.pack("<IIH", 1, 1, 60_000)),
         lambda place: sw.frame(Frame.CONTROL, b"\xc1"),
-        lambda place: sw.frame(Frame.CONTROL, sw.pack_answers([8, 1, 0])[8:]),  # CLEAR
-        lambda place: sw.frame(Frame.CONTROL, sw.pack_answers([99, 1])[8:]),
-        lambda place: sw.frame(Frame.ANSWERS, sw.pack_answers([])[8:]),
+        lambda place: sw.pack_control([8, 1, 0]),  # CLEAR
+        lambda place: sw.pack_control([99, 1]),
+        lambda place: sw.pack_answers([]),
     ],
     ids=range(10),
 )
@@ -350,3 +354,86 @@ def test_a_client_that_asks_and_goes_away_harms_nobody(place):
         channel.receive_bytes(100_000, far())
         channel.close()
     assert reads(place.read(*blocks)[0]) == [Read.HIT] * 3
+
+
+# --- a network that is not kind ----------------------------------------------------
+
+
+@pytest.fixture
+def wire(place):
+    """A proxy before the node, and what the node announces then."""
+    host, port = "127.0.0.1", int(place.word.transports[NAME].rpartition(":")[2])
+    with FaultyProxy(lambda: socket.create_connection((host, port))) as proxy:
+        address = "tcp://{}:{}".format(*proxy.address)
+        yield proxy, dataclasses.replace(place.word, transports={NAME: address})
+
+
+def read_over(wire_word, blocks, deadline_s=20.0):
+    """Outcomes and bytes of blocks read over one connection of their own."""
+    transport = StreamTransport(SECURITY)
+    wanted = [
+        Wanted(key, location, (memoryview(bytearray(location.length)),)) for key, location in blocks
+    ]
+    try:
+        outcomes = transport.submit(wire_word, wanted, time.monotonic() + deadline_s).wait()
+        return list(outcomes), [bytes(one.into[0]) for one in wanted]
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize("size", [1000, 300_000])
+def test_a_byte_flipped_on_the_wire_is_never_a_wrong_hit(place, wire, size):
+    """Wherever it is: in the handshake, in a joint, in a payload."""
+    proxy, word = wire
+    payloads = [os.urandom(size) for _ in range(3)]
+    blocks = [place.save(payload) for payload in payloads]
+    outcomes, got = read_over(word, blocks)
+    assert reads(outcomes) == [Read.HIT] * 3
+    total = sw.NODE_HELLO_BYTES + sw.VERDICT_BYTES + 4 * sw.JOINT_BYTES + 3 * size
+    refused = 0
+    for at in [*range(0, 150, 7), *range(150, total, total // 25)]:
+        left = [at]
+
+        def flip(chunk, left=left):
+            if 0 <= left[0] < len(chunk):
+                chunk[left[0]] ^= 0x10
+            left[0] -= len(chunk)
+
+        proxy.flip = flip
+        outcomes, got = read_over(word, blocks, deadline_s=1.0)
+        for outcome, bytes_, payload in zip(outcomes, got, payloads, strict=True):
+            if outcome.read is Read.HIT:
+                seen = (bytes_, outcome.kind, outcome.meta_length)
+                assert seen == (payload, Kind.BLOCK, 0), f"byte {at}"
+        refused += any(outcome.read is not Read.HIT for outcome in outcomes)
+    assert refused > 30, "nearly every byte matters"
+
+
+def test_a_node_killed_in_mid_read_fails_what_was_not_there_yet(tmp_path, redis_server):
+    with NodeProcess(
+        redis_server,
+        size=96 << 20,
+        options=("--listen", "127.0.0.1:0"),
+        environment={"KVSTORE_SECRET": SECURITY.secret.decode()},
+    ) as process:
+        with Client(**process.client_options) as writer:
+            values = {f"k{i}": bytes([i]) * (4 << 20) for i in range(16)}
+            assert all(writer.put_many(values))
+            keys = [writer.namespace.value_key(key) for key in values]
+            records = writer.session.index.lookup(keys)
+        blocks = [(k, unpack_record(k, r)) for k, r in zip(keys, records, strict=True)]
+        transport = StreamTransport(SECURITY)
+        wanted = [
+            Wanted(key, location, (memoryview(bytearray(location.length)),))
+            for key, location in blocks
+        ]
+        word = process.directory.announcement()
+        transfer = transport.submit(word, wanted, time.monotonic() + 60)
+        while not any(wanted[2].into[0][:1]):
+            assert not transfer.poll(), "the read ended before the kill"
+        process.kill()
+        outcomes = transfer.wait()
+        assert Read.FAILED in reads(list(outcomes))
+        for i, (outcome, one) in enumerate(zip(outcomes, wanted, strict=True)):
+            assert outcome.read is not Read.HIT or bytes(one.into[0]) == values[f"k{i}"]
+        transport.close()

@@ -166,7 +166,8 @@ def nodes(context: Context) -> list[Finding]:
             findings.append(Finding(Level.FAIL, f"{name}: {e}", do))
             continue
         used, size = human_bytes(stats["block_bytes"]), human_bytes(stats["capacity_bytes"])
-        found = f"{name}: {stats['blocks']} blocks, {used} of {size}"
+        ways = ", ".join(["shm", *(f"{way} {at}" for way, at in word.transports.items())])
+        found = f"{name}: {stats['blocks']} blocks, {used} of {size}, read by {ways}"
         if stats["recovered"] or stats["recovery_dropped"]:
             found += (
                 f"; warm start: {stats['recovered']} recovered, "

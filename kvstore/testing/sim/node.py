@@ -126,7 +126,7 @@ class SimNode(Node):
         world.note("starts, epoch", self.core.epoch)
         world.checks.node_started(self)
         assert self.announcement is not None
-        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost)
+        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost, self._free_bytes)
         heartbeat.beat()
         world.listening[str(self.dir.socket)] = self
         self.ready = True

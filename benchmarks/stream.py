@@ -1,0 +1,225 @@
+"""Suite `stream`: get_many from a node that can only be reached over TCP, next to a bare stream."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from benchmarks.index import interleaved
+from benchmarks.processes import House, Worker, house
+from benchmarks.report import Row, machine, median, ratios, spread
+from kvstore import Client, Limits
+from kvstore.index.breaker import GuardedIndex
+from kvstore.index.redis import open_index
+from kvstore.node import Node, NodeConfig, stream_service
+from kvstore.transport import stream
+from kvstore.transport.chunks import Digest
+from kvstore.transport.security import StreamSecurity
+
+MIB = 1 << 20
+SHAPES = ((32, MIB), (8, 8 * MIB), (32, 64 << 10), (256, 4 << 10), (1, MIB), (1, 4 << 10))
+"""(blocks in a get_many, bytes of a block)."""
+NODE_BYTES = 512 << 20
+REPETITIONS = 60
+REPETITIONS_QUICK = 10
+WARM_UP = 3
+PATIENT = Limits(redis_timeout_s=2.0, request_timeout_s=10.0, stream_timeout_s=10.0)
+SECURITY = StreamSecurity(secret=b"a secret of this run")
+
+
+class NoDigest(Digest):
+    """What a stream would cost without checksums; there is no such setting."""
+
+    def update(self, chunk: Any) -> None:
+        pass
+
+    def value(self) -> int:
+        return 1
+
+
+class StreamOwner:
+    """A node that serves streams."""
+
+    def __init__(self, run_dir: Path, url: str, name: str) -> None:
+        if name == "unchecked":
+            stream_service.Digest = NoDigest  # type: ignore[misc]
+        if name == "first":
+            stream_service.CHECKSUMS_KEPT_MAX = 0
+        config = NodeConfig(
+            run_dir=run_dir,
+            name=name,
+            key_prefix=f"kv:{name}",
+            size_bytes=NODE_BYTES,
+            listen=("127.0.0.1", 0),
+            security=SECURITY,
+        )
+        self._node = Node(config, GuardedIndex(open_index(url, key_prefix=f"kv:{name}"))).start()
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+    def close(self) -> None:
+        self._node.stop()
+
+
+class BareSource:
+    """Sends what it is asked for with sendmsg, out of shared memory: the yardstick."""
+
+    def __init__(self, run_dir: Path, url: str, size_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, size_bytes)
+        self._memory[:] = os.urandom(MIB) * (size_bytes // MIB)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        view = memoryview(self._memory)
+        while request := connection.recv(16):
+            count, size_bytes = (int.from_bytes(request[i : i + 8], "little") for i in (0, 8))
+            for i in range(count):
+                left = view[i * size_bytes : (i + 1) * size_bytes]
+                while left.nbytes:
+                    left = left[connection.sendmsg([left]) :]
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class BareReader:
+    """Receives it with recv_into."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = socket.create_connection(("127.0.0.1", port))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def read(self, out: list[memoryview]) -> None:
+        size_bytes = out[0].nbytes
+        self._connection.sendall(len(out).to_bytes(8, "little") + size_bytes.to_bytes(8, "little"))
+        for left in out:
+            while left.nbytes:
+                left = left[self._connection.recv_into(left, 0, socket.MSG_WAITALL) :]
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+
+
+def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
+    repetitions = REPETITIONS_QUICK if options.quick else REPETITIONS
+    rows: list[Row] = []
+    with house(64 * MIB) as here:
+        about = machine(here.url)
+        owners = {name: here.worker(StreamOwner, name) for name in _OPS}
+        bare = here.worker(BareSource, max(count * size for count, size in SHAPES))
+        reader = BareReader(bare.do("port"))
+        for count, size_bytes in SHAPES:
+            rows += _shape(here, owners, bare, reader, (count, size_bytes), repetitions)
+    return about, rows
+
+
+_OPS = ("first", "again", "unchecked")
+"""get_many of blocks that the node has not served before, and has to hash; that it has;
+without checksums on either side."""
+
+
+def _shape(
+    here: House,
+    owners: dict[str, Worker],
+    bare: Worker,
+    reader: BareReader,
+    shape: tuple[int, int],
+    repetitions: int,
+) -> list[Row]:
+    count, size_bytes = shape
+    out = [memoryview(bytearray(size_bytes)) for _ in range(count)]
+    keys = [f"{count} of {size_bytes}, {i}" for i in range(count)]
+    calls: dict[str, Callable[[], object]] = {"bare stream": lambda: reader.read(out)}
+    ops = [op for op in _OPS if op != "unchecked" or size_bytes > stream_service.SNAPSHOT_BYTES]
+    clients = {op: _filled(here, op, keys, size_bytes) for op in ops}
+
+    def get_many(op: str) -> None:
+        stream.Digest = NoDigest if op == "unchecked" else Digest  # type: ignore[misc]
+        client = clients[op][0]
+        assert None not in client.get_many(keys, out), client.stats()
+
+    calls |= {op: partial(get_many, op) for op in ops}
+    servers = {**owners, "bare stream": bare}
+    try:
+        interleaved(calls, WARM_UP)
+        took = interleaved(calls, repetitions)
+        rows = [
+            _row(op, shape, took[op], took["bare stream"], *_cpu(call, servers[op], shape))
+            for op, call in calls.items()
+        ]
+        for op in ops:
+            get_many(op)
+            assert [xxhash.xxh3_64_intdigest(value) for value in out] == clients[op][1]
+    finally:
+        for client, _ in clients.values():
+            client.close()
+    return rows
+
+
+def _filled(here: House, name: str, keys: list[str], size_bytes: int) -> tuple[Client, list[int]]:
+    """A client that reads over a stream what was put on the node's host, and its checksums."""
+    options: dict[str, Any] = {
+        "key_prefix": f"kv:{name}",
+        "run_dir": here.run_dir,
+        "limits": PATIENT,
+        "security": SECURITY,
+    }
+    values = [os.urandom(size_bytes) for _ in keys]
+    with Client(here.url, **options) as writer:
+        assert all(writer.put_many(zip(keys, values, strict=True)))
+    client = Client(here.url, transports=("stream",), **options)
+    return client, [xxhash.xxh3_64_intdigest(value) for value in values]
+
+
+def _cpu(call: Callable[[], object], server: Worker, shape: tuple[int, int]) -> tuple[float, float]:
+    """Seconds of processor per GB of payload: of the reader, and of who sends."""
+    gigabytes = shape[0] * shape[1] / 1e9
+    repetitions = max(3, int(0.5 / gigabytes)) if gigabytes > 0.01 else 50
+    mine, theirs = time.process_time(), server.do("cpu_s")
+    for _ in range(repetitions):
+        call()
+    mine, theirs = time.process_time() - mine, server.do("cpu_s") - theirs
+    return mine / (gigabytes * repetitions), theirs / (gigabytes * repetitions)
+
+
+def _row(
+    op: str,
+    shape: tuple[int, int],
+    took: list[float],
+    yardstick: list[float],
+    reader_cpu: float,
+    sender_cpu: float,
+) -> Row:
+    count, size_bytes = shape
+    return {
+        "op": op,
+        "blocks": count,
+        "block_kib": size_bytes >> 10,
+        "latency_us_p50": round(median(took) * 1e6),
+        "gb_per_s": round(count * size_bytes / median(took) / 1e9, 2),
+        "stream_ratio": round(median(ratios(yardstick, took)), 3),
+        "spread": round(spread(took), 2),
+        "reader_cpu_s_per_gb": round(reader_cpu, 2),
+        "sender_cpu_s_per_gb": round(sender_cpu, 2),
+    }

@@ -1,0 +1,180 @@
+"""Saving where there is no node on this host: to the emptiest one that can be reached.
+
+The node takes the bytes out of this process's memory (rule 6), so a reservation here
+is only memory: nothing is asked of a node before the commit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from kvstore.client.base import Reservation
+from kvstore.client.remote import RemoteNodes
+from kvstore.client.writer import CODES
+from kvstore.core.placement import Candidate, emptiest_first
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
+from kvstore.index.base import Index
+from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
+from kvstore.nodedir import Announcement
+from kvstore.transport.stream_requests import Payload, put
+from kvstore.types import EXISTS, Key, Kind, PutResult, rejected
+
+LOOK_AROUND_S = 5.0
+"""How often the index is asked which nodes there are: the call may scan it."""
+NODES_TRIED_MAX = 2
+AWAY_SLOT = -1
+"""In a reservation: its buffer is this process's own memory."""
+
+
+class RemoteWriter:
+    """Thread-safe."""
+
+    def __init__(self, remote: RemoteNodes, index: Index) -> None:
+        self._remote = remote
+        self._index = index
+        self._salt = random.getrandbits(64)
+        self._lock = threading.Lock()
+        self._nodes: dict[int, Announcement] = {}
+        self._sent_bytes: dict[int, int] = {}
+        """Since the nodes said how much room they have."""
+        self._looked_at = float("-inf")
+        self._numbers = itertools.count(1)
+        self._open: dict[int, int] = {}
+        """Namespace ids of reservations, by number."""
+
+    # --- where to -----------------------------------------------------------
+
+    def _targets(self) -> list[Announcement]:
+        """Nodes that can be reached, the emptiest first."""
+        now = time.monotonic()
+        with self._lock:
+            look = now >= self._looked_at + LOOK_AROUND_S
+            if look:
+                self._looked_at = now
+        if look:
+            self._look_around()
+        with self._lock:
+            there = {
+                node_id: word
+                for node_id, word in self._nodes.items()
+                if self._remote.node(node_id, word.epoch, now) is not None
+            }
+            candidates = [
+                Candidate(node_id, max(word.free_bytes - self._sent_bytes.get(node_id, 0), 0))
+                for node_id, word in there.items()
+            ]
+        if not there:
+            self._looked_at = float("-inf")
+        return [there[node_id] for node_id in emptiest_first(candidates, self._salt)]
+
+    def _look_around(self) -> None:
+        try:
+            announced = self._index.nodes()
+        except IndexUnavailableError:
+            return  # those known before may still be there
+        words = {node_id: Announcement.unpack(raw) for node_id, raw in announced.items()}
+        with self._lock:
+            self._nodes = {
+                node_id: word
+                for node_id, word in words.items()
+                if word is not None and self._remote.stream.usable(word)
+            }
+            self._sent_bytes = {}
+
+    # --- saving -------------------------------------------------------------
+
+    def save(self, payloads: Sequence[Payload], namespace: tuple[int, bytes]) -> list[PutResult]:
+        """What became of each. Raises `NodeUnavailableError` when no node can be reached."""
+        results: list[PutResult] = []
+        for batch in _batches(payloads):
+            try:
+                results += self._save(batch, namespace)
+            except PeerError as e:
+                if not results:
+                    raise
+                results += [rejected(str(e))] * len(batch)
+        return results
+
+    def _save(self, batch: Sequence[Payload], namespace: tuple[int, bytes]) -> list[PutResult]:
+        size_bytes = sum(payload.size_bytes for payload in batch)
+        failure: PeerError = NodeUnavailableError("no memory node can be reached")
+        for word in self._targets()[:NODES_TRIED_MAX]:
+            deadline = time.monotonic() + self._remote.timeout_s(size_bytes)
+            try:
+                answers = put(self._remote.stream, word, batch, namespace, deadline)
+            except PeerError as e:
+                self._remote.failed(word.node_id)
+                failure = e
+                continue
+            with self._lock:
+                self._sent_bytes[word.node_id] = self._sent_bytes.get(word.node_id, 0) + size_bytes
+            return [
+                CODES.get(a, rejected(f"answer {a}")) if isinstance(a, int) else rejected(a)
+                for a in answers
+            ]
+        raise failure
+
+    # --- as connectors save --------------------------------------------------
+
+    def reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[Reservation | PutResult]:
+        """Memory for each of `keys` that the index does not have.
+
+        Raises `NodeUnavailableError` when no node can be reached.
+        """
+        if not self._targets():
+            raise NodeUnavailableError("no memory node can be reached")
+        try:
+            records = self._index.lookup(keys)
+        except IndexUnavailableError:
+            records = [None] * len(keys)
+        answers: list[Reservation | PutResult] = []
+        for key, record in zip(keys, records, strict=True):
+            if record is not None:
+                answers.append(EXISTS)
+                continue
+            number = next(self._numbers)
+            self._open[number] = namespace_id
+            buffer = memoryview(bytearray(size_bytes))
+            answers.append(Reservation(key, buffer, 0, 0, AWAY_SLOT, number))
+        return answers
+
+    def commit(
+        self, reservations: Sequence[Reservation], fields: dict[int, bytes]
+    ) -> list[PutResult]:
+        """Save them; `fields` are the namespaces', by id. Raises `NodeUnavailableError`."""
+        by_namespace: dict[int, list[int]] = {}
+        for i, reservation in enumerate(reservations):
+            namespace_id = self._open.pop(reservation.generation, 0)
+            by_namespace.setdefault(namespace_id, []).append(i)
+        results: dict[int, PutResult] = {}
+        for namespace_id, which in by_namespace.items():
+            payloads = [
+                Payload(reservations[i].key, (reservations[i].buffer,), Kind.BLOCK, 0)
+                for i in which
+            ]
+            saved = self.save(payloads, (namespace_id, fields.get(namespace_id, b"")))
+            results.update(zip(which, saved, strict=True))
+        return [results[i] for i in range(len(reservations))]
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        for reservation in reservations:
+            self._open.pop(reservation.generation, None)
+
+
+def _batches(payloads: Sequence[Payload]) -> Iterator[Sequence[Payload]]:
+    """Runs that fit one request; a payload larger than that travels alone."""
+    start = size_bytes = 0
+    for i, payload in enumerate(payloads):
+        full = size_bytes + payload.size_bytes > STREAM_BATCH_BYTES_MAX
+        if i > start and (full or i - start == STREAM_BLOCKS_MAX):
+            yield payloads[start:i]
+            start, size_bytes = i, 0
+        size_bytes += payload.size_bytes
+    if payloads:
+        yield payloads[start:]

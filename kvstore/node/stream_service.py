@@ -1,0 +1,253 @@
+"""What a node does for a client on another host, one request of a connection at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import xxhash
+
+from kvstore.core import wire
+from kvstore.core.events import Abort, Commit, Explain, Introduce, Reserve, Stat, Touch
+from kvstore.core.namespaces import namespace_of
+from kvstore.core.stream_wire import (
+    FRAME_HEAD_BYTES,
+    GRANTED,
+    Asked,
+    Frame,
+    Joint,
+    Offer,
+    Sent,
+    WireError,
+    frame_body,
+    frame_head,
+    pack_answers,
+    pack_joint,
+    unpack_answers,
+    unpack_put,
+    unpack_read,
+)
+from kvstore.limits import STREAM_BATCH_BYTES_MAX
+from kvstore.node.inside import Inside, InsideSession
+from kvstore.segment.locate import Spot, locate
+from kvstore.segment.shm import AttachedShm
+from kvstore.transport.channel import Channel
+from kvstore.transport.chunks import Digest, chunked
+from kvstore.types import Location
+
+IDLE_TIMEOUT_S = 600.0
+"""A connection without a request for so long is closed; clients connect again."""
+REQUEST_TIMEOUT_S = 2.0
+"""For all bytes of a request's frame, once it has begun."""
+TRANSFER_TIMEOUT_MAX_S = 60.0
+SNAPSHOT_BYTES = 64 << 10
+"""Blocks up to this size are copied before they are sent, and then many travel at once."""
+FLUSH_BYTES = 256 << 10
+CHECKSUMS_KEPT_MAX = 1 << 16
+CONTROL_EVENTS = (Stat, Explain, Touch)
+"""What a client on another host may ask of the core besides reading and saving."""
+CHECKSUM_WRONG = "its bytes arrived with another checksum"
+
+
+class StreamService:
+    """Thread-safe: each connection's thread calls `answer` for itself.
+
+    Headers and payload are read as any reader does, checked before and after (rule 4);
+    payload is written only into slots that the core gave to the session (rules 5, 6).
+    """
+
+    def __init__(self, shm: AttachedShm, node: tuple[int, int], inside: Inside) -> None:
+        """`shm` is writable; `node` is (node id, epoch)."""
+        self._shm = shm
+        self._node = node
+        self._inside = inside
+        self._checksums: dict[tuple[int, int], int] = {}
+        """Of blocks that were served before and have none in their header, by slot and
+        generation."""
+
+    def answer(self, channel: Channel) -> None:
+        """Wait for one request and answer it. Raises `PeerError` when the connection is to end."""
+        idle_until = time.monotonic() + IDLE_TIMEOUT_S
+        kind, size_bytes = frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, idle_until))
+        began = time.monotonic()
+        body = frame_body(kind, channel.receive_bytes(size_bytes, began + REQUEST_TIMEOUT_S))
+        if kind is Frame.READ:
+            timeout_s, asked = unpack_read(body, self._node[0])
+            _check_batch([one.location.length for one in asked])
+            self._read(channel, asked, began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S))
+        elif kind is Frame.PUT:
+            timeout_s, namespace_id, fields, offers = unpack_put(body)
+            _check_batch([offer.size_bytes for offer in offers])
+            self._introduce(namespace_id, fields)
+            self._put(channel, offers, namespace_id, began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S))
+        elif kind is Frame.CONTROL:
+            self._control(channel, unpack_answers(body), began + REQUEST_TIMEOUT_S)
+        else:
+            raise WireError(f"frame type {kind} from a client")
+
+    # --- reading ------------------------------------------------------------
+
+    def _read(self, channel: Channel, asked: Sequence[Asked], deadline: float) -> None:
+        out: list[memoryview | bytes] = []
+        waiting_bytes = 0
+        verdict, checksum = Sent.NOTHING, 0
+        used: list[bytes] = []
+        for key, location in asked:
+            spot = self._spot(key, location)
+            if spot is None:
+                out.append(pack_joint(Joint(verdict, checksum, Sent.MISS, 0, 0, 0)))
+                verdict, checksum = Sent.NOTHING, 0
+                continue
+            used.append(key)
+            generation, _, length, _, kind, meta_length, stored, _ = spot.header
+            place = (spot.slot_id, generation)
+            known = stored or self._checksums.get(place, 0)
+            out.append(pack_joint(Joint(verdict, checksum, Sent.GOOD, kind, meta_length, length)))
+            payload = self._shm.payload[spot.offset : spot.offset + length]
+            if length <= SNAPSHOT_BYTES:
+                copied = payload.tobytes()
+                out.append(copied)
+                waiting_bytes += length
+                checksum = known or xxhash.xxh3_64_intdigest(copied)
+            else:
+                checksum = self._send_large(channel, out, payload, known, deadline)
+                out, waiting_bytes = [], 0
+            # After the last byte was copied, be it by the kernel.
+            same = self._shm.header(spot.slot_id) == spot.image
+            verdict = Sent.GOOD if same else Sent.MISS
+            if same and not known:
+                self._remember(place, checksum)
+            if waiting_bytes >= FLUSH_BYTES:
+                channel.send(out, deadline)
+                out, waiting_bytes = [], 0
+        out.append(pack_joint(Joint(verdict, checksum, Sent.NOTHING, 0, 0, 0)))
+        channel.send(out, deadline)
+        if used:
+            self._inside.tell(Touch(0, used))
+
+    def _remember(self, place: tuple[int, int], checksum: int) -> None:
+        if len(self._checksums) >= CHECKSUMS_KEPT_MAX:
+            self._checksums.clear()
+        self._checksums[place] = checksum
+
+    def _spot(self, key: bytes, location: Location) -> Spot | None:
+        return locate(self._shm, key, location) if location.epoch == self._node[1] else None
+
+    @staticmethod
+    def _send_large(
+        channel: Channel,
+        before: list[memoryview | bytes],
+        payload: memoryview,
+        known: int,
+        deadline: float,
+    ) -> int:
+        """Send what waits and then `payload`, in place; its checksum, computed unless `known`."""
+        chunks = chunked([payload])
+        hasher = Digest(chunks)
+        for chunk in chunks:
+            if not known:
+                hasher.update(chunk)
+            channel.send([*before, *chunk], deadline)
+            before = []
+        return known or hasher.value()
+
+    # --- saving -------------------------------------------------------------
+
+    def _introduce(self, namespace_id: int, fields: bytes) -> None:
+        if not fields:
+            return
+        namespace = namespace_of(fields)
+        if namespace.id != namespace_id:
+            raise WireError("a namespace under another one's id")
+        self._inside.tell(Introduce(0, namespace))
+
+    def _put(
+        self, channel: Channel, offers: Sequence[Offer], namespace_id: int, deadline: float
+    ) -> None:
+        """Reserve, take the payload, check it, seal; what ends before that leaves nothing."""
+        session = self._inside.open()
+        try:
+            answers = session.ask(
+                lambda number, request: Reserve(
+                    number,
+                    request,
+                    [offer.key for offer in offers],
+                    [offer.size_bytes for offer in offers],
+                    namespace_id,
+                    [offer.kind for offer in offers],
+                    [offer.meta_length for offer in offers],
+                    [None] * len(offers),
+                    [0] * len(offers),
+                ),
+                deadline,
+            )
+            granted = {i: answer for i, answer in enumerate(answers) if isinstance(answer, tuple)}
+            codes = [GRANTED if i in granted else answer for i, answer in enumerate(answers)]
+            channel.send([pack_answers(codes)], deadline)
+            channel.send(
+                [pack_answers(self._take(channel, session, offers, granted, deadline))], deadline
+            )
+        finally:
+            # Nothing of this thread writes any more: what was not sealed is free.
+            session.close()
+
+    def _take(
+        self,
+        channel: Channel,
+        session: InsideSession,
+        offers: Sequence[Offer],
+        granted: dict[int, tuple[int, int, int]],
+        deadline: float,
+    ) -> list[int | str]:
+        """Receive what was granted and commit what is right; what became of each."""
+        right: list[tuple[int, int, int]] = []
+        wrong: list[tuple[int, int]] = []
+        for i, (slot, generation, offset) in granted.items():
+            offer = offers[i]
+            if self._receive(channel, offset, offer, deadline):
+                right.append((slot, generation, offer.checksum))
+            else:
+                wrong.append((slot, generation))
+        if wrong:
+            session.ask(lambda number, request: Abort(number, request, wrong), deadline)
+        if not right:
+            return [CHECKSUM_WRONG] * len(wrong)
+        outcomes = iter(
+            session.ask(lambda number, request: Commit(number, request, right), deadline)
+        )
+        bad = {slot for slot, _ in wrong}
+        return [
+            CHECKSUM_WRONG if slot in bad else next(outcomes) for slot, _, _ in granted.values()
+        ]
+
+    def _receive(self, channel: Channel, offset: int, offer: Offer, deadline: float) -> bool:
+        """The payload of one offer into its slot; whether it is what was offered."""
+        chunks = chunked([self._shm.payload[offset : offset + offer.size_bytes]])
+        hasher = Digest(chunks)
+        for chunk in chunks:
+            channel.receive(list(chunk), deadline)
+            hasher.update(chunk)
+        return hasher.value() == offer.checksum
+
+    # --- the rest -----------------------------------------------------------
+
+    def _control(self, channel: Channel, message: list[object], deadline: float) -> None:
+        event = wire.decode(0, message)
+        if not isinstance(event, CONTROL_EVENTS):
+            raise WireError(f"op {message[0]} is not for clients on other hosts")
+        if isinstance(event, Touch):
+            self._inside.tell(event)
+            return
+        session = self._inside.open()
+        try:
+            body = session.ask(
+                lambda number, request: event._replace(session=number, request=request), deadline
+            )
+        finally:
+            session.close()
+        channel.send([pack_answers([body])], deadline)
+
+
+def _check_batch(sizes: Sequence[int]) -> None:
+    if len(sizes) > 1 and sum(sizes) > STREAM_BATCH_BYTES_MAX:
+        raise WireError(f"{sum(sizes)} bytes in a batch, at most {STREAM_BATCH_BYTES_MAX}")

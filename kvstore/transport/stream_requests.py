@@ -1,0 +1,113 @@
+"""Requests to a node on another host besides reading: saving, and asking about it.
+
+Saving is offering: the node takes what it wants (rule 6).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvstore.core.stream_wire import (
+    GRANTED,
+    Frame,
+    Offer,
+    WireError,
+    pack_control,
+    pack_put,
+    unpack_answers,
+)
+from kvstore.nodedir import Announcement
+from kvstore.transport.channel import Channel
+from kvstore.transport.chunks import Digest, chunked
+from kvstore.transport.stream import StreamTransport, receive_frame
+from kvstore.types import Key
+
+
+class Payload(NamedTuple):
+    """A value in the caller's memory, which must stay as it is while it is saved."""
+
+    key: Key
+    pieces: Sequence[memoryview]
+    kind: int
+    meta_length: int
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+Answer = int | str
+"""A code of core/node.py, or a reason."""
+
+
+def put(
+    transport: StreamTransport,
+    node: Announcement,
+    payloads: Sequence[Payload],
+    namespace: tuple[int, bytes],
+    deadline: float,
+) -> list[Answer]:
+    """What became of each of `payloads`, at most one batch of them. `namespace`: id and fields.
+
+    Raises `PeerError` when nobody knows: the node cannot be reached, breaks the rules
+    or is not done by the deadline.
+    """
+    offers = [_offer(payload) for payload in payloads]
+    pool = transport.pool(node)
+    channel = pool.take(deadline)
+    in_step = False
+    try:
+        request = pack_put(offers, *namespace, deadline - time.monotonic())
+        channel.send([request], deadline)
+        codes = _codes(channel, len(offers), deadline)
+        granted = [i for i, code in enumerate(codes) if code == GRANTED]
+        for i in granted:
+            channel.send(list(payloads[i].pieces), deadline)
+        outcomes = _codes(channel, len(granted), deadline)
+        in_step = True
+    finally:
+        pool.give(channel, in_step)
+    for i, outcome in zip(granted, outcomes, strict=True):
+        codes[i] = outcome
+    return codes
+
+
+def ask(transport: StreamTransport, node: Announcement, message: list[Any], deadline: float) -> Any:
+    """The answer to one message of core/wire.py, of those that are for other hosts.
+
+    Raises `PeerError`.
+    """
+    pool = transport.pool(node)
+    channel = pool.take(deadline)
+    in_step = False
+    try:
+        channel.send([pack_control(message)], deadline)
+        (answer,) = _answers(channel, 1, deadline)
+        in_step = True
+        return answer
+    finally:
+        pool.give(channel, in_step)
+
+
+def _offer(payload: Payload) -> Offer:
+    chunks = chunked(payload.pieces)
+    digest = Digest(chunks)
+    for chunk in chunks:
+        digest.update(chunk)
+    return Offer(payload.key, payload.size_bytes, payload.kind, payload.meta_length, digest.value())
+
+
+def _answers(channel: Channel, count: int, deadline: float) -> list[Any]:
+    answers = unpack_answers(receive_frame(channel, Frame.ANSWERS, deadline))
+    if len(answers) != count:
+        raise WireError(f"{len(answers)} answers where {count} were due")
+    return answers
+
+
+def _codes(channel: Channel, count: int, deadline: float) -> list[Answer]:
+    codes = _answers(channel, count, deadline)
+    if not all(type(code) in (int, str) for code in codes):
+        raise WireError("an answer that is neither a code nor a reason")
+    return codes
