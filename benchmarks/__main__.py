@@ -15,13 +15,6 @@ SUITES = {
     "stream": stream,
     "vllm": vllm,
 }
-    "index": index,
-    "integrity": integrity,
-    "local": local,
-    "restart": restart,
-    "stream": stream,
-    "vllm": vllm,
-}
 
 
 def main() -> None:

@@ -35,22 +35,19 @@ def test_its_end_takes_its_records_out_of_redis(place: Place, redis_server) -> N
     assert keys() == []
 
 
-def test_what_a_killed_node_leaves_is_removed_by_the_next_start(place: Place) -> None:
-    killed = place.node("--name", "one")
-    killed.end(signal.SIGKILL)
-    assert len(place.segments("one")) == 2
-    place.node("--name", "two")
-    assert place.segments("one") == []
-
-
-def test_what_a_killed_node_leaves_is_removed_by_any_client(place: Place, redis_server) -> None:
+def test_what_a_killed_node_leaves_waits_for_its_next_start_until_it_is_cleaned(
+    place: Place, redis_server
+) -> None:
     store = ("--url", redis_server.url)
     place.node("--name", "one", *store).end(signal.SIGKILL)
-    assert len(place.segments("one")) == 2
     ran = place.kv("put", "a", *store, stdin=b"1")
     assert ran.returncode == 1
     assert b"no memory node" in ran.stderr
+    place.node("--name", "two", *store)
+    assert len(place.segments("one")) == 2
+    assert place.kv("node", "--clean").returncode == 0
     assert place.segments("one") == []
+    assert len(place.segments("two")) == 2
 
 
 def test_a_second_node_of_the_same_name_says_who_is_in_the_way(place: Place) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from kvstore.index.breaker import GuardedIndex
 from kvstore.index.open import OpenedIndex
 from kvstore.limits import Limits
 from kvstore.node import daemon, restart
+from kvstore.node.control import Connection
 from kvstore.segment import shm
 from kvstore.testing.sim import memory
 from kvstore.testing.sim.hosts import SimFormerClients, SimLease, SimSessions
@@ -134,6 +136,8 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield restart, "check_room", lambda *_: None
     yield restart, "sweep", lambda *_, **__: []
     yield daemon, "next_epoch", world.next_epoch
+    yield daemon, "share_files", lambda *_: None
+    yield Connection, "peer_uid", lambda connection: os.geteuid()
     yield restart, "OwnedShm", memory.SimOwned
     yield (
         restart,
@@ -155,7 +159,8 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
             socket=lambda *_: SimSocket(world, world.current.process),
         ),
     )
-    yield control, "Lease", lambda leases: SimLease(world, leases)
+    yield control, "lease_at", lambda leases: SimLease(world, leases)
+    yield writer, "os", SimpleNamespace(access=lambda *_: True, W_OK=os.W_OK)
 
 
 @contextlib.contextmanager
