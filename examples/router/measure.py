@@ -31,7 +31,7 @@ kernels on the same shapes: what differs between answers is then the KV and noth
 NEW_TOKENS = 16
 VOCABULARY = 4096
 REQUEST_TIMEOUT_S = 120.0
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
 DATA = b"data: "
 
 

@@ -29,7 +29,7 @@ from kvstore.nodedir import NodeDir
 ROOT = Path(__file__).parents[2]
 NODE_BYTES = 1 << 30
 NODE_TIMEOUT_S = 30.0
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 PATIENT = {"lookup_timeout_s": 2.0, "load_timeout_s": 30.0}
 """Far above the defaults: many engines on a few cores keep each other waiting, and here every
