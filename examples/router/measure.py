@@ -71,7 +71,7 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> An
     ttft_s = 0.0
     tokens: list[int] = []
     usage: dict[str, Any] = {}
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
+    async with session.post(f"{url.rstrip('/')}/v1/completions", json=body) as answer:
         if answer.status != 200:
             raise ValueError(f"{answer.status}: {(await answer.text())[:200]}")
         async for line in answer.content:
@@ -111,7 +111,7 @@ async def wait_for(session: aiohttp.ClientSession, url: str) -> None:
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up_at:
         try:
-            async with session.get(f"{url}/health") as answer:
+            async with session.get(f"{url.rstrip('/')}/health") as answer:
                 if answer.status == 200:
                     return
         except aiohttp.ClientError:
@@ -215,7 +215,7 @@ def _median_ms(done: Round) -> float | None:
     return round(statistics.median(times) * 1e3, 1) if times else None
 
 
-def main() -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -224,7 +224,11 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=20)
-    return asyncio.run(run(parser.parse_args()))
+    return parser
+
+
+def main() -> int:
+    return asyncio.run(run(parser().parse_args()))
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from typing import Any
 
 from connector import PromptKeys
 from examples.router.routing import held_at
-from kvstore import Key, Locator, UsageError
+from kvstore import Key, Locator, MissReason, UsageError
 
 log = logging.getLogger("kvstore.router")
 
 THREADS = 4
 MODELS_MAX = 256
 """Models, by the name in requests, whose keys are known; beyond it one is learned anew."""
+INDEX_AWAY = (MissReason.DEADLINE, MissReason.BREAKER_OPEN, MissReason.INDEX_ERROR)
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.05
 
 
@@ -33,6 +34,8 @@ class Prefix:
     """Leading blocks in the store."""
     held: Mapping[str, int] = field(default_factory=dict)
     """How many of them each node holds, by its name and its host's."""
+    index_away: bool = False
+    """The index did not answer: what is prefilled now, no decode engine would find."""
 
 
 class Prefixes:
@@ -74,10 +77,12 @@ class Prefixes:
             holders = self._locator.leading(keys.of(tokens))
         except UsageError:  # no tokens: the engine will say so
             return Prefix()
-        return Prefix(tokens, keys.block_tokens, len(holders), held_at(holders))
+        away = holders.short in INDEX_AWAY
+        return Prefix(tokens, keys.block_tokens, len(holders), held_at(holders), away)
 
-    async def wait_for(self, key: Key, timeout_s: float) -> dict[str, int]:
-        """Who holds `key`, once it is published; nobody when that takes too long.
+    async def wait_for(self, key: Key, timeout_s: float) -> dict[str, int] | None:
+        """Who holds `key`, once it is published; nobody when that takes too long, None when
+        the index cannot tell.
 
         An engine answers before its blocks are saved, so the decode engine would look too early.
         """
@@ -86,6 +91,8 @@ class Prefixes:
         pause_s = POLL_MIN_S
         while True:
             holders = await loop.run_in_executor(self._threads, self._locator.leading, [key])
+            if holders.short in INDEX_AWAY:
+                return None
             if holders or time.monotonic() + pause_s > give_up_at:
                 return held_at(holders)
             await asyncio.sleep(pause_s)

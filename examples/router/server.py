@@ -198,7 +198,7 @@ class Router:
         prefix = job.prefix
         job.found_tokens = prefix.blocks * (prefix.block_tokens or 0)
         tokens = None if prefix.tokens is None else len(prefix.tokens)
-        if not needs_prefill(tokens, prefix.block_tokens, prefix.blocks):
+        if prefix.index_away or not needs_prefill(tokens, prefix.block_tokens, prefix.blocks):
             return
         body = prefill_body(job.path, job.body or {})
         tried: list[Engine] = []
@@ -219,8 +219,8 @@ class Router:
                 last = self._prefixes.learn(job.model, answer)
                 if last is not None:
                     held = await self._prefixes.wait_for(last, self._settings.save_wait_s)
-                    job.prefix = Prefix(prefix.tokens, held=held)
-                    if not held:
+                    job.prefix = Prefix(prefix.tokens, held=held or {})
+                    if held is not None and not held:
                         engine.unsaved(time.monotonic())
             return  # a refusal is the client's fault: the decode engine tells it so
 

@@ -346,17 +346,25 @@ def test_prompts_that_tokens_do_not_tell_are_never_said_to_be_found(
     asyncio.run(scenario())
 
 
-def test_an_index_that_goes_away_costs_a_prefill_and_no_request(store: BlockSession) -> None:
+def test_while_the_index_is_away_nothing_is_prefilled_or_waited_for(store: BlockSession) -> None:
     async def scenario(redis: RedisServer, locator: Locator) -> None:
         maker = FakeEngine(saver(store))
         async with routed(locator, [maker], [FakeEngine(talk)], save_wait_s=0.1) as router:
             await router.ask()
             redis.kill()
             answer, _ = await router.ask()
-            assert (answer.status, answer.headers[FOUND]) == (200, "0")
+            assert (answer.status, answer.headers[PREFILL]) == (200, "none")
+
+    async def never_known(locator: Locator) -> None:
+        """The keys are learned with the index away: then the wait must end by itself."""
+        maker = FakeEngine(saver(store))
+        async with routed(locator, [maker], [FakeEngine(talk)], save_wait_s=1000) as router:
+            answer, _ = await router.ask()
+            assert (answer.status, answer.headers[PREFILL]) == (200, maker.url)
 
     with RedisServer() as redis:
         asyncio.run(scenario(redis, Locator(redis.url, run_dir=store.run_dir, limits=PATIENT)))
+        asyncio.run(never_known(Locator(redis.url, run_dir=store.run_dir)))
 
 
 def test_a_client_that_hangs_up_ends_its_request_in_the_engine(no_index: Locator) -> None:
