@@ -57,6 +57,9 @@ WORKDIR /app
 
 FROM base AS engine
 COPY --from=env-engine /opt/kvstore /opt/kvstore
+# vLLM's CPU kernels are linked against it.
+RUN apt-get update -qq && apt-get install -qq --no-install-recommends libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     python -m pip install -qq --no-index --no-deps --no-cache-dir /dist/*.whl
 COPY examples examples
