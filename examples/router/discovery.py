@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from examples.router.routing import Engine, Fleet, Role
+from examples.router.routing import DOWN_S, Engine, Fleet, Role
 from kvstore import UsageError
 
 log = logging.getLogger("kvstore.router")
@@ -42,17 +43,19 @@ class Name:
         return cls(host, port, role, at)
 
     async def engines(self) -> list[Engine]:
-        """None at all while the name is not known."""
+        """None at all while the name is not known. Those that are new are passed over until
+        they have answered a probe."""
         loop = asyncio.get_running_loop()
+        down_until = time.monotonic() + DOWN_S
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError:
             return []
+        addresses = sorted({str(entry[4][0]) for entry in found})
+        hosts = [f"[{address}]" if ":" in address else address for address in addresses]
         return [
-            Engine(f"http://[{address}]:{self.port}", self.role, self.at)
-            if ":" in address
-            else Engine(f"http://{address}:{self.port}", self.role, self.at)
-            for address in sorted({str(entry[4][0]) for entry in found})
+            Engine(f"http://{host}:{self.port}", self.role, self.at, down_until=down_until)
+            for host in hosts
         ]
 
 

@@ -111,10 +111,12 @@ class Router:
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         self._upstream = Upstream()
-        tasks = [asyncio.ensure_future(self._probe())]
-        if self._names:
-            await resolve(self._names, self._fleet)
-            tasks.append(asyncio.ensure_future(keep_resolving(self._names, self._fleet)))
+        await resolve(self._names, self._fleet)
+        await self._probe()
+        tasks = [
+            asyncio.ensure_future(self._keep_probing()),
+            asyncio.ensure_future(keep_resolving(self._names, self._fleet)),
+        ]
         yield
         for task in tasks:
             task.cancel()
@@ -134,9 +136,12 @@ class Router:
             else:
                 engine.failed(time.monotonic())
 
+        await asyncio.gather(*map(one, self._fleet.engines))
+
+    async def _keep_probing(self) -> None:
         while True:
-            await asyncio.gather(*map(one, self._fleet.engines))
             await asyncio.sleep(PROBE_EVERY_S)
+            await self._probe()
 
     # One request
 

@@ -397,6 +397,9 @@ def test_names_bring_engines_and_health_says_whether_anybody_answers(no_index: L
             assert (await router.get("/health")).status == 503
             assert (await router.ask())[0].status == 502
         engine = FakeEngine(talk)
+        sleeping = Name.parse(Role.DECODE, "dns+http://localhost:1")
+        async with routed(no_index, [], [], names=(sleeping,)) as router:
+            assert (await router.get("/health")).status == 503
         await engine.server.start_server()
         name = Name.parse(Role.DECODE, f"dns+http://localhost:{engine.server.port}@node")
         unknown = Name.parse(Role.PREFILL, "dns+http://no-such-name.invalid:1")
