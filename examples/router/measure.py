@@ -142,6 +142,7 @@ async def run(options: argparse.Namespace) -> int:
             )
             for error in done.errors:
                 print(f"round {number}: {error}", flush=True)
+            await asyncio.sleep(options.pause_s)
         right = await one_round(session, options.single, prompts)
     return _tell(rounds, right)
 
@@ -223,6 +224,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--single", required=True, metavar="URL", help="an engine that never loads")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="after each round")
     parser.add_argument("--seed", type=int, default=20)
     return parser
 
