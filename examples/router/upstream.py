@@ -38,7 +38,7 @@ class Upstream:
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._session.get(f"{engine.url}/health", timeout=timeout) as answer:
-                return answer.status < SERVER_ERROR
+                return bool(answer.status < SERVER_ERROR)
         except (aiohttp.ClientError, TimeoutError):
             return False
 
