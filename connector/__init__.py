@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from connector.lookup_buffer import KVEntry, LookupBuffer
     from connector.multi import MultiConnector
     from connector.pipe import Pipe, PipeClosedError
+    from connector.prompt_keys import PromptKeys
     from connector.protocol import (
         CountStats,
         KVConnectorBase,
@@ -51,6 +52,7 @@ _EXPORTS = {
     "lookup_buffer": ("KVEntry", "LookupBuffer"),
     "multi": ("MultiConnector",),
     "pipe": ("Pipe", "PipeClosedError"),
+    "prompt_keys": ("PromptKeys",),
     "protocol": (
         "CountStats",
         "KVConnectorBase",
@@ -115,4 +117,5 @@ __all__ = [
     "KVEntry",
     "Pipe",
     "PipeClosedError",
+    "PromptKeys",
 ]

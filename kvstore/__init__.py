@@ -7,6 +7,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.client.base import Answers, BlockStore, BlockView, Found, Question, Reservation, Run
 from kvstore.client.client import Client
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
+from kvstore.client.locator import Holder, Holders, Locator
 from kvstore.client.pinned import Match, Pinned
 from kvstore.client.session import BlockSession
 from kvstore.errors import (
@@ -32,6 +33,9 @@ __all__ = [
     "AsyncClient",
     "Match",
     "Pinned",
+    "Locator",
+    "Holder",
+    "Holders",
     "Explanation",
     "Missing",
     "MissReason",

@@ -222,6 +222,8 @@ class ModelEngine:
         """As they go to vLLM's front end, one for each step that has some."""
         self.events: list[Any] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
+        self.told: dict[str, Any] = {}
+        """`kv_transfer_params` of the answers to requests that had some."""
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 4, **more: Any) -> None:
         from vllm import SamplingParams
@@ -290,6 +292,11 @@ class ModelEngine:
         for name, tokens in sampled.items():
             self.outputs[name] += tokens
         for client in outputs.values():
+            self.told.update(
+                (answer.request_id, answer.kv_transfer_params)
+                for answer in client.outputs
+                if answer.kv_transfer_params is not None
+            )
             said = client.scheduler_stats
             if said is not None and said.kv_connector_stats:
                 self.stats.append(said.kv_connector_stats)

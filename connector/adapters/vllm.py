@@ -25,6 +25,7 @@ from connector.adapters.vllm_stats import KVStorePromMetrics, KVStoreStats
 from connector.assembly import scheduler_side, worker_side
 from connector.base import BlockTables, StepPlan, WorkerReport
 from connector.limits import IDLE_WAIT_S
+from connector.prompt_keys import PromptKeys
 from connector.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -92,12 +93,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerCore | None = None
         self._requests: dict[str, HashedRequest] = {}
         self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
-        self._block_tokens = shape.layout(config).block_tokens
+        layout = shape.layout(config)
+        self._block_tokens = layout.block_tokens
+        self._prompt_keys = PromptKeys.of_layout(layout)
         self._report = WorkerReport()
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = scheduler_side(config, shape)
             self._scheduler.say_with(logger.info)
-            for group in shape.layout(config).groups:
+            for group in layout.groups:
                 logger.info(
                     "kvstore: blocks of %d tokens, %d shards, namespace %s",
                     self._block_tokens,
@@ -179,9 +182,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Nothing to delay: saves in flight hold their own reference on the blocks.
-        self._requests.pop(request.request_id, None)
+        hashed = self._requests.pop(request.request_id, None)
         self._s.finished(request.request_id)
-        return False, None
+        return False, self._keys_asked(request, hashed)
+
+    def _keys_asked(self, request: Any, hashed: HashedRequest | None) -> dict[str, Any] | None:
+        """What a router wants to know in the response (`connector.prompt_keys`)."""
+        params = request.kv_transfer_params
+        # Taken out: vLLM allows an answer of one connector only, of several in a MultiConnector.
+        if not params or params.pop(PromptKeys.ASKED, None) is not True:
+            return None
+        if hashed is None or self._prompt_keys is None:
+            return None
+        # Of the prompt alone: the KV of the last token generated is never computed.
+        full = hashed.num_prompt_tokens // self._block_tokens
+        return {PromptKeys.ASKED: self._prompt_keys.answer(hashed.block_hashes[:full])}
 
     def take_events(self) -> Iterable[Any]:
         return self._events.of(self._s.take_events())

@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.cli.options import add_store, no_password, run_dir_of
 from kvstore.cli.output import as_json, human_bytes, table
 from kvstore.cli.store import LIMITS, local_nodes, store_url
-from kvstore.errors import IndexUnavailableError, PeerError
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.index.redis import open_index
 from kvstore.index.redis_info import server_info
 from kvstore.nodedir import Announcement
@@ -32,16 +32,33 @@ SUMMED = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--node",
+        metavar="NAME",
+        help="only this node of this host, without asking Redis; exit status 1 unless it answers",
+    )
     add_store(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.node is not None:
+        return _one(args)
     found = collect(store_url(args, run_dir_of(args)), args.key_prefix, run_dir_of(args))
     print(as_json(found) if args.json else _text(found))
     if found["index"]["error"]:
         print(f"kvstore: {found['index']['error']}", file=sys.stderr)
         return 1
     return 0
+
+
+def _one(args: argparse.Namespace) -> int:
+    """For health checks: a node that lives and answers is healthy while Redis is away."""
+    for node in local_nodes(run_dir_of(args), args.key_prefix):
+        if node.word.name == args.node:
+            stats = node.stats()
+            print(as_json(stats) if args.json else table(list(stats), [list(stats.values())]))
+            return 0
+    raise NodeUnavailableError(f"no node {args.node} runs here")
 
 
 def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:

@@ -119,6 +119,17 @@ def test_stat_tells_of_nodes_totals_and_lookups(store: Place, client: Client) ->
     assert any(line.startswith("key lookups") for line in rest)
 
 
+def test_stat_of_one_node_asks_nobody_else(store: Place) -> None:
+    away = ("--url", "redis://127.0.0.1:1")
+    ran = store.kv("stat", "--node", "node-0", "--json", *away)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert json.loads(ran.stdout)["capacity_bytes"] == 16 << 20
+    head, row = store.kv("stat", "--node", "node-0", *away).stdout.decode().splitlines()
+    assert dict(zip(head.split(), row.split(), strict=True))["capacity_bytes"] == str(16 << 20)
+    other = store.kv("stat", "--node", "node-9")
+    assert (other.returncode, other.stderr) == (1, b"kvstore: no node node-9 runs here\n")
+
+
 def test_a_closed_pipe_is_no_traceback(store: Place) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm_model_engine import ENGINE_BLOCK, ModelEngine, expected_output
 
+from connector import PromptKeys
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
@@ -56,6 +57,71 @@ def test_what_one_engine_computed_another_loads(make: Make) -> None:
     assert producer.loaded_tokens == 0
     assert consumer.loaded_tokens == 3 * BLOCK
     assert consumer.computed_tokens == 5 + 3
+
+
+def test_a_producer_loads_nothing_and_a_consumer_saves_nothing(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    tokens = prompt(3 * BLOCK + 5)
+
+    def answer(engine: ModelEngine) -> None:
+        engine.add("a", tokens)
+        engine.run()
+        assert engine.outputs["a"] == expected_output(tokens, 4)
+
+    answer(make(role="kv_consumer"))
+    assert store.sealed() == []
+    answer(make(role="kv_producer"))
+    saved = len(store.sealed())
+    assert saved == 3
+    other = make(role="kv_producer")
+    answer(other)
+    assert (other.loaded_tokens, other.computed_tokens) == (0, len(tokens) + 3)
+    assert len(store.sealed()) == saved
+
+
+@pytest.mark.parametrize("salt", [None, "salt"])
+def test_a_request_that_asks_is_told_the_keys_it_is_saved_under(
+    make: Make, store: MemoryBlockStore, salt: str | None
+) -> None:
+    engine = make(role="kv_producer")
+    tokens = prompt(2 * BLOCK - 1)  # the first token generated fills the second block
+    asking = {PromptKeys.ASKED: True}
+    engine.add("asks", tokens, max_tokens=1, cache_salt=salt)
+    engine.scheduler.requests["asks"].kv_transfer_params = asking
+    engine.add("does not ask", prompt(BLOCK, seed=1))
+    engine.run()
+    assert list(engine.told) == ["asks"]
+    keys, last = PromptKeys.from_answer(engine.told["asks"][PromptKeys.ASKED])
+    assert last in store.sealed()
+    assert keys.block_tokens == BLOCK
+    assert (keys.of(tokens) == [last]) is (salt is None)
+
+
+def test_trap_two_connectors_that_are_asked_give_one_answer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM raises in the scheduler when two connectors of a MultiConnector use one name."""
+    ours = {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "connector.adapters.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    children = [{**ours, "kv_connector_extra_config": {"model_id": name}} for name in ("a", "b")]
+    multi = {
+        **ours,
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    del multi["kv_connector_module_path"]
+    engine = ModelEngine(model, MemoryBlockStore(), monkeypatch, transfer=multi)
+    engine.add("a", prompt(BLOCK + 1))
+    engine.scheduler.requests["a"].kv_transfer_params = {PromptKeys.ASKED: True}
+    engine.run()
+    keys, _ = PromptKeys.from_answer(engine.told["a"][PromptKeys.ASKED])
+    assert keys.namespace.fields["model"] == "a"
+    engine.close()
 
 
 def test_negative_control_a_wrong_byte_in_the_store_changes_the_output(

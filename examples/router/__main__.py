@@ -1,0 +1,61 @@
+"""`python -m examples.router`: run the router until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from aiohttp import web
+
+from examples.router.discovery import SCHEME, Name
+from examples.router.prefix import Prefixes
+from examples.router.routing import Engine, Fleet, Role
+from examples.router.server import Router, RouterSettings
+from kvstore import KVStoreError, Locator
+
+EPILOG = """An engine is http://HOST:PORT, or http://HOST:PORT@NODE, where NODE is the memory node
+that it reads without a network: its name, or its host's as `kvstore stat` shows it. Requests go
+to the engine beside the longest prefix. dns+http://NAME:PORT is one engine at each address of
+NAME, looked up again and again. --prefill and --decode may be given several times."""
+
+
+def main() -> int:
+    defaults = RouterSettings()
+    parser = argparse.ArgumentParser(prog="python -m examples.router", epilog=EPILOG)
+    parser.add_argument("--prefill", action="append", default=[], metavar="ENGINE")
+    parser.add_argument("--decode", action="append", default=[], metavar="ENGINE", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--url", help="the index's Redis (default: KVSTORE_URL, else the embedded)")
+    parser.add_argument("--key-prefix", default="kv:default")
+    parser.add_argument("--timeout-s", type=float, default=defaults.timeout_s)
+    parser.add_argument("--save-wait-s", type=float, default=defaults.save_wait_s)
+    parser.add_argument(
+        "--no-tokenize", action="store_true", help="do not ask engines for the tokens of texts"
+    )
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    try:
+        given = [(Role.PREFILL, text) for text in options.prefill]
+        given += [(Role.DECODE, text) for text in options.decode]
+        names = [Name.parse(*one) for one in given if one[1].startswith(SCHEME)]
+        fleet = Fleet([Engine.parse(*one) for one in given if not one[1].startswith(SCHEME)])
+        locator = Locator(options.url, key_prefix=options.key_prefix)
+    except KVStoreError as e:
+        print(f"router: {e}", file=sys.stderr)
+        return 1
+    settings = RouterSettings(
+        timeout_s=options.timeout_s,
+        save_wait_s=options.save_wait_s,
+        tokenize=not options.no_tokenize,
+    )
+    app = Router(fleet, Prefixes(locator), settings, names).app()
+    # A client that hangs up ends its request in the engine too.
+    web.run_app(app, host=options.host, port=options.port, print=None, handler_cancellation=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Names that stand for several engines: `dns+http://NAME:PORT` is one at each address of NAME.
+
+So engines may come and go (`docker compose up --scale`, a headless Kubernetes service).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from examples.router.routing import DOWN_S, Engine, Fleet, Role
+from kvstore import UsageError
+
+log = logging.getLogger("kvstore.router")
+
+SCHEME = "dns+http://"
+EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One name, and what its engines have in common."""
+
+    host: str
+    port: int
+    role: Role
+    at: str
+
+    @classmethod
+    def parse(cls, role: Role, text: str) -> Name:
+        where, _, at = text.partition("@")
+        try:
+            parts = urlsplit(where)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not where.startswith(SCHEME) or not host or not port:
+            raise UsageError(role.value, text, f"must be {SCHEME}NAME:PORT, or that and @NODE")
+        return cls(host, port, role, at)
+
+    async def engines(self) -> list[Engine]:
+        """None at all while the name is not known. Those that are new are passed over until
+        they have answered a probe."""
+        loop = asyncio.get_running_loop()
+        down_until = time.monotonic() + DOWN_S
+        try:
+            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError:
+            return []
+        addresses = sorted({str(entry[4][0]) for entry in found})
+        hosts = [f"[{address}]" if ":" in address else address for address in addresses]
+        return [
+            Engine(f"http://{host}:{self.port}", self.role, self.at, down_until=down_until)
+            for host in hosts
+        ]
+
+
+async def resolve(names: list[Name], fleet: Fleet) -> None:
+    """Once: the fleet's engines are then the fixed ones and those at the names' addresses."""
+    found = await asyncio.gather(*(name.engines() for name in names))
+    before = {engine.url for engine in fleet.engines}
+    fleet.replace([engine for engines in found for engine in engines])
+    after = {engine.url for engine in fleet.engines}
+    for url in sorted(after ^ before):
+        log.info("engine %s %s", url, "joins" if url in after else "leaves")
+
+
+async def keep_resolving(names: list[Name], fleet: Fleet) -> None:
+    while True:
+        await asyncio.sleep(EVERY_S)
+        await resolve(names, fleet)

@@ -1,0 +1,141 @@
+"""Which engine gets a request. Pure: no I/O, `now` is an argument, in seconds of one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvstore import Holder, UsageError
+
+LOAD_GAP_MAX = 8
+"""An engine with so many more requests in flight than the least loaded gets none for its
+prefix: waiting there would cost more than computing elsewhere."""
+DOWN_S = 5.0
+"""How long an engine that failed is passed over, unless it answers a probe sooner."""
+ENGINES_MAX = 256
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine and what the router knows of it."""
+
+    url: str
+    role: Role
+    at: str = ""
+    """The memory node it reads without a network, by the node's name or its host's."""
+    in_flight: int = 0
+    requests: int = 0
+    failures: int = 0
+    down_until: float = 0.0
+    unsaved_until: float = 0.0
+    """Its blocks did not come into the store: until then others prefill."""
+    turn: int = 0
+    """Number of the last request it was given: equals take turns."""
+
+    @classmethod
+    def parse(cls, role: Role, text: str) -> Engine:
+        """From `URL` or `URL@NODE`."""
+        url, _, at = text.partition("@")
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(role.value, text, "must be http://HOST:PORT, or that and @NODE")
+        return cls(url.rstrip("/"), role, at)
+
+    def up(self, now: float) -> bool:
+        return now >= self.down_until and now >= self.unsaved_until
+
+    def failed(self, now: float) -> None:
+        self.failures += 1
+        self.down_until = now + DOWN_S
+
+    def answered(self) -> None:
+        """It lives; whether it can save is another question."""
+        self.down_until = 0.0
+
+    def unsaved(self, now: float) -> None:
+        self.failures += 1
+        self.unsaved_until = now + DOWN_S
+
+
+class Fleet:
+    """All engines, and the choice among them."""
+
+    def __init__(self, engines: Iterable[Engine] = ()) -> None:
+        """`engines` are there for good; others may come and go (`replace`)."""
+        self._fixed = tuple(engines)
+        if len(self._fixed) > ENGINES_MAX:
+            raise UsageError("engines", len(self._fixed), f"must be at most {ENGINES_MAX}")
+        self.engines: list[Engine] = list(self._fixed)
+        self._turns = 0
+
+    def replace(self, engines: Iterable[Engine]) -> None:
+        """Those that came and went: these are there now, the first `ENGINES_MAX` with the fixed
+        ones. One that is known already keeps its counts."""
+        known = {(e.url, e.role): e for e in self.engines}
+        found = [*self._fixed, *(known.get((e.url, e.role), e) for e in engines)]
+        self.engines = found[:ENGINES_MAX]
+
+    def choose(
+        self,
+        role: Role,
+        held: Mapping[str, int],
+        now: float,
+        without: Collection[Engine] = (),
+    ) -> Engine | None:
+        """The engine beside most of the prefix, then the least loaded, then whose turn it is.
+
+        `held` says how many leading blocks are at each node, by name and by host. Engines
+        that are down are taken only when all are: better tried than refused.
+        """
+        able = [e for e in self.engines if e.role is role and e not in without]
+        candidates = [e for e in able if e.up(now)] or able
+        if not candidates:
+            return None
+        least = min(e.in_flight for e in candidates)
+        return min(
+            candidates,
+            key=lambda e: (
+                -held.get(e.at, 0) if e.in_flight - least <= LOAD_GAP_MAX else 0,
+                e.in_flight,
+                e.turn,
+            ),
+        )
+
+    def take(
+        self,
+        role: Role,
+        held: Mapping[str, int],
+        now: float,
+        without: Collection[Engine] = (),
+    ) -> Engine | None:
+        """`choose`, and that was its turn."""
+        chosen = self.choose(role, held, now, without)
+        if chosen is not None:
+            self._turns += 1
+            chosen.turn = self._turns
+            chosen.requests += 1
+        return chosen
+
+
+def held_at(holders: Sequence[Holder]) -> dict[str, int]:
+    """How many of the leading blocks each node holds, by its name and by its host's."""
+    held: dict[str, int] = {}
+    for holder in holders:
+        for name in {holder.name, holder.host}:
+            held[name] = held.get(name, 0) + 1
+    return held
+
+
+def needs_prefill(prompt_tokens: int | None, block_tokens: int | None, found_blocks: int) -> bool:
+    """Whether a prefill engine has anything to add: a full block that nobody holds.
+
+    None is not known. What fills no block is computed where it is decoded.
+    """
+    if prompt_tokens is None or block_tokens is None:
+        return True
+    return prompt_tokens // block_tokens > found_blocks

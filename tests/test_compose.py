@@ -1,0 +1,98 @@
+"""docker-compose.yml as far as it can be checked without starting it (scripts/compose-check does).
+
+Skipped by name where Docker is not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+HOSTS = {
+    "host-a": {"node-a", "producer-a", "consumer-a", "producer-gpu", "consumer-gpu"},
+    "host-b": {"node-b", "producer-b", "consumer-b"},
+}
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    docker = shutil.which("docker")
+    if docker is None:
+        pytest.skip("no docker on the PATH")
+    known = subprocess.run([docker, "compose", "version"], capture_output=True, timeout=60)
+    if known.returncode:
+        pytest.skip("docker has no compose plugin")
+    profiles = ("--profile", "gpu", "--profile", "monitoring")
+    told = subprocess.run(
+        [docker, "compose", *profiles, "config", "--format", "json"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert told.returncode == 0, told.stderr
+    found: dict[str, Any] = json.loads(told.stdout)
+    return found
+
+
+def test_a_host_is_one_shared_memory_and_one_run_directory(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    for host, members in HOSTS.items():
+        assert services[host]["ipc"] == "shareable"
+        assert {n for n, s in services.items() if s.get("ipc") == f"service:{host}"} == members
+        directory = host.replace("host", "run")
+        users = {
+            name
+            for name, service in services.items()
+            if any(v.get("source") == directory for v in service.get("volumes", ()))
+        }
+        assert users == members
+
+
+def test_what_is_ours_runs_as_nobody_special(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        if service.get("image") in ("kvstore-store", "kvstore-engine"):
+            assert service["read_only"], name
+            assert service["cap_drop"] == ["ALL"], name
+    stages = (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")
+    for target in ("AS engine\n", "AS store\n"):
+        (stage,) = (s for s in stages if target in s)
+        assert "USER 10001:10001" in stage
+
+
+def test_without_a_profile_there_is_neither_a_gpu_nor_monitoring(compose: dict[str, Any]) -> None:
+    profiles = {name: s.get("profiles") for name, s in compose["services"].items()}
+    assert {n for n, p in profiles.items() if p == ["gpu"]} == {
+        *("producer-gpu", "consumer-gpu", "router-gpu")
+    }
+    assert {n for n, p in profiles.items() if p == ["monitoring"]} == {"prometheus", "grafana"}
+    assert sum(p is None for p in profiles.values()) == 12
+
+
+def test_every_service_that_stays_has_a_healthcheck(compose: dict[str, Any]) -> None:
+    """Hosts only own memory; a driver and a model end; images of others have their own ways."""
+    without = {"host-a", "host-b", "driver", "model", "prometheus", "grafana"}
+    for name, service in compose["services"].items():
+        assert ("healthcheck" in service) != (name in without), name
+
+
+def test_engines_of_a_kind_start_alike_and_keep_to_their_roles(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    for kind, role in (("producer", "kv_producer"), ("consumer", "kv_consumer")):
+        one, other = (services[f"{kind}-{host}"]["command"] for host in "ab")
+        assert one == other
+        transfer = json.loads(one[-1])
+        assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == (role, "recompute")
+
+
+def test_the_provisioned_dashboard_is_one() -> None:
+    path = REPOSITORY / "deploy/grafana/dashboards/kvstore.json"
+    dashboard = json.loads(path.read_text())
+    assert dashboard["uid"] == "kvstore"
+    assert all(panel["targets"] for panel in dashboard["panels"])
