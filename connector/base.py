@@ -100,7 +100,7 @@ class WorkerReport:
     """What one worker, or after `merge` all of them, has to say about one step."""
 
     finished_loads: set[str] = field(default_factory=set)
-    """Requests whose load ended on this worker, each exactly once, failed or not."""
+    """Requests whose load between steps ended on this worker, each exactly once, failed or not."""
     failed_requests: set[str] = field(default_factory=set)
     """Those of them that failed at least in part."""
     invalid_block_ids: set[int] = field(default_factory=set)
@@ -109,6 +109,18 @@ class WorkerReport:
     """Load job -> position of its first store block that could not be loaded."""
     ended_saves: dict[int, int] = field(default_factory=dict)
     """Save job -> how many workers no longer read its blocks, done or dropped."""
+    ended_loads: dict[int, int] = field(default_factory=dict)
+    """Load job within a step -> on how many workers it ended, failed or not."""
+
+    def for_scheduler(self) -> WorkerReport | None:
+        """The part that the engine's own channels do not carry; None when there is nothing."""
+        if not (self.failed_blocks or self.ended_saves or self.ended_loads):
+            return None
+        return WorkerReport(
+            failed_blocks=self.failed_blocks,
+            ended_saves=self.ended_saves,
+            ended_loads=self.ended_loads,
+        )
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Fold `other` into this report; the first failure of a load job wins."""
@@ -119,6 +131,8 @@ class WorkerReport:
             self.failed_blocks[job_id] = min(position, self.failed_blocks.get(job_id, position))
         for job_id, workers in other.ended_saves.items():
             self.ended_saves[job_id] = self.ended_saves.get(job_id, 0) + workers
+        for job_id, workers in other.ended_loads.items():
+            self.ended_loads[job_id] = self.ended_loads.get(job_id, 0) + workers
         return self
 
 
@@ -189,6 +203,14 @@ class WorkerSide(Protocol):
     def start_loads(self, jobs: Sequence[LoadJob]) -> None: ...
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """To be called after the forward that fills the blocks."""
+        ...
+
+    def wait_layer_load(self, layer_name: str) -> None:
+        """Return when the layer of all blocks that this step loads may be read."""
+        ...
+
+    def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
+        """The forward has written the layer; `jobs` are the step's, as `start_saves` gets them."""
         ...
 
     def cancel_loads(self, request_ids: Iterable[str]) -> None:

@@ -30,6 +30,8 @@ SAVE_BATCH_BLOCKS = 64
 """Store blocks that one reserve and one commit carry, unless they are larger than"""
 SAVE_BATCH_BYTES = 64 << 20
 """this together."""
+FORWARD_TIMEOUT_S = 600.0
+"""A forward that takes longer saves nothing of what it has written layer by layer."""
 PINNED_FRACTION_MAX = 0.25
 """Share of the engine's blocks that saves may keep from being reused."""
 

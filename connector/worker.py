@@ -13,11 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
-from connector.blocks import HeadPart, KVBlocks, kv_blocks
-from connector.fence import Fence
+from connector.blocks import KVBlocks, kv_blocks
 from connector.limits import (
     LOAD_JOBS_MAX,
     LOAD_STAGING_BYTES,
@@ -29,7 +28,8 @@ from connector.limits import (
     Clock,
 )
 from connector.pieces import GroupPieces
-from kvstore import BlockStore, BlockView, KVStoreError, Reservation
+from connector.transfer import Load, Save, Transfer, Views
+from kvstore import BlockStore, BlockView, Found, KVStoreError, Reservation
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -38,31 +38,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _Load:
-    """One load under way. `loaded` counts blocks that were copied and checked."""
+class Reserved(NamedTuple):
+    """One block to save, and the slot that is to hold it."""
 
-    __slots__ = ("deadline", "ended", "fence", "job", "loaded")
-
-    def __init__(self, job: LoadJob, deadline: float) -> None:
-        self.job = job
-        self.deadline = deadline
-        self.fence = Fence()
-        self.loaded = 0
-        self.ended = False
-
-
-class _Save:
-    __slots__ = ("deadline", "ended", "fence", "job", "ready")
-
-    def __init__(self, job: SaveJob, deadline: float, ready: Any) -> None:
-        self.job = job
-        self.deadline = deadline
-        self.ready = ready
-        self.fence = Fence()
-        self.ended = False
-
-
-_Task = _Load | _Save
+    task: Save
+    block: SaveBlock
+    reservation: Reservation
 
 
 class WorkerCore:
@@ -95,10 +76,11 @@ class WorkerCore:
         """Where blocks of other hosts arrive; only the loading thread uses it, and none of its
         pages exist before it does."""
         self._wake = threading.Condition()
-        self._active: dict[_Task, None] = {}
-        self._done: list[_Task] = []
-        self._load_queue: queue.Queue[_Load | None] = queue.Queue(LOAD_JOBS_MAX)
-        self._save_queue: queue.Queue[_Save | None] = queue.Queue(SAVE_JOBS_MAX)
+        self._active: dict[Transfer, None] = {}
+        self._done: list[Transfer] = []
+        self._load_queue: queue.Queue[Any] = queue.Queue(LOAD_JOBS_MAX)
+        self._save_queue: queue.Queue[Any] = queue.Queue(SAVE_JOBS_MAX)
+        """What the threads do next; None is their end."""
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._dropped = 0
@@ -128,21 +110,30 @@ class WorkerCore:
         """Queue loads; one that finds the queue full ends at once, failed."""
         deadline = self._clock() + self._load_timeout_s
         for job in jobs:
-            self._start(_Load(job, deadline), self._load_queue)
+            self._start(Load(job, deadline), self._load_queue)
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """Queue saves of blocks that the forward before this call has filled."""
         if not jobs:
             return
-        # One token for all groups: it stands for all work submitted to the device.
-        ready = self._blocks[0].mark_ready() if self._blocks else None
+        ready = self._mark_ready()
         deadline = self._clock() + self._save_timeout_s
         for job in jobs:
-            task = _Save(job, deadline, ready)
+            task = Save(job, deadline, ready)
             if self._saves:
                 self._start(task, self._save_queue)
             else:  # a replica: another worker saves these heads
                 self._end(task)
+
+    def wait_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps: a step never waits for one (`LayerwiseWorker` does)."""
+
+    def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
+        """Saves start when the whole forward is done (those of `LayerwiseWorker` do not)."""
+
+    def _mark_ready(self) -> Any:
+        """One token for all groups: it stands for all work submitted to the device."""
+        return self._blocks[0].mark_ready() if self._blocks else None
 
     def _start(self, task: Any, to: queue.Queue[Any]) -> None:
         with self._wake:
@@ -161,7 +152,7 @@ class WorkerCore:
             return
         with self._wake:
             for task in list(self._active):
-                if isinstance(task, _Load) and task.job.request_id in gone:
+                if isinstance(task, Load) and task.job.request_id in gone:
                     # From now on late: the next poll between two copies ends it.
                     task.deadline = self._clock()
 
@@ -182,7 +173,7 @@ class WorkerCore:
             done, self._done = self._done, []
         report = WorkerReport()
         for task in done:
-            if isinstance(task, _Load):
+            if isinstance(task, Load):
                 _report_load(task, report)
             else:
                 report.ended_saves[task.job.job_id] = 1
@@ -208,11 +199,11 @@ class WorkerCore:
         if not any(thread.is_alive() for thread in self._threads):
             self._store.close()
 
-    def _end(self, task: _Task) -> None:
+    def _end(self, task: Transfer) -> None:
         with self._wake:
             self._end_locked(task)
 
-    def _end_locked(self, task: _Task) -> None:
+    def _end_locked(self, task: Transfer) -> None:
         if not task.ended:
             task.ended = True
             self._active.pop(task, None)
@@ -230,68 +221,74 @@ class WorkerCore:
             finally:
                 self._end(task)
 
-    def _run_load(self, task: _Load) -> None:
+    def _run_load(self, task: Load) -> None:
         store = self._store.get()
         if store is None:
             return
-        for window in self._windows(task.job.blocks):
-            found = [
-                block.found[piece.shard]
-                for block in window
-                if block.found
-                for piece in self._groups[block.group].pieces(block.split)
-            ]
-            views = store.views(found, self._staging, task.deadline - self._clock())
+        for window in self._windows(task.job.blocks, LOAD_STAGING_BYTES):
+            timeout_s = task.deadline - self._clock()
+            views = store.views(self._found(window), self._staging, timeout_s)
             for block in window:
                 # A block after a failed one is of no use: the engine recomputes from there.
                 if task.fence.ended or self._clock() >= task.deadline:
                     return
-                if not self._load_block(task, block, views):
+                if not self._load_block(task, block, self._views(block, views)):
                     return
                 task.loaded += 1
-        store.touch(
-            [
-                block.found[piece.shard].key
-                for block in task.job.blocks
-                for piece in self._groups[block.group].pieces(block.split)
-            ]
-        )
+        self._touch(task, store)
 
-    def _windows(self, blocks: Sequence[LoadBlock]) -> Iterator[Sequence[LoadBlock]]:
-        """Runs of `blocks` that fit the staging memory should all of them be on other hosts."""
+    def _windows(
+        self, blocks: Sequence[LoadBlock], size_bytes_max: int
+    ) -> Iterator[Sequence[LoadBlock]]:
+        """Runs of `blocks` that fit this much memory should all of them be on other hosts."""
         start = size_bytes = 0
         for i, block in enumerate(blocks):
             pieces = self._groups[block.group].pieces(block.split)
             block_bytes = sum(piece.payload_bytes for piece in pieces)
-            if i > start and size_bytes + block_bytes > LOAD_STAGING_BYTES:
+            if i > start and size_bytes + block_bytes > size_bytes_max:
                 yield blocks[start:i]
                 start, size_bytes = i, 0
             size_bytes += block_bytes
         yield blocks[start:]
 
-    def _load_block(
-        self, task: _Load, block: LoadBlock, its_views: Iterator[BlockView | None]
-    ) -> bool:
-        """Copy this worker's heads from every shard that has some of them."""
-        if not block.found:
+    def _found(self, blocks: Iterable[LoadBlock]) -> list[Found]:
+        """The shards that have some of this worker's heads, in the order of their blocks."""
+        return [
+            block.found[piece.shard]
+            for block in blocks
+            if block.found
+            for piece in self._groups[block.group].pieces(block.split)
+        ]
+
+    def _touch(self, task: Load, store: BlockStore) -> None:
+        store.touch([found.key for found in self._found(task.job.blocks)])
+
+    def _load_block(self, task: Load, block: LoadBlock, views: Views | None) -> bool:
+        if views is None:
             return False
-        views: list[tuple[BlockView, HeadPart]] = []
-        for piece in self._groups[block.group].pieces(block.split):
-            view = next(its_views)
-            if view is None:
-                return False
-            if len(view.buffer) != piece.payload_bytes:
-                log.error(
-                    "a stored block has %d bytes, not %d", len(view.buffer), piece.payload_bytes
-                )
-                return False
-            views.append((view, piece.part))
         with task.fence.copying() as allowed:
             if not allowed:
                 return False
             for view, part in views:
                 self._blocks[block.group].scatter(view.buffer, block.skip, block.block_ids, part)
         return all(view.valid() for view, _ in views)
+
+    def _views(self, block: LoadBlock, its_views: Iterator[BlockView | None]) -> Views | None:
+        """Every shard that has some of this worker's heads; None when one is not there."""
+        if not block.found:
+            return None
+        views: Views = []
+        for piece in self._groups[block.group].pieces(block.split):
+            view = next(its_views)
+            if view is None:
+                return None
+            if len(view.buffer) != piece.payload_bytes:
+                log.error(
+                    "a stored block has %d bytes, not %d", len(view.buffer), piece.payload_bytes
+                )
+                return None
+            views.append((view, piece.part))
+        return views
 
     # The saving thread
 
@@ -318,17 +315,24 @@ class WorkerCore:
                 for task in tasks:
                     self._end(task)
 
-    def _say_dropped(self, jobs: int, why: Exception) -> None:
+    def _say_dropped(self, jobs: int, why: Exception | str) -> None:
         self._dropped += jobs
         now = self._clock()
         if now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
             log.warning("%d save jobs dropped so far, the last one because: %s", self._dropped, why)
 
-    def _run_saves(self, tasks: Sequence[_Save]) -> None:
+    def _run_saves(self, tasks: Sequence[Save]) -> None:
         store = self._store.get()
         if store is None:
             return
+        for group, blocks in self._batches(tasks):
+            self._save_batch(store, group, blocks)
+
+    def _batches(
+        self, tasks: Sequence[Save]
+    ) -> Iterator[tuple[GroupPieces, list[tuple[Save, SaveBlock]]]]:
+        """What this worker saves, in parts that one reserve and one commit carry."""
         for number, group in enumerate(self._groups):
             blocks = [
                 (task, block)
@@ -337,34 +341,41 @@ class WorkerCore:
                 if block.group == number and group.saves
             ]
             for start in range(0, len(blocks), self._batch_blocks):
-                self._save_batch(store, group, blocks[start : start + self._batch_blocks])
+                yield group, blocks[start : start + self._batch_blocks]
 
     def _save_batch(
-        self, store: BlockStore, group: GroupPieces, blocks: Sequence[tuple[_Save, SaveBlock]]
+        self, store: BlockStore, group: GroupPieces, blocks: Sequence[tuple[Save, SaveBlock]]
     ) -> None:
         """One reserve, one copy per block that the store does not have, one commit."""
+        reserved = self._reserve(store, group, blocks)
+        filled: list[tuple[Save, Reservation]] = []
+        left: list[Reservation] = []
+        try:
+            for task, block, reservation in reserved:
+                if self._save_block(task, block, reservation):
+                    filled.append((task, reservation))
+                else:
+                    left.append(reservation)
+        except BaseException:
+            store.abort([reservation for _, _, reservation in reserved])
+            raise
+        if left:
+            store.abort(left)
+        self._commit(store, filled)
+
+    def _reserve(
+        self, store: BlockStore, group: GroupPieces, blocks: Sequence[tuple[Save, SaveBlock]]
+    ) -> list[Reserved]:
+        """Slots for those of the blocks that the store does not have; one request."""
         wanted = {
             block.keys[group.shard]: (task, block) for task, block in blocks if not task.fence.ended
         }
         if not wanted:
-            return
+            return []
         answers = store.reserve(list(wanted), group.block_bytes, group.namespace.id)
-        open_ones = {a.key: a for a in answers if isinstance(a, Reservation)}
-        filled: list[tuple[_Save, Reservation]] = []
-        try:
-            for key, reservation in list(open_ones.items()):
-                task, block = wanted[key]
-                if self._save_block(task, block, reservation):
-                    filled.append((task, reservation))
-                    del open_ones[key]
-        except BaseException:
-            store.abort([*open_ones.values(), *(r for _, r in filled)])
-            raise
-        if open_ones:
-            store.abort(list(open_ones.values()))
-        self._commit(store, filled)
+        return [Reserved(*wanted[a.key], a) for a in answers if isinstance(a, Reservation)]
 
-    def _save_block(self, task: _Save, block: SaveBlock, reservation: Reservation) -> bool:
+    def _save_block(self, task: Save, block: SaveBlock, reservation: Reservation) -> bool:
         blocks = self._blocks[block.group]
         blocks.wait_ready(task.ready)
         with task.fence.copying() as allowed:
@@ -373,7 +384,7 @@ class WorkerCore:
             blocks.gather(block.block_ids, reservation.buffer)
         return True
 
-    def _commit(self, store: BlockStore, filled: Sequence[tuple[_Save, Reservation]]) -> None:
+    def _commit(self, store: BlockStore, filled: Sequence[tuple[Save, Reservation]]) -> None:
         """Commit under the fences: a job that was reported as ended publishes nothing later.
 
         A reset relies on it: it clears the store once no job is in flight.
@@ -389,10 +400,14 @@ class WorkerCore:
                 store.commit(kept)
 
 
-def _report_load(task: _Load, report: WorkerReport) -> None:
-    job = task.job
-    report.finished_loads.add(job.request_id)
-    loaded = task.loaded
+def _report_load(task: Load, report: WorkerReport) -> None:
+    report.finished_loads.add(task.job.request_id)
+    report_failures(task, report)
+
+
+def report_failures(task: Load, report: WorkerReport) -> None:
+    """Add what of an ended load holds no valid KV."""
+    job, loaded = task.job, task.loaded
     if loaded < len(job.blocks):
         report.failed_requests.add(job.request_id)
         report.failed_blocks[job.job_id] = loaded

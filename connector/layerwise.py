@@ -1,0 +1,212 @@
+"""The transfers of one step, layer by layer, beside the forward that needs or makes them.
+
+A load of a step must be in place when the attention of its layer reads it, and a
+save can start once that attention has written it. Neither counts before the end
+of the forward: a load that turned out late or wrong in one layer has failed, and
+what a forward has written is saved if it came to its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from connector.base import LoadBlock, SaveJob
+from connector.blocks import KVBlocks
+from connector.limits import FORWARD_TIMEOUT_S, Clock
+from connector.transfer import Load, Save, Views
+
+
+class LayerPlace(NamedTuple):
+    group: int
+    layer: int
+    """Its number within the group."""
+
+
+class StepLoads:
+    """Loads of one step into one KV cache group. The engine's thread waits, one other copies."""
+
+    def __init__(
+        self, tasks: Sequence[Load], layers: int, deadline: float, ready: Any, clock: Clock
+    ) -> None:
+        """`ready` stands for all work on the device that still uses the blocks."""
+        self.tasks = tasks
+        self._layers = layers
+        self._deadline = deadline
+        self._ready = ready
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._in_place = 0
+        """Leading layers that are there in every block that may still succeed."""
+        self._awaited: set[int] = set()
+        self._over = False
+        """Nothing more will be copied, or it will be too late."""
+        self._late = False
+        self._good = [len(task.job.blocks) for task in tasks]
+        """Leading blocks of each task that have not failed."""
+        self._copied = False
+
+    @property
+    def hangs(self) -> bool:
+        """It was too late, and the copying thread is still busy with it."""
+        return self._late and not self._copied
+
+    # The engine's thread
+
+    def wait(self, layer: int) -> None:
+        """Return when `layer` is in place, or will not be: `end` then tells which blocks failed."""
+        with self._changed:
+            self._awaited.add(layer)
+            while self._in_place <= layer and not self._over:
+                left_s = self._deadline - self._clock()
+                if left_s <= 0:
+                    self._late = self._over = True
+                    return
+                self._changed.wait(left_s)
+
+    def end(self, timeout_s: float) -> bool:
+        """After the forward: set `loaded` of every task; nothing is written after this.
+
+        A layer that nobody has waited for may have been read before it was
+        there, so without a `wait` for each of them nothing counts as loaded.
+        False when that was so. Raises `InternalError` when a copy hangs for
+        `timeout_s`.
+        """
+        with self._changed:
+            self._over = True
+            all_awaited = len(self._awaited) == self._layers
+            whole = all_awaited and not self._late and self._in_place == self._layers
+        for task, good in zip(self.tasks, self._good, strict=True):
+            task.fence.end(timeout_s)
+            task.loaded = good if whole else 0
+        return all_awaited
+
+    # The copying thread
+
+    def give_up(self) -> None:
+        """What is not in place will not come: the copying thread is done with it."""
+        with self._changed:
+            self._copied = self._over = True
+            self._changed.notify_all()
+
+    def copy(self, blocks: KVBlocks, views_of: Callable[[LoadBlock], Views | None]) -> bool:
+        """Copy layer by layer; each copy is checked before anybody may read it.
+
+        True when something of every task came to its end.
+        """
+        views = [self._open(number, views_of) for number in range(len(self.tasks))]
+        blocks.wait_ready(self._ready)
+        for layer in range(self._layers):
+            for number, task_views in enumerate(views):
+                self._copy_layer(number, layer, task_views, blocks)
+            if self._over or not any(self._good):
+                return False
+            with self._changed:
+                self._in_place = layer + 1
+                self._changed.notify_all()
+        return True
+
+    def _open(self, number: int, views_of: Callable[[LoadBlock], Views | None]) -> list[Views]:
+        """Of the leading blocks that are there: one after a missing one is of no use."""
+        found: list[Views] = []
+        for block in self.tasks[number].job.blocks:
+            views = None if self._over else views_of(block)
+            if views is None:
+                break
+            found.append(views)
+        self._good[number] = len(found)
+        return found
+
+    def _copy_layer(
+        self, number: int, layer: int, views: Sequence[Views], blocks: KVBlocks
+    ) -> None:
+        task = self.tasks[number]
+        for position in range(self._good[number]):
+            block = task.job.blocks[position]
+            with task.fence.copying() as allowed:
+                if not allowed or self._over:
+                    return
+                for view, part in views[position]:
+                    blocks.scatter(view.buffer, block.skip, block.block_ids, part, layer)
+            if not all(view.valid() for view, _ in views[position]):
+                self._good[number] = position
+                return
+
+
+class StepSaves:
+    """Saves of one step. The engine's thread says what is written, one other reads it."""
+
+    def __init__(self, jobs: Sequence[SaveJob], places: Sequence[LayerPlace], clock: Clock) -> None:
+        self.jobs = jobs
+        self._places = places
+        self._clock = clock
+        self._deadline = clock() + FORWARD_TIMEOUT_S
+        self._changed = threading.Condition()
+        self._written: list[tuple[LayerPlace, Any]] = []
+        self._seen: set[LayerPlace] = set()
+        self._whole: bool | None = None
+        """Whether the forward came to its end; None while it runs."""
+        self.tasks = [Save(job, self._deadline) for job in jobs]
+
+    # The engine's thread
+
+    def layer_written(self, place: LayerPlace, ready: Any) -> None:
+        """The forward has written `place`; `ready` stands for that work.
+
+        A layer that is written twice was not final the first time: nothing of
+        such a step is saved.
+        """
+        with self._changed:
+            if place in self._seen:
+                self._whole = False
+            self._seen.add(place)
+            self._written.append((place, ready))
+            self._changed.notify_all()
+
+    def forward_done(self, deadline: float, ready: Any) -> bool:
+        """All is written that will be; what is left to copy has until `deadline`.
+
+        A forward that has named some of its layers and not others broke off.
+        False then: nothing is saved. One that named none was whole.
+        """
+        with self._changed:
+            if not self._seen:
+                self._written = [(place, ready) for place in self._places]
+                self._seen = set(self._places)
+            if self._whole is None:
+                self._whole = len(self._seen) == len(self._places)
+            self._deadline = deadline
+            for task in self.tasks:
+                task.deadline = deadline
+            self._changed.notify_all()
+            return self._whole
+
+    def give_up(self) -> None:
+        """Nothing of this step will be saved."""
+        with self._changed:
+            self._whole = False
+            self._changed.notify_all()
+
+    # The copying thread
+
+    def written(self) -> Iterator[tuple[LayerPlace, Any]]:
+        """Layers as the forward writes them; ends early when it breaks off or takes too long."""
+        for number in range(len(self._places)):
+            if not self._wait(lambda number=number: len(self._written) > number):  # type: ignore[misc]
+                return
+            yield self._written[number]
+
+    def whole(self) -> bool:
+        """Wait for the forward to end; whether what it wrote may be saved."""
+        self._wait(lambda: self._whole is not None)
+        return bool(self._whole)
+
+    def _wait(self, happened: Callable[[], bool]) -> bool:
+        with self._changed:
+            while self._whole is not False and not happened():
+                left_s = self._deadline - self._clock()
+                if left_s <= 0:
+                    self._whole = False
+                self._changed.wait(max(0.0, left_s))
+            return self._whole is not False
