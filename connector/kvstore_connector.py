@@ -74,7 +74,7 @@ class KVStoreConnector:
         if engine.pins is not None:
             most = int(engine.num_blocks * settings.pinned_fraction)
             core.bind_pins(engine.pins, shape.workers, most)
-        return KVStoreScheduler(core)
+        return KVStoreScheduler(core, between_steps=not settings.layerwise)
 
     @classmethod
     def make_worker(cls, config: KVTransferConfig, engine: EngineInfo) -> KVStoreWorker:
@@ -103,8 +103,10 @@ def _read(config: KVTransferConfig, engine: EngineInfo) -> tuple[ConnectorSettin
 class KVStoreScheduler(KVConnectorScheduler):
     """`KVConnectorScheduler` over a `SchedulerCore`."""
 
-    def __init__(self, core: SchedulerCore) -> None:
+    def __init__(self, core: SchedulerCore, *, between_steps: bool = True) -> None:
+        """`between_steps`: loads have steps of their own, else they are part of the forward's."""
         self._core = core
+        self._between_steps = between_steps
 
     def on_new_request(self, request: EngineRequest) -> None:
         self._core.on_new_request(request)
@@ -113,7 +115,7 @@ class KVStoreScheduler(KVConnectorScheduler):
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self._core.match(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and self._between_steps
 
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
@@ -181,6 +183,12 @@ class KVStoreWorker(KVConnectorWorker):
     def start_load_kv(self) -> None:
         self._core.start_loads(self._bound().loads)
 
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._core.wait_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
+        self._core.layer_written(layer_name, self._bound().saves)
+
     def wait_for_save(self) -> None:
         self._core.start_saves(self._bound().saves)
 
@@ -192,7 +200,7 @@ class KVStoreWorker(KVConnectorWorker):
         self._counts.aggregate(
             CountStats(
                 {
-                    "loads": len(report.finished_loads),
+                    "loads": len(report.finished_loads) + len(report.ended_loads),
                     "failed_loads": len(report.failed_requests),
                     "invalid_blocks": len(report.invalid_block_ids),
                     "saves": len(report.ended_saves),
@@ -207,11 +215,8 @@ class KVStoreWorker(KVConnectorWorker):
     def build_connector_worker_meta(self) -> StoreWorkerMetadata | None:
         report = self._report
         self._report = WorkerReport(invalid_block_ids=report.invalid_block_ids)
-        if not report.failed_blocks and not report.ended_saves:
-            return None
-        return StoreWorkerMetadata(
-            WorkerReport(failed_blocks=report.failed_blocks, ended_saves=report.ended_saves)
-        )
+        told = report.for_scheduler()
+        return None if told is None else StoreWorkerMetadata(told)
 
     def get_kv_connector_stats(self) -> CountStats | None:
         counts, self._counts = self._counts, CountStats()

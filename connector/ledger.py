@@ -45,6 +45,10 @@ class SaveLedger:
         self._jobs[job.job_id] = (block_ids, self._workers)
         return job
 
+    def drop(self, job_id: int) -> None:
+        """The job was not given to any worker."""
+        self.ended(job_id, self._workers)
+
     def ended(self, job_id: int, workers: int) -> None:
         """`workers` more workers have let go of the job; the last one frees its blocks."""
         entry = self._jobs.get(job_id)
