@@ -202,9 +202,10 @@ class Worker:
         timeout_s: float = PATIENCE_S,
         topology: ShardTopology | None = None,
         clock: Callable[[], float] = time.monotonic,
+        kind: type[WorkerCore] = WorkerCore,
     ) -> None:
         self.kv = kv_tensors(blocks, seed=seed)
-        self.core = WorkerCore(
+        self.core = kind(
             LazyStore(lambda: store),
             layout(topology),
             rank=rank,
