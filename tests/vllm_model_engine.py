@@ -282,9 +282,9 @@ class ModelEngine:
                 kv_connector_output=transfers,
             ),
         )
-        for name, tokens in sampled.items():
-            self.outputs[name] += tokens
         for client in outputs.values():
+            for one in client.outputs:  # not what was sampled: a step may have been undone
+                self.outputs[one.request_id] += one.new_token_ids
             stats = client.scheduler_stats and client.scheduler_stats.connector_prefix_cache_stats
             for source, tokens in stats.hits_by_source.items() if stats else ():
                 self.hits[source.value] = self.hits.get(source.value, 0) + tokens
