@@ -52,6 +52,9 @@ class StepLoads:
         """It was too late, and the copying thread is still busy with it."""
         return self._late and not self._copied
 
+    def left_s(self) -> float:
+        return self._deadline - self._clock()
+
     # The engine's thread
 
     def wait(self, layer: int) -> None:
@@ -59,7 +62,7 @@ class StepLoads:
         with self._changed:
             self._awaited.add(layer)
             while self._in_place <= layer and not self._over:
-                left_s = self._deadline - self._clock()
+                left_s = self.left_s()
                 if left_s <= 0:
                     self._late = self._over = True
                     return
@@ -90,48 +93,51 @@ class StepLoads:
             self._copied = self._over = True
             self._changed.notify_all()
 
-    def copy(self, blocks: KVBlocks, views_of: Callable[[LoadBlock], Views | None]) -> bool:
-        """Copy layer by layer; each copy is checked before anybody may read it.
+    def copy(
+        self,
+        blocks: KVBlocks,
+        windows: Sequence[Sequence[LoadBlock]],
+        views_of: Callable[[Sequence[LoadBlock]], Iterator[Views | None]],
+    ) -> bool:
+        """Copy all tasks' blocks; each copy is checked before anybody may read it.
 
-        True when something of every task came to its end.
+        `windows` are the blocks in their order, in parts whose views may be
+        open at the same time; the last of them is copied layer by layer, those
+        before it in whole blocks. True when something of a task is in place.
         """
-        views = [self._open(number, views_of) for number in range(len(self.tasks))]
         blocks.wait_ready(self._ready)
-        for layer in range(self._layers):
-            for number, task_views in enumerate(views):
-                self._copy_layer(number, layer, task_views, blocks)
-            if self._over or not any(self._good):
-                return False
-            with self._changed:
-                self._in_place = layer + 1
-                self._changed.notify_all()
+        places = iter(
+            [(n, i) for n, task in enumerate(self.tasks) for i in range(len(task.job.blocks))]
+        )
+        for number, window in enumerate(windows):
+            opened = [(*next(places), views) for views in views_of(window)]
+            last = number == len(windows) - 1
+            for layer in range(self._layers) if last else (None,):
+                for task, position, views in opened:
+                    if position < self._good[task] and not self._copy_block(
+                        self.tasks[task], position, views, blocks, layer
+                    ):
+                        self._good[task] = position
+                if self._over or not any(self._good):
+                    return False
+                if layer is not None:
+                    with self._changed:
+                        self._in_place = layer + 1
+                        self._changed.notify_all()
         return True
 
-    def _open(self, number: int, views_of: Callable[[LoadBlock], Views | None]) -> list[Views]:
-        """Of the leading blocks that are there: one after a missing one is of no use."""
-        found: list[Views] = []
-        for block in self.tasks[number].job.blocks:
-            views = None if self._over else views_of(block)
-            if views is None:
-                break
-            found.append(views)
-        self._good[number] = len(found)
-        return found
-
-    def _copy_layer(
-        self, number: int, layer: int, views: Sequence[Views], blocks: KVBlocks
-    ) -> None:
-        task = self.tasks[number]
-        for position in range(self._good[number]):
-            block = task.job.blocks[position]
-            with task.fence.copying() as allowed:
-                if not allowed or self._over:
-                    return
-                for view, part in views[position]:
-                    blocks.scatter(view.buffer, block.skip, block.block_ids, part, layer)
-            if not all(view.valid() for view, _ in views[position]):
-                self._good[number] = position
-                return
+    def _copy_block(
+        self, task: Load, position: int, views: Views | None, blocks: KVBlocks, layer: int | None
+    ) -> bool:
+        if views is None:
+            return False
+        block = task.job.blocks[position]
+        with task.fence.copying() as allowed:
+            if not allowed or self._over:
+                return False
+            for view, part in views:
+                blocks.scatter(view.buffer, block.skip, block.block_ids, part, layer)
+        return all(view.valid() for view, _ in views)
 
 
 class StepSaves:

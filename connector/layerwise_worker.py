@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from connector.base import LoadJob, SaveJob, WorkerReport
+from connector.base import LoadBlock, LoadJob, SaveJob, WorkerReport
 from connector.layerwise import LayerPlace, StepLoads, StepSaves
-from connector.transfer import Load, Save
+from connector.limits import STEP_LOAD_BYTES
+from connector.transfer import Load, Save, Views
 from connector.worker import Reserved, WorkerCore, report_failures
 from kvstore import KVStoreError, Reservation
 
@@ -133,7 +134,13 @@ class LayerwiseWorker(WorkerCore):
         store = self._store.get()
         if store is None:
             return
-        if step.copy(self._blocks[0], lambda block: self._views(block, store)):
+
+        def views_of(window: Sequence[LoadBlock]) -> Iterator[Views | None]:
+            views = store.views(self._found(window), None, step.left_s())
+            return (self._views(block, views) for block in window)
+
+        blocks = [block for task in step.tasks for block in task.job.blocks]
+        if step.copy(self._blocks[0], list(self._windows(blocks, STEP_LOAD_BYTES)), views_of):
             for task in step.tasks:
                 self._touch(task, store)
 

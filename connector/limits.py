@@ -22,6 +22,9 @@ LOAD_JOBS_MAX = 1024
 """Loads waiting in one worker; one more fails at once and is computed."""
 LOAD_STAGING_BYTES = 64 << 20
 """What a worker reads from other hosts at a time, before it goes into the engine's blocks."""
+STEP_LOAD_BYTES = 1 << 30
+"""What a step loads layer by layer, and may read from other hosts at a time; what it loads before
+that comes in whole blocks."""
 SAVE_JOBS_MAX = 256
 """Save jobs that a scheduler keeps in flight; beyond it blocks wait for a later step."""
 SAVE_JOB_BLOCKS_MAX = 64

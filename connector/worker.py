@@ -278,8 +278,8 @@ class WorkerCore:
         if not block.found:
             return None
         views: Views = []
-        for piece in self._groups[block.group].pieces(block.split):
-            view = next(its_views)
+        pieces = self._groups[block.group].pieces(block.split)
+        for piece, view in [(piece, next(its_views)) for piece in pieces]:
             if view is None:
                 return None
             if len(view.buffer) != piece.payload_bytes:
