@@ -10,6 +10,7 @@ from typing import Any
 from connector.base import LoadBlock, LoadJob, SaveJob, WorkerReport
 from connector.layerwise import LayerPlace, StepLoads, StepSaves
 from connector.limits import STEP_LOAD_BYTES
+from connector.pieces import found_in, windows
 from connector.transfer import Load, Save, Views
 from connector.worker import Reserved, WorkerCore, report_failures
 from kvstore import KVStoreError, Reservation
@@ -136,11 +137,12 @@ class LayerwiseWorker(WorkerCore):
             return
 
         def views_of(window: Sequence[LoadBlock]) -> Iterator[Views | None]:
-            views = store.views(self._found(window), None, step.left_s())
+            views = store.views(found_in(self._groups, window), None, step.left_s())
             return (self._views(block, views) for block in window)
 
         blocks = [block for task in step.tasks for block in task.job.blocks]
-        if step.copy(self._blocks[0], list(self._windows(blocks, STEP_LOAD_BYTES)), views_of):
+        parts = list(windows(self._groups, blocks, STEP_LOAD_BYTES))
+        if step.copy(self._blocks[0], parts, views_of):
             for task in step.tasks:
                 self._touch(task, store)
 

@@ -27,9 +27,9 @@ from connector.limits import (
     SHUTDOWN_TIMEOUT_S,
     Clock,
 )
-from connector.pieces import GroupPieces
+from connector.pieces import GroupPieces, found_in, windows
 from connector.transfer import Load, Save, Transfer, Views
-from kvstore import BlockStore, BlockView, Found, KVStoreError, Reservation
+from kvstore import BlockStore, BlockView, KVStoreError, Reservation
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -225,9 +225,9 @@ class WorkerCore:
         store = self._store.get()
         if store is None:
             return
-        for window in self._windows(task.job.blocks, LOAD_STAGING_BYTES):
+        for window in windows(self._groups, task.job.blocks, LOAD_STAGING_BYTES):
             timeout_s = task.deadline - self._clock()
-            views = store.views(self._found(window), self._staging, timeout_s)
+            views = store.views(found_in(self._groups, window), self._staging, timeout_s)
             for block in window:
                 # A block after a failed one is of no use: the engine recomputes from there.
                 if task.fence.ended or self._clock() >= task.deadline:
@@ -237,31 +237,8 @@ class WorkerCore:
                 task.loaded += 1
         self._touch(task, store)
 
-    def _windows(
-        self, blocks: Sequence[LoadBlock], size_bytes_max: int
-    ) -> Iterator[Sequence[LoadBlock]]:
-        """Runs of `blocks` that fit this much memory should all of them be on other hosts."""
-        start = size_bytes = 0
-        for i, block in enumerate(blocks):
-            pieces = self._groups[block.group].pieces(block.split)
-            block_bytes = sum(piece.payload_bytes for piece in pieces)
-            if i > start and size_bytes + block_bytes > size_bytes_max:
-                yield blocks[start:i]
-                start, size_bytes = i, 0
-            size_bytes += block_bytes
-        yield blocks[start:]
-
-    def _found(self, blocks: Iterable[LoadBlock]) -> list[Found]:
-        """The shards that have some of this worker's heads, in the order of their blocks."""
-        return [
-            block.found[piece.shard]
-            for block in blocks
-            if block.found
-            for piece in self._groups[block.group].pieces(block.split)
-        ]
-
     def _touch(self, task: Load, store: BlockStore) -> None:
-        store.touch([found.key for found in self._found(task.job.blocks)])
+        store.touch([found.key for found in found_in(self._groups, task.job.blocks)])
 
     def _load_block(self, task: Load, block: LoadBlock, views: Views | None) -> bool:
         if views is None:

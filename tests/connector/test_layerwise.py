@@ -109,6 +109,32 @@ class TestLoads:
         wait_for(lambda: store.touched == keys(3), "the blocks to be touched")
         assert worker.core.poll() == WorkerReport(), "reported once"
 
+    @pytest.mark.parametrize("gone", [None, 0, 1, 2])
+    def test_what_does_not_fit_the_memory_of_a_step_comes_before_in_whole_blocks(
+        self,
+        store: MemoryBlockStore,
+        make: Make,
+        saved: Worker,
+        gone: int | None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("connector.layerwise_worker.STEP_LOAD_BYTES", 1)
+        worker = make()
+        job, other = load_job(store, 3), load_job(store, 1, 21, "other", 1)
+        if gone is not None:
+            store.evict(keys(3)[gone])
+        report = step(worker, job, other)
+        good = 3 if gone is None else gone
+        assert report.invalid_block_ids == {
+            *range(11 + 2 * good, 17),
+            *((21, 22) if gone == 0 else ()),
+        }
+        assert torch.equal(
+            bits(worker.kv)[:, 11 : 11 + 2 * good], bits(saved.kv)[:, 1 : 1 + 2 * good]
+        )
+        if gone != 0:
+            assert torch.equal(bits(worker.kv)[:, 21:23], bits(saved.kv)[:, 1:3])
+
     def test_a_layer_can_be_read_while_the_next_is_copied(
         self, store: MemoryBlockStore, make: Make, saved: Worker
     ) -> None:
