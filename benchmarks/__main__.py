@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import index, local, vllm
+from benchmarks import index, layerwise, local, vllm
 from benchmarks.report import show
 
-SUITES = {"index": index, "local": local, "vllm": vllm}
+SUITES = {"index": index, "layerwise": layerwise, "local": local, "vllm": vllm}
 
 
 def main() -> None:
