@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import index, integrity, local, restart, stream, vllm
+from benchmarks import index, integrity, layerwise, local, restart, stream, vllm
 from benchmarks.report import show
 
 SUITES = {
     "index": index,
     "integrity": integrity,
+    "layerwise": layerwise,
     "local": local,
     "restart": restart,
     "stream": stream,

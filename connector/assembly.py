@@ -16,6 +16,7 @@ from connector.geometry import (
     default_block_tokens,
     splits_of,
 )
+from connector.layerwise_worker import LayerwiseWorker
 from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.worker import WorkerCore
@@ -125,7 +126,10 @@ class EngineShape:
 
 
 def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCore:
-    """The scheduler side; the store is opened when it is first needed."""
+    """The scheduler side; the store is opened when it is first needed.
+
+    Raises `UsageError` for settings that cannot work.
+    """
     settings = SchedulerSettings(
         loads=shape.loads,
         saves=shape.saves,
@@ -135,13 +139,16 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         null_block_id=shape.null_block_id,
         pinned_fraction=config.pinned_fraction,
         events=shape.events,
+        layerwise=config.layerwise,
     )
+    _check_layerwise(config, shape)
     store = LazyStore(lambda: open_store(config))
     return SchedulerCore(store, shape.layout(config), settings)
 
 
 def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:
     """The worker side of worker `rank` (pipeline-major)."""
+    _check_layerwise(config, shape)
     layout = shape.layout(config)
 
     def open_to_save() -> BlockStore:
@@ -149,7 +156,7 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
         store.introduce(tuple(layout.all_namespaces()))
         return store
 
-    return WorkerCore(
+    return (LayerwiseWorker if config.layerwise else WorkerCore)(
         LazyStore(open_to_save),
         layout,
         rank=rank,
@@ -157,3 +164,18 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
         load_timeout_s=config.load_timeout_s,
         save_timeout_s=config.save_timeout_s,
     )
+
+
+def _check_layerwise(config: ConnectorSettings, shape: EngineShape) -> None:
+    if config.layerwise and shape.loads and len(shape.groups) > 1:
+        raise UsageError(
+            "layerwise",
+            True,
+            f"must be false where blocks of {len(shape.groups)} KV cache groups are loaded: "
+            "their ids do not tell the engine which block of a running request failed. "
+            "It may be true with kv_role kv_producer",
+        )
+    if config.layerwise and shape.volatile_tokens:
+        raise UsageError(
+            "layerwise", True, "must be false with a draft model: its layers are written twice"
+        )

@@ -105,9 +105,9 @@ class WorkerReport:
     """What one worker, or after `merge` all of them, has to say about one step."""
 
     finished_loads: set[str] = field(default_factory=set)
-    """Requests whose load ended on this worker, each exactly once, failed or not."""
+    """Requests whose load between steps ended on this worker, each exactly once, failed or not."""
     failed_requests: set[str] = field(default_factory=set)
-    """Those of them that failed at least in part, if the layout `fails_by_request`."""
+    """Requests whose load failed at least in part, if the layout `fails_by_request`."""
     invalid_block_ids: set[int] = field(default_factory=set)
     """Else the engine blocks that hold no valid KV although a load was planned into them."""
     failed_blocks: dict[int, int] = field(default_factory=dict)
@@ -117,6 +117,8 @@ class WorkerReport:
     stored_blocks: dict[int, frozenset[int]] = field(default_factory=dict)
     """Ended save job -> positions of its blocks that are in the store, as far as these
     workers are concerned: saved by them, found there, or another worker's to save."""
+    ended_loads: dict[int, int] = field(default_factory=dict)
+    """Load job within a step -> on how many workers it ended, failed or not."""
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Fold `other` into this report; the first failure of a load job wins."""
@@ -129,16 +131,19 @@ class WorkerReport:
             self.ended_saves[job_id] = self.ended_saves.get(job_id, 0) + workers
         for job_id, stored in other.stored_blocks.items():
             self.stored_blocks[job_id] = stored & self.stored_blocks.get(job_id, stored)
+        for job_id, workers in other.ended_loads.items():
+            self.ended_loads[job_id] = self.ended_loads.get(job_id, 0) + workers
         return self
 
     def for_scheduler(self) -> WorkerReport | None:
         """The part that only the connector's own scheduler side needs; None: there is none."""
-        if not self.failed_blocks and not self.ended_saves:
+        if not (self.failed_blocks or self.ended_saves or self.ended_loads):
             return None
         return WorkerReport(
             failed_blocks=self.failed_blocks,
             ended_saves=self.ended_saves,
             stored_blocks=self.stored_blocks,
+            ended_loads=self.ended_loads,
         )
 
 
@@ -217,6 +222,14 @@ class WorkerSide(Protocol):
     def start_loads(self, jobs: Sequence[LoadJob]) -> None: ...
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """To be called after the forward that fills the blocks."""
+        ...
+
+    def wait_layer_load(self, layer_name: str) -> None:
+        """Return when the layer of all blocks that this step loads may be read."""
+        ...
+
+    def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
+        """The forward has written the layer; `jobs` are the step's, as `start_saves` gets them."""
         ...
 
     def cancel_loads(self, request_ids: Iterable[str]) -> None:

@@ -26,9 +26,12 @@ class HeadPart(NamedTuple):
 
 
 class KVBlocks(Protocol):
-    """Copies between an engine's KV and payloads laid out `[layer][head][token][C]`."""
+    """Copies between an engine's KV and payloads laid out `[layer][head][token][C]`.
 
-    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
+    With `layer` only that layer of a payload, one contiguous part of it, is copied.
+    """
+
+    def gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None = None) -> None:
         """Engine blocks, in token order, into a whole payload."""
         ...
 
@@ -38,6 +41,7 @@ class KVBlocks(Protocol):
         skip: int,
         block_ids: Sequence[int],
         part: HeadPart | None = None,
+        layer: int | None = None,
     ) -> None:
         """The payload's engine blocks from number `skip` on into `block_ids`.
 
@@ -117,6 +121,7 @@ class HostBlocks:
         self._runs = [
             (first, count, self._view(first, count)) for first, count in _layer_runs(layers)
         ]
+        self._single = [[(layer, 1, self._view(layer, 1))] for layer in range(len(layers))]
 
     def _view(self, first: int, count: int) -> Any:
         """`[layer, block, head, token, C]` over `count` layers a constant distance apart."""
@@ -134,9 +139,12 @@ class HostBlocks:
             return block_ids
         return [b * self._split + i for b in block_ids for i in range(self._split)]
 
-    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
+    def _runs_of(self, layer: int | None) -> Sequence[tuple[int, int, Any]]:
+        return self._runs if layer is None else self._single[layer]
+
+    def gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None = None) -> None:
         payload = self._np.frombuffer(out, self._word).reshape(self._payload_shape)
-        for first, count, view in self._runs:
+        for first, count, view in self._runs_of(layer):
             part = payload[first : first + count]
             for i, block_id in enumerate(self._kernel_ids(block_ids)):
                 part[:, :, i] = view[:, block_id]
@@ -147,6 +155,7 @@ class HostBlocks:
         skip: int,
         block_ids: Sequence[int],
         part: HeadPart | None = None,
+        layer: int | None = None,
     ) -> None:
         layers, heads, *rest = self._payload_shape
         take = part or HeadPart(heads, 0, 0, heads)
@@ -154,7 +163,7 @@ class HostBlocks:
         source = whole.reshape((layers, take.payload_heads, *rest))
         taken = slice(take.source, take.source + take.heads)
         given = slice(take.target, take.target + take.heads)
-        for first, count, view in self._runs:
+        for first, count, view in self._runs_of(layer):
             blocks = source[first : first + count, taken]
             for i, block_id in enumerate(self._kernel_ids(block_ids), skip * self._split):
                 view[:, block_id, given] = blocks[:, :, i]
@@ -228,14 +237,17 @@ class DeviceBlocks:
         ids = [b * self._split + i for b in block_ids for i in range(self._split)]
         return self._torch.tensor(ids, dtype=self._torch.int64).to(self._device)
 
-    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
+    def gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None = None) -> None:
         torch = self._torch
+        which = slice(None) if layer is None else slice(layer, layer + 1)
+        saved = self._saved[which]
         with torch.cuda.stream(self._save_stream):
             ids = self._ids(block_ids)
-            staging = torch.stack([layer.index_select(0, ids) for layer in self._layers])
-            self._saved.copy_(staging.transpose(1, 2).contiguous(), non_blocking=True)
+            staging = torch.stack([kv.index_select(0, ids) for kv in self._layers[which]])
+            saved.copy_(staging.transpose(1, 2).contiguous(), non_blocking=True)
             self._save_stream.synchronize()
-        out[:] = self._saved.numpy().reshape(-1).data
+        payload = self._np.frombuffer(out, "u1").reshape(self._saved.shape)
+        payload[which] = saved.numpy()
 
     def scatter(
         self,
@@ -243,21 +255,23 @@ class DeviceBlocks:
         skip: int,
         block_ids: Sequence[int],
         part: HeadPart | None = None,
+        layer: int | None = None,
     ) -> None:
         torch = self._torch
         layers, heads, *rest = self._loaded.shape
         take = part or HeadPart(heads, 0, 0, heads)
+        which = slice(None) if layer is None else slice(layer, layer + 1)
         source = self._np.frombuffer(payload, "u1").reshape((layers, take.payload_heads, *rest))
         begin, count = skip * self._split, len(block_ids) * self._split
-        wanted = source[:, take.source : take.source + take.heads]
+        wanted = source[which, take.source : take.source + take.heads]
         # The front of the pinned block, so that it crosses to the device in one copy.
         taken = self._loaded.view(-1)[: wanted.size].view(wanted.shape)
         taken.numpy()[:] = wanted
         with torch.cuda.stream(self._load_stream):
             ids = self._ids(block_ids)
             staging = taken.to(self._device, non_blocking=True)
-            for layer, heads_of_layer in zip(self._layers, staging, strict=True):
-                layer.narrow(1, take.target, take.heads).index_copy_(
+            for kv, heads_of_layer in zip(self._layers[which], staging, strict=True):
+                kv.narrow(1, take.target, take.heads).index_copy_(
                     0, ids, heads_of_layer[:, begin : begin + count].transpose(0, 1)
                 )
             self._load_stream.synchronize()

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvstore import InternalError
+
 
 class Fence:
     """Lets the copying thread in until somebody ends the transfer; then never again.
@@ -35,3 +37,14 @@ class Fence:
         self._ended = True
         self._lock.release()
         return True
+
+    def end(self, timeout_s: float) -> None:
+        """End the transfer after the copy that is running, if any.
+
+        Raises `InternalError` when that copy goes on for longer than `timeout_s`:
+        the blocks can then neither be used nor given back.
+        """
+        if not self._lock.acquire(timeout=timeout_s):
+            raise InternalError(f"a copy into the engine's memory hangs for {timeout_s} s")
+        self._ended = True
+        self._lock.release()

@@ -73,7 +73,7 @@ class KVStoreConnector:
         core = scheduler_side(settings, shape)
         if engine.pins is not None:
             core.bind_pins(engine.pins, shape.workers, engine.num_blocks)
-        return KVStoreScheduler(core)
+        return KVStoreScheduler(core, between_steps=not settings.layerwise)
 
     @classmethod
     def make_worker(cls, config: KVTransferConfig, engine: EngineInfo) -> KVStoreWorker:
@@ -102,8 +102,10 @@ def _read(config: KVTransferConfig, engine: EngineInfo) -> tuple[ConnectorSettin
 class KVStoreScheduler(KVConnectorScheduler):
     """`KVConnectorScheduler` over a `SchedulerCore`."""
 
-    def __init__(self, core: SchedulerCore) -> None:
+    def __init__(self, core: SchedulerCore, *, between_steps: bool = True) -> None:
+        """`between_steps`: loads have steps of their own, else they are part of the forward's."""
         self._core = core
+        self._between_steps = between_steps
 
     def on_new_request(self, request: EngineRequest) -> None:
         self._core.on_new_request(request)
@@ -112,7 +114,7 @@ class KVStoreScheduler(KVConnectorScheduler):
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self._core.match(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and self._between_steps
 
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
@@ -182,6 +184,12 @@ class KVStoreWorker(KVConnectorWorker):
 
     def start_load_kv(self) -> None:
         self._core.start_loads(self._bound().loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._core.wait_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
+        self._core.layer_written(layer_name, self._bound().saves)
 
     def wait_for_save(self) -> None:
         self._core.start_saves(self._bound().saves)

@@ -53,6 +53,10 @@ class SaveLedger:
         self._jobs[job.job_id] = _Job(block_ids, self._workers, frozenset(range(len(blocks))))
         return job
 
+    def drop(self, job_id: int) -> None:
+        """The job was not given to any worker."""
+        self.ended(job_id, self._workers)
+
     def ended(
         self, job_id: int, workers: int, stored: frozenset[int] = frozenset()
     ) -> frozenset[int] | None:

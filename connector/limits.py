@@ -22,6 +22,9 @@ LOAD_JOBS_MAX = 1024
 """Loads waiting in one worker; one more fails at once and is computed."""
 LOAD_STAGING_BYTES = 64 << 20
 """What a worker reads from other hosts at a time, before it goes into the engine's blocks."""
+STEP_LOAD_BYTES = 1 << 30
+"""What a step loads layer by layer, and may read from other hosts at a time; what it loads before
+that comes in whole blocks."""
 SAVE_JOBS_MAX = 256
 """Save jobs that a scheduler keeps in flight; beyond it blocks wait for a later step."""
 SAVE_JOB_BLOCKS_MAX = 64
@@ -30,6 +33,8 @@ SAVE_BATCH_BLOCKS = 64
 """Store blocks that one reserve and one commit carry, unless they are larger than"""
 SAVE_BATCH_BYTES = 64 << 20
 """this together."""
+FORWARD_TIMEOUT_S = 600.0
+"""A forward that takes longer saves nothing of what it has written layer by layer."""
 PINNED_FRACTION_MAX = 0.25
 """Share of the engine's blocks that saves may keep from being reused."""
 

@@ -59,7 +59,9 @@ UNSAVED_BLOCKS = Metric(
     "reason",
 )
 SAVE_SECONDS = Metric(
-    "kvstore_save_seconds", "From the forward that filled blocks to their commit", buckets=_SECONDS
+    "kvstore_save_seconds",
+    "From the end of the forward that filled blocks to their commit",
+    buckets=_SECONDS,
 )
 DROPPED_SAVES = Metric("kvstore_dropped_saves", "Save jobs that were given up", "reason")
 
@@ -67,6 +69,8 @@ METRICS = tuple(value for value in globals().values() if isinstance(value, Metri
 
 ABORTED = "aborted"
 """Reason of a load whose request is gone. The others are `MissReason`s."""
+INCOMPLETE = "incomplete"
+"""Reason of a transfer within a step whose forward did not name each layer once."""
 ERROR = "error"
 """Reason of a transfer that ended with an exception: see the log."""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.blocks import HeadPart
 from connector.topology import reads_of
 
 if TYPE_CHECKING:
+    from connector.base import LoadBlock
     from connector.geometry import GroupLayout, KVGeometry
-    from kvstore import Namespace
+    from kvstore import Found, Namespace
 
 
 class Piece(NamedTuple):
@@ -60,3 +62,27 @@ class GroupPieces:
     def pieces(self, split: int) -> tuple[Piece, ...]:
         """All heads of this worker, each once, from shards of `split`."""
         return self._by_split[split]
+
+
+def found_in(groups: Sequence[GroupPieces], blocks: Iterable[LoadBlock]) -> list[Found]:
+    """The shards that have some of this worker's heads, in the order of their blocks."""
+    return [
+        block.found[piece.shard]
+        for block in blocks
+        if block.found
+        for piece in groups[block.group].pieces(block.split)
+    ]
+
+
+def windows(
+    groups: Sequence[GroupPieces], blocks: Sequence[LoadBlock], size_bytes_max: int
+) -> Iterator[Sequence[LoadBlock]]:
+    """Runs of `blocks` that fit this much memory should all of them be on other hosts."""
+    start = size_bytes = 0
+    for i, block in enumerate(blocks):
+        block_bytes = sum(p.payload_bytes for p in groups[block.group].pieces(block.split))
+        if i > start and size_bytes + block_bytes > size_bytes_max:
+            yield blocks[start:i]
+            start, size_bytes = i, 0
+        size_bytes += block_bytes
+    yield blocks[start:]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from connector.base import (
@@ -36,7 +36,9 @@ from connector.limits import (
 from connector.lookup import Lookup, Lookups
 from connector.metrics import Counts
 from connector.plan import full_blocks, load_blocks, offered_tokens, save_blocks, usable_run
-from kvstore import Explanation, Key, KVStoreError, MissReason
+from connector.requests import LoadUnderWay, Offer, RequestState
+from connector.unconfirmed import Unconfirmed
+from kvstore import Explanation, KVStoreError, MissReason
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -60,41 +62,8 @@ class SchedulerSettings:
     """Share of the engine's blocks that saves in flight may hold."""
     events: bool = False
     """Whether somebody takes events about stored blocks."""
-
-
-@dataclass(slots=True, eq=False)
-class _Offer:
-    """What the last `match` offered; taken up by `allocated`, or not."""
-
-    lookup: Lookup
-    start_token: int
-    tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class _RequestState:
-    lookup: Lookup | None = None
-    offer: _Offer | None = None
-    barred: dict[Key, bytes] = field(default_factory=dict)
-    """Records of this request that could not be loaded: never offered to it again."""
-    failed_loads: int = 0
-    present_blocks: int = 0
-    """Leading store blocks that the last lookup found: not saved again."""
-    saved_blocks: int = 0
-    """Leading store blocks that were planned for saving since the last preemption."""
-    save_barred: bool = False
-    """Computed before a reset: not saved until it is computed anew."""
-    keys: tuple[tuple[list[Key], ...], ...] = ()
-    """Of the engine's own split, per group and shard."""
-    key_hashes: Sequence[bytes] = ()
-    """What they were made from."""
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    job: LoadJob
-    first_block: int
-    """Index in the prefix of the job's first store block."""
+    layerwise: bool = False
+    """Loads are part of the step that computes the rest of the prompt."""
 
 
 class SchedulerCore:
@@ -123,18 +92,30 @@ class SchedulerCore:
             on_answer=self._history.looked_up,
         )
         self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
-        self._requests: dict[str, _RequestState] = {}
+        self._unconfirmed = Unconfirmed(layout.groups[0].topology.workers)
+        self._forget: Callable[[set[int]], None] = lambda _: None
+        self._requests: dict[str, RequestState] = {}
         self._planned_loads: list[LoadJob] = []
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, LoadUnderWay] = {}
         """By request, until the load has ended on every worker."""
         self._next_load_id = 0
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
 
-    def bind_pins(self, pins: BlockPins, workers: int, num_blocks: int) -> None:
+    def bind_pins(
+        self,
+        pins: BlockPins,
+        workers: int,
+        num_blocks: int,
+        forget: Callable[[set[int]], None] = lambda _: None,
+    ) -> None:
         """How to keep engine blocks alive, of which there are `num_blocks`; before that
-        nothing is saved."""
+        nothing is saved.
+
+        `forget` takes blocks out of the engine's own prefix cache whose KV is wrong.
+        """
         most = int(num_blocks * self._settings.pinned_fraction)
         self._ledger = SaveLedger(pins, workers, most)
+        self._forget = forget
 
     # Loads
 
@@ -174,9 +155,12 @@ class SchedulerCore:
         self._events.looked_up(request, lookup)
         tokens = offered_tokens(run, num_computed_tokens, self._layout)
         # Tokens that came after the lookup are not part of the prompt it saw.
-        tokens = max(0, min(tokens, request.num_tokens - num_computed_tokens))
+        last = request.num_tokens
+        if self._settings.layerwise:  # one is computed, in a block that is not being loaded
+            last -= 1 + (last - 1) % self._layout.engine_block_tokens
+        tokens = max(0, min(tokens, last - num_computed_tokens))
         if tokens:
-            state.offer = _Offer(lookup, num_computed_tokens, tokens)
+            state.offer = Offer(lookup, num_computed_tokens, tokens)
         self._history.answered(request, lookup, run, num_computed_tokens, tokens)
         return tokens
 
@@ -208,12 +192,12 @@ class SchedulerCore:
         self._next_load_id += 1
         self._planned_loads.append(job)
         first_block = offer.start_token // self._layout.block_tokens
-        self._loads[request.request_id] = _Load(job, first_block)
+        self._loads[request.request_id] = LoadUnderWay(job, first_block)
 
     def _long_enough(self, request: EngineRequest) -> bool:
         return request.num_tokens >= self._layout.block_tokens
 
-    def _lookup(self, state: _RequestState, request: EngineRequest) -> Lookup | None:
+    def _lookup(self, state: RequestState, request: EngineRequest) -> Lookup | None:
         """The current lookup, a new one when there is none or it is too old."""
         lookup = state.lookup
         if lookup is not None and lookup.done.is_set():
@@ -242,24 +226,17 @@ class SchedulerCore:
         """Loads planned since the last step, and saves of what this step's forward fills."""
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
         for request_id in preempted:
-            self._forget_progress(request_id)
-        plan = StepPlan(loads=self._planned_loads, idle=True)
+            if request_id in self._requests:
+                self._requests[request_id].forget_progress()
+        scheduled = list(scheduled)
+        plan = StepPlan(loads=self._planned_loads, idle=not scheduled)
         self._planned_loads = []
-        for request, num_scheduled_tokens in scheduled:
-            plan.idle = False
-            if self._settings.saves:
-                self._plan_saves(request, num_scheduled_tokens, block_ids, plan.saves)
+        for request, num_scheduled_tokens in scheduled if self._settings.saves else ():
+            self._plan_saves(request, num_scheduled_tokens, block_ids, plan.saves)
+        if self._settings.layerwise:
+            names = [request.request_id for request, _ in scheduled]
+            plan.saves = self._unconfirmed.step(plan.loads, plan.saves, names, block_ids)
         return plan
-
-    def _forget_progress(self, request_id: str) -> None:
-        """A preempted request starts over: its blocks are gone and come back elsewhere."""
-        state = self._requests.get(request_id)
-        if state is not None:
-            state.lookup = None
-            state.offer = None
-            state.present_blocks = 0
-            state.saved_blocks = 0
-            state.save_barred = False
 
     def _plan_saves(
         self,
@@ -276,7 +253,7 @@ class SchedulerCore:
         )
         if last <= first or state.save_barred:
             return
-        keys = self._keys(state, request, last)
+        keys = state.keys(request, last, layout)
         last = min(last, len(keys[0][0]))
         tables = block_ids(request.request_id)
         blocks_per_key = sum(layout.blocks_per_key(group) for group in range(len(layout.groups)))
@@ -293,39 +270,17 @@ class SchedulerCore:
             first += count
             state.saved_blocks = first
 
-    def _keys(
-        self, state: _RequestState, request: EngineRequest, blocks: int
-    ) -> tuple[tuple[list[Key], ...], ...]:
-        """Keys of at least `blocks` store blocks, as far as the engine has hashed.
-
-        Those of a lookup are used again only while the request still has the
-        tokens that were looked up: a session may replace its last ones.
-        """
-        per_key = self._layout.hashes_per_key
-        hashes = request.block_hashes
-        last = blocks * per_key - 1
-        if not state.keys and state.lookup is not None and state.lookup.done.is_set():
-            state.keys, state.key_hashes = state.lookup.keys, state.lookup.hashes
-        if (
-            not state.keys
-            or len(state.keys[0][0]) < blocks
-            or tuple(state.key_hashes[last : last + 1]) != tuple(hashes[last : last + 1])
-        ):
-            state.key_hashes = tuple(hashes)
-            state.keys = tuple(
-                tuple(ns.engine_keys(state.key_hashes, per_key) for ns in group.namespaces)
-                for group in self._layout.groups
-            )
-        return state.keys
-
     # What came back
 
     def report(self, report: WorkerReport) -> None:
         """Bar what could not be loaded, and give back what is no longer read."""
         failed = report.failed_blocks
+        invalid: set[int] = set()
         for request_id, load in self._loads.items() if failed else ():
             position = failed.get(load.job.job_id)
             state = self._requests.get(request_id)
+            if position is not None:
+                invalid.update(*(block.block_ids for block in load.job.blocks[position:]))
             if position is not None and state is not None:
                 block = load.job.blocks[position]
                 for found in block.found:
@@ -342,6 +297,22 @@ class SchedulerCore:
             stored_by_all = self._ledger.ended(job_id, workers, stored)
             if stored_by_all is not None:
                 self._events.saved(job_id, stored_by_all)
+        if report.ended_loads:
+            self._step_loads_ended(report.ended_loads, invalid)
+
+    def _step_loads_ended(self, ended: Mapping[int, int], invalid: set[int]) -> None:
+        done = self._unconfirmed.ended(ended)
+        names = [name for name, load in self._loads.items() if load.job.job_id in done]
+        self.loads_ended(names)
+        if not invalid:
+            return
+        dropped, wrong = self._unconfirmed.spoilt(invalid)
+        for job in dropped:
+            self._ledger.drop(job.job_id)
+            self._events.saved(job.job_id, ())
+            if job.request_id in self._requests:
+                self._requests[job.request_id].saved_blocks = 0
+        self._forget(wrong)
 
     def loads_ended(self, request_ids: Iterable[str]) -> None:
         """Every worker is done with the loads of these requests."""
@@ -396,11 +367,8 @@ class SchedulerCore:
             state.present_blocks = 0
             state.save_barred = True
         if self._loads or len(self._ledger):
-            log.warning(
-                "reset refused: %d loads and %d saves are in flight",
-                len(self._loads),
-                len(self._ledger),
-            )
+            in_flight = (len(self._loads), len(self._ledger))
+            log.warning("reset refused: %d loads and %d saves are in flight", *in_flight)
             return False
         store = self._store.get()
         if store is None:
@@ -420,8 +388,8 @@ class SchedulerCore:
         self._history.close()
         self._store.close()
 
-    def _state(self, request_id: str) -> _RequestState:
+    def _state(self, request_id: str) -> RequestState:
         state = self._requests.get(request_id)
         if state is None:
-            state = self._requests[request_id] = _RequestState()
+            state = self._requests[request_id] = RequestState()
         return state

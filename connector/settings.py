@@ -55,6 +55,8 @@ class ConnectorSettings:
     """After that the engine computes what was not loaded."""
     save_timeout_s: float = 10.0
     """After that a save is dropped and its engine blocks are free again."""
+    layerwise: bool = False
+    """Load and save layer by layer, beside the forward (docs/engines.md says when it pays)."""
     verify: Literal["never", "always"] = "never"
     """Whether payload checksums are written and checked on this host too."""
     save_decode: bool = True
@@ -78,8 +80,9 @@ class ConnectorSettings:
             raise UsageError("url", self.url, "must be a URL such as redis://host:6379/0")
         if self.verify not in ("never", "always"):
             raise UsageError("verify", self.verify, "must be 'never' or 'always'")
-        if not isinstance(self.save_decode, bool):
-            raise UsageError("save_decode", self.save_decode, "must be true or false")
+        for name in ("save_decode", "layerwise"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(name, getattr(self, name), "must be true or false")
         if not isinstance(self.tp_sizes, list | tuple) or not all(
             isinstance(size, int) and size >= 1 for size in self.tp_sizes
         ):

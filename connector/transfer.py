@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from connector import metrics
-from connector.base import LoadJob, SaveJob, WorkerReport
+from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
+from connector.blocks import HeadPart
 from connector.fence import Fence
-from kvstore import DeadlineError, Key, MissReason, NodeUnavailableError
+from kvstore import BlockView, DeadlineError, Key, MissReason, NodeUnavailableError, Reservation
 
 if TYPE_CHECKING:
     from connector.metrics import Counts
     from connector.pieces import GroupPieces
+
+log = logging.getLogger(__name__)
+
+Views = list[tuple[BlockView, HeadPart]]
+"""All shards that one store block is copied from, and the heads that each has for us."""
 
 
 class Load:
@@ -44,12 +51,42 @@ class Save:
         self.fence = Fence()
         self.ended = False
         self.stored: set[Key] = set()
-        """Of this worker's shard, what is in the store: saved or found there."""
+        """Of this worker's shard, what is in the store: saved or found there. May hold more
+        than is this save's own."""
         self.why = ""
         """Why it was given up; empty when it was not."""
 
 
 Transfer = Load | Save
+
+
+class Reserved(NamedTuple):
+    """One block to save, and the slot that is to hold it."""
+
+    task: Save
+    block: SaveBlock
+    reservation: Reservation
+
+
+def block_views(
+    groups: Sequence[GroupPieces], block: LoadBlock, views: Iterator[BlockView | None]
+) -> Views | None:
+    """Take the block's own from `views`, one per shard that has some of this worker's heads.
+
+    None when one is not there.
+    """
+    if not block.found:
+        return None
+    its: Views = []
+    pieces = groups[block.group].pieces(block.split)
+    for piece, view in [(piece, next(views)) for piece in pieces]:
+        if view is None:
+            return None
+        if len(view.buffer) != piece.payload_bytes:
+            log.error("a stored block has %d bytes, not %d", len(view.buffer), piece.payload_bytes)
+            return None
+        its.append((view, piece.part))
+    return its
 
 
 def why_of(error: Exception) -> str:
@@ -59,10 +96,9 @@ def why_of(error: Exception) -> str:
     return MissReason.NODE_DEAD if isinstance(error, NodeUnavailableError) else metrics.ERROR
 
 
-def report_load(task: Load, report: WorkerReport, *, by_request: bool) -> None:
-    """Say that the load has ended, and what of it failed."""
+def report_failures(task: Load, report: WorkerReport, *, by_request: bool) -> None:
+    """Say what of a load that has ended holds no valid KV."""
     job, loaded = task.job, task.loaded
-    report.finished_loads.add(job.request_id)
     if loaded == len(job.blocks):
         return
     report.failed_blocks[job.job_id] = loaded

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from connector import metrics, transfer
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
-from connector.blocks import HeadPart, KVBlocks, kv_blocks
+from connector.blocks import KVBlocks, kv_blocks
 from connector.limits import (
     LOAD_JOBS_MAX,
     LOAD_STAGING_BYTES,
@@ -29,9 +29,9 @@ from connector.limits import (
     Clock,
 )
 from connector.metrics import Counts
-from connector.pieces import GroupPieces
-from connector.transfer import Load, Save, Transfer
-from kvstore import BlockStore, BlockView, Key, KVStoreError, MissReason, PutResult, Reservation
+from connector.pieces import GroupPieces, found_in, windows
+from connector.transfer import Load, Reserved, Save, Transfer, Views, block_views
+from kvstore import BlockStore, Key, KVStoreError, MissReason, Reservation
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -73,8 +73,9 @@ class WorkerCore:
         self._wake = threading.Condition()
         self._active: dict[Transfer, None] = {}
         self._done: list[Transfer] = []
-        self._load_queue: queue.Queue[Load | None] = queue.Queue(LOAD_JOBS_MAX)
-        self._save_queue: queue.Queue[Save | None] = queue.Queue(SAVE_JOBS_MAX)
+        self._load_queue: queue.Queue[Any] = queue.Queue(LOAD_JOBS_MAX)
+        self._save_queue: queue.Queue[Any] = queue.Queue(SAVE_JOBS_MAX)
+        """What the threads do next; None is their end."""
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._counts = Counts()
@@ -111,8 +112,7 @@ class WorkerCore:
         """Queue saves of blocks that the forward before this call has filled."""
         if not jobs:
             return
-        # One token for all groups: it stands for all work submitted to the device.
-        ready = self._blocks[0].mark_ready() if self._blocks else None
+        ready = self._mark_ready()
         now = self._clock()
         for job in jobs:
             task = Save(job, now + self._save_timeout_s, now, ready)
@@ -120,6 +120,16 @@ class WorkerCore:
                 self._start(task, self._save_queue)
             else:  # a replica: another worker saves these heads
                 self._end(task)
+
+    def wait_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps: a step never waits for one (`LayerwiseWorker` does)."""
+
+    def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
+        """Saves start when the whole forward is done (those of `LayerwiseWorker` do not)."""
+
+    def _mark_ready(self) -> Any:
+        """One token for all groups: it stands for all work submitted to the device."""
+        return self._blocks[0].mark_ready() if self._blocks else None
 
     def _start(self, task: Any, to: queue.Queue[Any]) -> None:
         with self._wake:
@@ -163,10 +173,14 @@ class WorkerCore:
         report = WorkerReport()
         for task in done:
             if isinstance(task, Load):
-                transfer.report_load(task, report, by_request=self._layout.fails_by_request)
+                report.finished_loads.add(task.job.request_id)
+                self._report_failures(task, report)
             else:
                 transfer.report_save(task, report, self._groups)
         return report
+
+    def _report_failures(self, task: Load, report: WorkerReport) -> None:
+        transfer.report_failures(task, report, by_request=self._layout.fails_by_request)
 
     def take_stats(self) -> CountStats | None:
         """What was counted since the last call; None: nothing."""
@@ -222,60 +236,26 @@ class WorkerCore:
         if store is None:
             task.why = MissReason.NO_STORE
             return
-        for window in self._windows(task.job.blocks):
-            found = [
-                block.found[piece.shard]
-                for block in window
-                if block.found
-                for piece in self._groups[block.group].pieces(block.split)
-            ]
-            views = store.views(found, self._staging, task.deadline - self._clock())
+        for window in windows(self._groups, task.job.blocks, LOAD_STAGING_BYTES):
+            timeout_s = task.deadline - self._clock()
+            views = store.views(found_in(self._groups, window), self._staging, timeout_s)
             for block in window:
                 # A block after a failed one is of no use: the engine recomputes from there.
                 if task.fence.ended or self._clock() >= task.deadline:
                     return
-                if not self._load_block(task, block, views):
+                if not self._load_block(task, block, block_views(self._groups, block, views)):
                     if not task.fence.ended and self._clock() < task.deadline:
                         task.why = MissReason.LOAD_FAILED
                     return
                 task.loaded += 1
-        store.touch(
-            [
-                block.found[piece.shard].key
-                for block in task.job.blocks
-                for piece in self._groups[block.group].pieces(block.split)
-            ]
-        )
+        self._touch(task, store)
 
-    def _windows(self, blocks: Sequence[LoadBlock]) -> Iterator[Sequence[LoadBlock]]:
-        """Runs of `blocks` that fit the staging memory should all of them be on other hosts."""
-        start = size_bytes = 0
-        for i, block in enumerate(blocks):
-            pieces = self._groups[block.group].pieces(block.split)
-            block_bytes = sum(piece.payload_bytes for piece in pieces)
-            if i > start and size_bytes + block_bytes > LOAD_STAGING_BYTES:
-                yield blocks[start:i]
-                start, size_bytes = i, 0
-            size_bytes += block_bytes
-        yield blocks[start:]
+    def _touch(self, task: Load, store: BlockStore) -> None:
+        store.touch([found.key for found in found_in(self._groups, task.job.blocks)])
 
-    def _load_block(
-        self, task: Load, block: LoadBlock, its_views: Iterator[BlockView | None]
-    ) -> bool:
-        """Copy this worker's heads from every shard that has some of them."""
-        if not block.found:
+    def _load_block(self, task: Load, block: LoadBlock, views: Views | None) -> bool:
+        if views is None:
             return False
-        views: list[tuple[BlockView, HeadPart]] = []
-        for piece in self._groups[block.group].pieces(block.split):
-            view = next(its_views)
-            if view is None:
-                return False
-            if len(view.buffer) != piece.payload_bytes:
-                log.error(
-                    "a stored block has %d bytes, not %d", len(view.buffer), piece.payload_bytes
-                )
-                return False
-            views.append((view, piece.part))
         with task.fence.copying() as allowed:
             if not allowed:
                 return False
@@ -312,7 +292,7 @@ class WorkerCore:
                     task.why = task.why or why
                     self._end(task)
 
-    def _say_dropped(self, jobs: int, why: Exception) -> None:
+    def _say_dropped(self, jobs: int, why: Exception | str) -> None:
         self._dropped += jobs
         now = self._clock()
         if now - self._said_at >= SAY_EVERY_S:
@@ -324,6 +304,14 @@ class WorkerCore:
         store = self._store.get()
         if store is None:
             return MissReason.NO_STORE
+        for group, blocks in self._batches(tasks):
+            self._save_batch(store, group, blocks)
+        return ""
+
+    def _batches(
+        self, tasks: Sequence[Save]
+    ) -> Iterator[tuple[GroupPieces, list[tuple[Save, SaveBlock]]]]:
+        """What this worker saves, in parts that one reserve and one commit carry."""
         for number, group in enumerate(self._groups):
             blocks = [
                 (task, block)
@@ -332,45 +320,50 @@ class WorkerCore:
                 if block.group == number and group.saves
             ]
             for start in range(0, len(blocks), self._batch_blocks):
-                self._save_batch(store, group, blocks[start : start + self._batch_blocks])
-        return ""
+                yield group, blocks[start : start + self._batch_blocks]
 
     def _save_batch(
         self, store: BlockStore, group: GroupPieces, blocks: Sequence[tuple[Save, SaveBlock]]
     ) -> None:
         """One reserve, one copy per block that the store does not have, one commit."""
+        reserved = self._reserve(store, group, blocks)
+        filled: list[Reserved] = []
+        left: list[Reservation] = []
+        try:
+            for entry in reserved:
+                if self._save_block(*entry):
+                    filled.append(entry)
+                else:
+                    left.append(entry.reservation)
+        except BaseException:
+            store.abort([entry.reservation for entry in reserved])
+            raise
+        if left:
+            store.abort(left)
+        self._commit(store, filled, {task for task, _ in blocks})
+
+    def _reserve(
+        self, store: BlockStore, group: GroupPieces, blocks: Sequence[tuple[Save, SaveBlock]]
+    ) -> list[Reserved]:
+        """Slots for those of the blocks that the store does not have; one request."""
         wanted = {
             block.keys[group.shard]: (task, block) for task, block in blocks if not task.fence.ended
         }
         if not wanted:
-            return
+            return []
         answers = store.reserve(list(wanted), group.block_bytes, group.namespace.id)
-        open_ones = {a.key: a for a in answers if isinstance(a, Reservation)}
-        stored: set[Key] = set()
+        reserved: list[Reserved] = []
+        there: set[Key] = set()
         for key, answer in zip(wanted, answers, strict=True):
-            if isinstance(answer, PutResult):
-                self._counts.add(metrics.UNSAVED_BLOCKS, 1, answer.status)
-                if answer:
-                    stored.add(key)
-        filled: list[tuple[Save, Reservation]] = []
-        try:
-            for key, reservation in list(open_ones.items()):
-                task, block = wanted[key]
-                if self._save_block(task, block, reservation):
-                    filled.append((task, reservation))
-                    del open_ones[key]
-        except BaseException:
-            store.abort([*open_ones.values(), *(r for _, r in filled)])
-            raise
-        if open_ones:
-            store.abort(list(open_ones.values()))
-        committed = self._commit(store, filled)
-        self._counts.add(metrics.SAVED_BLOCKS, len(committed))
-        self._counts.add(metrics.SAVED_BYTES, len(committed) * group.block_bytes)
-        stored |= committed
-        for task, block in blocks:
-            if block.keys[group.shard] in stored:
-                task.stored.add(block.keys[group.shard])
+            if isinstance(answer, Reservation):
+                reserved.append(Reserved(*wanted[key], answer))
+                continue
+            self._counts.add(metrics.UNSAVED_BLOCKS, 1, answer.status)
+            if answer:
+                there.add(key)
+        for task, _ in blocks if there else ():
+            task.stored |= there
+        return reserved
 
     def _save_block(self, task: Save, block: SaveBlock, reservation: Reservation) -> bool:
         blocks = self._blocks[block.group]
@@ -382,18 +375,23 @@ class WorkerCore:
             blocks.gather(block.block_ids, reservation.buffer)
         return True
 
-    def _commit(self, store: BlockStore, filled: Sequence[tuple[Save, Reservation]]) -> set[Key]:
+    def _commit(self, store: BlockStore, filled: Sequence[Reserved], tasks: Iterable[Save]) -> None:
         """Commit under the fences: a job that was reported as ended publishes nothing later.
 
-        A reset relies on it: it clears the store once no job is in flight. Gives the keys
-        that are in the store then.
+        A reset relies on it: it clears the store once no job is in flight. `tasks` learn
+        what is in the store then: some may save the same blocks.
         """
         with ExitStack() as stack:
-            tasks = {task for task, _ in filled}
-            alive = {t for t in tasks if stack.enter_context(t.fence.copying())}
-            dropped = [r for task, r in filled if task not in alive]
-            kept = [r for task, r in filled if task in alive]
+            filling = {entry.task for entry in filled}
+            alive = {t for t in filling if stack.enter_context(t.fence.copying())}
+            dropped = [entry.reservation for entry in filled if entry.task not in alive]
+            kept = [entry.reservation for entry in filled if entry.task in alive]
             if dropped:
                 store.abort(dropped)
             results = store.commit(kept) if kept else []
-            return {r.key for r, result in zip(kept, results, strict=True) if result}
+            committed = [r for r, result in zip(kept, results, strict=True) if result]
+            stored = {reservation.key for reservation in committed}
+            for task in tasks if stored else ():
+                task.stored |= stored
+        self._counts.add(metrics.SAVED_BLOCKS, len(committed))
+        self._counts.add(metrics.SAVED_BYTES, sum(len(r.buffer) for r in committed))

@@ -12,6 +12,7 @@ from typing import Any
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, StepPlan, WorkerReport
 from connector.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout, splits_of
 from connector.lazy_store import LazyStore
+from connector.protocol import CountStats
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.worker import WorkerCore
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -206,9 +207,10 @@ class Worker:
         timeout_s: float = PATIENCE_S,
         topology: ShardTopology | None = None,
         clock: Callable[[], float] = time.monotonic,
+        kind: type[WorkerCore] = WorkerCore,
     ) -> None:
         self.kv = kv_tensors(blocks, seed=seed)
-        self.core = WorkerCore(
+        self.core = kind(
             LazyStore(lambda: store),
             layout(topology),
             rank=rank,
@@ -267,6 +269,17 @@ def load_job(
 
 def loaded(worker: Worker, name: str = "q") -> WorkerReport:
     return worker.until(lambda report: name in report.finished_loads)
+
+
+def taken(take: Callable[[], CountStats | None]) -> dict[str, Any]:
+    """All that is counted now, samples as how many there are."""
+    stats = take()
+    counts = stats.to_dict() if stats is not None else {}
+    return {
+        name.removeprefix("kvstore_"): len(value) if isinstance(value, list) else value
+        for name, value in counts.items()
+        if value
+    }
 
 
 class Hold:

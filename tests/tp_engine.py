@@ -19,6 +19,7 @@ from connector.assembly import EngineShape, GroupShape
 from connector.base import LoadJob, WorkerReport
 from connector.chain import extend
 from connector.geometry import KVGeometry, ShardTopology
+from connector.layerwise_worker import LayerwiseWorker
 from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.settings import ConnectorSettings
@@ -91,8 +92,11 @@ class TpEngine:
         order: str = "HND",
         tp_sizes: Sequence[int] = (1, 2, 4, 8),
         seed: int = 0,
+        layerwise: bool = False,
     ) -> None:
         self.model, self.store, self.engine_block = model, store, engine_block
+        self.layer_names = [f"l{i}" for i in range(model.layers)]
+        """Of each group."""
         self.block_tokens = block_tokens
         self._rng = random.Random(seed)
         windows = [None] if model.window_tokens is None else [None, model.window_tokens]
@@ -103,12 +107,12 @@ class TpEngine:
         self.scheduler = SchedulerCore(
             LazyStore(lambda: store),
             self.layout,
-            SchedulerSettings(lookup_timeout_s=PATIENCE_S, null_block_id=0),
+            SchedulerSettings(lookup_timeout_s=PATIENCE_S, null_block_id=0, layerwise=layerwise),
         )
         self.pins = FakePins()
         self.scheduler.bind_pins(self.pins, tp_size, 1000)
         self.workers = [
-            WorkerCore(
+            (LayerwiseWorker if layerwise else WorkerCore)(
                 LazyStore(lambda: store),
                 self.layout,
                 rank=rank,
@@ -149,7 +153,8 @@ class TpEngine:
         import torch
 
         dtype = getattr(torch, self.model.dtype)
-        return {f"l{i}": torch.from_numpy(layer).view(dtype) for i, layer in enumerate(kv)}
+        layers = zip(self.layer_names, kv, strict=True)
+        return {name: torch.from_numpy(layer).view(dtype) for name, layer in layers}
 
     def request(self, name: str, tokens: list[int], salt: str | None = None) -> TokenRequest:
         return TokenRequest(name, tokens, self.block_tokens, salt=salt)
@@ -177,6 +182,8 @@ class TpEngine:
         self.fill(tokens, tables)
         plan = self.scheduler.plan_step([(request, len(tokens))], [], lambda _: tables)
         for worker in self.workers:
+            for name in self.layer_names:
+                worker.layer_written(name, plan.saves)
             worker.start_saves(plan.saves)
         wanted = {job.job_id: len(self.workers) for job in plan.saves}
         total = self._until(lambda report: report.ended_saves == wanted)
@@ -211,6 +218,8 @@ class TpEngine:
         loads = self.scheduler.plan_step([], [], lambda _: None).loads
         for worker in self.workers:
             worker.start_loads(loads)
+            for name in self.layer_names:
+                worker.wait_layer_load(name)
         reports = [0]
 
         def enough(report: WorkerReport) -> bool:
@@ -231,7 +240,7 @@ class TpEngine:
             for worker in self.workers:
                 report = worker.poll(0.002)
                 if ended_loads is not None:
-                    ended_loads[0] += len(report.finished_loads)
+                    ended_loads[0] += len(report.finished_loads) + len(report.ended_loads)
                 total.merge(report)
             return bool(enough(total))
 

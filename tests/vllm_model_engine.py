@@ -210,6 +210,7 @@ class ModelEngine:
         hash_fn = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(block_size, hash_fn)
+        self._kv_cache_groups = groups.kv_cache_groups
         # Per group [B, N, L, H, bytes].
         self._slots = [kv.view(torch.uint8).permute(1, 3, 0, 2, 4) for kv in self.kv]
         self.outputs: dict[str, list[int]] = {}
@@ -265,8 +266,11 @@ class ModelEngine:
         )
         self.worker.handle_preemptions(metadata)
         self.worker.bind_connector_metadata(metadata)
-        sampled = {name: self._forward(name, n) for name, n in output.num_scheduled_tokens.items()}
-        self.worker.start_load_kv(None)
+        if output.has_sync_kv_loads:
+            self.worker.start_load_kv(None)
+        sampled = self._forward(output.num_scheduled_tokens)
+        if not output.has_sync_kv_loads:
+            self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
         transfers = KVConnectorOutput(
@@ -289,14 +293,14 @@ class ModelEngine:
                 kv_connector_output=transfers,
             ),
         )
-        for name, tokens in sampled.items():
-            self.outputs[name] += tokens
         for client in outputs.values():
             self.told.update(
                 (answer.request_id, answer.kv_transfer_params)
                 for answer in client.outputs
                 if answer.kv_transfer_params is not None
             )
+            for one in client.outputs:  # not what was sampled: a step may have been undone
+                self.outputs[one.request_id] += one.new_token_ids
             said = client.scheduler_stats
             if said is not None and said.kv_connector_stats:
                 self.stats.append(said.kv_connector_stats)
@@ -305,30 +309,53 @@ class ModelEngine:
                 self.hits[source.value] = self.hits.get(source.value, 0) + tokens
         return output
 
-    def _forward(self, name: str, count: int) -> list[int]:
-        """Write the KV of `count` tokens; a token when that completes what is known."""
+    def _forward(self, scheduled: dict[str, int]) -> dict[str, list[int]]:
+        """Layer by layer: write the KV of the new tokens of all requests, then read all of it.
+
+        A request gets a token when that completes what is known of it.
+        """
+        seen: dict[str, list[list[Any]]] = {name: [[] for _ in self.kv] for name in scheduled}
+        groups = self._kv_cache_groups if scheduled else ()
+        for layer in range(LAYERS):
+            for group, kv_group in enumerate(groups):
+                layer_name = kv_group.layer_names[layer]
+                self.worker.wait_for_layer_load(layer_name)
+                for name, count in scheduled.items():
+                    self._write(name, count, group, layer)
+                for name in scheduled:
+                    seen[name][group].append(self._read(name, group, layer))
+                self.worker.save_kv_layer(layer_name, self.kv[group][layer], None)
+        self.computed_tokens += sum(scheduled.values())
+        return {name: self._sampled(name, layers) for name, layers in seen.items()}
+
+    def _write(self, name: str, count: int, group: int, layer: int) -> None:
         import torch
 
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens  # the scheduler has advanced it already
-        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
-        self.computed_tokens += count
+        table = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
         lora = request.lora_request
         context = lora.lora_name.encode() if lora is not None else b""
-        for group, table in enumerate(tables):
-            kv = digests(list(request.all_token_ids), group, context)
-            for position in range(end - count, end):
-                block, offset = divmod(position, self.block_size)
-                slot = torch.frombuffer(bytearray(kv[position]), dtype=torch.uint8)
-                self._slots[group][table[block], offset] = slot.view(LAYERS, HEADS, -1)
-        if end < request.num_tokens:
+        kv = digests(list(request.all_token_ids), group, context)
+        for position in range(end - count, end):
+            block, offset = divmod(position, self.block_size)
+            slot = torch.frombuffer(bytearray(kv[position]), dtype=torch.uint8)
+            self._slots[group][table[block], offset, layer] = slot.view(LAYERS, HEADS, -1)[layer]
+
+    def _read(self, name: str, group: int, layer: int) -> Any:
+        """One layer's KV of all tokens that the last one sees, `[token, H, bytes]`."""
+        end = self.scheduler.requests[name].num_computed_tokens
+        table = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        first = max(0, end - self.window) if group and self.window is not None else 0
+        return self._slots[group][table, :, layer].flatten(0, 1)[first:end].clone()
+
+    def _sampled(self, name: str, seen: list[list[Any]]) -> list[int]:
+        import torch
+
+        request = self.scheduler.requests[name]
+        if request.num_computed_tokens < request.num_tokens:
             return []
-        seen = b""
-        for group, table in enumerate(tables):
-            first = max(0, end - self.window) if group and self.window is not None else 0
-            read = self._slots[group][table].flatten(0, 1)[first:end].contiguous()
-            seen += read.numpy().tobytes()
-        return [sample(seen)]
+        return [sample(b"".join(torch.stack(g, 1).numpy().tobytes() for g in seen))]
 
     def run(self, steps_max: int = 2000) -> None:
         """Step until nothing is left to do, saves included."""

@@ -81,6 +81,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A cache is best effort: a dropped save is a future miss, not a lost hand-off."""
         return False
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layer by layer, Python runs between the layers: a graph of all of them would skip it."""
+        return bool(extra_config.get("layerwise"))
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -124,7 +129,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
             pins, blocks = PoolPins(gpu_block_pool), gpu_block_pool.num_gpu_blocks
-            self._s.bind_pins(pins, self._shape.workers, blocks)
+            self._s.bind_pins(pins, self._shape.workers, blocks, gpu_block_pool.evict_blocks)
 
     def _hashed(self, request: Any) -> HashedRequest:
         known = self._requests.get(request.request_id)
@@ -145,7 +150,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if request.skip_reading_prefix_cache:
             return 0, False  # vLLM would discard the answer
         tokens = self._s.match(hashed, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self._config.layerwise
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._s.allocated(self._hashed(request), blocks.get_block_ids, num_external_tokens)
@@ -234,12 +239,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._w.start_loads(self._plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # loads end between steps, never within one
+        self._w.wait_layer_load(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        return  # saves read whole blocks after the forward
+        self._w.layer_written(layer_name, self._plan.saves)
 
     def wait_for_save(self) -> None:
         self._w.start_saves(self._plan.saves)

@@ -39,6 +39,8 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
                 getattr(parallel, name),
                 "must be 1: sequence shards of a block are not stored",
             )
+    if config.layerwise:
+        _check_layerwise(vllm_config)
     groups = tuple(
         _group(number, group, vllm_config)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -60,6 +62,47 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
         events=events is not None and events.enable_kv_cache_events,
+    )
+
+
+def _check_layerwise(vllm_config: Any) -> None:
+    """What vLLM 0.32 does layer by layer, and recomputes rightly (docs/decisions/0013)."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+
+    def need(right: bool, name: str, value: object, why: str) -> None:
+        if not right:
+            raise UsageError(name, value, f"{why}, or set layerwise to false")
+
+    need(
+        not parallel.use_ubatching,
+        "enable_dbo, ubatch_size",
+        (parallel.enable_dbo, parallel.ubatch_size),
+        "must be off: each layer of a step is written twice",
+    )
+    drafts = vllm_config.speculative_config
+    need(drafts is None, "speculative_config", drafts, "must be absent: drafts write layers again")
+    if not vllm_config.kv_transfer_config.is_kv_consumer:
+        return
+    need(
+        not scheduler.async_scheduling,
+        "async_scheduling",
+        True,
+        "must be off (--no-async-scheduling): a step that was planned already is not undone",
+    )
+    stages = parallel.pipeline_parallel_size
+    need(stages == 1, "pipeline_parallel_size", stages, "must be 1: several steps run at a time")
+    need(
+        not vllm_config.use_v2_model_runner,
+        "VLLM_USE_V2_MODEL_RUNNER",
+        True,
+        "must be 0: that runner computes from the wrong place when a load has failed",
+    )
+    chunk = scheduler.long_prefill_token_threshold
+    need(
+        chunk == 0,
+        "long_prefill_token_threshold",
+        chunk,
+        "must be 0: another request could read blocks before they are computed again",
     )
 
 

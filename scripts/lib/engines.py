@@ -127,6 +127,7 @@ class EngineProcess:
             **settings.env,
         }
         request = json.dumps({"model": str(model), "settings": asdict(settings)})
+        self.log = log
         self._log = log.open("wb") if log is not None else None
         self._process = subprocess.Popen(
             [sys.executable, str(program), str(theirs.fileno()), request],

@@ -48,6 +48,23 @@ def test_what_is_gathered_is_scattered_between_layouts(source: str, target: str)
     assert torch.equal(bits(other)[:, untouched], before[:, untouched])
 
 
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("layer", range(GEOMETRY.layers))
+def test_one_layer_is_one_contiguous_part_of_the_payload(order: str, layer: int) -> None:
+    one, other = kv_tensors(8, order, seed=1), kv_tensors(8, order, seed=2)
+    whole, out = gathered(one, [7, 3]), bytearray(BYTES)
+    kv_blocks(one, GEOMETRY, BLOCK).gather([7, 3], memoryview(out), layer)
+    part = slice(layer * BYTES // GEOMETRY.layers, (layer + 1) * BYTES // GEOMETRY.layers)
+    assert out[part] == whole[part]
+    out[part] = bytes(part.stop - part.start)
+    assert not any(out), "nothing of the other layers"
+    before, blocks = bits(other), kv_blocks(other, GEOMETRY, BLOCK)
+    blocks.scatter(memoryview(whole), 1, [4], HeadPart(GEOMETRY.heads, 1, 0, 1), layer)
+    assert torch.equal(bits(other)[layer, 4, 0], bits(one)[layer, 3, 1])
+    changed = (bits(other) != before).nonzero()
+    assert {tuple(place[:3].tolist()) for place in changed} == {(layer, 4, 0)}
+
+
 def test_the_tail_of_a_store_block_is_scattered_alone() -> None:
     one, other = kv_tensors(8, seed=1), kv_tensors(8, seed=2)
     before = bits(other)

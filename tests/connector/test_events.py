@@ -150,3 +150,22 @@ def test_events_that_nobody_takes_are_bounded(side: Side) -> None:
     taken = side.core.take_events()
     assert len(taken) == EVENTS_MAX
     assert taken[-1].block_hash == (EVENTS_ANNOUNCED_MAX + 4).to_bytes(4, "big")
+
+
+def test_trap_what_was_computed_on_a_failed_load_is_not_said_to_be_stored_until_it_is(
+    store: MemoryBlockStore,
+) -> None:
+    side = Side(store, events=True, layerwise=True)
+    request = prompt(side, 3)
+    side.put(request, 1)
+    assert side.match(request) == BLOCK
+    side.core.allocated(request, lambda: (side.tables["r"],), BLOCK)
+    request.num_computed_tokens = BLOCK
+    assert not side.step((request, 2 * BLOCK)).saves, "they wait for the load"
+    side.core.report(WorkerReport(failed_blocks={0: 0}, ended_loads={0: 1}))
+    assert said(side) == []
+    assert not side.core._events._saving, "of saves that were dropped nothing is remembered"
+    request.num_computed_tokens = 0
+    end(side, planned(side, request), {0, 1, 2})
+    assert said(side) == [(True, 0), (True, 1), (True, 2)]
+    side.core.close()

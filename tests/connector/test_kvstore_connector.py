@@ -60,12 +60,14 @@ def config(role: Any = "kv_both", **extra: Any) -> KVTransferConfig:
 class Engine:
     """Both sides, with metadata and outputs going through pickle as between processes."""
 
-    def __init__(self, role: Any = "kv_both", seed: int = 0, events: bool = False) -> None:
+    def __init__(
+        self, role: Any = "kv_both", seed: int = 0, events: bool = False, **extra: Any
+    ) -> None:
         self.pins = FakePins()
         shape = replace(SHAPE, events=events)
         info = EngineInfo(shape=shape, pins=self.pins, num_blocks=1000)
-        self.scheduler = KVStoreConnector.make_scheduler(config(role), info)
-        self.worker = KVStoreConnector.make_worker(config(role), info)
+        self.scheduler = KVStoreConnector.make_scheduler(config(role, **extra), info)
+        self.worker = KVStoreConnector.make_worker(config(role, **extra), info)
         self.kv = kv_tensors(16, seed=seed)
         self.worker.register_kv_caches(self.kv)
         self.outputs = KVOutputAggregator.from_connector(self.worker, 1)
@@ -79,6 +81,9 @@ class Engine:
         self.worker.bind_connector_metadata(meta)
         self.worker.handle_preemptions(meta)
         self.worker.start_load_kv()
+        for name, layer in self.kv.items() if scheduled else ():
+            self.worker.wait_for_layer_load(name)
+            self.worker.save_kv_layer(name, layer)
         self.worker.wait_for_save()
         output = worker_output(self.worker, set(finished))
         output = self.outputs.aggregate([pickle.loads(pickle.dumps(output))])
@@ -166,6 +171,44 @@ def test_what_cannot_be_loaded_comes_back_as_invalid_blocks_and_is_not_offered_a
     assert other.stats.counts["kvstore_failed_loads:load-failed"] == 1
 
 
+def test_layer_by_layer_a_load_is_part_of_the_step_that_computes_the_rest(
+    store: MemoryBlockStore,
+) -> None:
+    engine, other = Engine(layerwise=True), Engine(seed=1, layerwise=True)
+    request = FakeRequest("a", PROMPT)
+    engine.save(request)
+    again = FakeRequest("b", PROMPT)
+    loaded = len(PROMPT) - ENGINE_BLOCK
+    assert other.match(again) == (loaded, False), "the last block is computed"
+    other.scheduler.update_state_after_alloc(again, TABLE, loaded)
+    again.num_computed_tokens = loaded
+    output = other.step((again, ENGINE_BLOCK))
+    assert not output.finished_recving, "that is for loads between steps"
+    assert not output.invalid_block_ids
+    assert bool((bits(other.kv)[:, TABLE[:-1]] == bits(engine.kv)[:, TABLE[:-1]]).all())
+    engine.close()
+    other.close()
+    assert other.stats.counts["kvstore_loaded_blocks"] == 2, "of the second one its head"
+    assert len(other.stats.counts["kvstore_load_seconds"]) == 1
+
+
+def test_layer_by_layer_invalid_blocks_come_with_the_same_step(store: MemoryBlockStore) -> None:
+    engine, other = Engine(layerwise=True), Engine(seed=1, layerwise=True)
+    engine.save(FakeRequest("a", PROMPT))
+    again = FakeRequest("b", PROMPT)
+    loaded, _ = other.match(again)
+    assert engine.scheduler.reset_cache()
+    other.scheduler.update_state_after_alloc(again, TABLE, loaded or 0)
+    again.num_computed_tokens = len(PROMPT) - ENGINE_BLOCK
+    assert other.step((again, ENGINE_BLOCK)).invalid_block_ids == set(TABLE[:-1])
+    again.num_computed_tokens = 0
+    other.save(again)
+    assert len(store.sealed()) == 2, "computed again, then saved"
+    assert other.pins.references == {}
+    engine.close()
+    other.close()
+
+
 def test_offer_that_the_engine_does_not_take_up_loads_nothing(engine: Engine) -> None:
     request = FakeRequest("a", PROMPT)
     engine.save(request)
@@ -183,10 +226,11 @@ def test_finished_request_never_keeps_its_blocks(engine: Engine) -> None:
     assert list(engine.scheduler.take_events()) == []
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
 def test_engine_that_wants_events_is_told_what_was_stored_and_both_sides_count(
-    store: MemoryBlockStore,
+    store: MemoryBlockStore, layerwise: bool
 ) -> None:
-    engine = Engine(events=True)
+    engine = Engine(events=True, layerwise=layerwise)
     request = FakeRequest("a", PROMPT)
     assert engine.match(request) == (0, False)
     engine.save(request)
@@ -198,6 +242,7 @@ def test_engine_that_wants_events_is_told_what_was_stored_and_both_sides_count(
     asked = engine.scheduler.get_kv_connector_stats()
     assert asked is not None
     assert asked.to_dict()["kvstore_lookup_blocks"] == len(PROMPT) // BLOCK
+    assert engine.stats.counts["kvstore_saved_blocks"] == len(PROMPT) // BLOCK
     engine.close()
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from connector_parts import (
@@ -20,6 +19,7 @@ from connector_parts import (
     loaded,
     save,
     save_job,
+    taken,
     wait_for,
 )
 
@@ -51,17 +51,6 @@ def side(store: MemoryBlockStore) -> Iterator[Side]:
     side = Side(store)
     yield side
     side.core.close()
-
-
-def taken(take: Callable[[], CountStats | None]) -> dict[str, Any]:
-    """All that is counted now, samples as how many there are."""
-    stats = take()
-    counts = stats.to_dict() if stats is not None else {}
-    return {
-        name.removeprefix("kvstore_"): len(value) if isinstance(value, list) else value
-        for name, value in counts.items()
-        if value
-    }
 
 
 class TestTable:
@@ -286,10 +275,15 @@ class TestReports:
 
     def test_the_engines_part_is_not_sent_to_the_scheduler_side(self) -> None:
         assert WorkerReport({"r"}, {"r"}, {5}).for_scheduler() is None
-        said = WorkerReport({"r"}, {"r"}, {5}, {0: 1}, {2: 1}, {2: frozenset({0})}).for_scheduler()
-        assert said == WorkerReport(
-            failed_blocks={0: 1}, ended_saves={2: 1}, stored_blocks={2: frozenset({0})}
+        rest = WorkerReport(
+            failed_blocks={0: 1},
+            ended_saves={2: 1},
+            stored_blocks={2: frozenset({0})},
+            ended_loads={0: 1},
         )
+        assert WorkerReport({"r"}, {"r"}, {5}).merge(rest).for_scheduler() == rest
+        only_loads = WorkerReport(ended_loads={0: 1})
+        assert only_loads.for_scheduler() == only_loads
 
 
 class TestRequests:

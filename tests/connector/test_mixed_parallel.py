@@ -57,6 +57,22 @@ def test_what_engines_of_one_size_save_engines_of_any_size_load(
     engine.check(tokens, offered, tables)
 
 
+@pytest.mark.parametrize("reader", [1, 2, 8])
+@pytest.mark.parametrize("writer", [1, 2, 8])
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_layer_by_layer_sizes_share_as_well(
+    make: Make, store: MemoryBlockStore, writer: int, reader: int, order: str
+) -> None:
+    tokens = prompt(3)
+    make(writer, seed=1, layerwise=True).save(tokens)
+    engine = make(reader, seed=2, order=order, layerwise=True)
+    offered, tables, _, report = engine.load(tokens)
+    assert offered == 3 * BLOCK
+    assert report.ended_loads == {0: reader}
+    assert report.failed_requests == set()
+    engine.check(tokens, offered, tables)
+
+
 def test_trap_only_one_replica_saves(make: Make, store: MemoryBlockStore) -> None:
     make(8, Model(heads=2)).save(prompt(3))
     assert len(store.sealed()) == 2 * 3

@@ -41,6 +41,7 @@ def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
         ("save_timeout_s", 1e9),
         ("pinned_fraction", 1.5),
         ("save_decode", "yes"),
+        ("layerwise", 1),
         ("verify", "sometimes"),
         ("model_id", ""),
         ("node", 3),
