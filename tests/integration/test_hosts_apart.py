@@ -166,6 +166,25 @@ def test_a_host_without_a_node_saves_to_another_ones(apart):
     assert apart.clients["b"].get(first, first + 20) == 20
 
 
+def test_the_command_line_gets_what_another_host_saved(apart, tmp_path):
+    value = tmp_path / "value"
+    value.write_bytes(os.urandom(100_000))
+
+    def kv(host: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "kvstore.cli", *arguments]
+        return subprocess.run(
+            apart.hosts.command(host, command),
+            env=apart.places.environment(apart.hosts, host),
+            capture_output=True,
+            timeout=60,
+        )
+
+    for host, key in (("a", "said on a"), ("c", "said on c, which has no node")):
+        assert kv(host, "put", key, str(value)).stdout.strip() == b"stored"
+        for other in ("a", "b", "c"):
+            assert kv(other, "get", key).stdout == value.read_bytes()
+
+
 @pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "requests only"])
 def test_a_partition_costs_a_deadline_then_misses_at_once_and_heals(apart, one_way):
     first = next(NEXT)
