@@ -12,6 +12,7 @@ from kvstore.cli.options import add_store, run_dir_of
 from kvstore.cli.store import open_client
 from kvstore.client.client import Client
 from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.transport.base import Read, Wanted
 from kvstore.types import Kind
 
 _LIBRARIES = {Kind.NUMPY: "a numpy array", Kind.TORCH: "a torch tensor"}
@@ -49,17 +50,28 @@ def read_raw(client: Client, key: str) -> tuple[bytes, str] | None:
     Not `Client.get`: that makes an array or a tensor, and needs numpy or torch for it.
     """
     reader = client.session.reader
-    (place,) = reader.find((client.namespace.value_key(key),))
-    if place is None:
-        if reader.index_failures:
-            raise IndexUnavailableError("Redis did not answer")
+    raw_key = client.namespace.value_key(key)
+    found = reader.search((raw_key,))
+    (place,) = found.places
+    if place is not None:
+        payload, kind, meta_length = bytes(place.payload), place.kind, place.meta_length
+        if not place.valid():
+            return None
+    elif found.away:
+        location = found.away[0]
+        target = bytearray(location.length)
+        wanted = Wanted(raw_key, location, (memoryview(target),))
+        (outcome,) = client.session.remote.read([wanted])
+        if outcome.read is not Read.HIT:
+            return None
+        payload, kind, meta_length = bytes(target), outcome.kind, outcome.meta_length
+    elif reader.index_failures:
+        raise IndexUnavailableError("Redis did not answer")
+    else:
         return None
-    data_bytes = place.payload.nbytes - place.meta_length
-    value, meta = bytes(place.payload[:data_bytes]), bytes(place.payload[data_bytes:])
-    if not place.valid():
-        return None
-    what = _LIBRARIES.get(Kind(place.kind))
+    data_bytes = len(payload) - meta_length
+    what = _LIBRARIES.get(Kind(kind))
     if what is None:
-        return value, ""
-    dtype, shape = msgpack.unpackb(meta)
-    return value, f"raw bytes of {what}, dtype {dtype}, shape {tuple(shape)}"
+        return payload[:data_bytes], ""
+    dtype, shape = msgpack.unpackb(payload[data_bytes:])
+    return payload[:data_bytes], f"raw bytes of {what}, dtype {dtype}, shape {tuple(shape)}"

@@ -38,8 +38,8 @@ Several hosts on one machine, for tests and trials. Needs root.
 class Places:
     """Where the processes of a cluster leave their files: one directory for each host."""
 
-    def __init__(self, name: str) -> None:
-        self.root = Path(tempfile.gettempdir()) / f"kvstore-cluster-{os.geteuid()}" / name
+    def __init__(self, name: str, root: Path | None = None) -> None:
+        self.root = (root or Path(tempfile.gettempdir()) / f"kvstore-cluster-{os.geteuid()}") / name
 
     def host(self, host: str) -> Path:
         path = self.root / host
@@ -65,17 +65,22 @@ def start(
     hosts: Hosts, places: Places, size: str, options: Sequence[str] = ()
 ) -> list[subprocess.Popen[bytes]]:
     """Redis on the switch, then a node on every host; all answer on return."""
+    server = start_redis(hosts, places)
+    nodes = [start_node(hosts, places, host, size, options) for host in hosts.names]
+    for node, host in zip(nodes, hosts.names, strict=True):
+        wait_ready(node, places.host(host) / "log")
+    return [server, *nodes]
+
+
+def start_redis(hosts: Hosts, places: Places) -> subprocess.Popen[bytes]:
+    """On the switch. Also makes the secret that nodes and clients share."""
     places.secret.write_text(secrets.token_hex(32))
     places.secret.chmod(0o600)
     bind = hosts.address(SWITCH)
     redis = [str(find_server().path), "--bind", bind, "--port", str(REDIS_PORT), "--save", ""]
     redis += ["--protected-mode", "no", "--dir", str(places.host(SWITCH))]
     with (places.host(SWITCH) / "log").open("ab") as log:
-        server = hosts.popen(SWITCH, redis, stdout=log, stderr=log)
-    nodes = [start_node(hosts, places, host, size, options) for host in hosts.names]
-    for node, host in zip(nodes, hosts.names, strict=True):
-        _wait_ready(node, places.host(host) / "log")
-    return [server, *nodes]
+        return hosts.popen(SWITCH, redis, stdout=log, stderr=log)
 
 
 def start_node(
@@ -88,7 +93,8 @@ def start_node(
         return hosts.popen(host, node, stdout=log, stderr=log, env=places.environment(hosts, host))
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return when the node says so in its log. Raises `SystemExit` with what it said instead."""
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while "ready" not in (said := log.read_text()):
         if process.poll() is not None or time.monotonic() > give_up_at:
@@ -126,6 +132,7 @@ def up(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return 0
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been heard
             stop(processes)
 
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,12 @@ class EngineProcess:
         settings: EngineSettings,
         log: Path | None = None,
         program: Path = Path(__file__),
+        on: Sequence[str] = (),
     ) -> None:
-        """`program` is what runs in the process: this file, or another that calls `serve`."""
+        """`program` is what runs in the process: this file, or another that calls `serve`.
+
+        `on` is a command that starts what follows it somewhere else (`Hosts.command`).
+        """
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -130,7 +134,7 @@ class EngineProcess:
         self.log = log
         self._log = log.open("wb") if log is not None else None
         self._process = subprocess.Popen(
-            [sys.executable, str(program), str(theirs.fileno()), request],
+            [*on, sys.executable, str(program), str(theirs.fileno()), request],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
