@@ -175,7 +175,9 @@ class Reader:
                 batch = [keys[i] for i in wanted]
                 records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
                 for i, key, record in zip(wanted, batch, records, strict=False):
-                    location = unpack_record(key, record) if record is not None else None
+                    if record is None or not self._genuine(key, record):
+                        continue
+                    location = unpack_record(key, record)
                     if location is None:
                         continue
                     places[i] = self._found(key, location)

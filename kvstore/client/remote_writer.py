@@ -28,6 +28,10 @@ LOOK_AROUND_S = 5.0
 NODES_TRIED_MAX = 2
 AWAY_SLOT = -1
 """In a reservation: its buffer is this process's own memory."""
+NOBODY = (
+    "no memory node on this host, and none on another that can be reached: "
+    "start one with `kvstore node`"
+)
 
 
 class RemoteWriter:
@@ -101,7 +105,7 @@ class RemoteWriter:
 
     def _save(self, batch: Sequence[Payload], namespace: tuple[int, bytes]) -> list[PutResult]:
         size_bytes = sum(payload.size_bytes for payload in batch)
-        failure: PeerError = NodeUnavailableError("no memory node can be reached")
+        failure: PeerError = NodeUnavailableError(NOBODY)
         for word in self._targets()[:NODES_TRIED_MAX]:
             deadline = time.monotonic() + self._remote.timeout_s(size_bytes)
             try:
@@ -128,7 +132,7 @@ class RemoteWriter:
         Raises `NodeUnavailableError` when no node can be reached.
         """
         if not self._targets():
-            raise NodeUnavailableError("no memory node can be reached")
+            raise NodeUnavailableError(NOBODY)
         try:
             records = self._index.lookup(keys)
         except IndexUnavailableError:

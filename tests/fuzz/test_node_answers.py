@@ -18,6 +18,7 @@ from kvstore.client.base import Question, Reservation
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing
 from kvstore.client.nodes import LocalNodes
+from kvstore.client.remote import RemoteNodes
 from kvstore.client.writer import Want, Writer
 from kvstore.core import wire
 from kvstore.core.wire import Op
@@ -25,6 +26,7 @@ from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import Announcement, NodeDir, try_lock
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
+from kvstore.transport.security import StreamSecurity
 
 KEYS = [bytes([i]) * 32 for i in range(2)]
 NAMESPACE = Namespace.named("n")
@@ -154,7 +156,8 @@ def test_any_answer_is_a_value_or_one_of_our_errors(
     run_dir = broken.directory.path.parent.parent
     nodes = LocalNodes(run_dir, index, "kv:a")
     writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False, start_node=None)
-    explainer = Explainer(index, run_dir, "kv:a", TIMEOUT_S)
+    remote = RemoteNodes(index, (), StreamSecurity(), TIMEOUT_S)
+    explainer = Explainer(index, remote, run_dir, "kv:a", TIMEOUT_S)
     try:
         made = calls(writer, explainer)
         assert set(made) == set(NAMES)
