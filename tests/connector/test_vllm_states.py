@@ -284,6 +284,17 @@ class TestFailures:
         assert [engine.free_blocks for engine in engines] == [35, 35]
 
 
+class TestLayerByLayer:
+    @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+    def test_trap_states_are_refused_by_the_name_of_the_setting(
+        self, make: MakeEngine, role: str
+    ) -> None:
+        """vLLM tells connectors when an attention layer has run, and of no other one."""
+        with pytest.raises(UsageError, match="layerwise") as refused:
+            make(role=role, layerwise=True)
+        assert "state-space" in str(refused.value)
+
+
 class TestShape:
     def found(self, model: Path, mode: str = "align", tp_size: int = 1, **changes: Any) -> Any:
         from connector.adapters.vllm_shape import engine_shape
@@ -302,13 +313,12 @@ class TestShape:
 
         return self.found(model, **changes).layout(ConnectorSettings(block_tokens=BLOCK))
 
-    @pytest.mark.parametrize("mode", ["none", "all"])
-    def test_trap_other_modes_are_refused_by_the_name_of_the_setting(
-        self, model: Path, mode: str
+    def test_trap_states_that_are_not_kept_are_refused_by_the_name_of_the_setting(
+        self, model: Path
     ) -> None:
         with pytest.raises(UsageError, match="--mamba-cache-mode align") as refused:
-            self.found(model, mode)
-        assert f"mamba_cache_mode={mode!r}" in str(refused.value)
+            self.found(model, "none")
+        assert "mamba_cache_mode='none'" in str(refused.value)
 
     def test_a_state_is_all_of_a_layers_bytes_without_padding(self, model: Path) -> None:
         _, group = self.found(model).groups
