@@ -167,6 +167,12 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
 
 
 def _check_layerwise(config: ConnectorSettings, shape: EngineShape) -> None:
+    if config.layerwise and any(group.geometry.recurrent for group in shape.groups):
+        raise UsageError(
+            "layerwise",
+            True,
+            "must be false with state-space layers: engines do not tell when one of them has run",
+        )
     if config.layerwise and shape.loads and len(shape.groups) > 1:
         raise UsageError(
             "layerwise",

@@ -84,6 +84,15 @@ class SaveBlock(NamedTuple):
     """Its number in the request's prefix."""
 
 
+class StateBlock(NamedTuple):
+    """An engine block in which the forward of a step leaves a state that stays."""
+
+    group: int
+    block_id: int
+    num_tokens: int
+    """It is the state after exactly so many tokens of the request."""
+
+
 class SaveJob(NamedTuple):
     job_id: int
     request_id: str
@@ -169,8 +178,14 @@ class SchedulerSide(Protocol):
         scheduled: Iterable[tuple[EngineRequest, int]],
         preempted: Iterable[str],
         block_ids: Callable[[str], BlockTables | None],
+        states: Callable[[str], Sequence[StateBlock]],
     ) -> StepPlan:
-        """Loads and saves of this step; `block_ids` gives a request's current block tables."""
+        """Loads and saves of this step.
+
+        `block_ids` gives a request's current block tables, `states` the blocks of
+        its groups of state-space layers that this step completes: a table does
+        not tell them from blocks whose state still changes.
+        """
         ...
 
     def report(self, report: WorkerReport) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvstore import UsageError
@@ -66,6 +67,8 @@ def kv_blocks(kv_caches: Mapping[str, Any], geometry: KVGeometry, block_tokens: 
     namespace was made from.
     """
     layers = list(kv_caches.values())
+    if geometry.recurrent:  # an engine block and a store block have one slot each, the state
+        geometry, block_tokens = replace(geometry, engine_block_tokens=1), 1
     _check(layers, geometry)
     if all(layer.device.type == "cpu" for layer in layers):
         return HostBlocks(layers, geometry, block_tokens)

@@ -1,7 +1,8 @@
 """Shape of one shard's KV, the store block built from it, and its namespace.
 
 Payload of a store block, one shard: `[layer][head][token][C]`, C being the
-engine's packed bytes of one token and head (K, then V). Head ranges are
+engine's packed bytes of one token and head (K, then V); of state-space layers
+`[layer][C]`, C being all of a layer's state after the block's last token. Head ranges are
 contiguous in every layer, the token run covers all of `block_tokens`, so
 neither the engine's block size nor its memory layout shows in the bytes. The
 namespace of a shard names its heads and not its writer's tensor-parallel size,
@@ -41,15 +42,25 @@ class KVGeometry:
     channel_bytes: int
     """C: bytes of one token of one head, K and V packed."""
     engine_block_tokens: int
+    recurrent: bool = False
+    """State-space layers: an engine block holds no KV but one state, after its last token.
+
+    `channel_bytes` are those of one layer's state, `heads` is 1.
+    """
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name in ("layers", "heads", "channel_bytes", "engine_block_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"geometry.{name}", getattr(self, name), "must be at least 1")
 
     @property
     def token_bytes(self) -> int:
+        """Of one token, or of one state."""
         return self.layers * self.heads * self.channel_bytes
+
+    def payload_slots(self, block_tokens: int) -> int:
+        """What a store block holds of each head: KV of every token, or the one state."""
+        return 1 if self.recurrent else block_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +133,13 @@ class GroupLayout:
     """Sliding window: a token needs the KV of the `window_tokens - 1` before it; None: of all."""
 
     @property
+    def tail_tokens(self) -> int | None:
+        """How many tokens before a prefix's end the next one needs of this group; None: all."""
+        if self.geometry.recurrent:
+            return 1  # the block with the last of them holds the state after it
+        return None if self.window_tokens is None else self.window_tokens - 1
+
+    @property
     def namespaces(self) -> tuple[Namespace, ...]:
         return self.splits[0].namespaces
 
@@ -145,14 +163,21 @@ class StoreLayout:
         return self.block_tokens // self.hash_block_tokens
 
     @property
-    def windowed(self) -> bool:
-        return any(group.window_tokens is not None for group in self.groups)
+    def forgetful(self) -> bool:
+        """Whether some group has only the end of a prefix: it cannot go back by one token."""
+        return any(group.tail_tokens is not None for group in self.groups)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some group has states, which exist at some tokens only."""
+        return any(group.geometry.recurrent for group in self.groups)
 
     @property
     def fails_by_request(self) -> bool:
         """Whether a failed load is told by request: with several groups, each of which has
-        block tables of its own, a block id does not name a block."""
-        return len(self.groups) > 1
+        block tables of its own, a block id does not name a block; and with states all
+        tokens before a block that failed are lost too."""
+        return len(self.groups) > 1 or self.recurrent
 
     def blocks_per_key(self, group: int = 0) -> int:
         """Engine blocks in one store block of `group`."""
@@ -173,10 +198,13 @@ def default_block_tokens(groups: Sequence[tuple[KVGeometry, ShardTopology, int |
 
     At most 256 tokens and at most a sliding window, but never less than one
     engine block. The shard is that of the largest usual tensor-parallel size,
-    so that engines of all sizes come to the same answer. Each of `groups` is
-    geometry, topology and window.
+    so that engines of all sizes come to the same answer. With states it is the
+    engine's block: states exist at few tokens, and a larger block would miss
+    some of them. Each of `groups` is geometry, topology and window.
     """
     tokens = math.lcm(*(geometry.engine_block_tokens for geometry, _, _ in groups))
+    if any(geometry.recurrent for geometry, _, _ in groups):
+        return tokens
     token_bytes = min(
         geometry.layers
         * max(1, geometry.heads * topology.tp_shards // max(TP_SIZES_DEFAULT))
@@ -211,10 +239,13 @@ def splits_of(
     hash_block_tokens: int | None = None,
     salt: bytes = b"",
 ) -> tuple[Split, ...]:
-    """The engine's own split, then those of writers with `tp_sizes` as far as heads allow."""
+    """The engine's own split, then those of writers with `tp_sizes` as far as heads allow.
+
+    States have no heads that could be told apart: only engines of one size share them.
+    """
     total = geometry.heads * topology.tp_shards
     shards = [topology.tp_shards]
-    for tp_size in tp_sizes:
+    for tp_size in () if geometry.recurrent else tp_sizes:
         try:
             count = shards_of(tp_size, total)
         except UsageError:

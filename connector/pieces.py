@@ -35,7 +35,8 @@ class GroupPieces:
         """The shard of the engine's own split that this worker holds."""
         self.saves = topology.saves(rank)
         self.namespace: Namespace = layout.namespaces[self.shard]
-        self.block_bytes = geometry.token_bytes * block_tokens
+        slots = geometry.payload_slots(block_tokens)
+        self.block_bytes = geometry.token_bytes * slots
         """Payload of the block that this worker saves."""
         self.engine_block_bytes = geometry.token_bytes * geometry.engine_block_tokens
         """Of all layers together."""
@@ -44,7 +45,7 @@ class GroupPieces:
         self._by_split: list[tuple[Piece, ...]] = []
         for split in layout.splits:
             reads = reads_of(mine, split.tp_shards, geometry.heads * topology.tp_shards)
-            size = geometry.layers * split.heads * geometry.channel_bytes * block_tokens
+            size = geometry.layers * split.heads * geometry.channel_bytes * slots
             self._by_split.append(
                 tuple(
                     Piece(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from connector.base import (
     EngineRequest,
     LoadJob,
     SaveJob,
+    StateBlock,
     StepPlan,
     WorkerReport,
 )
@@ -35,7 +36,14 @@ from connector.limits import (
 )
 from connector.lookup import Lookup, Lookups
 from connector.metrics import Counts
-from connector.plan import full_blocks, load_blocks, offered_tokens, save_blocks, usable_run
+from connector.plan import (
+    full_blocks,
+    load_blocks,
+    offered_tokens,
+    save_blocks,
+    save_states,
+    usable_run,
+)
 from connector.requests import LoadUnderWay, Offer, RequestState
 from connector.unconfirmed import Unconfirmed
 from kvstore import Explanation, KVStoreError, MissReason
@@ -222,6 +230,7 @@ class SchedulerCore:
         scheduled: Iterable[tuple[EngineRequest, int]],
         preempted: Iterable[str],
         block_ids: Callable[[str], BlockTables | None],
+        states: Callable[[str], Sequence[StateBlock]] = lambda _: (),
     ) -> StepPlan:
         """Loads planned since the last step, and saves of what this step's forward fills."""
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
@@ -232,6 +241,8 @@ class SchedulerCore:
         plan = StepPlan(loads=self._planned_loads, idle=not scheduled)
         self._planned_loads = []
         for request, num_scheduled_tokens in scheduled if self._settings.saves else ():
+            # First, since they are shown once, while other blocks can wait for room.
+            self._plan_state_saves(request, states(request.request_id), plan.saves)
             self._plan_saves(request, num_scheduled_tokens, block_ids, plan.saves)
         if self._settings.layerwise:
             names = [request.request_id for request, _ in scheduled]
@@ -270,6 +281,22 @@ class SchedulerCore:
             first += count
             state.saved_blocks = first
 
+    def _plan_state_saves(
+        self, request: EngineRequest, states: Sequence[StateBlock], out: list[SaveJob]
+    ) -> None:
+        layout = self._layout
+        state = self._state(request.request_id)
+        if not states or state.save_barred:
+            return
+        tokens = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
+        last = max(s.num_tokens for s in states) // layout.block_tokens
+        keys = state.keys(request, last, layout)
+        blocks = save_states(keys, state.present_blocks, tokens, states, layout)
+        if 0 < len(blocks) <= self._ledger.room_blocks:
+            job = self._ledger.open(request.request_id, blocks)
+            self._events.saving(request, job)
+            out.append(job)
+
     # What came back
 
     def report(self, report: WorkerReport) -> None:
@@ -285,12 +312,13 @@ class SchedulerCore:
                 block = load.job.blocks[position]
                 for found in block.found:
                     state.barred[found.key] = found.record
+                # With several groups a position counts more than one block of the
+                # prefix, and the engine computes all of it again.
+                loaded = position if len(self._layout.groups) == 1 else 0
                 keys = tuple(found.key for found in block.found)
-                self._history.load_failed(request_id, load.first_block + position, keys)
+                self._history.load_failed(request_id, load.first_block + loaded, keys)
                 state.failed_loads += 1
                 state.lookup = None
-                # With several groups a position counts more than one block of the prefix.
-                loaded = position if len(self._layout.groups) == 1 else 0
                 state.present_blocks = load.first_block + loaded
         for job_id, workers in report.ended_saves.items():
             stored = report.stored_blocks.get(job_id, frozenset())

@@ -3,11 +3,14 @@
 The "model" writes into each token's KV slot a digest of all tokens up to it, and
 samples a digest of all KV of the request, read back through the block table. So
 one foreign, stale or missing block anywhere in the prefix changes the output,
-and what the output must be is known from the prompt alone.
+and what the output must be is known from the prompt alone. State-space layers
+have a state instead, made from the one before the step and the step's tokens.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,20 @@ from connector.settings import ConnectorSettings
 from kvstore.testing.blockstore import MemoryBlockStore
 
 ENGINE_BLOCK = 16
+BLOCK = 2 * ENGINE_BLOCK
+"""Tokens of a store block."""
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 4
 SLOT_BYTES = LAYERS * HEADS * 2 * HEAD_SIZE * 2
+STATE_BYTES = 32
+STATE_PAGE_BYTES = 48
+"""Of one layer: vLLM pads states to the size of an attention block."""
 VOCABULARY = 500
-assert SLOT_BYTES == 64, "one blake2b digest fills a token's slot"
+assert SLOT_BYTES == LAYERS * STATE_BYTES == 64, "one blake2b digest fills a slot or a state"
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCABULARY) for _ in range(tokens)]
 
 
 def digests(tokens: list[int], group: int = 0, context: bytes = b"") -> list[bytes]:
@@ -30,10 +43,13 @@ def digests(tokens: list[int], group: int = 0, context: bytes = b"") -> list[byt
     """
     out: list[bytes] = []
     for token in tokens:
-        before = out[-1] if out else context
-        raw = before + token.to_bytes(4, "little")
-        out.append(blake2b(raw, salt=bytes([group])).digest())
+        out.append(digest(out[-1] if out else context, token, group))
     return out
+
+
+def digest(before: bytes, token: int, group: int) -> bytes:
+    raw = before + token.to_bytes(4, "little")
+    return blake2b(raw, salt=bytes([group])).digest()
 
 
 def sample(slots: bytes) -> int:
@@ -41,9 +57,16 @@ def sample(slots: bytes) -> int:
 
 
 def expected_output(
-    prompt: list[int], count: int, *, window: int | None = None, context: bytes = b""
+    prompt: list[int],
+    count: int,
+    *,
+    window: int | None = None,
+    recurrent: bool = False,
+    context: bytes = b"",
 ) -> list[int]:
     """What a request must give, whatever was loaded, preempted or computed again."""
+    if recurrent:
+        window = 1  # a state is the digest of the last token, which depends on all before it
     tokens = list(prompt)
     for _ in range(count):
         seen = digests(tokens, context=context)
@@ -60,6 +83,7 @@ def vllm_config(
     blocks: int,
     max_batched_tokens: int = 256,
     block_size: int = ENGINE_BLOCK,
+    mamba_cache_mode: str = "none",
     transfer: dict[str, Any] | None = None,
     events: bool = False,
     **extra: Any,
@@ -94,6 +118,7 @@ def vllm_config(
         block_size=block_size,
         enable_prefix_caching=True,
         prefix_caching_hash_algo="sha256_cbor",
+        mamba_cache_mode=mamba_cache_mode,
     )
     config = VllmConfig(
         model_config=model_config,
@@ -127,13 +152,19 @@ def vllm_config(
     return config
 
 
-def kv_cache_config(blocks: int, block_size: int = ENGINE_BLOCK, window: int | None = None) -> Any:
-    """One group of full attention; with `window` a second one of sliding-window layers."""
+def kv_cache_config(
+    blocks: int,
+    block_size: int = ENGINE_BLOCK,
+    window: int | None = None,
+    mamba_cache_mode: str = "none",
+) -> Any:
+    """One group of full attention, and a second one of sliding-window or state-space layers."""
     import torch
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
 
@@ -146,6 +177,16 @@ def kv_cache_config(blocks: int, block_size: int = ENGINE_BLOCK, window: int | N
     specs: list[Any] = [FullAttentionSpec(**shape)]
     if window is not None:
         specs.append(SlidingWindowSpec(sliding_window=window, **shape))
+    if mamba_cache_mode != "none":
+        specs.append(
+            MambaSpec(
+                block_size=block_size,
+                shapes=((2, 4), (2, 2)),
+                dtypes=(torch.bfloat16, torch.float32),
+                page_size_padded=STATE_PAGE_BYTES,
+                mamba_cache_mode=mamba_cache_mode,
+            )
+        )
     groups = [
         KVCacheGroupSpec(
             [f"model.layers.{len(specs) * i + g}.self_attn.attn" for i in range(LAYERS)], spec
@@ -168,6 +209,7 @@ class ModelEngine:
         v2_runner: bool = False,
         block_size: int = ENGINE_BLOCK,
         window: int | None = None,
+        recurrent: bool = False,
         **config: Any,
     ) -> None:
         import torch
@@ -182,9 +224,12 @@ class ModelEngine:
             return store
 
         monkeypatch.setattr(assembly, "open_store", open_model)
-        self.block_size, self.window = block_size, window
-        self.config = vllm_config(model, blocks=blocks, block_size=block_size, **config)
-        groups = kv_cache_config(blocks, block_size, window)
+        self.block_size, self.window, self.recurrent = block_size, window, recurrent
+        mode = "align" if recurrent else "none"
+        self.config = vllm_config(
+            model, blocks=blocks, block_size=block_size, mamba_cache_mode=mode, **config
+        )
+        groups = kv_cache_config(blocks, block_size, window, mode)
         self.scheduler = Scheduler(
             vllm_config=self.config,
             kv_cache_config=groups,
@@ -200,6 +245,9 @@ class ModelEngine:
             torch.zeros((LAYERS, blocks, HEADS, block_size, 2 * HEAD_SIZE), dtype=torch.bfloat16)
             for _ in groups.kv_cache_groups
         ]
+        if recurrent:  # as vLLM shows states: bytes, [B, 1, 1, C] a layer
+            pages = torch.zeros((LAYERS, blocks, 1, 1, STATE_PAGE_BYTES), dtype=torch.int8)
+            self.kv[-1] = pages[..., :STATE_BYTES]
         self.worker.register_kv_caches(
             {
                 name: kv[i]
@@ -336,6 +384,10 @@ class ModelEngine:
         table = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
         lora = request.lora_request
         context = lora.lora_name.encode() if lora is not None else b""
+        if group and self.recurrent:
+            tokens = list(request.all_token_ids)
+            self._advance(table, tokens, end - count, end, context, layer)
+            return
         kv = digests(list(request.all_token_ids), group, context)
         for position in range(end - count, end):
             block, offset = divmod(position, self.block_size)
@@ -346,6 +398,8 @@ class ModelEngine:
         """One layer's KV of all tokens that the last one sees, `[token, H, bytes]`."""
         end = self.scheduler.requests[name].num_computed_tokens
         table = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        if group and self.recurrent:  # one state, its bytes as those of one head
+            return self._state_in(table[(end - 1) // self.block_size])[layer].view(1, 1, -1)
         first = max(0, end - self.window) if group and self.window is not None else 0
         return self._slots[group][table, :, layer].flatten(0, 1)[first:end].clone()
 
@@ -356,6 +410,35 @@ class ModelEngine:
         if request.num_computed_tokens < request.num_tokens:
             return []
         return [sample(b"".join(torch.stack(g, 1).numpy().tobytes() for g in seen))]
+
+    def _state_in(self, block: int) -> Any:
+        """State of every layer, `[L, bytes]`."""
+        import torch
+
+        return self.kv[-1][:, block].view(torch.uint8).flatten(1)
+
+    def _advance(
+        self, table: list[int], tokens: list[int], start: int, end: int, context: bytes, layer: int
+    ) -> None:
+        """The state after `end` tokens from the one after `start`, as vLLM's aligned mode does.
+
+        It reads the block of the last token before the step and writes that of the
+        step's last one; in between it is nowhere. A digest is the state of all
+        layers, so all of them are written at the last one.
+        """
+        import torch
+
+        if layer < LAYERS - 1:
+            return
+        before = context
+        if start:
+            before = self._state_in(table[(start - 1) // self.block_size]).numpy().tobytes()
+        for token in tokens[start:end]:
+            before = digest(before, token, 1)
+        state = torch.frombuffer(bytearray(before), dtype=torch.int8)
+        block = table[(end - 1) // self.block_size]
+        assert block, "vLLM gave the running state no block"
+        self.kv[-1][:, block] = state.view(LAYERS, 1, 1, STATE_BYTES)
 
     def run(self, steps_max: int = 2000) -> None:
         """Step until nothing is left to do, saves included."""
@@ -372,3 +455,7 @@ class ModelEngine:
     def close(self) -> None:
         self.scheduler.shutdown()
         self.worker.shutdown()
+
+
+MakeEngine = Callable[..., ModelEngine]
+"""The fixture `make`: takes what `ModelEngine` and `vllm_config` take, by name."""

@@ -21,9 +21,10 @@ from connector.adapters.vllm_events import VllmEvents
 from connector.adapters.vllm_plugin import register_vllm
 from connector.adapters.vllm_request import HashedRequest
 from connector.adapters.vllm_shape import engine_shape, vllm_hash_tokens
+from connector.adapters.vllm_states import completed_states
 from connector.adapters.vllm_stats import KVStorePromMetrics, KVStoreStats
 from connector.assembly import scheduler_side, worker_side
-from connector.base import BlockTables, StepPlan, WorkerReport
+from connector.base import BlockTables, StateBlock, StepPlan, WorkerReport
 from connector.limits import IDLE_WAIT_S
 from connector.prompt_keys import PromptKeys
 from connector.settings import ConnectorSettings
@@ -101,6 +102,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layout = shape.layout(config)
         self._block_tokens = layout.block_tokens
         self._prompt_keys = PromptKeys.of_layout(layout)
+        self._speculative = vllm_config.speculative_config is not None
         self._report = WorkerReport()
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = scheduler_side(config, shape)
@@ -161,6 +163,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         def block_ids(request_id: str) -> BlockTables | None:
             return state.get_block_ids(request_id) if state is not None else None
 
+        def states(request_id: str) -> Sequence[StateBlock]:
+            return completed_states(
+                state, self._requests[request_id], speculative=self._speculative
+            )
+
         requests = self._requests
         scheduled = (
             (requests[request_id], tokens)
@@ -170,7 +177,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Resumed requests need nothing special: they are told from running
         # ones by neither runner's lists, only by having been preempted.
         preempted = scheduler_output.preempted_req_ids or ()
-        return KVStoreMetadata(self._s.plan_step(scheduled, preempted, block_ids))
+        return KVStoreMetadata(self._s.plan_step(scheduled, preempted, block_ids, states))
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta

@@ -17,6 +17,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from connector.adapters.vllm_states import (
+    state_fields,
+    state_geometry,
+    state_spec,
+    state_topology,
+)
 from connector.assembly import EngineShape, GroupShape
 from connector.chain import ALGORITHM
 from connector.geometry import Field, KVGeometry, ShardTopology
@@ -112,9 +118,19 @@ def vllm_hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
-    spec, window_tokens = _attention(number, group.kv_cache_spec)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     pp_size = parallel.pipeline_parallel_size
+    # Each pipeline stage has other layers.
+    layers = {"kv_layers": _digest(group.layer_names) if pp_size == 1 else ""}
+    states = state_spec(number, group.kv_cache_spec)
+    if states is not None:
+        return GroupShape(
+            geometry=state_geometry(states, len(group.layer_names)),
+            topology=state_topology(states, parallel.tensor_parallel_size, pp_size),
+            number=number,
+            fields={**state_fields(states), **layers},
+        )
+    spec, window_tokens = _attention(number, group.kv_cache_spec)
     heads = spec.max_tp_shards or model.get_total_num_kv_heads()
     # Where vLLM packs heads in another way, ranges of them mean nothing to another size.
     plain = spec.num_heads == spec.num_kv_heads
@@ -139,8 +155,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
             "head_size": int(spec.head_size),
             "within_block": _within_block(vllm_config, spec),
             "packing": "" if plain else f"{spec.num_heads} slots, {topology.tp_shards} shards",
-            # Each pipeline stage has other layers.
-            "kv_layers": _digest(group.layer_names) if pp_size == 1 else "",
+            **layers,
         },
     )
 
@@ -159,8 +174,8 @@ def _attention(number: int, spec: Any) -> tuple[Any, int | None]:
         raise UsageError(
             "kv_cache_groups",
             f"{type(spec).__name__} in group {number}",
-            "only full and sliding-window attention can be stored. State-space (Mamba) layers "
-            "keep no KV per token, and a prefix of which one group is missing is of no use",
+            "only full and sliding-window attention and states of state-space layers can be "
+            "stored, and a prefix of which one group is missing is of no use",
         )
     if spec.tokens_per_state != 1:
         raise UsageError(

@@ -1,9 +1,45 @@
-"""Where the code that starts engines is (scripts/lib), for tests and their processes."""
+"""Engines around vLLM's own scheduler (vllm_model_engine.py), and where the code is that
+starts real ones (scripts/lib), for tests and their processes."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_model_engine import BLOCK, MakeEngine, ModelEngine
+
+from kvstore.testing.blockstore import MemoryBlockStore
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "lib"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the configuration of the engines' model lies once an engine was made."""
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture
+def store() -> MemoryBlockStore:
+    return MemoryBlockStore()
+
+
+@pytest.fixture
+def make(
+    model: Path, store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeEngine]:
+    """Makes model engines that share `store`."""
+    engines: list[ModelEngine] = []
+
+    def one(**changes: Any) -> ModelEngine:
+        settings = {"blocks": 128, "block_tokens": BLOCK, "lookup_timeout_s": 10.0, **changes}
+        engines.append(ModelEngine(model, store, monkeypatch, **settings))
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        engine.close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tp_engine import Model, TpEngine
 
+from connector.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout
 from connector.plan import Placed, load_blocks, save_blocks, usable_run
 from kvstore import Found
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -20,19 +20,13 @@ HYBRID = Model(window_tokens=10)
 Make = Callable[..., TpEngine]
 
 
-def layout(*windows: int | None, engine_block: int = 4) -> SimpleNamespace:
-    groups = [
-        SimpleNamespace(
-            window_tokens=window, geometry=SimpleNamespace(engine_block_tokens=engine_block)
-        )
+def layout(*windows: int | None, engine_block: int = 4) -> StoreLayout:
+    geometry = KVGeometry(layers=1, heads=1, channel_bytes=8, engine_block_tokens=engine_block)
+    groups = tuple(
+        GroupLayout(geometry=geometry, topology=ShardTopology(), splits=(), window_tokens=window)
         for window in windows
-    ]
-    return SimpleNamespace(
-        groups=groups,
-        windowed=any(windows),
-        block_tokens=BLOCK,
-        blocks_per_key=lambda group=0: BLOCK // engine_block,
     )
+    return StoreLayout(block_tokens=BLOCK, hash_block_tokens=BLOCK, groups=groups)
 
 
 def row(present: str, group: int = 0) -> list[Placed | None]:

@@ -29,11 +29,6 @@ from kvstore.testing.blockstore import MemoryBlockStore
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
 def shape(config: Any, groups: Any) -> Any:
     from connector.adapters.vllm_shape import engine_shape
     from connector.settings import ConnectorSettings
@@ -247,6 +242,7 @@ class TestShape:
             "heads": 2,
             "channel_bytes": 16,
             "engine_block_tokens": ENGINE_BLOCK,
+            "recurrent": False,
         }
 
     def test_trap_context_parallel_blocks_are_refused(self, model: Path) -> None:
@@ -255,7 +251,7 @@ class TestShape:
         with pytest.raises(UsageError, match="decode_context_parallel_size"):
             shape(config, kv_cache_config(8))
 
-    @pytest.mark.parametrize("kind", ["mamba", "reference_window", "chunked"])
+    @pytest.mark.parametrize("kind", ["reference_window", "chunked"])
     def test_trap_groups_that_cannot_be_stored_are_refused_at_start(
         self, model: Path, kind: str
     ) -> None:
@@ -263,15 +259,11 @@ class TestShape:
         from vllm.v1.kv_cache_interface import (
             ChunkedLocalAttentionSpec,
             KVCacheGroupSpec,
-            MambaSpec,
             RSWASpec,
         )
 
         heads = {"num_kv_heads": 2, "head_size": 4, "dtype": torch.bfloat16}
         spec = {
-            "mamba": lambda: MambaSpec(
-                block_size=ENGINE_BLOCK, shapes=((4, 4),), dtypes=(torch.float32,)
-            ),
             "reference_window": lambda: RSWASpec(block_size=ENGINE_BLOCK, rswa_window=32, **heads),
             "chunked": lambda: ChunkedLocalAttentionSpec(
                 block_size=ENGINE_BLOCK, attention_chunk_size=32, **heads

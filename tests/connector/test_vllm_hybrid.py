@@ -3,47 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from vllm_model_engine import ModelEngine, expected_output
+from vllm_model_engine import BLOCK, MakeEngine, ModelEngine, expected_output, prompt
 
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
-BLOCK = 32
 WINDOW = 40
-Make = Callable[..., ModelEngine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
-def make(model: Path, store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    engines: list[ModelEngine] = []
-
-    def one(**changes: object) -> ModelEngine:
-        changes = {"block_tokens": BLOCK, "blocks": 128, "lookup_timeout_s": 10.0, **changes}
-        engines.append(ModelEngine(model, store, monkeypatch, **changes))
-        return engines[-1]
-
-    yield one
-    for engine in engines:
-        engine.close()
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(500) for _ in range(tokens)]
 
 
 @pytest.fixture
@@ -55,7 +22,7 @@ def token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("token_by_token")
 @pytest.mark.parametrize(("writer", "reader"), [(16, 32), (32, 16), (8, 32), (32, 8)])
 def test_trap_engines_with_other_block_sizes_share_blocks(
-    make: Make, writer: int, reader: int
+    make: MakeEngine, writer: int, reader: int
 ) -> None:
     producer, consumer = make(block_size=writer), make(block_size=reader)
     tokens = prompt(4 * BLOCK + 5)
@@ -67,7 +34,7 @@ def test_trap_engines_with_other_block_sizes_share_blocks(
 
 
 def test_trap_blocks_that_are_not_laid_out_by_token_stay_with_their_block_size(
-    make: Make,
+    make: MakeEngine,
 ) -> None:
     """As on CPU, where a block holds all of K, then all of V."""
     producer, consumer = make(block_size=16), make(block_size=32)
@@ -80,7 +47,7 @@ def test_trap_blocks_that_are_not_laid_out_by_token_stay_with_their_block_size(
 
 
 @pytest.mark.usefixtures("token_by_token")
-def test_trap_adapters_and_salts_stay_apart_across_block_sizes(make: Make) -> None:
+def test_trap_adapters_and_salts_stay_apart_across_block_sizes(make: MakeEngine) -> None:
     from vllm.lora.request import LoRARequest
 
     producer, consumer = make(block_size=16), make(block_size=32)
@@ -178,7 +145,7 @@ def test_trap_extras_without_canonical_bytes_are_neither_loaded_nor_saved() -> N
 
 
 class TestSlidingWindow:
-    def test_what_one_hybrid_engine_computed_another_loads(self, make: Make) -> None:
+    def test_what_one_hybrid_engine_computed_another_loads(self, make: MakeEngine) -> None:
         tokens = prompt(6 * BLOCK + 5)
         producer, consumer = make(window=WINDOW), make(window=WINDOW)
         for engine in (producer, consumer):
@@ -192,7 +159,7 @@ class TestSlidingWindow:
         assert {0, 1} in groups
 
     def test_negative_control_a_wrong_byte_in_the_window_group_changes_the_output(
-        self, make: Make, store: MemoryBlockStore
+        self, make: MakeEngine, store: MemoryBlockStore
     ) -> None:
         tokens = prompt(2 * BLOCK + 5)
         producer = make(window=WINDOW)
@@ -211,7 +178,7 @@ class TestSlidingWindow:
         assert consumer.loaded_tokens == 2 * BLOCK
         assert consumer.outputs["a"] != expected_output(tokens, 4, window=WINDOW)
 
-    def test_trap_a_whole_prompt_hit_leaves_a_whole_window(self, make: Make) -> None:
+    def test_trap_a_whole_prompt_hit_leaves_a_whole_window(self, make: MakeEngine) -> None:
         tokens = prompt(4 * BLOCK)
         producer, consumer = make(window=BLOCK + 1), make(window=BLOCK + 1)
         for engine in (producer, consumer):
@@ -221,7 +188,7 @@ class TestSlidingWindow:
         assert consumer.loaded_tokens == 3 * BLOCK
 
     def test_chunks_that_push_a_block_out_of_the_window_cost_a_shorter_hit(
-        self, make: Make
+        self, make: MakeEngine
     ) -> None:
         """Chunks of 19 tokens and a window of 8: some blocks are never whole in the engine."""
         tokens = prompt(6 * BLOCK + 5)
@@ -233,7 +200,7 @@ class TestSlidingWindow:
             assert engine.outputs["a"] == expected_output(tokens, 4, window=8)
 
     def test_trap_a_lost_window_block_is_told_by_request_and_computed(
-        self, make: Make, store: MemoryBlockStore
+        self, make: MakeEngine, store: MemoryBlockStore
     ) -> None:
         tokens = prompt(4 * BLOCK + 5)
         producer = make(window=WINDOW)
@@ -250,7 +217,7 @@ class TestSlidingWindow:
     @pytest.mark.usefixtures("token_by_token")
     @pytest.mark.parametrize("seed", range(4))
     def test_many_hybrid_engines_under_pressure_never_give_a_wrong_token(
-        self, make: Make, store: MemoryBlockStore, seed: int
+        self, make: MakeEngine, store: MemoryBlockStore, seed: int
     ) -> None:
         """Shared prefixes, preemption, eviction and aborts with two block sizes."""
         rng = random.Random(seed)

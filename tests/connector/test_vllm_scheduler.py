@@ -3,51 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from vllm_model_engine import ENGINE_BLOCK, ModelEngine, expected_output
+from vllm_model_engine import (
+    BLOCK,
+    ENGINE_BLOCK,
+    MakeEngine,
+    ModelEngine,
+    expected_output,
+    prompt,
+)
 
 from connector import PromptKeys
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
-BLOCK = 2 * ENGINE_BLOCK
-Make = Callable[..., ModelEngine]
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
-def make(model: Path, store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    engines: list[ModelEngine] = []
-
-    def one(**settings: Any) -> ModelEngine:
-        settings.setdefault("block_tokens", BLOCK)
-        engines.append(ModelEngine(model, store, monkeypatch, **settings))
-        return engines[-1]
-
-    yield one
-    for engine in engines:
-        engine.close()
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(500) for _ in range(tokens)]
-
-
-def test_what_one_engine_computed_another_loads(make: Make) -> None:
+def test_what_one_engine_computed_another_loads(make: MakeEngine) -> None:
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
     tokens = prompt(3 * BLOCK + 5)
     for engine in (producer, consumer):
@@ -60,7 +34,7 @@ def test_what_one_engine_computed_another_loads(make: Make) -> None:
 
 
 def test_a_producer_loads_nothing_and_a_consumer_saves_nothing(
-    make: Make, store: MemoryBlockStore
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     tokens = prompt(3 * BLOCK + 5)
 
@@ -82,7 +56,7 @@ def test_a_producer_loads_nothing_and_a_consumer_saves_nothing(
 
 @pytest.mark.parametrize("salt", [None, "salt"])
 def test_a_request_that_asks_is_told_the_keys_it_is_saved_under(
-    make: Make, store: MemoryBlockStore, salt: str | None
+    make: MakeEngine, store: MemoryBlockStore, salt: str | None
 ) -> None:
     engine = make(role="kv_producer")
     tokens = prompt(2 * BLOCK - 1)  # the first token generated fills the second block
@@ -125,7 +99,7 @@ def test_trap_two_connectors_that_are_asked_give_one_answer(
 
 
 def test_negative_control_a_wrong_byte_in_the_store_changes_the_output(
-    make: Make, store: MemoryBlockStore
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
     tokens = prompt(2 * BLOCK + 5)
@@ -139,7 +113,7 @@ def test_negative_control_a_wrong_byte_in_the_store_changes_the_output(
     assert consumer.outputs["a"] != expected_output(tokens, 4)
 
 
-def test_trap_a_whole_prompt_hit_computes_one_token(make: Make) -> None:
+def test_trap_a_whole_prompt_hit_computes_one_token(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     tokens = prompt(2 * BLOCK)
     for engine in (producer, consumer):
@@ -149,7 +123,7 @@ def test_trap_a_whole_prompt_hit_computes_one_token(make: Make) -> None:
     assert consumer.computed_tokens == 1 + 3
 
 
-def test_chunked_prefill_saves_and_loads(make: Make) -> None:
+def test_chunked_prefill_saves_and_loads(make: MakeEngine) -> None:
     producer = make(max_batched_tokens=ENGINE_BLOCK + 3)
     consumer = make(max_batched_tokens=ENGINE_BLOCK + 3)
     tokens = prompt(5 * BLOCK + 7)
@@ -160,7 +134,7 @@ def test_chunked_prefill_saves_and_loads(make: Make) -> None:
     assert consumer.loaded_tokens == 5 * BLOCK
 
 
-def test_a_local_hit_is_kept_and_only_the_rest_is_loaded(make: Make) -> None:
+def test_a_local_hit_is_kept_and_only_the_rest_is_loaded(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     tokens = prompt(3 * BLOCK + 5)
     producer.add("a", tokens)
@@ -174,7 +148,7 @@ def test_a_local_hit_is_kept_and_only_the_rest_is_loaded(make: Make) -> None:
     assert consumer.loaded_tokens == 3 * BLOCK - ENGINE_BLOCK
 
 
-def test_generated_tokens_are_shared_too(make: Make) -> None:
+def test_generated_tokens_are_shared_too(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     tokens = prompt(BLOCK + 3)
     producer.add("a", tokens, max_tokens=BLOCK)
@@ -188,7 +162,7 @@ def test_generated_tokens_are_shared_too(make: Make) -> None:
 
 @pytest.mark.parametrize("v2_runner", [False, True], ids=["v1_runner", "v2_runner"])
 def test_trap_preempted_requests_give_the_same_output_with_both_runners(
-    make: Make, v2_runner: bool
+    make: MakeEngine, v2_runner: bool
 ) -> None:
     """Blocks are reused while saves of their former owner are in flight."""
     engine = make(blocks=26, v2_runner=v2_runner)
@@ -209,7 +183,7 @@ def test_trap_preempted_requests_give_the_same_output_with_both_runners(
 
 
 def test_trap_blocks_freed_by_preemption_are_not_reused_while_a_save_reads_them(
-    make: Make, store: MemoryBlockStore
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     import threading
 
@@ -234,18 +208,18 @@ def test_trap_blocks_freed_by_preemption_are_not_reused_while_a_save_reads_them(
     assert engine.free_blocks == 63 >= free
 
 
-def test_trap_an_idle_engine_steps_until_its_saves_are_done(make: Make) -> None:
+def test_trap_an_idle_engine_steps_until_its_saves_are_done(make: MakeEngine) -> None:
     engine = make()
     engine.add("a", prompt(2 * BLOCK), max_tokens=1)
     engine.step()
     assert engine.scheduler.connector.has_pending_push_work()
     engine.run()
     assert not engine.scheduler.connector.has_pending_push_work()
-    assert engine.free_blocks == 63, "all but the null block"
+    assert engine.free_blocks == 127, "all but the null block"
 
 
 def test_trap_a_bad_first_block_terminates_with_the_right_output(
-    make: Make, store: MemoryBlockStore
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     producer, consumer = make(), make(role="kv_consumer")
     tokens = prompt(3 * BLOCK + 5)
@@ -258,7 +232,7 @@ def test_trap_a_bad_first_block_terminates_with_the_right_output(
     assert consumer.outputs["a"] == expected_output(tokens, 4)
 
 
-def test_a_bad_later_block_keeps_the_good_prefix(make: Make, store: MemoryBlockStore) -> None:
+def test_a_bad_later_block_keeps_the_good_prefix(make: MakeEngine, store: MemoryBlockStore) -> None:
     producer, consumer = make(), make(role="kv_consumer")
     tokens = prompt(3 * BLOCK + 5)
     producer.add("a", tokens)
@@ -271,7 +245,7 @@ def test_a_bad_later_block_keeps_the_good_prefix(make: Make, store: MemoryBlockS
 
 
 def test_trap_an_abort_during_a_load_frees_the_blocks_and_later_requests_are_right(
-    make: Make, store: MemoryBlockStore
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     import threading
 
@@ -291,7 +265,7 @@ def test_trap_an_abort_during_a_load_frees_the_blocks_and_later_requests_are_rig
         consumer.step()
     consumer.abort("gone")
     consumer.run()
-    assert consumer.free_blocks == 63
+    assert consumer.free_blocks == 127
     gate.set()
     store.on_view = lambda: None
     consumer.add("a", tokens)
@@ -299,18 +273,18 @@ def test_trap_an_abort_during_a_load_frees_the_blocks_and_later_requests_are_rig
     assert consumer.outputs["a"] == expected_output(tokens, 4)
 
 
-def test_a_dead_store_answers_every_request(make: Make, store: MemoryBlockStore) -> None:
+def test_a_dead_store_answers_every_request(make: MakeEngine, store: MemoryBlockStore) -> None:
     store.node_down = store.index_down = True
     engine = make()
     tokens = prompt(3 * BLOCK + 5)
     engine.add("a", tokens)
     engine.run()
     assert engine.outputs["a"] == expected_output(tokens, 4)
-    assert engine.free_blocks == 63
+    assert engine.free_blocks == 127
 
 
 def test_trap_a_slow_lookup_does_not_hold_up_other_requests(
-    make: Make, store: MemoryBlockStore
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     import threading
 
@@ -326,7 +300,7 @@ def test_trap_a_slow_lookup_does_not_hold_up_other_requests(
     assert engine.outputs["long"] == expected_output(prompt(2 * BLOCK), 4)
 
 
-def test_trap_reset_clears_what_was_stored(make: Make, store: MemoryBlockStore) -> None:
+def test_trap_reset_clears_what_was_stored(make: MakeEngine, store: MemoryBlockStore) -> None:
     engine = make()
     engine.add("a", prompt(2 * BLOCK))
     engine.run()
@@ -337,7 +311,7 @@ def test_trap_reset_clears_what_was_stored(make: Make, store: MemoryBlockStore) 
     assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
 
 
-def test_trap_hits_are_counted_as_coming_from_the_host(make: Make) -> None:
+def test_trap_hits_are_counted_as_coming_from_the_host(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     tokens = prompt(2 * BLOCK + 3)
     producer.add("a", tokens)
@@ -350,7 +324,7 @@ def test_trap_hits_are_counted_as_coming_from_the_host(make: Make) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_many_engines_under_pressure_never_give_a_wrong_token(
-    make: Make, store: MemoryBlockStore, seed: int
+    make: MakeEngine, store: MemoryBlockStore, seed: int
 ) -> None:
     """Shared prefixes, preemption, eviction and aborts, all at once."""
     rng = random.Random(seed)
