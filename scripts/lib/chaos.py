@@ -252,6 +252,7 @@ def main() -> int:
         parser.error(f"--seconds {options.seconds:g} leaves no time for a fault")
     print(f"seed {options.seed}, {len(planned)} faults", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return run(options, planned)
 
 
