@@ -40,11 +40,18 @@ class SyntheticDriver:
         if settings.connector is not None:
             extra = settings.connector["kv_connector_extra_config"]
             self.role = settings.connector["kv_role"]
+            place = {name: extra[name] for name in ("url", "key_prefix") if name in extra}
+            limits = (
+                {"redis_timeout_s": extra["lookup_timeout_s"]}
+                if "lookup_timeout_s" in extra
+                else {}
+            )
             self.client = Client(
                 run_dir=Path(extra["run_dir"]),
                 namespace="synthetic",
                 block_tokens=BLOCK_TOKENS,
-                limits=Limits(redis_timeout_s=extra["lookup_timeout_s"]),
+                limits=Limits(**limits),
+                **place,
             )
 
     def generate(

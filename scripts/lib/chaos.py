@@ -1,0 +1,260 @@
+"""Chaos: engines serve a steady load while the memory node and Redis are killed and paused.
+
+Two engines with the connector share one node and one Redis. Afterwards an engine without a
+store answers the same prompts, and every answer must be its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import chaos_plan as plan
+from chaos_report import draw, show
+from demo_model import MODEL
+from engines import EngineProcess, EngineSettings, build_model, kv_transfer
+
+from kvstore.index.embedded import find_server
+from kvstore.nodedir import NodeDir
+
+ENGINES = 2
+NEW_TOKENS = 8
+INTERVAL_S = 0.25
+"""Between the starts of two requests of one engine, unless it takes longer."""
+ANSWER_TIMEOUT_S = 60.0
+"""A request that takes longer was not answered, and its engine is given up."""
+NODE_BYTES = 1 << 30
+START_TIMEOUT_S = 30.0
+KEY_PREFIX = "kv:chaos"
+HERE = Path(__file__).parent
+
+
+class Store:
+    """The memory node and Redis: processes to be killed, paused and started again."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.run_dir = Path(tempfile.mkdtemp(prefix="kvc-"))
+        self.socket = self.run_dir / "redis.sock"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.start("redis")
+        self.start("node")
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def start(self, who: str) -> None:
+        if who == "redis":
+            command = [str(find_server().path), "--port", "0", "--unixsocket", str(self.socket)]
+            command += ["--save", "", "--dir", str(self.run_dir)]
+        else:
+            command = [sys.executable, "-m", "kvstore.cli", "node", "--url", self.url]
+            command += ["--run-dir", str(self.run_dir), "--key-prefix", KEY_PREFIX]
+            command += ["--size", str(NODE_BYTES), "--end-with-parent", str(os.getpid())]
+        with (self.out / f"{who}.log").open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.processes[who] = process
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while not self._up(who, process.pid):
+            if process.poll() is not None or time.monotonic() > give_up_at:
+                raise RuntimeError(f"{who} did not start, see {self.out}/{who}.log")
+            time.sleep(0.02)
+
+    def _up(self, who: str, pid: int) -> bool:
+        if who == "redis":
+            return self.socket.exists()
+        directory = NodeDir(self.run_dir, "node")
+        word = directory.announcement()
+        return word is not None and word.pid == pid and directory.socket.exists()
+
+    def signal(self, who: str, number: signal.Signals) -> None:
+        process = self.processes[who]
+        if process.poll() is not None:
+            raise RuntimeError(f"{who} ended by itself with {process.returncode}")
+        process.send_signal(number)
+
+    def end(self, who: str, number: signal.Signals) -> None:
+        self.signal(who, number)
+        self.processes[who].wait(START_TIMEOUT_S)
+        if who == "redis":
+            self.socket.unlink(missing_ok=True)
+
+    def carry_out(self, fault: plan.Fault) -> None:
+        """The fault from its beginning to its end: everything runs again on return."""
+        victims = ("redis", "node") if fault.victim == "both" else (fault.victim,)
+        if fault.kind == "pause":
+            for who in victims:
+                self.signal(who, signal.SIGSTOP)
+            time.sleep(fault.lasts_s)
+            for who in victims:
+                self.signal(who, signal.SIGCONT)
+            return
+        number = signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM
+        for who in reversed(victims):
+            self.end(who, number)
+        time.sleep(fault.lasts_s)
+        for who in victims:
+            self.start(who)
+
+    def close(self) -> None:
+        for who, process in reversed(self.processes.items()):
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+                try:
+                    process.wait(START_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                    print(f"chaos: {who} had to be killed", file=sys.stderr)
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+def start_engines(options: argparse.Namespace, store: Store) -> list[EngineProcess]:
+    """The engines with the store, and last the one without."""
+    model = options.out / "model"
+    if not options.no_engine:
+        build_model(model, MODEL)
+    cores = sorted(os.sched_getaffinity(0))
+
+    def launch(number: int) -> EngineProcess:
+        extra = {"url": store.url, "run_dir": str(store.run_dir), "key_prefix": KEY_PREFIX}
+        settings = EngineSettings(
+            connector=kv_transfer(**extra, block_tokens=plan.BLOCK) if number < ENGINES else None,
+            in_process=False,
+            max_batched_tokens=plan.BLOCK,
+            max_model_len=MODEL.context_tokens,
+            prefix_caching=False,
+            cpus=str(cores[number % len(cores)]),
+        )
+        program = HERE / ("synthetic.py" if options.no_engine else "engines.py")
+        return EngineProcess(model, settings, options.out / f"engine-{number}.log", program)
+
+    with ThreadPoolExecutor(ENGINES + 1) as pool:
+        return list(pool.map(launch, range(ENGINES + 1)))
+
+
+def ask(engine: EngineProcess, kind: str, prompt: tuple[int, ...], started: float) -> plan.Answer:
+    at = time.monotonic()
+    try:
+        done = engine.call(
+            "generate",
+            timeout_s=ANSWER_TIMEOUT_S,
+            prompts=[list(prompt)],
+            max_tokens=NEW_TOKENS,
+            abort_after_s={},
+        )[0]
+    except (OSError, RuntimeError, ValueError) as e:
+        took_s = time.monotonic() - at
+        return plan.Answer(prompt, kind, at - started, took_s, error=f"{type(e).__name__}: {e}")
+    return plan.Answer(prompt, kind, at - started, time.monotonic() - at, **done)
+
+
+class Load:
+    """One thread for each engine, one request at a time to each, until told to stop."""
+
+    def __init__(self, engines: list[EngineProcess], seed: int) -> None:
+        self.answers: list[plan.Answer] = []
+        self.started = time.monotonic()
+        self._prompts: Iterator[tuple[str, tuple[int, ...]]] = plan.traffic(seed, MODEL.vocabulary)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._feed, args=(e,)) for e in engines]
+        for thread in self._threads:
+            thread.start()
+
+    def _feed(self, engine: EngineProcess) -> None:
+        due = time.monotonic()
+        while not self._stop.wait(max(0.0, due - time.monotonic())):
+            due = time.monotonic() + INTERVAL_S
+            with self._lock:
+                kind, prompt = next(self._prompts)
+            answer = ask(engine, kind, prompt, self.started)
+            self.answers.append(answer)
+            if answer.tokens is None:
+                return
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
+    with contextlib.ExitStack() as stack:
+        store = Store(options.out)
+        stack.callback(store.close)
+        *engines, alone = start_engines(options, store)
+        for engine in (*engines, alone):
+            stack.callback(engine.close)
+        for engine in (*engines, alone):  # the first request of an engine is slower
+            ask(engine, plan.NEW, (2,) * (plan.BLOCK + plan.TAIL_TOKENS), 0.0)
+        load = Load(engines, options.seed)
+        windows: list[plan.Window] = []
+        try:
+            for fault in planned:
+                time.sleep(max(0.0, load.started + fault.at_s - time.monotonic()))
+                began_s = time.monotonic() - load.started
+                store.carry_out(fault)
+                windows.append(plan.Window(fault, began_s, time.monotonic() - load.started))
+                print(f"{began_s:6.1f} s  {fault.kind} {fault.victim}", file=sys.stderr)
+            time.sleep(max(0.0, load.started + options.seconds - time.monotonic()))
+        finally:
+            load.stop()
+        print(f"{len(load.answers)} requests; the engine without a store", file=sys.stderr)
+        asked = sorted({answer.prompt for answer in load.answers})
+        random.Random(options.seed).shuffle(asked)
+        reference = [ask(alone, plan.NEW, prompt, load.started) for prompt in asked]
+    right = {answer.prompt: answer.tokens for answer in reference if answer.tokens is not None}
+    computed_s = [answer.ttft_s for answer in reference if answer.tokens is not None]
+    summary = {"seed": options.seed, "seconds": options.seconds}
+    summary |= plan.judge(load.answers, right, windows, computed_s)
+    for error in {answer.error for answer in load.answers if answer.error}:
+        print(f"chaos: not answered: {error}", file=sys.stderr)
+    text = show(summary)
+    (options.out / "chaos.txt").write_text(text)
+    print(text, file=sys.stderr)
+    draw(load.answers, windows, summary, options.out / "chaos.png")
+    print(json.dumps(summary))
+    return 0 if plan.passed(summary, len(planned)) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=90.0, help="of load (90)")
+    parser.add_argument("--seed", type=int, help="of faults and prompts (printed)")
+    parser.add_argument("--no-engine", action="store_true", help="synthetic blocks, no vLLM")
+    parser.add_argument("--out", type=Path, default=Path("out/chaos"), help="logs and the picture")
+    options = parser.parse_args()
+    if not options.no_engine and find_spec("vllm") is None:
+        print("chaos: vLLM is not installed here; `--no-engine` does without", file=sys.stderr)
+        return 2
+    if options.seed is None:
+        options.seed = secrets.randbits(32)
+    planned = plan.faults(options.seed, options.seconds)
+    if not planned:
+        parser.error(f"--seconds {options.seconds:g} leaves no time for a fault")
+    print(f"seed {options.seed}, {len(planned)} faults", flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    return run(options, planned)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

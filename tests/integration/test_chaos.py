@@ -1,0 +1,102 @@
+"""`scripts/chaos`: its plan, its verdict, and a short run of it without an engine."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import chaos_plan as plan
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RIGHT = {(1,): [7, 8], (2,): [9]}
+FAULT = plan.Window(plan.Fault(10.0, "node", "kill", 2.0), 10.0, 12.5)
+
+
+def answer(prompt, tokens, at_s=0.0, kind=plan.REPEAT, cached=plan.BLOCK):
+    return plan.Answer(prompt, kind, at_s, 0.5, tokens, 0.25, cached)
+
+
+def verdict(*answers, windows=(FAULT,)):
+    summary = plan.judge(answers, RIGHT, windows, [0.5])
+    return plan.passed(summary, planned=1), summary
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_faults_come_one_at_a_time_and_end_before_the_run_does(seed):
+    faults = plan.faults(seed, 90.0)
+    assert faults == plan.faults(seed, 90.0)
+    ends = [fault.at_s + fault.lasts_s for fault in faults]
+    assert faults[0].at_s == plan.FIRST_FAULT_S
+    assert ends[-1] + plan.AFTER_S <= 90.0
+    for end, after in itertools.pairwise(zip(ends, faults, strict=True)):
+        assert after[1].at_s >= end[0] + plan.CALM_S[0]
+    every = {(victim, kind) for victim in plan.VICTIMS for kind in plan.KINDS}
+    assert {(fault.victim, fault.kind) for fault in faults} == every
+
+
+def test_prompts_follow_the_seed_and_old_ones_come_again():
+    first, again = (list(itertools.islice(plan.traffic(3, 500), 200)) for _ in range(2))
+    assert first == again
+    for i, (kind, prompt) in enumerate(first):
+        assert len(prompt) == plan.BLOCKS * plan.BLOCK + plan.TAIL_TOKENS
+        before = [p for _, p in first[:i]]
+        half = plan.BLOCKS // 2 * plan.BLOCK
+        assert (prompt in before) == (kind == plan.REPEAT)
+        assert any(p[:half] == prompt[:half] for p in before) == (kind != plan.NEW)
+
+
+def test_all_answered_and_alike_passes():
+    assert verdict(answer((1,), [7, 8]), answer((2,), [9]))[0]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        answer((1,), [7, 9]),
+        answer((1,), [7]),
+        answer((1,), []),
+        answer((1,), None),
+        answer((3,), [1]),
+    ],
+    ids=["another token", "too short", "empty", "not answered", "the reference is missing"],
+)
+def test_one_wrong_or_missing_answer_fails(bad):
+    assert not verdict(answer((1,), [7, 8]), answer((2,), [9]), bad)[0]
+
+
+def test_a_run_without_its_faults_or_without_loads_fails():
+    assert not verdict(answer((1,), [7, 8]), windows=())[0]
+    assert not verdict(answer((1,), [7, 8], cached=0))[0]
+    assert not verdict()[0]
+
+
+def test_an_answer_counts_under_the_fault_it_meets():
+    def where(at_s):
+        return set(verdict(answer((1,), [7, 8], at_s))[1]["under"])
+
+    fault = {"fault", "kill node"}
+    assert where(9.0) == {"calm"}
+    assert where(9.6) == fault
+    assert where(12.5 + plan.AFTER_S - 0.1) == fault
+    assert where(12.5 + plan.AFTER_S) == {"calm"}
+
+
+def test_a_short_run_without_an_engine_passes(tmp_path):
+    pytest.importorskip("matplotlib", reason="the demo extra is not installed")
+    command = [sys.executable, "scripts/lib/chaos.py", "--no-engine", "--out", str(tmp_path)]
+    run = subprocess.run(
+        [*command, "--seed", "1", "--seconds", "14"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    summary = json.loads(run.stdout.splitlines()[-1])
+    assert summary["answered"] == summary["identical"] == summary["requests"] > 0
+    assert (tmp_path / "chaos.png").stat().st_size > 10_000
