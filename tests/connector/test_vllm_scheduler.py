@@ -182,6 +182,17 @@ def test_trap_preempted_requests_give_the_same_output_with_both_runners(
         assert again.outputs[name] == expected_output(tokens, 40)
 
 
+def saved_in_a_step(engine: ModelEngine) -> list[int]:
+    """The blocks that the first step with saves hands over; until a lookup has its answer
+    a request is in no step."""
+    for _ in range(10_000):
+        engine.step()
+        saves = engine.metadata[-1].plan.saves
+        if saves:
+            return [block for job in saves for b in job.blocks for block in b.block_ids]
+    raise AssertionError("no step saved anything")
+
+
 def test_trap_blocks_freed_by_preemption_are_not_reused_while_a_save_reads_them(
     make: MakeEngine, store: MemoryBlockStore
 ) -> None:
@@ -191,17 +202,13 @@ def test_trap_blocks_freed_by_preemption_are_not_reused_while_a_save_reads_them(
     store.on_reserve = lambda: gate.wait(10) and None  # saves stay in flight
     engine = make(blocks=64, pinned_fraction=1.0)
     engine.add("a", prompt(2 * BLOCK), max_tokens=1)
-    engine.step()
+    held = saved_in_a_step(engine)
     pool = engine.scheduler.kv_cache_manager.block_pool
-    held = [
-        block for job in engine.metadata[0].plan.saves for b in job.blocks for block in b.block_ids
-    ]
     assert len(held) == 2 * BLOCK // ENGINE_BLOCK
     assert [pool.blocks[i].ref_cnt for i in held] == [1] * len(held), "the request is done"
     free = engine.free_blocks
     engine.add("b", prompt(8 * BLOCK, seed=1), max_tokens=1)
-    engine.step()
-    table = {i for job in engine.metadata[-1].plan.saves for b in job.blocks for i in b.block_ids}
+    table = set(saved_in_a_step(engine))
     assert table.isdisjoint(held)
     gate.set()
     engine.run()
@@ -211,7 +218,7 @@ def test_trap_blocks_freed_by_preemption_are_not_reused_while_a_save_reads_them(
 def test_trap_an_idle_engine_steps_until_its_saves_are_done(make: MakeEngine) -> None:
     engine = make()
     engine.add("a", prompt(2 * BLOCK), max_tokens=1)
-    engine.step()
+    saved_in_a_step(engine)
     assert engine.scheduler.connector.has_pending_push_work()
     engine.run()
     assert not engine.scheduler.connector.has_pending_push_work()
