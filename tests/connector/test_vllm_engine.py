@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -313,7 +314,8 @@ def test_blocks_that_vanish_while_layers_are_read_cost_a_recompute(
     results = layerwise.engine.generate(wanted)
     layerwise.fault.write_text("")
     assert [result.cached_tokens for result in results] == [T] * 2, "loads were planned"
-    assert "Recovered from KV load failure: 2 request(s)" in layerwise.log.read_text()
+    recovered = re.findall(r"Recovered from KV load failure: (\d+) req", layerwise.log.read_text())
+    assert sum(map(int, recovered)) == 2, "in one step of the engine or in two"
     assert tokens_of(results) == reference
     assert tokens_of(layerwise.engine.generate(wanted)) == reference, "its own prefix cache"
     layerwise.engine.drain()
