@@ -24,6 +24,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvstore.index.embedded import find_server
+from kvstore.testing.stopping import stop
 
 START_TIMEOUT_S = 20.0
 SLOTS = 16384
@@ -94,7 +95,10 @@ class RedisServer:
         )
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stop(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         self.process.kill()

@@ -14,6 +14,7 @@ from redis_servers import RedisServer, wait_until
 
 from kvstore import Limits
 from kvstore.nodedir import NodeDir, sweep
+from kvstore.testing.stopping import stop
 
 MIB = 1 << 20
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
@@ -84,7 +85,10 @@ class NodeProcess:
         return [] if word is None else [Path(word.data_path), Path(word.head_path)]
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stop(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         self.process.kill()

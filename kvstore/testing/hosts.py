@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvstore.errors import UsageError
+from kvstore.testing.stopping import stop
 
 HOSTS_MAX = 26
 """One letter each."""
@@ -176,7 +177,9 @@ class Hosts:
 
     def pause(self, host: str) -> None:
         """SIGSTOP for every process on `host`: its kernel still acknowledges, nobody answers."""
-        self._signal(self.pids(host), signal.SIGSTOP)
+        for pid in self.pids(host):
+            with suppress(ProcessLookupError):
+                stop(pid)
 
     def resume(self, host: str) -> None:
         """The end of `pause`."""

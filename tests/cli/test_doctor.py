@@ -17,6 +17,7 @@ from kvstore import Client, Limits
 from kvstore.cli.checks import machine, redis
 from kvstore.cli.checks.base import Check, Context, Finding, Level, ask_python, run_check
 from kvstore.nodedir import NodeDir
+from kvstore.testing.stopping import stop
 
 BARE = """
 import sys
@@ -135,7 +136,7 @@ def test_a_node_that_hangs_is_a_failure_in_time(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = place.node()
-    node.process.send_signal(signal.SIGSTOP)
+    stop(node.process.pid)
     monkeypatch.setattr("kvstore.cli.store.LIMITS", Limits(request_timeout_s=0.3))
     try:
         (found,) = machine.nodes(context(run_dir=place.run_dir))

@@ -16,6 +16,7 @@ from kvstore.errors import NoSpaceError
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.testing.stopping import stop
 
 HANG_S = 5.0
 """Anything slower than this counts as a hang."""
@@ -242,7 +243,7 @@ def test_a_stopped_writer_keeps_its_slots(node, client):
     """Rule 5: it may wake up and write at any time."""
     writer = start_writer(node)
     try:
-        writer.send_signal(signal.SIGSTOP)
+        stop(writer.pid)
         time.sleep(1.0)
         client.put_many((f"x{i}", os.urandom(1000)) for i in range(500))
         assert client.stats()["node"]["reserved"] == 4

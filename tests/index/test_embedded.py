@@ -22,6 +22,7 @@ from kvstore.index import embedded as module
 from kvstore.index import embedded_supervisor as supervisor
 from kvstore.index.embedded import EmbeddedRedis, ServerBinary, find_server, resolve_url
 from kvstore.index.redis import open_index
+from kvstore.testing.stopping import stop
 
 END_TIMEOUT_S = 20.0
 
@@ -246,7 +247,7 @@ def test_a_hanging_server_is_an_error_in_time(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = EmbeddedRedis.acquire(run_dir)
-    os.kill(held.pid, signal.SIGSTOP)
+    stop(held.pid)
     monkeypatch.setattr(module, "ACQUIRE_TIMEOUT_S", 0.5)
     begun = time.monotonic()
     with pytest.raises(IndexUnavailableError, match="does not answer"):
@@ -259,7 +260,7 @@ def test_a_hanging_server_is_an_error_in_time(
 
 def test_a_hanging_redis_is_ended_too(run_dir: Path) -> None:
     held = EmbeddedRedis.acquire(run_dir)
-    os.kill(held.pid, signal.SIGSTOP)
+    stop(held.pid)
     held.close()
     nothing_is_left(run_dir, held.pid, held.supervisor_pid)
 

@@ -20,6 +20,7 @@ import pytest
 from redis_servers import wait_until
 
 from kvstore.testing.hosts import SWITCH, Hosts, why_not
+from kvstore.testing.stopping import stop
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -217,7 +218,7 @@ def test_answers_that_get_lost_cost_a_deadline_then_misses_at_once_and_heal(apar
 def test_a_paused_host_costs_a_deadline_then_misses_at_once_and_heals(apart):
     first = next(NEXT)
     assert apart.clients["a"].put(first, first + 40) == 40
-    apart.nodes["a"].send_signal(signal.SIGSTOP)
+    stop(apart.nodes["a"].pid)
     try:
         assert apart.clients["b"].get(first, first + 20) == 0
         waits = sorted(apart.clients["b"].call("each", first + 20, first + 40))
