@@ -19,9 +19,11 @@ from benchmarks.index import interleaved
 from benchmarks.processes import House, Worker, house
 from benchmarks.report import Row, machine, median, ratios, spread
 from kvstore import Client, Limits
+from kvstore.errors import UsageError
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.redis import open_index
 from kvstore.node import Node, NodeConfig, stream_service
+from kvstore.testing.hosts import Hosts, why_not
 from kvstore.transport import stream
 from kvstore.transport.chunks import Digest
 from kvstore.transport.security import StreamSecurity
@@ -47,10 +49,25 @@ class NoDigest(Digest):
         return 1
 
 
+Listen = Callable[[], str]
+"""Called in a serving process before it opens a socket: where it is to listen."""
+
+
+def _on_loopback() -> str:
+    return "127.0.0.1"
+
+
+def _on_host_a(cluster: str) -> str:
+    hosts = Hosts.existing(cluster)
+    hosts.enter("a")
+    return hosts.address("a")
+
+
 class StreamOwner:
     """A node that serves streams."""
 
-    def __init__(self, run_dir: Path, url: str, name: str) -> None:
+    def __init__(self, run_dir: Path, url: str, name: str, listen: Listen) -> None:
+        address = listen()
         if name == "unchecked":
             stream_service.Digest = NoDigest  # type: ignore[misc]
         if name == "first":
@@ -60,7 +77,7 @@ class StreamOwner:
             name=name,
             key_prefix=f"kv:{name}",
             size_bytes=NODE_BYTES,
-            listen=("127.0.0.1", 0),
+            listen=(address, 0),
             security=SECURITY,
         )
         self._node = Node(config, GuardedIndex(open_index(url, key_prefix=f"kv:{name}"))).start()
@@ -75,14 +92,16 @@ class StreamOwner:
 class BareSource:
     """Sends what it is asked for with sendmsg, out of shared memory: the yardstick."""
 
-    def __init__(self, run_dir: Path, url: str, size_bytes: int) -> None:
+    def __init__(self, run_dir: Path, url: str, size_bytes: int, listen: Listen) -> None:
+        address = listen()
         self._memory = mmap.mmap(-1, size_bytes)
         self._memory[:] = os.urandom(MIB) * (size_bytes // MIB)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((address, 0))
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def port(self) -> int:
-        return int(self._listener.getsockname()[1])
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.getsockname()
+        return host, port
 
     def _serve(self) -> None:
         connection, _ = self._listener.accept()
@@ -105,8 +124,8 @@ class BareSource:
 class BareReader:
     """Receives it with recv_into."""
 
-    def __init__(self, port: int) -> None:
-        self._connection = socket.create_connection(("127.0.0.1", port))
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._connection = socket.create_connection(address)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self, out: list[memoryview]) -> None:
@@ -119,16 +138,31 @@ class BareReader:
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument(
+        "--hosts",
+        action="store_true",
+        help="over the link between two network namespaces (root), not over loopback",
+    )
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
+    """Raises `UsageError` for `hosts` where there can be no network namespaces."""
+    if not options.hosts:
+        return _run(options, _on_loopback)
+    if reason := why_not():
+        raise UsageError("hosts", True, reason)
+    with Hosts(2) as hosts, hosts.visit("b"):
+        return _run(options, partial(_on_host_a, hosts.name))
+
+
+def _run(options: Namespace, listen: Listen) -> tuple[dict[str, Any], list[Row]]:
     repetitions = REPETITIONS_QUICK if options.quick else REPETITIONS
     rows: list[Row] = []
     with house(64 * MIB) as here:
         about = machine(here.url)
-        owners = {name: here.worker(StreamOwner, name) for name in _OPS}
-        bare = here.worker(BareSource, max(count * size for count, size in SHAPES))
-        reader = BareReader(bare.do("port"))
+        owners = {name: here.worker(StreamOwner, name, listen) for name in _OPS}
+        bare = here.worker(BareSource, max(count * size for count, size in SHAPES), listen)
+        reader = BareReader(bare.do("address"))
         for count, size_bytes in SHAPES:
             rows += _shape(here, owners, bare, reader, (count, size_bytes), repetitions)
     return about, rows

@@ -7,6 +7,7 @@ network changes and any number of such clusters may exist at once. Needs root an
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ COMMAND_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 5.0
 SWITCH = "switch"
 _NETWORK = "10.213.0"
+_CLONE_NEWNET = 0x40000000
 _NOBODY = "02:00:00:00:00:ff"
 """A hardware address that no interface has: frames to it arrive nowhere."""
 
@@ -54,6 +56,13 @@ def _ip(*arguments: str) -> str:
     if done.returncode != 0:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _setns(fd: int) -> None:
+    """`os.setns`, which Python has from 3.12 on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))
 
 
 class Hosts:
@@ -169,6 +178,24 @@ class Hosts:
                     break
             time.sleep(0.001)
         return process
+
+    def enter(self, host: str) -> None:
+        """The calling thread, and what it starts from here on, is on `host`. Raises `OSError`."""
+        with Path(f"/run/netns/{self.space(host)}").open("rb") as there:
+            _setns(there.fileno())
+
+    @contextmanager
+    def visit(self, host: str) -> Iterator[None]:
+        """The calling thread, and what it starts meanwhile, is on `host`.
+
+        Leave before `close`, which would kill the visitor. Raises `OSError`.
+        """
+        with Path("/proc/thread-self/ns/net").open("rb") as home:
+            self.enter(host)
+            try:
+                yield
+            finally:
+                _setns(home.fileno())
 
     def pids(self, host: str) -> list[int]:
         """The processes that run on `host`; a dead one that nobody waited for is not."""

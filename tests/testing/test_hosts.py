@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +134,14 @@ def test_a_number_of_hosts_out_of_range_is_refused_by_name(count):
 def test_a_host_that_is_not_there_is_refused_by_name(hosts):
     with pytest.raises(UsageError, match="host"):
         hosts.address("z")
+
+
+def test_a_visitor_is_on_the_host_and_comes_back(hosts):
+    home = Path("/proc/thread-self/ns/net").stat().st_ino
+    with hosts.visit("b"):
+        assert Path("/proc/thread-self/ns/net").stat().st_ino != home
+        with socket.create_connection((hosts.address("a"), 7), timeout=20) as connection:
+            assert connection.getsockname()[0] == hosts.address("b")
+    assert Path("/proc/thread-self/ns/net").stat().st_ino == home
+    with pytest.raises(UsageError, match="host"), hosts.visit("z"):
+        pass
