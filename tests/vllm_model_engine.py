@@ -10,24 +10,29 @@ have a state instead, made from the one before the step and the step's tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from vllm_model_config import (
+    BLOCK,
+    ENGINE_BLOCK,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    STATE_PAGE_BYTES,
+    VOCABULARY,
+    kv_cache_config,
+    vllm_config,
+)
 
 from connector import assembly
 from connector.settings import ConnectorSettings
 from kvstore.testing.blockstore import MemoryBlockStore
 
-ENGINE_BLOCK = 16
-BLOCK = 2 * ENGINE_BLOCK
-"""Tokens of a store block."""
-LAYERS, HEADS, HEAD_SIZE = 2, 2, 4
 SLOT_BYTES = LAYERS * HEADS * 2 * HEAD_SIZE * 2
 STATE_BYTES = 32
-STATE_PAGE_BYTES = 48
-"""Of one layer: vLLM pads states to the size of an attention block."""
-VOCABULARY = 500
 assert SLOT_BYTES == LAYERS * STATE_BYTES == 64, "one blake2b digest fills a slot or a state"
 
 
@@ -74,126 +79,6 @@ def expected_output(
             seen = seen + digests(tokens, 1, context)[-window:]
         tokens.append(sample(b"".join(seen)))
     return tokens[len(prompt) :]
-
-
-def vllm_config(
-    model: Path,
-    role: str = "kv_both",
-    *,
-    blocks: int,
-    max_batched_tokens: int = 256,
-    block_size: int = ENGINE_BLOCK,
-    mamba_cache_mode: str = "none",
-    transfer: dict[str, Any] | None = None,
-    events: bool = False,
-    **extra: Any,
-) -> Any:
-    from transformers import LlamaConfig
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        KVEventsConfig,
-        KVTransferConfig,
-        ModelConfig,
-        SchedulerConfig,
-        VllmConfig,
-    )
-
-    if not (model / "config.json").exists():
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HEAD_SIZE * HEADS,
-            intermediate_size=16,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
-            head_dim=HEAD_SIZE,
-            max_position_embeddings=2048,
-            architectures=["LlamaForCausalLM"],
-        ).save_pretrained(model)
-    model_config = ModelConfig(
-        model=str(model), dtype="bfloat16", seed=0, skip_tokenizer_init=True, max_model_len=1024
-    )
-    cache = CacheConfig(
-        block_size=block_size,
-        enable_prefix_caching=True,
-        prefix_caching_hash_algo="sha256_cbor",
-        mamba_cache_mode=mamba_cache_mode,
-    )
-    config = VllmConfig(
-        model_config=model_config,
-        cache_config=cache,
-        device_config=DeviceConfig("cpu"),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=max_batched_tokens,
-            max_model_len=1024,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-        ),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
-        kv_transfer_config=KVTransferConfig(
-            **(
-                transfer
-                or {
-                    "kv_connector": "KVStoreConnector",
-                    "kv_connector_module_path": "connector.adapters.vllm",
-                    "kv_role": role,
-                    "kv_load_failure_policy": "recompute",
-                    # Tests are about answers, not about their speed on a busy machine.
-                    "kv_connector_extra_config": {"lookup_timeout_s": 5.0, **extra},
-                }
-            )
-        ),
-    )
-    config.cache_config.num_gpu_blocks = blocks
-    config.cache_config.block_size = block_size
-    return config
-
-
-def kv_cache_config(
-    blocks: int,
-    block_size: int = ENGINE_BLOCK,
-    window: int | None = None,
-    mamba_cache_mode: str = "none",
-) -> Any:
-    """One group of full attention, and a second one of sliding-window or state-space layers."""
-    import torch
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        MambaSpec,
-        SlidingWindowSpec,
-    )
-
-    shape = {
-        "block_size": block_size,
-        "num_kv_heads": HEADS,
-        "head_size": HEAD_SIZE,
-        "dtype": torch.bfloat16,
-    }
-    specs: list[Any] = [FullAttentionSpec(**shape)]
-    if window is not None:
-        specs.append(SlidingWindowSpec(sliding_window=window, **shape))
-    if mamba_cache_mode != "none":
-        specs.append(
-            MambaSpec(
-                block_size=block_size,
-                shapes=((2, 4), (2, 2)),
-                dtypes=(torch.bfloat16, torch.float32),
-                page_size_padded=STATE_PAGE_BYTES,
-                mamba_cache_mode=mamba_cache_mode,
-            )
-        )
-    groups = [
-        KVCacheGroupSpec(
-            [f"model.layers.{len(specs) * i + g}.self_attn.attn" for i in range(LAYERS)], spec
-        )
-        for g, spec in enumerate(specs)
-    ]
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 class ModelEngine:
@@ -459,3 +344,48 @@ class ModelEngine:
 
 MakeEngine = Callable[..., ModelEngine]
 """The fixture `make`: takes what `ModelEngine` and `vllm_config` take, by name."""
+
+
+def check_under_pressure(
+    engines: Sequence[ModelEngine],
+    rng: random.Random,
+    *,
+    requests: int = 24,
+    between: Callable[[], None] = lambda: None,
+    **expected: Any,
+) -> None:
+    """Requests with shared prefixes, preemption and aborts on all engines: no wrong token.
+
+    `between` is called after each request was added and `expected` goes to `expected_output`.
+    Fails as well when nothing was loaded, or an engine does not get all its blocks back.
+    """
+    free = [engine.free_blocks for engine in engines]
+    prefixes = [prompt(4 * BLOCK, seed=100 + i) for i in range(3)]
+    wanted: list[tuple[ModelEngine, str, list[int], int]] = []
+    aborted: set[str] = set()
+    for i in range(requests):
+        engine = rng.choice(engines)
+        tokens = rng.choice(prefixes)[: rng.randrange(10, 4 * BLOCK)] + prompt(3, seed=i)
+        count = rng.randrange(1, 30)
+        engine.add(f"r{i}", tokens, max_tokens=count)
+        wanted.append((engine, f"r{i}", tokens, count))
+        for _ in range(rng.randrange(6)):
+            rng.choice(engines).step()
+        between()
+        if rng.random() < 0.15:
+            aborted.add(f"r{i}")
+            engine.abort(f"r{i}")
+    for engine in engines:
+        engine.run(steps_max=5000)
+    for engine, name, tokens, count in wanted:
+        output = engine.outputs[name]
+        assert output == expected_output(tokens, count, **expected)[: len(output)], name
+        assert len(output) == count or name in aborted, name
+    assert sum(engine.loaded_tokens for engine in engines) > 0
+    assert [engine.free_blocks for engine in engines] == free
+
+
+def evict_some(store: MemoryBlockStore, rng: random.Random) -> None:
+    """A block leaves the store every other time, unnoticed by the index every other time."""
+    if store.sealed() and rng.random() < 0.5:
+        store.evict(rng.choice(store.sealed()), forget=rng.random() < 0.5)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_model_engine import BLOCK, MakeEngine, ModelEngine
+from vllm_model_config import BLOCK
+from vllm_model_engine import MakeEngine, ModelEngine
 
 from kvstore.testing.blockstore import MemoryBlockStore
 

@@ -13,13 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_model_engine import (
-    ENGINE_BLOCK,
-    ModelEngine,
-    expected_output,
-    kv_cache_config,
-    vllm_config,
-)
+from vllm_model_config import ENGINE_BLOCK, kv_cache_config, vllm_config
+from vllm_model_engine import ModelEngine, expected_output
 
 from connector.adapters import register_vllm
 from connector.base import StepPlan, WorkerReport

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from vllm_model_engine import BLOCK, MakeEngine, ModelEngine, expected_output, prompt
+from vllm_model_config import BLOCK
+from vllm_model_engine import MakeEngine, check_under_pressure, evict_some, expected_output, prompt
 
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -226,27 +227,6 @@ class TestSlidingWindow:
             make(window=WINDOW, blocks=44, max_batched_tokens=50, block_size=16),
             make(window=WINDOW, blocks=24, max_batched_tokens=50, block_size=32),
         ]
-        prefixes = [prompt(4 * BLOCK, seed=100 + i) for i in range(3)]
-        wanted: list[tuple[ModelEngine, str, list[int], int]] = []
-        aborted: set[str] = set()
-        for i in range(20):
-            engine = rng.choice(engines)
-            tokens = rng.choice(prefixes)[: rng.randrange(10, 4 * BLOCK)] + prompt(3, seed=i)
-            count = rng.randrange(1, 30)
-            engine.add(f"r{i}", tokens, max_tokens=count)
-            wanted.append((engine, f"r{i}", tokens, count))
-            for _ in range(rng.randrange(6)):
-                rng.choice(engines).step()
-            if store.sealed() and rng.random() < 0.5:
-                store.evict(rng.choice(store.sealed()), forget=rng.random() < 0.5)
-            if rng.random() < 0.15:
-                aborted.add(f"r{i}")
-                engine.abort(f"r{i}")
-        for engine in engines:
-            engine.run(steps_max=5000)
-        for engine, name, tokens, count in wanted:
-            output = engine.outputs[name]
-            assert output == expected_output(tokens, count, window=WINDOW)[: len(output)]
-            assert len(output) == count or name in aborted
-        assert sum(engine.loaded_tokens for engine in engines) > 0
-        assert [engine.free_blocks for engine in engines] == [43, 23]
+        check_under_pressure(
+            engines, rng, requests=20, between=lambda: evict_some(store, rng), window=WINDOW
+        )

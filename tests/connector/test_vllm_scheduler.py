@@ -6,11 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
+from vllm_model_config import BLOCK, ENGINE_BLOCK
 from vllm_model_engine import (
-    BLOCK,
-    ENGINE_BLOCK,
     MakeEngine,
     ModelEngine,
+    check_under_pressure,
+    evict_some,
     expected_output,
     prompt,
 )
@@ -333,31 +334,7 @@ def test_trap_hits_are_counted_as_coming_from_the_host(make: MakeEngine) -> None
 def test_many_engines_under_pressure_never_give_a_wrong_token(
     make: MakeEngine, store: MemoryBlockStore, seed: int
 ) -> None:
-    """Shared prefixes, preemption, eviction and aborts, all at once."""
     rng = random.Random(seed)
     store.capacity_blocks = 12
     engines = [make(blocks=24, max_batched_tokens=50) for _ in range(2)]
-    prefixes = [prompt(4 * BLOCK, seed=100 + i) for i in range(3)]
-    wanted: list[tuple[ModelEngine, str, list[int], int]] = []
-    aborted: set[str] = set()
-    for i in range(24):
-        engine = rng.choice(engines)
-        tokens = rng.choice(prefixes)[: rng.randrange(10, 4 * BLOCK)] + prompt(3, seed=i)
-        count = rng.randrange(1, 30)
-        engine.add(f"r{i}", tokens, max_tokens=count)
-        wanted.append((engine, f"r{i}", tokens, count))
-        for _ in range(rng.randrange(6)):
-            rng.choice(engines).step()
-        if store.sealed() and rng.random() < 0.5:
-            store.evict(rng.choice(store.sealed()), forget=rng.random() < 0.5)
-        if rng.random() < 0.15:
-            aborted.add(f"r{i}")
-            engine.abort(f"r{i}")
-    for engine in engines:
-        engine.run(steps_max=5000)
-    for engine, name, tokens, count in wanted:
-        output = engine.outputs[name]
-        assert output == expected_output(tokens, count)[: len(output)]
-        assert len(output) == count or name in aborted
-    assert sum(engine.loaded_tokens for engine in engines) > 0
-    assert [engine.free_blocks for engine in engines] == [23, 23]
+    check_under_pressure(engines, rng, between=lambda: evict_some(store, rng))

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_model_config import ENGINE_BLOCK, kv_cache_config, vllm_config
 from vllm_model_engine import (
-    ENGINE_BLOCK,
     STATE_BYTES,
     MakeEngine,
     ModelEngine,
+    check_under_pressure,
     digests,
+    evict_some,
     expected_output,
-    kv_cache_config,
     prompt,
-    vllm_config,
 )
 
 from connector.base import SaveBlock, StateBlock
@@ -258,30 +258,7 @@ class TestFailures:
         rng = random.Random(seed)
         store.capacity_blocks = 24
         engines = [make(blocks=36, max_batched_tokens=50) for _ in range(2)]
-        prefixes = [prompt(4 * BLOCK, seed=100 + i) for i in range(3)]
-        wanted: list[tuple[ModelEngine, str, list[int], int]] = []
-        aborted: set[str] = set()
-        for i in range(24):
-            engine = rng.choice(engines)
-            tokens = rng.choice(prefixes)[: rng.randrange(10, 4 * BLOCK)] + prompt(3, seed=i)
-            count = rng.randrange(1, 30)
-            engine.add(f"r{i}", tokens, max_tokens=count)
-            wanted.append((engine, f"r{i}", tokens, count))
-            for _ in range(rng.randrange(6)):
-                rng.choice(engines).step()
-            if store.sealed() and rng.random() < 0.5:
-                store.evict(rng.choice(store.sealed()), forget=rng.random() < 0.5)
-            if rng.random() < 0.15:
-                aborted.add(f"r{i}")
-                engine.abort(f"r{i}")
-        for engine in engines:
-            engine.run(steps_max=5000)
-        for engine, name, tokens, count in wanted:
-            output = engine.outputs[name]
-            assert output == expected_output(tokens, count, recurrent=True)[: len(output)]
-            assert len(output) == count or name in aborted
-        assert sum(engine.loaded_tokens for engine in engines) > 0
-        assert [engine.free_blocks for engine in engines] == [35, 35]
+        check_under_pressure(engines, rng, between=lambda: evict_some(store, rng), recurrent=True)
 
 
 class TestLayerByLayer:

@@ -5,47 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
-import random
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_model_engine import ENGINE_BLOCK, ModelEngine, expected_output, vllm_config
+from vllm_model_config import BLOCK, ENGINE_BLOCK, vllm_config
+from vllm_model_engine import MakeEngine, ModelEngine, expected_output, prompt
 
 from connector.metrics import METRICS
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
-BLOCK = 2 * ENGINE_BLOCK
 LABELS = {"model_name": "m", "engine": "0"}
-Make = Callable[..., ModelEngine]
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
-def make(model: Path, store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    engines: list[ModelEngine] = []
-
-    def one(**settings: Any) -> ModelEngine:
-        if "transfer" not in settings:
-            settings.setdefault("block_tokens", BLOCK)
-        engines.append(ModelEngine(model, store, monkeypatch, **settings))
-        return engines[-1]
-
-    yield one
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture
@@ -61,11 +33,6 @@ def prometheus(monkeypatch: pytest.MonkeyPatch) -> Any:
             partial(kind, registry=registry),
         )
     return registry
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(500) for _ in range(tokens)]
 
 
 def multi(*children: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +57,9 @@ def front_end(config: Any) -> Any:
 
 
 class TestStats:
-    def test_counts_reach_vllms_metrics_and_its_log_line(self, make: Make, prometheus: Any) -> None:
+    def test_counts_reach_vllms_metrics_and_its_log_line(
+        self, make: MakeEngine, prometheus: Any
+    ) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
         engine = make()
@@ -120,7 +89,7 @@ class TestStats:
                 name = f"vllm:{metric.name}{suffix}"
                 assert prometheus.get_sample_value(name, LABELS) == 0, name
 
-    def test_reasons_are_a_label(self, make: Make, prometheus: Any) -> None:
+    def test_reasons_are_a_label(self, make: MakeEngine, prometheus: Any) -> None:
         from connector_parts import wait_for
 
         engine = make()
@@ -151,7 +120,7 @@ class TestStats:
         assert one.is_empty()
 
     def test_trap_under_multi_connector_stats_are_found_by_class_name(
-        self, make: Make, prometheus: Any
+        self, make: MakeEngine, prometheus: Any
     ) -> None:
         """The child is named by its module, so that nothing but its import registers it."""
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
@@ -175,7 +144,7 @@ def multi_child_without_stats() -> dict[str, Any]:
     return {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_producer"}
 
 
-def test_hits_under_multi_connector_are_counted_as_the_childs(make: Make) -> None:
+def test_hits_under_multi_connector_are_counted_as_the_childs(make: MakeEngine) -> None:
     tokens = prompt(2 * BLOCK + 3)
     for _ in range(2):
         engine = make(transfer=multi())
@@ -186,7 +155,9 @@ def test_hits_under_multi_connector_are_counted_as_the_childs(make: Make) -> Non
 
 
 class TestEvents:
-    def test_blocks_that_were_saved_have_the_hashes_of_vllms_own_events(self, make: Make) -> None:
+    def test_blocks_that_were_saved_have_the_hashes_of_vllms_own_events(
+        self, make: MakeEngine
+    ) -> None:
         engine = make(events=True)
         tokens = prompt(3 * BLOCK + 5)
         engine.add("a", tokens, max_tokens=1)
@@ -208,7 +179,9 @@ class TestEvents:
             assert (event.group_idx, event.kv_cache_spec_kind) == (0, device[0].kv_cache_spec_kind)
             assert (event.locality, event.ownership) == ("LOCAL", "kvstore")
 
-    def test_what_else_shapes_the_kv_is_in_the_event_as_in_vllms_own(self, make: Make) -> None:
+    def test_what_else_shapes_the_kv_is_in_the_event_as_in_vllms_own(
+        self, make: MakeEngine
+    ) -> None:
         from vllm.lora.request import LoRARequest
 
         engine = make(events=True)
@@ -222,7 +195,7 @@ class TestEvents:
         assert "salt" in ours.extra_keys[0]
 
     def test_a_block_that_is_gone_is_said_to_be_removed(
-        self, make: Make, store: MemoryBlockStore
+        self, make: MakeEngine, store: MemoryBlockStore
     ) -> None:
         engine = make(events=True)
         tokens = prompt(2 * BLOCK + 5)
@@ -241,7 +214,7 @@ class TestEvents:
         assert said[0].block_hashes == stored[0].block_hashes
 
     def test_trap_nothing_is_said_of_a_save_that_did_not_happen(
-        self, make: Make, store: MemoryBlockStore
+        self, make: MakeEngine, store: MemoryBlockStore
     ) -> None:
         store.node_down = True
         engine = make(events=True)
@@ -250,7 +223,7 @@ class TestEvents:
         assert [e for e in engine.events if e.medium == "CPU"] == []
         assert [e for e in engine.events if e.medium == "GPU"] != []
 
-    def test_each_group_says_its_own(self, make: Make) -> None:
+    def test_each_group_says_its_own(self, make: MakeEngine) -> None:
         engine = make(events=True, window=24)
         engine.add("a", prompt(2 * BLOCK + 5), max_tokens=1)
         engine.run()
@@ -262,7 +235,7 @@ class TestEvents:
             (1, 24),
         ]
 
-    def test_trap_events_reach_the_publisher_under_multi_connector(self, make: Make) -> None:
+    def test_trap_events_reach_the_publisher_under_multi_connector(self, make: MakeEngine) -> None:
         """vLLM's MultiConnector forwards no worker's events, but all worker metadata."""
         engine = make(events=True, transfer=multi())
         engine.add("a", prompt(2 * BLOCK + 5), max_tokens=1)
@@ -270,13 +243,13 @@ class TestEvents:
         ours = [e for e in engine.events if e.medium == "CPU"]
         assert [len(e.token_ids) for e in ours] == [BLOCK] * 2
 
-    def test_nothing_is_said_when_vllm_publishes_nothing(self, make: Make) -> None:
+    def test_nothing_is_said_when_vllm_publishes_nothing(self, make: MakeEngine) -> None:
         engine = make()
         engine.add("a", prompt(2 * BLOCK + 5))
         engine.run()
         assert engine.events == []
 
-    def test_a_request_that_has_other_tokens_by_then_is_left_out(self, make: Make) -> None:
+    def test_a_request_that_has_other_tokens_by_then_is_left_out(self, make: MakeEngine) -> None:
         from connector.events import BlockEvent
 
         engine = make(events=True)
