@@ -155,8 +155,9 @@ def test_a_block_that_is_being_written_and_one_that_was_given_back(node):
 WRITER = """
 import sys, time
 from pathlib import Path
-from kvstore import Client, Namespace
-c = Client(sys.argv[1], key_prefix=sys.argv[2], run_dir=Path(sys.argv[3]), block_tokens=16)
+from kvstore import Client, Limits, Namespace
+c = Client(sys.argv[1], key_prefix=sys.argv[2], run_dir=Path(sys.argv[3]), block_tokens=16,
+           limits=Limits(redis_timeout_s=5.0, request_timeout_s=10.0))
 key = c.namespace.block_keys(range(64), 16)[0]
 c.session.reserve([key], 50_000, c.namespace.id)
 print("reserved", flush=True)

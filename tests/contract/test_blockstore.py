@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from contract.blockstore import BlockStoreContract
+from stores import PATIENT
 
 from kvstore import BlockSession, BlockStore, Limits
 from kvstore.index.open import open_guarded
@@ -28,7 +29,7 @@ def session() -> Iterator[BlockStore]:
         opened = open_guarded(None, key_prefix="kv:t", run_dir=run_dir, limits=Limits())
         config = NodeConfig(run_dir=run_dir, size_bytes=64 << 20, key_prefix="kv:t")
         with Node(config, opened.index):
-            session = BlockSession(opened.url, key_prefix="kv:t", run_dir=run_dir)
+            session = BlockSession(opened.url, key_prefix="kv:t", run_dir=run_dir, limits=PATIENT)
             yield session
             session.close()
         opened.close()

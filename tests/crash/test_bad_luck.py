@@ -203,7 +203,7 @@ import sys, time
 from pathlib import Path
 from kvstore import BlockSession, Limits, Namespace
 session = BlockSession(sys.argv[1], run_dir=Path(sys.argv[2]), key_prefix=sys.argv[3],
-                       limits=Limits(redis_timeout_s=5.0))
+                       limits=Limits(redis_timeout_s=5.0, request_timeout_s=10.0))
 ns = Namespace.named("default")
 keys = [ns.value_key(f"w{i}") for i in range(4)]
 granted = session.reserve(keys, 1000, ns.id)
