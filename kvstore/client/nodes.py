@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import IndexUnavailableError
@@ -33,8 +34,18 @@ class Attached:
 class LocalNodes:
     """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
 
-    def __init__(self, run_dir: Path, index: Index, key_prefix: str, *, use: bool = True) -> None:
-        """With `use` false there are none: what a client does that is to use other transports."""
+    def __init__(
+        self,
+        run_dir: Path,
+        index: Index,
+        key_prefix: str,
+        *,
+        use: bool = True,
+        mapping: Callable[[], None] = lambda: None,
+    ) -> None:
+        """With `use` false there are none: what a client does that is to use other transports.
+        `mapping` is called before a segment is mapped: from then on somebody must `check`."""
+        self.mapping = mapping
         self._use = use
         self._run_dir = run_dir
         self._index = index
@@ -45,6 +56,8 @@ class LocalNodes:
         """Every segment that is mapped now, the newest first."""
         self._absent: dict[tuple[int, int], float] = {}
         self._checked_at = 0.0
+        self.gone = 0
+        """How many segments were dropped because their node died."""
 
     def segment(self, node_id: int, epoch: int, now: float) -> Attached | None:
         """The mapped segment of that start of that node, None when it is not on this host."""
@@ -64,6 +77,7 @@ class LocalNodes:
             if not directory.alive():
                 sweep(self._run_dir)
                 break
+            self.mapping()
             attached = self._map(word, directory)
             if attached is not None:
                 self._attached[node_id, epoch] = attached
@@ -102,6 +116,7 @@ class LocalNodes:
             for place in dead:
                 self._attached.pop(place).gone = True
             self.mapped = tuple(a for a in self.mapped if not a.gone)
+            self.gone += len(dead)
         if dead:
             sweep(self._run_dir)
 

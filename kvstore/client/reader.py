@@ -113,6 +113,7 @@ class Reader:
         self.miss_reasons: dict[str, int] = {}
         """Calls that missed for another reason than that the index had no record, by reason."""
         self._last_failure = ""
+        self._gone_seen = 0
 
     def index_failed(self, error: IndexUnavailableError) -> None:
         """Count it; say it once, and again when the reason changes."""
@@ -148,6 +149,16 @@ class Reader:
     def forget(self, key: Key) -> None:
         self._places.pop(key, None)
         self._away.pop(key, None)
+
+    def let_go(self) -> None:
+        """Forget the places in segments of dead nodes: each keeps its segment mapped."""
+        gone = self._nodes.gone
+        if gone == self._gone_seen:
+            return
+        self._gone_seen = gone
+        for key, place in list(self._places.items()):
+            if place.attached.gone:
+                self._places.pop(key, None)
 
     def find(self, keys: Sequence[Key]) -> list[Place | None]:
         """Where each of `keys` is in this host's memory; None where it is not."""
@@ -257,6 +268,8 @@ class Reader:
         if len(self._places) >= PLACES_KEPT_MAX:
             self._places.pop(next(iter(self._places)), None)
         self._places[key] = place
+        if attached.gone:  # meanwhile: `let_go` may have passed by already
+            self._places.pop(key, None)
         return place
 
     def readable_run(self, keys: Sequence[Key]) -> list[Record]:

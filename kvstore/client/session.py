@@ -17,6 +17,7 @@ from kvstore.client.remote import RemoteNodes
 from kvstore.client.remote_writer import AWAY_SLOT, RemoteWriter
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.suspect import Suspicion
+from kvstore.client.upkeep import Upkeep
 from kvstore.client.writer import Want, Writer
 from kvstore.core.record import RecordSigner
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
@@ -76,7 +77,14 @@ class BlockSession:
         self.url: str = self._opened.url
         self.embedded: bool = self._opened.embedded
         self.transports = allowed(transports)
-        self.nodes = LocalNodes(self.run_dir, self.index, key_prefix, use=SHM in self.transports)
+        self._upkeep = Upkeep(self._let_go)
+        self.nodes = LocalNodes(
+            self.run_dir,
+            self.index,
+            key_prefix,
+            use=SHM in self.transports,
+            mapping=self._upkeep.start,
+        )
         self.remote = RemoteNodes(
             self.index,
             self.transports,
@@ -113,6 +121,12 @@ class BlockSession:
         return lambda: start_embedded_node(
             self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes, signing_key=key
         )
+
+    def _let_go(self) -> None:
+        """Keep nothing of dead nodes: their next start may need the room in /dev/shm."""
+        self.nodes.check(time.monotonic())
+        self.reader.let_go()
+        self.writer.let_go()
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;
@@ -242,6 +256,7 @@ class BlockSession:
         return self._explainer.why(question)
 
     def close(self) -> None:
+        self._upkeep.close()
         self._explainer.close()
         self.writer.close()
         self.reader.close()

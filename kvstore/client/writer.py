@@ -87,7 +87,7 @@ class _Link:
         self.held = held
         self.reads_only = not os.access(word.data_path, os.W_OK)
         """This user is of the node's group (node/sharing.py)."""
-        self.shm = AttachedShm(
+        self.shm: AttachedShm | None = AttachedShm(
             Path(word.data_path), Path(word.head_path), writable=not self.reads_only
         )
         self.shm.populate_ahead()
@@ -95,6 +95,12 @@ class _Link:
         self.inline_bytes = word.inline_bytes
         self.introduced: set[int] = set()
         """Namespaces of which this start of the node was told."""
+
+    def retire(self) -> None:
+        """The node is gone: no slot is granted any more, and its memory is not kept. The buffers
+        of reservations keep it until they are dropped (rule 5)."""
+        self.control.retire()
+        self.shm, self.payload = None, memoryview(b"")
 
 
 class Writer:
@@ -159,6 +165,7 @@ class Writer:
                 f"no memory node {which}on this host: start one with `kvstore node`"
             )
         word, directory = found
+        self._nodes.mapping()
         held = _Holdings()
         control = ControlChannel(directory, (word.node_id, word.epoch), self._timeout_s, held.said)
         try:
@@ -189,8 +196,14 @@ class Writer:
                 return
             self._link = None
             self._former.append(link)
-        link.control.retire()
+        link.retire()
         self._settle()
+
+    def let_go(self) -> None:
+        """Unmap the node if it died; whoever only saves finds out at the next save otherwise."""
+        link = self._link
+        if link is not None:
+            self._drop(link)
 
     def _settle(self) -> None:
         """Let the leases of former nodes go when nothing of theirs is in use any more."""
@@ -280,7 +293,9 @@ class Writer:
         self, wants: Sequence[Want], link: _Link, raw: list[Any]
     ) -> list[Reservation | PutResult]:
         """What the node's answer means; from here on the slots count as held."""
-        word, payload = link.word, link.payload
+        word, shm, payload = link.word, link.shm, link.payload
+        if shm is None:
+            raise ValueError("an answer of a node that is gone")
         answers: list[Reservation | PutResult] = []
         for want, answer in zip(wants, raw, strict=True):
             if type(answer) is list:
@@ -288,7 +303,7 @@ class Writer:
                 if offset + want.size_bytes > len(payload):
                     raise ValueError("a slot outside the segment")
                 link.held.reserved.add((slot, generation))
-                link.shm.populate(offset, want.size_bytes)
+                shm.populate(offset, want.size_bytes)
                 buffer = payload[offset : offset + want.size_bytes]
                 answers.append(
                     Reservation(want.key, buffer, word.node_id, word.epoch, slot, generation)

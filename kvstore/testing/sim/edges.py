@@ -125,6 +125,8 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         return OpenedIndex(guarded(world, limits.redis_timeout_s), str(url), None)
 
     yield session, "open_guarded", open_guarded
+    # A thread of the real machine would not replay: here dead nodes are found by calls alone.
+    yield session, "Upkeep", lambda _: SimpleNamespace(start=lambda: None, close=lambda: None)
     yield nodes, "node_dirs", world.dirs_of
     yield nodes, "sweep", world.sweep
     yield nodes, "AttachedShm", memory.SimAttached
