@@ -47,6 +47,10 @@ STREAM_CONNECTIONS_PER_NODE = 4
 """Connections that one client keeps to one node: requests at the same time."""
 STREAM_CONNECTIONS_MAX = 256
 """Connections that a node serves at the same time; each has a thread."""
+NAMES_LOOKED_UP_MAX = 8
+"""Host names that one process looks up at the same time: each has a thread that cannot be called
+off, and one more fails at once."""
+NAMES_KEPT_MAX = 1024
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 

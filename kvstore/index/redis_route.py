@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NamedTuple, Protocol
@@ -15,6 +16,7 @@ from redis.connection import (
 )
 from redis.retry import Retry
 
+from kvstore import tcp
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.redis_link import (
     FAILURES,
@@ -111,6 +113,20 @@ class SingleRoute:
         self._links.close()
 
 
+class _TcpConnection(Connection):
+    """One deadline for the look-up of the name and all addresses it has."""
+
+    def _connect(self) -> socket.socket:
+        assert self.socket_connect_timeout is not None
+        sock = tcp.connect(self.host, self.port, monotonic() + self.socket_connect_timeout)
+        sock.settimeout(self.socket_timeout)
+        return sock
+
+
+class _TlsConnection(SSLConnection, _TcpConnection):
+    """TLS, for the host's name, over that."""
+
+
 def _open(make: Callable[..., AbstractConnection], **options: object) -> AbstractConnection:
     """A connected socket; `AUTH` and the rest are ours, so that one deadline spans them."""
     connection = make(
@@ -135,11 +151,7 @@ def _hello(username: str, password: str, db: int) -> tuple[bytes, int]:
 
 
 def host_dial(target: Target, host: Host) -> Dial:
-    """Opens connections to `host` with the user and the TLS options of `target`.
-
-    Resolving a host's name has no time-out of its own: give addresses, or a resolver
-    that answers, where that matters.
-    """
+    """Opens connections to `host` with the user and the TLS options of `target`."""
     hello, replies = _hello(target.username, target.password, target.db)
 
     def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
@@ -152,7 +164,7 @@ def _open_host(target: Target, host: Host, deadline: float) -> AbstractConnectio
     left = deadline - monotonic()
     if left <= 0:
         raise TimeoutError
-    kind = SSLConnection if target.tls else Connection
+    kind = _TlsConnection if target.tls else _TcpConnection
     options = dict(target.tls_options, host=host[0], port=host[1])
     return _open(kind, socket_timeout=left, socket_connect_timeout=left, **options)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from kvstore import tcp
 from kvstore.core.stream_wire import (
     FRAME_HEAD_BYTES,
     JOINT_BYTES,
@@ -106,15 +106,12 @@ class StreamTransport:
 
     def _connect(self, node: Announcement, address: Address, deadline: float) -> Channel:
         try:
-            connection = socket.create_connection(
-                (address.host, address.port), timeout=max(deadline - time.monotonic(), 0.001)
-            )
+            connection = tcp.connect(address.host, address.port, deadline)
         except TimeoutError as e:
             raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
         except OSError as e:
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 connection.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection = self._tls.wrap_socket(connection, server_hostname=address.host)

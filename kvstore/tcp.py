@@ -1,0 +1,130 @@
+"""TCP connections by a deadline, the look-up of the host's name included.
+
+`getaddrinfo` has no time-out and cannot be called off, so a thread waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from kvstore.limits import NAMES_KEPT_MAX, NAMES_LOOKED_UP_MAX
+
+NAME_KEPT_S = 6.0
+"""How long an answer is good, longer than any pause between two tries (`retry_after_max_s`): a
+name server that needs more than one caller's deadline is heard by the next."""
+_KINDS = (socket.AF_INET, socket.AF_INET6)
+_Found = list[tuple[Any, ...]]
+"""What `getaddrinfo` returns."""
+
+
+def connect(host: str, port: int, deadline: float) -> socket.socket:
+    """The first address of `host` that takes the connection, with TCP_NODELAY.
+
+    `deadline` is in seconds of `time.monotonic`. Raises `OSError`: `TimeoutError` when it has
+    passed, `socket.gaierror` when there is no such name.
+    """
+    error: OSError = OSError(f"{host} has no address")
+    for kind, style, protocol, _, address in addresses(host, port, deadline):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"no connection to {host} in time")
+        connection = None
+        try:
+            connection = socket.socket(kind, style, protocol)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(left_s)
+            connection.connect(address)
+            return connection
+        except OSError as e:
+            error = e
+            if connection is not None:
+                connection.close()
+    raise error
+
+
+def addresses(host: str, port: int, deadline: float) -> _Found:
+    """As `socket.getaddrinfo` for TCP; raises `TimeoutError` at the deadline."""
+    if _is_address(host):
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return _names.find((host, port), deadline)
+
+
+def _is_address(host: str) -> bool:
+    for kind in _KINDS:
+        try:
+            socket.inet_pton(kind, host)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+class _LookUp:
+    """One question to the resolver. Its thread writes it, then sets `done`."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.good_until = 0.0
+        self.found: _Found = []
+        self.error: OSError | None = None
+
+
+class _Names:
+    """Whoever asks for the same name waits for the same thread, and for a while gets its answer."""
+
+    def __init__(self) -> None:
+        self._fill()
+        os.register_at_fork(after_in_child=self._fill)  # threads do not come along
+
+    def _fill(self) -> None:
+        self._lock = threading.Lock()
+        self._look_ups: dict[tuple[str, int], _LookUp] = {}
+        self._under_way = 0
+
+    def find(self, name: tuple[str, int], deadline: float) -> _Found:
+        look_up = self._look_up(name)
+        if not look_up.done.wait(max(deadline - time.monotonic(), 0.0)):
+            raise TimeoutError(f"{name[0]}: the name server did not answer in time")
+        if look_up.error is not None:
+            raise look_up.error
+        return look_up.found
+
+    def _look_up(self, name: tuple[str, int]) -> _LookUp:
+        with self._lock:
+            kept = self._look_ups.get(name)
+            if kept is not None and not (
+                kept.done.is_set() and time.monotonic() >= kept.good_until
+            ):
+                return kept
+            if self._under_way >= NAMES_LOOKED_UP_MAX:
+                raise TimeoutError(f"{name[0]}: name servers have not answered earlier questions")
+            look_up = _LookUp()
+            thread = threading.Thread(
+                target=self._ask, args=(name, look_up), name="kvstore-name", daemon=True
+            )
+            thread.start()
+            self._under_way += 1
+            self._look_ups.pop(name, None)
+            if len(self._look_ups) >= NAMES_KEPT_MAX:
+                self._look_ups.pop(next(iter(self._look_ups)))
+            self._look_ups[name] = look_up
+            return look_up
+
+    def _ask(self, name: tuple[str, int], look_up: _LookUp) -> None:
+        try:
+            look_up.found = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)
+            look_up.good_until = time.monotonic() + NAME_KEPT_S
+        except OSError as e:  # asked again by the next
+            look_up.error = e
+        except UnicodeError as e:
+            look_up.error = OSError(f"{name[0]!r} is no host name: {e}")
+        with self._lock:
+            self._under_way -= 1
+        look_up.done.set()
+
+
+_names = _Names()
