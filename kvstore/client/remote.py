@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from kvstore.core.breaker import Breaker, BreakerState
-from kvstore.errors import IndexUnavailableError
+from kvstore.core.wire import Op
+from kvstore.errors import IndexUnavailableError, PeerError
 from kvstore.index.base import Index
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_SLOW_BYTES_PER_S
 from kvstore.nodedir import Announcement
@@ -18,6 +20,8 @@ from kvstore.transport.security import StreamSecurity
 from kvstore.transport.select import choose
 from kvstore.transport.stream import CHECKSUM_REASON, StreamTransport
 from kvstore.transport.stream import NAME as STREAM
+from kvstore.transport.stream_requests import tell
+from kvstore.types import Key
 
 log = logging.getLogger("kvstore.client")
 
@@ -28,6 +32,8 @@ BELIEVED_UNASKED_S = 6.0
 NODES_KNOWN_MAX = 1024
 NODES_AT_ONCE = 8
 """Nodes that one call reads from at the same time."""
+REPORT_TIMEOUT_S = 0.25
+"""For saying that a block is damaged, over a connection that has just been used."""
 RETRY_AFTER_S = 0.25
 RETRY_AFTER_MAX_S = 5.0
 
@@ -171,7 +177,24 @@ class RemoteNodes:
                 known.asked_at = float("-inf")
             else:
                 known.breaker.succeeded()
+        damaged = [
+            one.key
+            for one, outcome in zip(batch, outcomes, strict=True)
+            if outcome.reason == CHECKSUM_REASON
+        ]
+        if damaged:
+            self._report(word, damaged)
         return self._counted(outcomes, batch)
+
+    def _report(self, word: Announcement, damaged: Sequence[Key]) -> None:
+        """Let the node look for itself: its memory is wrong, or the wire was (rule 2).
+
+        Never raises for a peer's fault; what could not be said, the next reader says.
+        """
+        log.warning("%d blocks of node %s arrived damaged: misses", len(damaged), word.name)
+        deadline = time.monotonic() + REPORT_TIMEOUT_S
+        with suppress(PeerError):
+            tell(self.stream, word, [Op.SUSPECT, 0, b"".join(damaged)], deadline)
 
     def failed(self, node_id: int) -> None:
         """A save there failed: it is left alone for a while, by reads too."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from kvstore.core import wire
-from kvstore.core.events import Abort, Commit, Explain, Introduce, Reserve, Stat, Touch
+from kvstore.core.events import (
+    Abort,
+    Commit,
+    Corrupt,
+    Explain,
+    Introduce,
+    Reserve,
+    Stat,
+    Suspect,
+    Touch,
+)
 from kvstore.core.namespaces import namespace_of
 from kvstore.core.stream_wire import (
     FRAME_HEAD_BYTES,
@@ -27,13 +39,15 @@ from kvstore.core.stream_wire import (
     unpack_put,
     unpack_read,
 )
-from kvstore.limits import STREAM_BATCH_BYTES_MAX
+from kvstore.core.suspects import CheckBudget
+from kvstore.limits import CHECKED_BYTES_PER_S_MAX, STREAM_BATCH_BYTES_MAX
 from kvstore.node.inside import Inside, InsideSession
+from kvstore.segment.header import fields
 from kvstore.segment.locate import Spot, locate
 from kvstore.segment.shm import AttachedShm
 from kvstore.transport.channel import Channel
 from kvstore.transport.chunks import Digest, chunked
-from kvstore.types import Location
+from kvstore.types import Key, Location
 
 IDLE_TIMEOUT_S = 600.0
 """A connection without a request for so long is closed; clients connect again."""
@@ -44,9 +58,19 @@ SNAPSHOT_BYTES = 64 << 10
 """Blocks up to this size are copied before they are sent, and then many travel at once."""
 FLUSH_BYTES = 256 << 10
 CHECKSUMS_KEPT_MAX = 1 << 16
-CONTROL_EVENTS = (Stat, Explain, Touch)
+CONTROL_EVENTS = (Stat, Explain, Touch, Suspect)
 """What a client on another host may ask of the core besides reading and saving."""
 CHECKSUM_WRONG = "its bytes arrived with another checksum"
+
+
+class Served(NamedTuple):
+    """A block without a checksum in its header, as it was when it was first served."""
+
+    slot_id: int
+    generation: int
+    offset: int
+    length: int
+    checksum: int
 
 
 class StreamService:
@@ -61,9 +85,10 @@ class StreamService:
         self._shm = shm
         self._node = node
         self._inside = inside
-        self._checksums: dict[tuple[int, int], int] = {}
-        """Of blocks that were served before and have none in their header, by slot and
-        generation."""
+        self._served: dict[Key, Served] = {}
+        self._checks = CheckBudget(CHECKED_BYTES_PER_S_MAX)
+        self._lock = threading.Lock()
+        """Of the budget."""
 
     def answer(self, channel: Channel) -> None:
         """Wait for one request and answer it. Raises `PeerError` when the connection is to end."""
@@ -100,8 +125,7 @@ class StreamService:
                 continue
             used.append(key)
             generation, _, length, _, kind, meta_length, stored, _ = spot.header
-            place = (spot.slot_id, generation)
-            known = stored or self._checksums.get(place, 0)
+            known = stored or self._served_checksum(key, spot.slot_id, generation)
             out.append(pack_joint(Joint(verdict, checksum, Sent.GOOD, kind, meta_length, length)))
             payload = self._shm.payload[spot.offset : spot.offset + length]
             if length <= SNAPSHOT_BYTES:
@@ -116,7 +140,8 @@ class StreamService:
             same = self._shm.header(spot.slot_id) == spot.image
             verdict = Sent.GOOD if same else Sent.MISS
             if same and not known:
-                self._remember(place, checksum)
+                served = Served(spot.slot_id, generation, spot.offset, length, checksum)
+                self._remember(key, served)
             if waiting_bytes >= FLUSH_BYTES:
                 channel.send(out, deadline)
                 out, waiting_bytes = [], 0
@@ -125,10 +150,15 @@ class StreamService:
         if used:
             self._inside.tell(Touch(0, used))
 
-    def _remember(self, place: tuple[int, int], checksum: int) -> None:
-        if len(self._checksums) >= CHECKSUMS_KEPT_MAX:
-            self._checksums.clear()
-        self._checksums[place] = checksum
+    def _served_checksum(self, key: Key, slot_id: int, generation: int) -> int:
+        """0 when it was not served before."""
+        served = self._served.get(key)
+        return served.checksum if served and served[:2] == (slot_id, generation) else 0
+
+    def _remember(self, key: Key, served: Served) -> None:
+        if len(self._served) >= CHECKSUMS_KEPT_MAX:
+            self._served.clear()
+        self._served[key] = served
 
     def _spot(self, key: bytes, location: Location) -> Spot | None:
         return locate(self._shm, key, location) if location.epoch == self._node[1] else None
@@ -235,8 +265,10 @@ class StreamService:
         event = wire.decode(0, message)
         if not isinstance(event, CONTROL_EVENTS):
             raise WireError(f"op {message[0]} is not for clients on other hosts")
-        if isinstance(event, Touch):
+        if isinstance(event, Touch | Suspect):
             self._inside.tell(event)
+            if isinstance(event, Suspect):
+                self._look_at(event.keys)
             return
         session = self._inside.open()
         try:
@@ -246,6 +278,25 @@ class StreamService:
         finally:
             session.close()
         channel.send([pack_answers([body])], deadline)
+
+    def _look_at(self, keys: Sequence[Key]) -> None:
+        """The core judges blocks with a checksum in their header; of the others only this knows
+        what they were. One that was never served before has nothing to be compared with."""
+        for key in keys:
+            served = self._served.get(key)
+            if served is None:
+                continue
+            slot_id, generation, offset, length, checksum = served
+            header = fields(self._shm.header(slot_id))
+            if header is None or header[:2] != (generation, key):
+                continue
+            with self._lock:
+                allowed = self._checks.allows(length, time.monotonic())
+            if allowed:
+                seen = xxhash.xxh3_64_intdigest(self._shm.payload[offset : offset + length])
+                if seen != checksum:
+                    # If the slot was reused meanwhile, its generation says so to the core.
+                    self._inside.tell(Corrupt(slot_id, generation))
 
 
 def _check_batch(sizes: Sequence[int]) -> None:

@@ -91,6 +91,20 @@ def ask(transport: StreamTransport, node: Announcement, message: list[Any], dead
         pool.give(channel, in_step)
 
 
+def tell(
+    transport: StreamTransport, node: Announcement, message: list[Any], deadline: float
+) -> None:
+    """As `ask`, of a message that has no answer. Raises `PeerError`."""
+    pool = transport.pool(node)
+    channel = pool.take(deadline)
+    in_step = False
+    try:
+        channel.send([pack_control(message)], deadline)
+        in_step = True
+    finally:
+        pool.give(channel, in_step)
+
+
 def _offer(payload: Payload) -> Offer:
     chunks = chunked(payload.pieces)
     digest = Digest(chunks)

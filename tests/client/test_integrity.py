@@ -66,6 +66,24 @@ def test_a_flipped_bit_is_a_miss_and_the_node_drops_the_block(
     assert careful.get("k") == value
 
 
+def test_a_bit_flipped_in_the_file_of_a_node_that_was_down_is_a_miss_too(
+    node: NodeProcess, careful: Client
+) -> None:
+    values = {f"k{size}": random.Random(size).randbytes(size) for size in SIZES}
+    assert all(careful.put_many(values))
+    data, _ = node.segment_files()
+    node.kill()
+    with data.open("r+b") as file:  # never truncated: the client maps it
+        at = file.read().index(values["k40000"]) + 5
+        file.seek(at)
+        file.write(bytes([values["k40000"][5] ^ 1]))
+    node.start()
+    wait_until(lambda: careful.get("k100") is not None, "its blocks are there again")
+    assert careful.get_many(list(values)) == [values["k100"], None, values["k1000000"]]
+    assert careful.stats()["missed"]["corrupt"] >= 1
+    wait_until(lambda: careful.stats()["node"]["corrupt"] == 1, "the node dropped it")
+
+
 def test_every_way_of_reading_sees_it(node: NodeProcess, careful: Client) -> None:
     numpy = pytest.importorskip("numpy")
     rng = random.Random(5)
