@@ -90,8 +90,8 @@ class BlockStore(Protocol):
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """The longest leading run of `keys` that can be read from here; one index round trip.
 
-        Never raises for a peer's fault: an unavailable index is an empty run. `Run.short`
-        says why it ends where it does.
+        Never raises for a peer's fault: without the index, what is found in this host's memory.
+        `Run.short` says why it ends where it does.
         """
         ...
 
@@ -99,7 +99,7 @@ class BlockStore(Protocol):
         """Each of `keys` that can be read from here, None for the others; one index round trip.
 
         For questions that are no single run, such as which of several writers
-        has a block. Never raises for a peer's fault: then all are None.
+        has a block. Never raises for a peer's fault: as `match`.
         """
         ...
 

@@ -56,6 +56,7 @@ class LocalNodes:
         """Every segment that is mapped now, the newest first."""
         self._absent: dict[tuple[int, int], float] = {}
         self._checked_at = 0.0
+        self._looked_around_at = float("-inf")
         self.gone = 0
         """How many segments were dropped because their node died."""
 
@@ -77,16 +78,42 @@ class LocalNodes:
             if not directory.alive():
                 sweep(self._run_dir)
                 break
-            self.mapping()
-            attached = self._map(word, directory)
+            attached = self._add(word, directory)
             if attached is not None:
-                self._attached[node_id, epoch] = attached
-                self.mapped = (attached, *self.mapped)
                 return attached
         if len(self._absent) >= ABSENT_MAX:
             self._absent.clear()
         self._absent[node_id, epoch] = now + ABSENT_S
         return None
+
+    def map_all(self, now: float) -> bool:
+        """Map every living node here that serves our keys; whether one was added.
+
+        For when the index cannot say who has a block. Looks around every `ABSENT_S`.
+        """
+        if not self._use or now < self._looked_around_at + ABSENT_S:
+            return False
+        with self._lock:
+            self._looked_around_at = now
+            before = self.mapped
+            for directory in node_dirs(self._run_dir):
+                word = directory.announcement()
+                if (
+                    word is not None
+                    and word.key_prefix == self._key_prefix
+                    and (word.node_id, word.epoch) not in self._attached
+                    and directory.alive()
+                ):
+                    self._add(word, directory)
+            return self.mapped != before
+
+    def _add(self, word: Announcement, directory: NodeDir) -> Attached | None:
+        self.mapping()
+        attached = self._map(word, directory)
+        if attached is not None:
+            self._attached[word.node_id, word.epoch] = attached
+            self.mapped = (attached, *self.mapped)
+        return attached
 
     @staticmethod
     def _map(word: Announcement, directory: NodeDir) -> Attached | None:

@@ -115,14 +115,16 @@ class Reader:
         self._last_failure = ""
         self._gone_seen = 0
 
-    def index_failed(self, error: IndexUnavailableError) -> None:
-        """Count it; say it once, and again when the reason changes."""
+    def index_failed(self, error: IndexUnavailableError, *, missed: bool = True) -> None:
+        """Count it, and the call when it `missed`; say it once, and again when the reason
+        changes."""
         self.index_failures += 1
-        self.missed(reason_of(error))
+        if missed:
+            self.missed(reason_of(error))
         reason = str(error)
         if reason != self._last_failure:
             self._last_failure = reason
-            log.warning("the index cannot be asked, every lookup is a miss: %s", reason)
+            log.warning("the index cannot be asked, only blocks of this host are found: %s", reason)
 
     def missed(self, reason: MissReason) -> None:
         name = reason.value
@@ -195,6 +197,8 @@ class Reader:
                     if places[i] is None and self._is_away(location, now):
                         away[i] = location
         except IndexUnavailableError as e:
+            if self._nodes.map_all(now):
+                places = [place or self._local(keys[i]) for i, place in enumerate(places)]
             self.index_failed(e)
         return Search(places, away)
 

@@ -11,6 +11,7 @@ from kvstore.client.base import Answers, BlockView, Found, Question, Reservation
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.fetching import fetch_blocks
+from kvstore.client.here import found_here, leading
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.remote import RemoteNodes
@@ -91,7 +92,7 @@ class BlockSession:
             security or StreamSecurity.from_environment(),
             self.limits.stream_timeout_s,
         )
-        signer = RecordSigner(key, key_prefix) if key else None
+        self._signer = signer = RecordSigner(key, key_prefix) if key else None
         suspicion = Suspicion(self.limits.request_timeout_s)
         self.reader = Reader(
             self.index, self.nodes, self.remote, signer=signer, suspicion=suspicion
@@ -130,13 +131,16 @@ class BlockSession:
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;
-        with a `timeout_s` shorter than what it took, the answer counts as too late: a miss."""
+        with a `timeout_s` shorter than what it took, the answer counts as too late: a miss.
+        While the index is away, another `redis_timeout_s` at most goes into this host's segments.
+        """
         started = time.monotonic()
         try:
             records = self.reader.indexed_run(keys)
         except IndexUnavailableError as e:
-            self.reader.index_failed(e)
-            return Run(short=reason_of(e))
+            run = Run(leading(self._found_here(keys, started, timeout_s)))
+            run.short = self._short(e, missed=len(run) < len(keys))
+            return run
         genuine = self.reader.genuine_count(keys, records)
         readable = self.reader.readable_count(records[:genuine])
         if timeout_s is not None and time.monotonic() - started > timeout_s:
@@ -158,8 +162,10 @@ class BlockSession:
         try:
             records = self.reader.readable(keys)
         except IndexUnavailableError as e:
-            self.reader.index_failed(e)
-            return Answers([None] * len(keys), short=reason_of(e))
+            answers = Answers(self._found_here(keys, started, timeout_s))
+            answers += [None] * (len(keys) - len(answers))
+            answers.short = self._short(e, missed=None in answers)
+            return answers
         if timeout_s is not None and time.monotonic() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
             return Answers([None] * len(keys), short=MissReason.DEADLINE)
@@ -167,6 +173,21 @@ class BlockSession:
             Found(key, record) if record is not None else None
             for key, record in zip(keys, records, strict=True)
         )
+
+    def _found_here(
+        self, keys: Sequence[Key], started: float, timeout_s: float | None
+    ) -> Iterator[Found | None]:
+        """What can be found without the index, in what is left of the time."""
+        if timeout_s is None:
+            give_up_at = time.monotonic() + self.limits.redis_timeout_s
+        else:
+            give_up_at = started + timeout_s
+        return found_here(self.nodes, self._signer, keys, give_up_at)
+
+    def _short(self, error: IndexUnavailableError, *, missed: bool) -> MissReason | None:
+        """Why not all was found: the index was not there to be asked."""
+        self.reader.index_failed(error, missed=missed)
+        return reason_of(error) if missed else None
 
     def view(self, found: Found) -> BlockView | None:
         (view,) = self.views([found], None)

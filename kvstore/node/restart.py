@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +21,14 @@ from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
 from kvstore.nodedir import Announcement, NodeDir, fd_is_locked, sweep
 from kvstore.segment.header import Superblock
-from kvstore.segment.shm import OwnedShm, check_room
+from kvstore.segment.shm import OwnedShm, check_room, never_fits
 
 log = logging.getLogger("kvstore.node")
 
+ROOM_WAIT_S = 3.0
+"""How long a node waits for memory that is about to be free: a client lets go of a dead node's
+within a second (client/upkeep.py)."""
+ROOM_POLL_S = 0.05
 SIGN_OF_LIFE_S = 5.0
 """How often a node says that it lives; what it leaves behind counts its age from there."""
 _SAME = ("node_id", "key_prefix", "arenas", "arena_bytes")
@@ -169,15 +174,21 @@ def _at(word: Announcement, segment: OwnedShm) -> Announcement:
 
 
 def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
-    """What dead nodes of this run directory could be restarted with goes first."""
-    try:
-        check_room(where, word.arenas, word.arena_bytes)
-    except NoSpaceError:
-        removed = sweep(run_dir, kept=True)
-        if not removed:
-            raise
-        log.info("removed what nodes %s left behind: its memory is needed", ", ".join(removed))
-        check_room(where, word.arenas, word.arena_bytes)
+    """What dead nodes of this run directory could be restarted with goes first. What clients
+    still map of nodes that were just killed is free a moment later."""
+    give_up_at = time.monotonic() + ROOM_WAIT_S
+    while True:
+        try:
+            check_room(where, word.arenas, word.arena_bytes)
+            return
+        except NoSpaceError:
+            removed = sweep(run_dir, kept=True)
+            if removed:
+                names = ", ".join(removed)
+                log.info("removed what nodes %s left behind: its memory is needed", names)
+            elif time.monotonic() >= give_up_at or never_fits(where, word.arenas, word.arena_bytes):
+                raise
+        time.sleep(ROOM_POLL_S)
 
 
 async def stay_restartable(directory: NodeDir) -> None:

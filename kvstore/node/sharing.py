@@ -35,6 +35,7 @@ def share_directory(run_dir: Path, directory: NodeDir, gid: int | None) -> None:
     """Let the group find the node, or nobody but the user. The caller holds the node's lock."""
     if gid is None:
         directory.path.chmod(0o700)
+        directory.lock.chmod(0o600)
         return
     status = run_dir.stat()
     if status.st_mode & stat.S_IXGRP and status.st_gid != gid:

@@ -103,7 +103,7 @@ def check_room(where: Path, arenas: int, arena_bytes: int) -> None:
     """Raises `NoSpaceError` when a segment of this shape does not fit."""
     # fallocate on tmpfs takes page after page until memory is gone; asking
     # first keeps a mistyped size from starving the whole machine.
-    need_bytes = arenas * arena_bytes + header_file_bytes(arenas, arena_bytes)
+    need_bytes = _need_bytes(arenas, arena_bytes)
     fs = os.statvfs(where)
     free = fs.f_bavail * fs.f_frsize
     if need_bytes + RESERVE_BYTES > free:
@@ -111,6 +111,16 @@ def check_room(where: Path, arenas: int, arena_bytes: int) -> None:
             f"{where}: {need_bytes} bytes asked for, {free} free, "
             f"{RESERVE_BYTES} kept for others; use a smaller --size or enlarge it"
         )
+
+
+def never_fits(where: Path, arenas: int, arena_bytes: int) -> bool:
+    """Whether a segment of this shape is larger than all there is."""
+    fs = os.statvfs(where)
+    return _need_bytes(arenas, arena_bytes) + RESERVE_BYTES > fs.f_blocks * fs.f_frsize
+
+
+def _need_bytes(arenas: int, arena_bytes: int) -> int:
+    return arenas * arena_bytes + header_file_bytes(arenas, arena_bytes)
 
 
 class OwnedShm:

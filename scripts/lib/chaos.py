@@ -14,6 +14,7 @@ import random
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ ANSWER_TIMEOUT_S = 60.0
 """A request that takes longer was not answered, and its engine is given up."""
 NODE_BYTES = 1 << 30
 START_TIMEOUT_S = 30.0
+ASK_TIMEOUT_S = 1.0
 KEY_PREFIX = "kv:chaos"
 HERE = Path(__file__).parent
 
@@ -77,8 +79,13 @@ class Store:
             time.sleep(0.02)
 
     def _up(self, who: str, pid: int) -> bool:
-        if who == "redis":
-            return self.socket.exists()
+        if who == "redis":  # a socket stays behind when its server is killed
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
+                asking.settimeout(ASK_TIMEOUT_S)
+                asking.connect(str(self.socket))
+                asking.sendall(b"PING\r\n")
+                return asking.recv(16) == b"+PONG\r\n"
+            return False
         directory = NodeDir(self.run_dir, "node")
         word = directory.announcement()
         return word is not None and word.pid == pid and directory.socket.exists()
@@ -92,8 +99,6 @@ class Store:
     def end(self, who: str, number: signal.Signals) -> None:
         self.signal(who, number)
         self.processes[who].wait(START_TIMEOUT_S)
-        if who == "redis":
-            self.socket.unlink(missing_ok=True)
 
     def carry_out(self, fault: plan.Fault) -> None:
         """The fault from its beginning to its end: everything runs again on return."""
@@ -126,8 +131,10 @@ class Store:
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
 
-def start_engines(options: argparse.Namespace, store: Store) -> list[EngineProcess]:
-    """The engines with the store, and last the one without."""
+def start_engines(
+    options: argparse.Namespace, store: Store, stack: contextlib.ExitStack
+) -> list[EngineProcess]:
+    """The engines with the store, and last the one without; `stack` ends those that started."""
     model = options.out / "model"
     if not options.no_engine:
         build_model(model, MODEL)
@@ -144,7 +151,10 @@ def start_engines(options: argparse.Namespace, store: Store) -> list[EngineProce
             cpus=str(cores[number % len(cores)]),
         )
         program = HERE / ("synthetic.py" if options.no_engine else "engines.py")
-        return EngineProcess(model, settings, options.out / f"engine-{number}.log", program)
+        log = options.out / f"engine-{number}.log"
+        engine = EngineProcess(model, settings, log, program)
+        stack.callback(engine.close)
+        return engine
 
     with ThreadPoolExecutor(ENGINES + 1) as pool:
         return list(pool.map(launch, range(ENGINES + 1)))
@@ -200,9 +210,11 @@ def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
     with contextlib.ExitStack() as stack:
         store = Store(options.out)
         stack.callback(store.close)
-        *engines, alone = start_engines(options, store)
-        for engine in (*engines, alone):
-            stack.callback(engine.close)
+        try:
+            *engines, alone = start_engines(options, store, stack)
+        except RuntimeError as e:
+            print(f"chaos: {e}", file=sys.stderr)
+            return 1
         for engine in (*engines, alone):  # the first request of an engine is slower
             ask(engine, plan.NEW, (2,) * (plan.BLOCK + plan.TAIL_TOKENS), 0.0)
         load = Load(engines, options.seed)

@@ -144,7 +144,11 @@ class EngineProcess:
         theirs.close()
         self._socket = ours
         self._lines = ours.makefile("rwb")
-        self._read(START_TIMEOUT_S)
+        try:
+            self._read(START_TIMEOUT_S)
+        except (OSError, RuntimeError, ValueError) as e:
+            self.close()
+            raise RuntimeError(f"an engine did not start, see {log}: {e}") from e
 
     @property
     def pid(self) -> int:

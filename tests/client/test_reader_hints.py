@@ -36,6 +36,9 @@ class Nodes:
     def check(self, now):
         pass
 
+    def map_all(self, now):
+        return False
+
 
 @pytest.fixture
 def owned(tmp_path):

@@ -53,6 +53,22 @@ def test_a_killed_node_goes_on_with_every_block_it_had(node):
         assert client.stats()["node"]["recovered"] == len(names)
 
 
+def test_a_node_that_signs_signs_what_it_publishes_anew(redis_server):
+    key = "thirty-two random characters.."
+    environment = {"KVSTORE_SIGNING_KEY": key}
+    with NodeProcess(redis_server, environment=environment) as node:
+        with Client(**node.client_options, signing_key=key) as writer:
+            fill(writer, ("a", "b"))
+            before = writer.session.index.lookup([NS.value_key("a")])
+        restarted(node)
+        with Client(**node.client_options, signing_key=key) as reader:
+            asks = reader.session.index.lookup
+            wait_until(lambda: asks([NS.value_key("a")]) not in ([None], before), "published")
+            assert {len(record) for record in asks([NS.value_key(name) for name in "ab"])} == {60}
+            assert reader.get_many(["a", "b"]) == [content("a"), content("b")]
+            assert reader.stats()["missed"] == {}
+
+
 def test_the_index_names_the_new_start_and_a_damaged_header_is_a_miss(node):
     admin = node.redis.admin()
     with Client(**node.client_options) as client:

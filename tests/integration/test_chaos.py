@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import chaos
 import chaos_plan as plan
 import pytest
 
@@ -82,6 +84,19 @@ def test_an_answer_counts_under_the_fault_it_meets():
     assert where(9.6) == fault
     assert where(12.5 + plan.AFTER_S - 0.1) == fault
     assert where(12.5 + plan.AFTER_S) == {"calm"}
+
+
+def test_redis_is_up_once_it_answers_whatever_sockets_lie_about(tmp_path):
+    store = chaos.Store(tmp_path)
+    try:
+        assert store._up("redis", 0)
+        store.end("redis", signal.SIGKILL)
+        assert store.socket.exists()
+        assert not store._up("redis", 0)
+        store.start("redis")
+        assert store._up("redis", 0)
+    finally:
+        store.close()
 
 
 def test_a_short_run_without_an_engine_passes(tmp_path):

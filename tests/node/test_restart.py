@@ -23,7 +23,7 @@ def config(tmp_path, **options) -> NodeConfig:
     shm = tmp_path / "shm"
     shm.mkdir(exist_ok=True)
     return NodeConfig(
-        run_dir=tmp_path, size_bytes=4 * MIB, shm_dir=shm, **{"keep": True, **options}
+        run_dir=tmp_path, shm_dir=shm, **{"keep": True, "size_bytes": 4 * MIB, **options}
     )
 
 
@@ -126,6 +126,29 @@ def test_a_node_that_still_lacks_memory_says_so(tmp_path, index, monkeypatch):
         raise NoSpaceError("full")
 
     monkeypatch.setattr(restart, "check_room", room)
+    monkeypatch.setattr(restart, "ROOM_WAIT_S", 0.1)
     with pytest.raises(NoSpaceError, match="full"):
         Node(config(tmp_path), index).start()
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_a_node_waits_a_moment_for_memory_that_a_killed_one_had(tmp_path, index, monkeypatch):
+    """Clients map it until they notice."""
+    asked = []
+
+    def room(where, arenas, arena_bytes):
+        asked.append(arenas)
+        if len(asked) < 4:
+            raise NoSpaceError("full")
+        check_room(where, arenas, arena_bytes)
+
+    monkeypatch.setattr(restart, "check_room", room)
+    with Node(config(tmp_path), index) as node:
+        assert Talker(node).put(KEYS[0])[1:] == [True, [0]]
+    assert len(asked) == 4
+
+
+def test_a_node_larger_than_all_of_shm_does_not_wait(tmp_path, index, monkeypatch):
+    monkeypatch.setattr(restart, "ROOM_WAIT_S", 3600.0)
+    with pytest.raises(NoSpaceError, match="asked for"):
+        Node(config(tmp_path, size_bytes=1 << 50), index).start()

@@ -7,6 +7,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def url_of(server: RedisServer) -> str:
 
 
 @contextmanager
-def a_node(server: RedisServer, group: int | None) -> Iterator[Node]:
+def a_node(server: RedisServer, group: int | None, *, keep: bool = False) -> Iterator[Node]:
     run_dir = Path(tempfile.mkdtemp(prefix="kvn-"))
     config = NodeConfig(
         run_dir=run_dir,
@@ -42,6 +43,7 @@ def a_node(server: RedisServer, group: int | None) -> Iterator[Node]:
         size_bytes=4 * MIB,
         arena_bytes=MIB,
         group=group,
+        keep=keep,
         limits=PATIENT,
     )
     opened = open_guarded(url_of(server), key_prefix=PREFIX, run_dir=run_dir, limits=PATIENT)
@@ -150,6 +152,27 @@ def test_a_member_of_the_group_reads_and_does_nothing_else(server: RedisServer) 
         # What it asked for has changed nothing.
         assert owner.get("k") == b"value"
         assert owner.stats()["node"]["reserved"] == owner.stats()["node"]["pinned"] == 0
+
+
+@needs_root
+def test_a_warm_start_gives_its_segment_to_the_group_it_has_then(server: RedisServer) -> None:
+    with a_node(server, READERS, keep=True) as node:
+        with client_of(server, node) as owner:
+            assert owner.put("k", b"value")
+        before = modes(node)
+        node.stop()
+        with Node(node.config, node.index) as again:
+            assert again.stats()["recovered"] == 1
+            assert modes(again) == before
+            where = (url_of(server), str(node.config.run_dir), PREFIX)
+            did = run_as(ALICE, READ, *where, groups=[READERS])
+            assert did["get"] == "value"
+            assert "may only read" in did["put"]
+        with Node(replace(node.config, group=None, keep=False), node.index) as alone:
+            assert alone.stats()["recovered"] == 1
+            assert {name: m for name, m in modes(alone).items() if m & 0o077} == {
+                "run_dir": 0o710  # it may be other nodes' too
+            }
 
 
 @needs_root
