@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from connector_parts import wait_for
 from engines import EngineProcess, EngineSettings, Generated, build_model, kv_transfer
-from redis_servers import RedisServer
+from redis_servers import RedisServer, stopped
 
 from kvstore import Limits
 from kvstore.core.record import RECORD_BYTES
@@ -367,18 +367,23 @@ def build_hybrid(path: Path) -> Path:
     return path
 
 
-def test_a_dead_node_and_a_dead_redis_cost_a_recompute(
+def test_a_stopped_redis_costs_nothing_here_a_dead_node_a_recompute(
     alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
 ) -> None:
     """Runs last: it takes the store away."""
-    wanted = prompts(6, seed=7)
+    wanted = prompts(8, seed=7)
     reference = tokens_of(alone.generate(wanted))
-    produce(producer, store, wanted[:2])
+    produce(producer, store, wanted[:4])
+    with stopped(store.redis):
+        consumer.generate(prompts(1, seed=8))  # finds out that Redis hangs
+        loaded = consumer.generate(wanted[:2])
+        assert tokens_of(loaded) == reference[:2]
+        assert [result.cached_tokens for result in loaded] == [T] * 2
     store.node.stop()
-    assert tokens_of(consumer.generate(wanted[:2])) == reference[:2]
-    assert tokens_of(producer.generate(wanted[2:4])) == reference[2:4]
+    assert tokens_of(consumer.generate(wanted[2:4])) == reference[2:4]
+    assert tokens_of(producer.generate(wanted[4:6])) == reference[4:6]
     store.redis.kill()
     started = time.monotonic()
-    assert tokens_of(consumer.generate(wanted[4:])) == reference[4:]
-    assert tokens_of(producer.generate(wanted[4:])) == reference[4:]
+    assert tokens_of(consumer.generate(wanted[6:])) == reference[6:]
+    assert tokens_of(producer.generate(wanted[6:])) == reference[6:]
     assert time.monotonic() - started < 60
