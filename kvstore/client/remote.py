@@ -183,16 +183,16 @@ class RemoteNodes:
             if outcome.reason == CHECKSUM_REASON
         ]
         if damaged:
-            self._report(word, damaged)
+            self._report(word, damaged, give_up_at)
         return self._counted(outcomes, batch)
 
-    def _report(self, word: Announcement, damaged: Sequence[Key]) -> None:
+    def _report(self, word: Announcement, damaged: Sequence[Key], give_up_at: float) -> None:
         """Let the node look for itself: its memory is wrong, or the wire was (rule 2).
 
         Never raises for a peer's fault; what could not be said, the next reader says.
         """
         log.warning("%d blocks of node %s arrived damaged: misses", len(damaged), word.name)
-        deadline = time.monotonic() + REPORT_TIMEOUT_S
+        deadline = min(time.monotonic() + REPORT_TIMEOUT_S, give_up_at)
         with suppress(PeerError):
             tell(self.stream, word, [Op.SUSPECT, 0, b"".join(damaged)], deadline)
 
