@@ -29,6 +29,7 @@ from kvstore.core.stream_wire import (
 )
 from kvstore.limits import STREAM_BATCH_BYTES_MAX
 from kvstore.node.inside import Inside, InsideSession
+from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.segment.locate import Spot, locate
 from kvstore.segment.shm import AttachedShm
 from kvstore.transport.channel import Channel
@@ -56,11 +57,18 @@ class StreamService:
     payload is written only into slots that the core gave to the session (rules 5, 6).
     """
 
-    def __init__(self, shm: AttachedShm, node: tuple[int, int], inside: Inside) -> None:
+    def __init__(
+        self,
+        shm: AttachedShm,
+        node: tuple[int, int],
+        inside: Inside,
+        nixl: NixlSidecar | None = None,
+    ) -> None:
         """`shm` is writable; `node` is (node id, epoch)."""
         self._shm = shm
         self._node = node
         self._inside = inside
+        self._nixl = nixl
         self._checksums: dict[tuple[int, int], int] = {}
         """Of blocks that were served before and have none in their header, by slot and
         generation."""
@@ -82,6 +90,9 @@ class StreamService:
             self._put(channel, offers, namespace_id, began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S))
         elif kind is Frame.CONTROL:
             self._control(channel, unpack_answers(body), began + REQUEST_TIMEOUT_S)
+        elif kind is Frame.NIXL:
+            way = self._nixl.way() if self._nixl is not None else []
+            channel.send([pack_answers(way)], time.monotonic() + REQUEST_TIMEOUT_S)
         else:
             raise WireError(f"frame type {kind} from a client")
 
