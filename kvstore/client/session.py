@@ -76,6 +76,8 @@ class BlockSession:
         self.url: str = self._opened.url
         self.embedded: bool = self._opened.embedded
         self.transports = allowed(transports)
+        self.viewed = {"hits": 0, "hit_bytes": 0}
+        """Blocks of this host that `views` has handed out."""
         self.nodes = LocalNodes(self.run_dir, self.index, key_prefix, use=SHM in self.transports)
         self.remote = RemoteNodes(
             self.index,
@@ -169,6 +171,9 @@ class BlockSession:
             place = self.reader.place(one.key, one.record)
             if place is not None:
                 good = self.verify == "never" or self.reader.verified(one.key, place)
+                if good:
+                    self.viewed["hits"] += 1
+                    self.viewed["hit_bytes"] += len(place.payload)
                 yield place if good else None
                 continue
             if fetched is None:
