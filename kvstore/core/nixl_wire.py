@@ -14,7 +14,8 @@ from kvstore.core.stream_wire import WireError
 NAME_CHARS_MAX = 128
 METADATA_BYTES_MAX = 64 << 10
 PROBE_BYTES = 4096
-_ADDRESS_MAX = 1 << 64
+_ADDRESS_MAX = 1 << 62
+"""Far above what a process can map; with an offset in a segment still 64 bits."""
 
 
 class Way(NamedTuple):

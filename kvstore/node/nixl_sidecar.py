@@ -37,8 +37,9 @@ class NixlSidecar:
         self._word = word
         self._access = access
         self._stopping = threading.Event()
+        self._started: NixlProcess | None = None
         self._process: NixlProcess | None = None
-        """One that is ready."""
+        """The same once it is ready."""
         self._thread = threading.Thread(target=self._run, name="kvstore-nixl", daemon=True)
         self.starts = 0
 
@@ -88,6 +89,7 @@ class NixlSidecar:
         self.starts += 1
         name = f"{agent_prefix(word.node_id, word.epoch)}{self.starts}"
         process = NixlProcess("owner", [name, word.data_path, word.head_path, self._access])
+        self._started = process
         try:
             process.ready(time.monotonic() + START_TIMEOUT_S)
             self._process = process
@@ -101,8 +103,7 @@ class NixlSidecar:
     def stop(self) -> None:
         """Kill it. Waits at most `STOP_TIMEOUT_S`."""
         self._stopping.set()
-        process = self._process
-        if process is not None:
-            process.kill()
+        if self._started is not None:
+            self._started.kill()
         if self._thread.is_alive():
             self._thread.join(STOP_TIMEOUT_S)

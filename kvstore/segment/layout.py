@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from kvstore.core.sizes import SLOT_BYTES
-from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.limits import (
+    ARENA_BYTES_MAX,
+    ARENA_BYTES_MIN,
+    SLOT_BYTES_MIN,
+    SLOTS_PER_SEGMENT_MAX,
+)
 from kvstore.nodedir import Announcement
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock, fields
 from kvstore.segment.locate import offset_of
@@ -11,14 +16,16 @@ from kvstore.types import Key, Location
 
 
 class Layout:
-    """Of the segment of an announced node. A location that leads out of it leads nowhere."""
+    """Of the segment of an announced node. A location that leads out of it leads nowhere, and so
+    does every one when there is no segment of the announced shape."""
 
     header_bytes = HEADER_BYTES
 
     def __init__(self, word: Announcement) -> None:
         self.superblock = Superblock(word.node_id, word.epoch, 0, word.arenas, word.arena_bytes)
+        right = ARENA_BYTES_MIN <= word.arena_bytes <= ARENA_BYTES_MAX
         self.slots_per_arena = word.arena_bytes // SLOT_BYTES_MIN
-        self.slots = word.arenas * self.slots_per_arena
+        self.slots = min(word.arenas * self.slots_per_arena, SLOTS_PER_SEGMENT_MAX) if right else 0
         self.slot_bytes = tuple(min(size, word.arena_bytes) for size in SLOT_BYTES)
 
     def places(self, location: Location) -> tuple[int, int] | None:

@@ -171,8 +171,8 @@ class Reader:
         os.close(arena_fd)
         self._agent.register_memory([(self._at, size_bytes, 0, "")], "DRAM")
         self._flights: list[Flight] = []
-        self._late: list[Flight] = []
-        """Their handles are never released: bytes may still come."""
+        self._given_up: list[Flight] = []
+        """Their handles are never released: bytes may still come. The parent will kill us."""
 
     def run(self) -> None:
         spin_until = 0.0
@@ -236,20 +236,17 @@ class Reader:
                 self._agent.release_xfer_handle(flight.handles.pop())
                 flight.handles.append(flight.start(flight.stages.pop(0)))
                 state = self._agent.check_xfer_state(flight.handles[-1])
-        except Exception as e:
-            self._parent.answer(flight.number, ERROR, f"{type(e).__name__}: {e}")
-            return False
-        if state == "PROC":
-            if time.monotonic() < flight.deadline:
+            if state == "PROC" and time.monotonic() < flight.deadline:
                 return True
-            self._late.append(flight)
-            self._parent.answer(flight.number, LATE)
-            return False
-        self._agent.release_xfer_handle(flight.handles.pop())
-        if state == "DONE":
-            self._parent.answer(flight.number, OK)
-        else:
-            self._parent.answer(flight.number, ERROR, "the READ failed")
+            if state == "DONE":
+                self._agent.release_xfer_handle(flight.handles.pop())
+                self._parent.answer(flight.number, OK)
+                return False
+            status, reason = (LATE, "") if state == "PROC" else (ERROR, "the READ failed")
+        except Exception as e:
+            status, reason = ERROR, f"{type(e).__name__}: {e}"
+        self._given_up.append(flight)
+        self._parent.answer(flight.number, status, reason)
         return False
 
 

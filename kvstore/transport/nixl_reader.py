@@ -1,9 +1,9 @@
 """A process that READs for this one, and the memory it reads into.
 
 NIXL cannot cancel: bytes of a READ that was given up may still come. So nothing is
-read into a caller's memory. What is late makes the whole arena suspect: it is
-*retired*, gets no new requests, and its process is killed. Then nobody writes there
-any more, and the next reader has an arena and an agent of its own.
+read into a caller's memory. A READ that is late or fails makes the whole arena suspect:
+it is *retired*, gets no new requests, and its process is killed. Then nobody writes
+there any more, and the next reader has an arena and an agent of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX, NIXL_REQUESTS_MAX
-from kvstore.transport.nixl_child import ADD, LATE, READ, REMOVE
+from kvstore.transport.nixl_child import ADD, OK, READ, REMOVE
 from kvstore.transport.nixl_process import Answer, NixlProcess, wait_for
 
 HEADERS_BYTES = NIXL_PIECES_MAX * 64
@@ -125,22 +125,23 @@ class NixlReader:
         with self._changed:
             self._due[part.number] = time.monotonic() + timeout_s
         future = self._process.ask(READ, agent, timeout_s, list(stages), deadline=deadline)
-        future.add_done_callback(self._retire_if_late)
+        future.add_done_callback(self._retire_unless_ok)
         return future
 
     def abandon(self, part: Part, future: Future[Answer]) -> None:
-        """Nobody waits for it any more: the part is free once its READ has ended."""
+        """Nobody waits for it any more: the part is free once its READ has ended well."""
 
         def free(ended: Future[Answer]) -> None:
-            if ended.result().status != LATE:
+            if ended.result().status == OK:
                 self.give(part)
 
         future.add_done_callback(free)
 
     # --- ending -------------------------------------------------------------
 
-    def _retire_if_late(self, future: Future[Answer]) -> None:
-        if future.result().status == LATE:
+    def _retire_unless_ok(self, future: Future[Answer]) -> None:
+        # Of a READ that failed, other pieces may still be under way.
+        if future.result().status != OK:
             self.retire()
 
     def retire(self) -> None:
