@@ -14,6 +14,7 @@ Run as a file and importing nothing of kvstore: it starts in half the time.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import os
 import resource
@@ -64,7 +65,7 @@ def guard() -> None:
 def make_agent(name: str) -> Any:
     for module in MODULES:
         try:
-            api = __import__(module, fromlist=["nixl_agent"])
+            api = importlib.import_module(module)
         except ModuleNotFoundError:
             continue
         # The progress thread would take a whole core.
