@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import index, integrity, layerwise, local, restart, stream, vllm
+from benchmarks import index, integrity, layerwise, local, nixl, restart, stream, vllm
 from benchmarks.report import show
 
 SUITES = {
@@ -12,6 +12,7 @@ SUITES = {
     "integrity": integrity,
     "layerwise": layerwise,
     "local": local,
+    "nixl": nixl,
     "restart": restart,
     "stream": stream,
     "vllm": vllm,

@@ -51,6 +51,20 @@ NAMES_LOOKED_UP_MAX = 8
 """Host names that one process looks up at the same time: each has a thread that cannot be called
 off, and one more fails at once."""
 NAMES_KEPT_MAX = 1024
+
+NIXL_REQUEST_BYTES_MAX = 16 << 20
+"""Payload in one READ request, so that its deadline means something; larger batches are several."""
+NIXL_PIECES_MAX = 4096
+"""Pieces in one READ request, the headers before and after each among them."""
+NIXL_REQUESTS_MAX = 4
+"""READ requests of one client at the same time: so many such parts has the arena they go into."""
+NIXL_QUARANTINED_MAX = 2
+"""Arenas that late bytes may still come into. With so many, nothing is read through NIXL."""
+NIXL_PEERS_MAX = 256
+"""Nodes that one client knows its way into."""
+NIXL_OWNER_RETRY_AFTER_MAX_S = 60.0
+"""Between two starts of a node's NIXL process when it dies again and again."""
+
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 

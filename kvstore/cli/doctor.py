@@ -19,6 +19,7 @@ CHECKS = (
     Check("shared memory", machine.shared_memory),
     Check("leftovers", machine.leftovers),
     Check("nodes", machine.nodes, timeout_s=30.0),
+    Check("transports", software.transports),
     Check("memlock", machine.memlock),
     Check("huge pages", machine.huge_pages),
     Check("cuda", software.cuda, timeout_s=2 * software.TRY_TIMEOUT_S + 5),

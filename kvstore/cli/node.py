@@ -106,6 +106,14 @@ def add_stream(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--open", action="store_true", help="serve without a secret whoever can connect"
     )
+    group.add_argument(
+        "--nixl",
+        nargs="?",
+        default="",
+        const="read-only",
+        choices=("read-only", "writable"),
+        help="let them read by RDMA through NIXL too; experimental (docs/rdma.md)",
+    )
     group.add_argument("--tls-cert", type=Path, metavar="FILE", help=f"PEM (or {TLS_CERT})")
     group.add_argument("--tls-key", type=Path, metavar="FILE", help=f"PEM (or {TLS_KEY})")
     group.add_argument(
@@ -141,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
         advertise=args.advertise,
         open_to_all=args.open,
         security=_security(args),
+        nixl=args.nixl,
         keep=args.keep,
         group=group_id(args.group) if args.group else None,
         limits=Limits(),

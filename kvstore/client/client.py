@@ -99,6 +99,8 @@ class Client:
         self._verify = verify == "always"
         self._explained: dict[str, int] = {}
         self._counts = {"hits": 0, "misses": 0, "hit_bytes": 0, "stored": 0, "not_stored": 0}
+        self._away_counts = {"hits": 0, "hit_bytes": 0}
+        """Those of `_counts` that came from other hosts."""
 
     # --- putting ----------------------------------------------------------
 
@@ -288,8 +290,9 @@ class Client:
             if value is None:
                 self._reader.missed(MissReason.LOAD_FAILED)
             else:
-                self._counts["hits"] += 1
-                self._counts["hit_bytes"] += away.location.length
+                for counts in (self._counts, self._away_counts):
+                    counts["hits"] += 1
+                    counts["hit_bytes"] += away.location.length
         return values
 
     def exists(self, key: str | bytes) -> bool:
@@ -390,9 +393,9 @@ class Client:
     def stats(self) -> dict[str, dict[str, int | float]]:
         """Counters of this client ("client") and of this host's node ("node", empty when gone).
 
-        "transports" counts what came from other hosts, by transport. Also of misses by
-        `MissReason`: "missed" by calls that missed for another reason than that the index
-        had no record, "explained" by calls of `explain`.
+        "transports" counts what was read, by transport. Also of misses by `MissReason`:
+        "missed" by calls that missed for another reason than that the index had no record,
+        "explained" by calls of `explain`.
         """
         client: dict[str, int | float] = dict(self._counts)
         client["index_failures"] = self._reader.index_failures
@@ -405,7 +408,16 @@ class Client:
             "node": node,
             "missed": dict(self._reader.miss_reasons),
             "explained": dict(self._explained),
-            "transports": dict(self.session.remote.counts),
+            "transports": self._by_transport(),
+        }
+
+    def _by_transport(self) -> dict[str, int | float]:
+        viewed = self.session.viewed
+        local = {what: self._counts[what] - self._away_counts[what] for what in self._away_counts}
+        return {
+            "shm_hits": local["hits"] + viewed["hits"],
+            "shm_bytes": local["hit_bytes"] + viewed["hit_bytes"],
+            **self.session.remote.counts,
         }
 
     def close(self) -> None:

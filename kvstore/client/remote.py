@@ -10,12 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from kvstore.core.breaker import Breaker, BreakerState
-from kvstore.core.wire import Op
+from kvstore.core.wire import Op, join_keys
 from kvstore.errors import IndexUnavailableError, PeerError
 from kvstore.index.base import Index
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_SLOW_BYTES_PER_S
 from kvstore.nodedir import Announcement
-from kvstore.transport.base import Outcome, Read, Wanted
+from kvstore.segment.layout import Layout
+from kvstore.transport.base import Outcome, Read, Transport, Wanted
+from kvstore.transport.nixl import NAME as NIXL
+from kvstore.transport.nixl import NixlTransport
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.select import choose
 from kvstore.transport.stream import CHECKSUM_REASON, StreamTransport
@@ -36,6 +39,7 @@ REPORT_TIMEOUT_S = 0.25
 """For saying that a block is damaged, over a connection that has just been used."""
 RETRY_AFTER_S = 0.25
 RETRY_AFTER_MAX_S = 5.0
+TOUCH_TIMEOUT_S = 0.05
 
 
 class _Known:
@@ -68,12 +72,15 @@ class RemoteNodes:
         self._allowed = allowed
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
+        self._nixl = NixlTransport(self.stream, Layout) if NIXL in allowed else None
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}
         self._workers: ThreadPoolExecutor | None = None
-        self.counts = dict.fromkeys(
-            ("stream_hits", "stream_bytes", "stream_misses", "stream_failed", "stream_checksum"), 0
-        )
+        self.counts = {
+            f"{way}_{what}": 0
+            for way in (STREAM, NIXL)
+            for what in ("hits", "bytes", "misses", "failed", "checksum")
+        }
 
     # --- who is there -------------------------------------------------------
 
@@ -82,7 +89,7 @@ class RemoteNodes:
 
         One whose last read failed is not there until it is time to try it again.
         """
-        if STREAM not in self._allowed:
+        if STREAM not in self._allowed and self._nixl is None:
             return None
         known = self._known.get(node_id)
         if known is None or now >= known.asked_at + BELIEVED_S:
@@ -119,8 +126,19 @@ class RemoteNodes:
         known.word, known.confirmed_at = word, now
         return known
 
-    def _offered(self, word: Announcement) -> tuple[str, ...]:
-        return (STREAM,) if self.stream.usable(word) else ()
+    def _offered(self, word: Announcement) -> list[str]:
+        offered = [STREAM] if self.stream.usable(word) else []
+        return [*offered, NIXL] if self._nixl is not None and self._nixl.usable(word) else offered
+
+    def _ways(self, word: Announcement) -> list[tuple[str, Transport]]:
+        """How to read from it, best first. NIXL only when it is ready, or all there is."""
+        nixl = self._nixl
+        if nixl is None or not nixl.usable(word):
+            return [(STREAM, self.stream)]
+        if STREAM not in self._allowed:
+            return [(NIXL, nixl)]
+        ready = [(NIXL, nixl)] if nixl.ready(word) else []
+        return [*ready, (STREAM, self.stream)]
 
     # --- reading ------------------------------------------------------------
 
@@ -163,11 +181,12 @@ class RemoteNodes:
         with self._lock:
             ready = word is not None and known is not None and known.breaker.allows(now)
         if word is None or known is None or not ready:
-            return self._counted([Outcome(Read.FAILED, "the node cannot be reached")] * len(batch))
+            unreached = [Outcome(Read.FAILED, "the node cannot be reached")] * len(batch)
+            return self._counted(STREAM if STREAM in self._allowed else NIXL, unreached, batch)
         give_up_at = now + self.timeout_s(sum(one.location.length for one in batch))
         if deadline is not None:
             give_up_at = min(give_up_at, deadline)
-        outcomes = self.stream.submit(word, batch, give_up_at).wait()
+        outcomes = self._read_by(self._ways(word), word, batch, give_up_at)
         failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
         if failed is not None:
             log.warning("node %s on %s cannot be read for now: %s", word.name, word.host, failed)
@@ -184,7 +203,40 @@ class RemoteNodes:
         ]
         if damaged:
             self._report(word, damaged, give_up_at)
-        return self._counted(outcomes, batch)
+        return outcomes
+
+    def _read_by(
+        self,
+        ways: Sequence[tuple[str, Transport]],
+        word: Announcement,
+        batch: Sequence[Wanted],
+        deadline: float,
+    ) -> Sequence[Outcome]:
+        """What fails one way is read the next way, for which half of the time is left."""
+        (name, transport), *others = ways
+        now = time.monotonic()
+        until = now + (deadline - now) / 2 if others else deadline
+        outcomes = self._counted(name, transport.submit(word, batch, until).wait(), batch)
+        if name == NIXL:
+            self._touch(word, batch, outcomes)
+        again = [i for i, outcome in enumerate(outcomes) if outcome.read is Read.FAILED]
+        if not again or not others:
+            return outcomes
+        second = self._read_by(others, word, [batch[i] for i in again], deadline)
+        outcomes = list(outcomes)
+        for i, outcome in zip(again, second, strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
+    def _touch(
+        self, word: Announcement, batch: Sequence[Wanted], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Tell the node what was used: it does not see who reads its memory."""
+        used = [w.key for w, o in zip(batch, outcomes, strict=True) if o.read is Read.HIT]
+        if used:
+            with suppress(PeerError):  # it only spoils the order of eviction
+                message = [Op.TOUCH, 0, join_keys(used)]
+                tell(self.stream, word, message, time.monotonic() + TOUCH_TIMEOUT_S)
 
     def _report(self, word: Announcement, damaged: Sequence[Key], give_up_at: float) -> None:
         """Let the node look for itself: its memory is wrong, or the wire was (rule 2).
@@ -209,22 +261,24 @@ class RemoteNodes:
         return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S
 
     def _counted(
-        self, outcomes: Sequence[Outcome], batch: Sequence[Wanted] = ()
+        self, way: str, outcomes: Sequence[Outcome], batch: Sequence[Wanted]
     ) -> Sequence[Outcome]:
         with self._lock:
             counts = self.counts
-            for i, outcome in enumerate(outcomes):
+            for one, outcome in zip(batch, outcomes, strict=True):
                 if outcome.read is Read.HIT:
-                    counts["stream_hits"] += 1
-                    counts["stream_bytes"] += batch[i].location.length
+                    counts[f"{way}_hits"] += 1
+                    counts[f"{way}_bytes"] += one.location.length
                 elif outcome.read is Read.FAILED:
-                    counts["stream_failed"] += 1
+                    counts[f"{way}_failed"] += 1
                 else:
-                    counts["stream_misses"] += 1
-                    counts["stream_checksum"] += outcome.reason == CHECKSUM_REASON
+                    counts[f"{way}_misses"] += 1
+                    counts[f"{way}_checksum"] += outcome.reason == CHECKSUM_REASON
         return outcomes
 
     def close(self) -> None:
+        if self._nixl is not None:
+            self._nixl.close()
         self.stream.close()
         with self._lock:
             workers, self._workers = self._workers, None

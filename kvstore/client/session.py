@@ -78,6 +78,8 @@ class BlockSession:
         self.url: str = self._opened.url
         self.embedded: bool = self._opened.embedded
         self.transports = allowed(transports)
+        self.viewed = {"hits": 0, "hit_bytes": 0}
+        """Blocks of this host that `views` has handed out."""
         self._upkeep = Upkeep(self._let_go)
         self.nodes = LocalNodes(
             self.run_dir,
@@ -204,6 +206,9 @@ class BlockSession:
             place = self.reader.place(one.key, one.record)
             if place is not None:
                 good = self.verify == "never" or self.reader.verified(one.key, place)
+                if good:
+                    self.viewed["hits"] += 1
+                    self.viewed["hit_bytes"] += len(place.payload)
                 yield place if good else None
                 continue
             if fetched is None:

@@ -15,6 +15,7 @@ CRC.
     PUT      which blocks the client has; answered by ANSWERS. The node then takes the
              payload of each one it granted, in order, and says ANSWERS again
     CONTROL  one message of core/wire.py; answered by ANSWERS
+    NIXL     the way into the node's memory (nixl_wire.py); answered by ANSWERS
 
 Whatever breaks these rules is a `WireError`, and the connection ends.
 """
@@ -132,6 +133,7 @@ class Frame(enum.IntEnum):
     PUT = 2
     CONTROL = 3
     ANSWERS = 4
+    NIXL = 5
 
 
 def frame(kind: Frame, body: bytes) -> bytes:

@@ -38,6 +38,9 @@ class NodeConfig:
     security: StreamSecurity = field(default_factory=StreamSecurity)
     open_to_all: bool = False
     """Serve streams to anyone who can connect, without a secret."""
+    nixl: str = ""
+    """Let the memory be read through NIXL too (experimental): "read-only", or "writable" where
+    RDMA cannot register memory that is mapped read-only. Empty: not."""
     keep: bool = False
     """At an orderly end too, leave the segment for the next start (restart.py)."""
     group: int | None = None
@@ -62,6 +65,13 @@ class NodeConfig:
         if self.listen is not None and self.security.secret is None and not self.open_to_all:
             raise UsageError(
                 "listen", self.listen, "needs a secret (KVSTORE_SECRET), or to be open to all"
+            )
+
+        if self.nixl not in ("", "read-only", "writable"):
+            raise UsageError("nixl", self.nixl, "must be read-only or writable")
+        if self.nixl and (self.listen is None or self.security.secret is None):
+            raise UsageError(
+                "nixl", self.nixl, "needs `listen` and a secret: it opens all of the node's memory"
             )
 
     def shape(self) -> tuple[int, int]:

@@ -52,7 +52,6 @@ from kvstore.node.stream_server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
 from kvstore.rundir import socket_path
 from kvstore.secret import SIGNING_KEY, secret
-from kvstore.transport.stream import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
 
@@ -281,7 +280,7 @@ class Node:
         inside = Inside(self._loop, self.sessions, self._act)
         self._stream = StreamServer(self.config, self.announcement, inside)
         self._stream.start()
-        transports = {STREAM: str(self._stream.address)}
+        transports = self._stream.transports
         self.announcement = dataclasses.replace(self.announcement, transports=transports)
         self.dir.announce(self.announcement)
 

@@ -23,11 +23,16 @@ from kvstore.errors import PeerError, UsageError
 from kvstore.limits import STREAM_CONNECTIONS_MAX
 from kvstore.node.config import NodeConfig
 from kvstore.node.inside import Inside
+from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.stream_service import StreamService
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
 from kvstore.transport.address import WILDCARDS, Address, own_address
 from kvstore.transport.channel import Channel
+from kvstore.transport.nixl import NAME as NIXL
+from kvstore.transport.nixl import agent_prefix
+from kvstore.transport.nixl_process import installed
+from kvstore.transport.stream import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
 
@@ -43,6 +48,8 @@ class StreamServer:
     def __init__(self, config: NodeConfig, word: Announcement, inside: Inside) -> None:
         """Listens from here on. Raises `UsageError` when it cannot."""
         assert config.listen is not None
+        if config.nixl and not installed():
+            raise UsageError("nixl", config.nixl, "is not installed: 'kvstore[nixl]'")
         host, port = config.listen
         self._node = (word.node_id, word.epoch)
         self._name = word.name
@@ -59,7 +66,12 @@ class StreamServer:
         shown = config.advertise or (own_address() if host in WILDCARDS else host)
         scheme = "tcp" if self._tls is None else "tls"
         self.address = Address(scheme, shown, self._listener.getsockname()[1])
-        self._service = StreamService(self._shm, self._node, inside)
+        self.transports = {STREAM: str(self.address)}
+        """What the node announces."""
+        self.nixl = NixlSidecar(word, config.nixl) if config.nixl else None
+        if self.nixl is not None:
+            self.transports[NIXL] = agent_prefix(*self._node)
+        self._service = StreamService(self._shm, self._node, inside, self.nixl)
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
@@ -68,6 +80,8 @@ class StreamServer:
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="kvstore-accept", daemon=True).start()
+        if self.nixl is not None:
+            self.nixl.start()
         log.info("node %s serves streams at %s", self._name, self.address)
 
     def stop(self) -> None:
@@ -85,6 +99,8 @@ class StreamServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        if self.nixl is not None:
+            self.nixl.stop()
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

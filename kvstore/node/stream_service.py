@@ -42,6 +42,7 @@ from kvstore.core.stream_wire import (
 from kvstore.core.suspects import CheckBudget
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, STREAM_BATCH_BYTES_MAX
 from kvstore.node.inside import Inside, InsideSession
+from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.segment.header import fields
 from kvstore.segment.locate import Spot, locate
 from kvstore.segment.shm import AttachedShm
@@ -80,7 +81,13 @@ class StreamService:
     payload is written only into slots that the core gave to the session (rules 5, 6).
     """
 
-    def __init__(self, shm: AttachedShm, node: tuple[int, int], inside: Inside) -> None:
+    def __init__(
+        self,
+        shm: AttachedShm,
+        node: tuple[int, int],
+        inside: Inside,
+        nixl: NixlSidecar | None = None,
+    ) -> None:
         """`shm` is writable; `node` is (node id, epoch)."""
         self._shm = shm
         self._node = node
@@ -89,6 +96,7 @@ class StreamService:
         self._checks = CheckBudget(CHECKED_BYTES_PER_S_MAX)
         self._lock = threading.Lock()
         """Of the budget."""
+        self._nixl = nixl
 
     def answer(self, channel: Channel) -> None:
         """Wait for one request and answer it. Raises `PeerError` when the connection is to end."""
@@ -107,6 +115,9 @@ class StreamService:
             self._put(channel, offers, namespace_id, began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S))
         elif kind is Frame.CONTROL:
             self._control(channel, unpack_answers(body), began + REQUEST_TIMEOUT_S)
+        elif kind is Frame.NIXL:
+            way = self._nixl.way() if self._nixl is not None else []
+            channel.send([pack_answers(way)], time.monotonic() + REQUEST_TIMEOUT_S)
         else:
             raise WireError(f"frame type {kind} from a client")
 

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvstore.segment.copying import copy
-from kvstore.segment.header import Fields, fields
+from kvstore.segment.header import Fields, Superblock, fields
 from kvstore.segment.shm import AttachedShm
 from kvstore.types import Key, Location
+
+
+class Shape(Protocol):
+    """How a segment is divided."""
+
+    @property
+    def superblock(self) -> Superblock: ...
+
+    @property
+    def slots_per_arena(self) -> int: ...
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """By size class."""
+        ...
 
 
 class Spot(NamedTuple):
@@ -42,14 +57,14 @@ def locate(shm: AttachedShm, key: Key, location: Location) -> Spot | None:
     return None if offset is None else Spot(location.slot, image, header, offset)
 
 
-def offset_of(shm: AttachedShm, slot_id: int, header: Fields) -> int | None:
+def offset_of(shape: Shape, slot_id: int, header: Fields) -> int | None:
     """Where the payload that a header describes begins, None unless it lies in its arena."""
     length, size_class, meta_length = header[2], header[3], header[5]
-    arena_bytes = shm.superblock.arena_bytes
-    arena, position = divmod(slot_id, shm.slots_per_arena)
-    if arena >= shm.superblock.arenas or size_class >= len(shm.slot_bytes):
+    arena_bytes = shape.superblock.arena_bytes
+    arena, position = divmod(slot_id, shape.slots_per_arena)
+    if arena >= shape.superblock.arenas or size_class >= len(shape.slot_bytes):
         return None
-    slot_bytes = shm.slot_bytes[size_class]
+    slot_bytes = shape.slot_bytes[size_class]
     start = position * slot_bytes
     if not meta_length <= length <= slot_bytes or start + slot_bytes > arena_bytes:
         return None

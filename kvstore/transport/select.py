@@ -6,10 +6,11 @@ import os
 from collections.abc import Collection, Sequence
 
 from kvstore.errors import UsageError
+from kvstore.transport.nixl import NAME as NIXL
 from kvstore.transport.shm import NAME as SHM
 from kvstore.transport.stream import NAME as STREAM
 
-TRANSPORTS = (SHM, STREAM)
+TRANSPORTS = (SHM, NIXL, STREAM)
 """All there are, the nearest first."""
 VARIABLE = "KVSTORE_TRANSPORTS"
 

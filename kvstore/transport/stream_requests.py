@@ -9,11 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvstore.core.nixl_wire import Way, unpack_way
 from kvstore.core.stream_wire import (
     GRANTED,
     Frame,
     Offer,
     WireError,
+    frame,
     pack_control,
     pack_put,
     unpack_answers,
@@ -79,28 +81,48 @@ def ask(transport: StreamTransport, node: Announcement, message: list[Any], dead
 
     Raises `PeerError`.
     """
-    pool = transport.pool(node)
-    channel = pool.take(deadline)
-    in_step = False
-    try:
-        channel.send([pack_control(message)], deadline)
-        (answer,) = _answers(channel, 1, deadline)
-        in_step = True
-        return answer
-    finally:
-        pool.give(channel, in_step)
+    (answer,) = _asked(transport, node, pack_control(message), 1, deadline)
+    return answer
 
 
 def tell(
     transport: StreamTransport, node: Announcement, message: list[Any], deadline: float
 ) -> None:
-    """As `ask`, of a message that has no answer. Raises `PeerError`."""
+    """Send one message of core/wire.py that has no answer. Raises `PeerError`."""
     pool = transport.pool(node)
     channel = pool.take(deadline)
     in_step = False
     try:
         channel.send([pack_control(message)], deadline)
         in_step = True
+    finally:
+        pool.give(channel, in_step)
+
+
+def nixl_way(transport: StreamTransport, node: Announcement, deadline: float) -> Way | None:
+    """How to read the node's memory through NIXL; None when it has no way in now.
+
+    Raises `PeerError`.
+    """
+    return unpack_way(_asked(transport, node, frame(Frame.NIXL, b""), None, deadline))
+
+
+def _asked(
+    transport: StreamTransport,
+    node: Announcement,
+    request: bytes,
+    count: int | None,
+    deadline: float,
+) -> list[Any]:
+    """The answers to one frame, `count` of them if that is known."""
+    pool = transport.pool(node)
+    channel = pool.take(deadline)
+    in_step = False
+    try:
+        channel.send([request], deadline)
+        answers = _answers(channel, count, deadline)
+        in_step = True
+        return answers
     finally:
         pool.give(channel, in_step)
 
@@ -113,9 +135,9 @@ def _offer(payload: Payload) -> Offer:
     return Offer(payload.key, payload.size_bytes, payload.kind, payload.meta_length, digest.value())
 
 
-def _answers(channel: Channel, count: int, deadline: float) -> list[Any]:
+def _answers(channel: Channel, count: int | None, deadline: float) -> list[Any]:
     answers = unpack_answers(receive_frame(channel, Frame.ANSWERS, deadline))
-    if len(answers) != count:
+    if count is not None and len(answers) != count:
         raise WireError(f"{len(answers)} answers where {count} were due")
     return answers
 

@@ -14,7 +14,7 @@ from redis_servers import RedisServer, stopped
 from stores import PATIENT
 
 from kvstore import Client, Limits
-from kvstore.cli.checks import machine, redis
+from kvstore.cli.checks import machine, redis, software
 from kvstore.cli.checks.base import Check, Context, Finding, Level, ask_python, run_check
 from kvstore.nodedir import NodeDir
 from kvstore.testing.stopping import stop
@@ -27,7 +27,7 @@ from kvstore.cli import main
 sys.exit(main(["doctor", *sys.argv[1:]]))
 """
 CHECKS = ["python", "packages", "redis", "run dir", "shared memory", "leftovers", "nodes"]
-CHECKS += ["memlock", "huge pages", "cuda", "nixl", "vllm"]
+CHECKS += ["transports", "memlock", "huge pages", "cuda", "nixl", "vllm"]
 
 
 def context(**given: object) -> Context:
@@ -89,6 +89,16 @@ def test_a_redis_that_keeps_everything_or_refuses_when_full_is_warned_of() -> No
         assert redis.look(context(url=server.url))[2].level is Level.WARN
         server.admin().config_set("maxmemory-policy", "allkeys-lru")
         assert redis.look(context(url=server.url))[2].level is Level.OK
+
+
+def test_transports_that_may_be_used_are_told_and_an_unknown_one_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORTS", "stream,shm")
+    (named,) = software.transports(context())
+    assert "of shm, stream (KVSTORE_TRANSPORTS=stream,shm)" in named.found
+    monkeypatch.setenv("KVSTORE_TRANSPORTS", "carrier-pigeon")
+    assert levels(software.transports(context())) == [Level.FAIL]
 
 
 def test_a_password_is_not_shown() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
 
 from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_text
+from kvstore.errors import UsageError
+from kvstore.transport import select
+from kvstore.transport.nixl import NAME as NIXL
+from kvstore.transport.nixl_process import installed
 
 REQUIRED = ("redis", "hiredis", "msgpack", "xxhash", "tenacity")
 OPTIONAL = {
@@ -36,8 +41,13 @@ error, version = driver.cuDriverGetVersion()
 print(f"cuda.bindings, driver for CUDA {version // 1000}.{version % 1000 // 10}: {count} devices")
 """
 _TRY_NIXL = """
-from nixl._api import nixl_agent, nixl_agent_config
-print("a NIXL agent starts, plugins: " + ", ".join(nixl_agent("doctor").get_plugin_list()))
+import os
+from kvstore.transport.nixl_child import guard, make_agent
+said = os.dup(1)
+guard()
+make_agent("doctor")
+os.write(said, b"an agent starts: UCX finds an RDMA transport")
+os._exit(0)  # an orderly end crashes in what UCX has loaded
 """
 
 
@@ -93,8 +103,25 @@ def nixl(context: Context) -> list[Finding]:
     well, said = ask_python(sys.executable, _TRY_NIXL, TRY_TIMEOUT_S)
     if well:
         return [Finding(Level.OK, f"{version}: {said}")]
-    do = "NIXL and its CUDA and UCX libraries must fit together"
+    if not Path("/dev/infiniband").exists():
+        return [Finding(Level.INFO, f"{version}; no RDMA device here: other hosts use streams")]
+    do = "NIXL, UCX and the driver must fit together: scripts/rdma-check tells more"
     return [Finding(Level.WARN, f"{version}: {said}", do)]
+
+
+def transports(context: Context) -> list[Finding]:
+    """What clients in this environment may use; the nodes say what they offer."""
+    try:
+        names = select.allowed(None)
+    except UsageError as e:
+        return [Finding(Level.FAIL, str(e), f"correct or unset {select.VARIABLE}")]
+    named = (
+        f"{select.VARIABLE}={os.environ[select.VARIABLE]}" if select.VARIABLE in os.environ else ""
+    )
+    found = f"the first that a node offers of {', '.join(names)}" + (f" ({named})" if named else "")
+    if NIXL in names and not installed():
+        found += f"; {NIXL} is not installed"
+    return [Finding(Level.INFO, found)]
 
 
 def vllm(context: Context) -> list[Finding]:

@@ -1,0 +1,109 @@
+"""A node's memory offered through NIXL, by a process beside it.
+
+It maps the segment and does nothing but let UCX work, so that whatever a reader's
+death or a forged address does to UCX is done to that process: the node goes on, its
+clients use streams, and a new one is started after a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from kvstore.errors import PeerError
+from kvstore.limits import NIXL_OWNER_RETRY_AFTER_MAX_S
+from kvstore.nodedir import Announcement
+from kvstore.transport.nixl import agent_prefix
+from kvstore.transport.nixl_child import WAY
+from kvstore.transport.nixl_process import START_TIMEOUT_S, NixlProcess, wait_for
+
+log = logging.getLogger("kvstore.node")
+
+RETRY_AFTER_S = 1.0
+STEADY_S = 60.0
+"""One that lived as long is started again at once, and not twice as late as before."""
+ANSWER_TIMEOUT_S = 1.0
+"""It has nothing else to do: one that does not answer by then hangs, and is killed."""
+STOP_TIMEOUT_S = 2.0
+
+
+class NixlSidecar:
+    """One process at a time, until `stop`. Thread-safe."""
+
+    def __init__(self, word: Announcement, access: str) -> None:
+        """`access`: "read-only" or "writable", what its mapping of the payload is."""
+        self._word = word
+        self._access = access
+        self._stopping = threading.Event()
+        self._started: NixlProcess | None = None
+        self._process: NixlProcess | None = None
+        """The same once it is ready."""
+        self._thread = threading.Thread(target=self._run, name="kvstore-nixl", daemon=True)
+        self.starts = 0
+
+    def start(self) -> None:
+        """Returns at once: until it is ready there is no way in."""
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return process.pid if process is not None else None
+
+    def way(self) -> list[Any]:
+        """What `unpack_way` of core/nixl_wire.py takes; empty while there is no way in."""
+        process = self._process
+        if process is None:
+            return []
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        try:
+            asked = process.ask(WAY, deadline=deadline)
+            way: list[Any] = wait_for(asked, deadline, "it does not answer")
+        except PeerError as e:
+            log.warning("node %s: its NIXL process %d: %s", self._word.name, process.pid, e)
+            process.kill()
+            return []
+        return way
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while not self._stopping.wait(wait_s):
+            began = time.monotonic()
+            try:
+                self._live()
+                reason = "it ended"
+            except (PeerError, OSError) as e:
+                reason = str(e)
+            if self._stopping.is_set():
+                return
+            steady = time.monotonic() - began >= STEADY_S
+            wait_s = RETRY_AFTER_S if steady or not wait_s else wait_s * 2
+            wait_s = min(wait_s, NIXL_OWNER_RETRY_AFTER_MAX_S)
+            log.warning("node %s: not through NIXL for %.0f s: %s", self._word.name, wait_s, reason)
+
+    def _live(self) -> None:
+        """Start one and wait for its end. Raises `PeerError` when it does not start."""
+        word = self._word
+        self.starts += 1
+        name = f"{agent_prefix(word.node_id, word.epoch)}{self.starts}"
+        process = NixlProcess("owner", [name, word.data_path, word.head_path, self._access])
+        self._started = process
+        try:
+            process.ready(time.monotonic() + START_TIMEOUT_S)
+            self._process = process
+            log.info("node %s can be read through NIXL, agent %s", word.name, name)
+            while not self._stopping.is_set() and not process.join(STOP_TIMEOUT_S / 4):
+                pass
+        finally:
+            self._process = None
+            process.kill()
+
+    def stop(self) -> None:
+        """Kill it. Waits at most `STOP_TIMEOUT_S`."""
+        self._stopping.set()
+        if self._started is not None:
+            self._started.kill()
+        if self._thread.is_alive():
+            self._thread.join(STOP_TIMEOUT_S)

@@ -1,0 +1,58 @@
+"""What scripts/rdma-check takes for RDMA; the rest of it is run by people who have some."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "lib" / "rdma_check.py"
+SAID = """
+W1121 06:52:56.612390   28442 ucx_enums.cpp:58] Unexpected UCX error: Input/output error
+[1.2] [h:9:0]   +--------+-------------+-------------------+
+[1.2] [h:9:0]   | client-9 self cfg#0                      |
+[1.2] [h:9:0]   | remote memory read by ucp_get* into host memory from host |
+[1.2] [h:9:0]   +--------+-------------+-------------------+
+[1.2] [h:9:0]   | Range  | Description |    Config         |
+[1.2] [h:9:0]   | 0..inf | zero-copy   | self/memory       |
+[1.2] [h:9:0]   | client-9 {where} cfg#1                   |
+[1.2] [h:9:0]   | remote memory write by ucp_put* from host memory to host |
+[1.2] [h:9:0]   | 0..inf | zero-copy   | tcp/lo            |
+[1.2] [h:9:0]   | client-9 {where} cfg#1                   |
+[1.2] [h:9:0]   | remote memory read by ucp_get* into host memory from host |
+[1.2] [h:9:0]   | Range  | Description |    Config         |
+[1.2] [h:9:0]   | 0..inf | zero-copy   | {over} |
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("rdma_check", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("over", "rdma"),
+    [("rc_mlx5/mlx5_0:1/path0", True), ("dc_mlx5/mlx5_1:1", True), ("cma/memory", False)],
+)
+def test_only_a_transport_of_rdma_is_taken_for_rdma(script, over, rdma, capsys):
+    taken = script.taken_transports(SAID.format(where="inter-node", over=over))
+    assert taken == [over]
+    code = script.verdict(script.Checks(), taken, has_device=rdma)
+    assert code == (0 if rdma else 3)
+    assert ("NO RDMA WAS FOUND" in capsys.readouterr().out) != rdma
+
+
+def test_a_failed_check_is_the_verdict(script, capsys):
+    checks = script.Checks()
+    checks.say(False, "something")
+    assert script.verdict(checks, ["rc_mlx5/mlx5_0:1"], has_device=True) == 1
+    assert "NOT USABLE" in capsys.readouterr().out
+
+
+def test_without_a_secret_it_does_not_start(script, monkeypatch):
+    for name in ("KVSTORE_SECRET", "KVSTORE_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match="KVSTORE_SECRET"):
+        script.secret()
