@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,7 +130,12 @@ class HostDevice:
         self.before_start: Callable[[], None] = lambda: None
         self.distance = 0
         """From where host memory is to where the device reaches it."""
-        self.users = 0
+        self._users = 0
+        self._lock = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        return any(queue.pending for queue in (*self.saving, *self.loading))
 
     def go_on(self) -> None:
         """Now and then a queue does some of what it has."""
@@ -145,12 +151,15 @@ class HostDevice:
 
     @contextmanager
     def host_memory(self) -> Iterator[HostDevice]:
-        self.users += 1
+        with self._lock:
+            self._users += 1
         try:
             yield self
         finally:
-            assert not any(queue.pending for queue in self.saving) or self.users > 1
-            self.users -= 1
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    assert not self.busy, "host memory was let go with copies under way"
 
     def address(self, view: memoryview) -> int:
         return address_of(view) + self.distance

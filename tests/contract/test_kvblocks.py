@@ -1,10 +1,10 @@
-"""Every `KVBlocks` keeps the same promises: numpy's, and the kernel's with a device of host memory."""
+"""One suite for `KVBlocks`: numpy's, and the kernel's on a device made of host memory."""
 
 from __future__ import annotations
 
 import pytest
 from host_device import HostDevice
-from kv_cases import Case
+from kv_cases import Case  # noqa: TC002
 from kvblocks import KVBlocksContract
 
 from connector.blocks import HostBlocks, KVBlocks
