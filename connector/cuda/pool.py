@@ -107,7 +107,9 @@ class LockedPool:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread is None:
+            self._unlock_all()
+        else:
             self._thread.join(SHUTDOWN_TIMEOUT_S)
             if self._thread.is_alive():
                 log.warning("page-locked memory is left to the end of the process")
@@ -124,14 +126,17 @@ class LockedPool:
         except Exception:
             log.exception("the store's memory is not page-locked: copies are slower")
         finally:
-            gone, self._locked = list(self._locked.values()), {}
-            self._publish((), gone)
-            deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-            while self._leaving and time.monotonic() < deadline:
-                self._let_go()
-                with self._changed:
-                    if self._leaving:
-                        self._changed.wait(POOL_LOOK_EVERY_S)
+            self._unlock_all()
+
+    def _unlock_all(self) -> None:
+        gone, self._locked = list(self._locked.values()), {}
+        self._publish((), gone)
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        while self._leaving and time.monotonic() < deadline:
+            self._let_go()
+            with self._changed:
+                if self._leaving:
+                    self._changed.wait(POOL_LOOK_EVERY_S)
 
     def look(self) -> None:
         """One round: let go what is gone, lock what is new."""

@@ -32,19 +32,19 @@ def device_memory(
     """See `connector.blocks.kv_memory`. All groups are on one CUDA device."""
     from connector.cuda.queue import Cuda, CudaDevice
 
+    layouts = [layout_of(*group) for group in groups]
     try:
         cuda = Cuda(groups[0][0][0].device)
-    except NoKernelError as e:
+        pool = LockedPool(cuda, mappings, count)
+        device = CudaDevice(
+            cuda,
+            max(DEVICE_STAGING_BYTES, *(layout.payload_bytes for layout in layouts)),
+            max(DEVICE_PAGES_MAX, *(layout.pages_per_payload for layout in layouts)),
+            pool,
+        )
+    except (NoKernelError, RuntimeError) as e:  # torch's own, such as no room for staging
         log.warning("KV is copied by torch, payload after payload, which is slower: %s", e)
         return KVMemory([TorchBlocks(*group) for group in groups], lambda: None)
-    layouts = [layout_of(*group) for group in groups]
-    pool = LockedPool(cuda, mappings, count)
-    device = CudaDevice(
-        cuda,
-        max(DEVICE_STAGING_BYTES, *(layout.payload_bytes for layout in layouts)),
-        max(DEVICE_PAGES_MAX, *(layout.pages_per_payload for layout in layouts)),
-        pool,
-    )
     copiers = [
         DeviceBlocks(layout, device, keep=layers)
         for layout, (layers, _, _) in zip(layouts, groups, strict=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from contract.kvblocks import KVBlocksContract
 from host_device import HostDevice
 from kv_cases import Case  # noqa: TC002
-from kvblocks import KVBlocksContract
 
 from connector.blocks import HostBlocks, KVBlocks
 from connector.cuda.blocks import DeviceBlocks
