@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import index, integrity, layerwise, local, nixl, restart, stream, vllm
+from benchmarks import gpu, index, integrity, layerwise, local, nixl, restart, stream, vllm
 from benchmarks.report import show
 
 SUITES = {
+    "gpu": gpu,
     "index": index,
     "integrity": integrity,
     "layerwise": layerwise,

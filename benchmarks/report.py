@@ -11,8 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import redis
-
 Row = dict[str, Any]
 
 
@@ -45,6 +43,8 @@ def micros(seconds: float) -> float:
 
 def machine(url: str) -> dict[str, Any]:
     """The class of machine, never its name."""
+    import redis  # the only part that a machine without one cannot do
+
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -6,11 +6,11 @@ torch and numpy are imported here, and only when tensors are registered.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvstore import UsageError
+from kvstore import PoolMapping, UsageError
 
 if TYPE_CHECKING:
     from connector.geometry import KVGeometry
@@ -26,53 +26,89 @@ class HeadPart(NamedTuple):
     heads: int
 
 
+class Gather(NamedTuple):
+    """Engine blocks, in token order, into a whole payload."""
+
+    block_ids: Sequence[int]
+    out: memoryview
+
+
+class Scatter(NamedTuple):
+    """The payload's engine blocks from number `skip` on into `block_ids`.
+
+    With `part` only those heads of it, and only those bytes are read.
+    """
+
+    payload: memoryview
+    skip: int
+    block_ids: Sequence[int]
+    part: HeadPart | None = None
+
+
 class KVBlocks(Protocol):
     """Copies between an engine's KV and payloads laid out `[layer][head][token][C]`.
 
-    With `layer` only that layer of a payload, one contiguous part of it, is copied.
+    With `layer` only that layer of each payload, one contiguous part of it, is
+    copied. A call ends when all of it is done.
     """
 
-    def gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None = None) -> None:
-        """Engine blocks, in token order, into a whole payload."""
-        ...
+    batch_blocks: int
+    """Store blocks that are best copied together. One, where that gains nothing: what holds up
+    or spoils one block then leaves the others alone."""
 
-    def scatter(
-        self,
-        payload: memoryview,
-        skip: int,
-        block_ids: Sequence[int],
-        part: HeadPart | None = None,
-        layer: int | None = None,
-    ) -> None:
-        """The payload's engine blocks from number `skip` on into `block_ids`.
+    def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None: ...
 
-        With `part` only those heads of it, and only those bytes are read.
-        """
-        ...
+    def scatter_many(self, items: Sequence[Scatter], layer: int | None = None) -> None: ...
 
     def mark_ready(self) -> Any:
         """A token for "all that was submitted so far has written the KV"; see `wait_ready`."""
         ...
 
     def wait_ready(self, token: Any) -> None:
-        """Return when the work before `mark_ready` is done."""
+        """Return when the work before `mark_ready` is done; None stands for none."""
         ...
 
 
-def kv_blocks(kv_caches: Mapping[str, Any], geometry: KVGeometry, block_tokens: int) -> KVBlocks:
-    """Copier over an engine's layer tensors, each a strided `[B, H, N, C]` view.
+class KVMemory(NamedTuple):
+    """All of an engine's KV."""
+
+    groups: list[KVBlocks]
+    """One copier per KV cache group."""
+    close: Callable[[], None]
+    """Give back what the copiers have of the system; nothing may be copied any more."""
+
+
+def kv_memory(
+    groups: Sequence[tuple[Mapping[str, Any], KVGeometry]],
+    block_tokens: int,
+    mappings: Callable[[], Sequence[PoolMapping]] = tuple,
+    count: Callable[[int, str], None] = lambda size_bytes, failure: None,
+) -> KVMemory:
+    """Copiers over layer tensors, each a strided `[B, H, N, C]` view, all on one device.
 
     N may be a part of the engine's block (kernel blocks): B is then as many
-    times larger. Raises `UsageError` when the tensors do not have the shape the
-    namespace was made from.
+    times larger. `mappings` says where the store's memory is, and `count` is told of
+    bytes that were page-locked for the device, or could not be and why. Raises
+    `UsageError` when the tensors do not have the shape the namespace was made from.
     """
-    layers = list(kv_caches.values())
-    if geometry.recurrent:  # an engine block and a store block have one slot each, the state
-        geometry, block_tokens = replace(geometry, engine_block_tokens=1), 1
-    _check(layers, geometry)
-    if all(layer.device.type == "cpu" for layer in layers):
-        return HostBlocks(layers, geometry, block_tokens)
-    return DeviceBlocks(layers, geometry, block_tokens)
+    checked = []
+    for kv_caches, geometry in groups:
+        layers = list(kv_caches.values())
+        tokens = block_tokens
+        if geometry.recurrent:  # an engine block and a store block have one slot each, the state
+            geometry, tokens = replace(geometry, engine_block_tokens=1), 1
+        _check(layers, geometry)
+        checked.append((layers, geometry, tokens))
+    if all(layer.device.type == "cpu" for layers, _, _ in checked for layer in layers):
+        return KVMemory([HostBlocks(*group) for group in checked], lambda: None)
+    from connector.cuda.start import device_memory
+
+    return device_memory(checked, mappings, count)
+
+
+def kv_blocks(kv_caches: Mapping[str, Any], geometry: KVGeometry, block_tokens: int) -> KVBlocks:
+    """`kv_memory` of one group."""
+    return kv_memory([(kv_caches, geometry)], block_tokens).groups[0]
 
 
 def _check(layers: Sequence[Any], geometry: KVGeometry) -> None:
@@ -104,6 +140,8 @@ class HostBlocks:
     competes with the model's (and an engine may have disabled
     `torch.set_num_threads`). numpy drops the GIL during the copy.
     """
+
+    batch_blocks = 1
 
     def __init__(self, layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> None:
         import numpy as np
@@ -145,20 +183,28 @@ class HostBlocks:
     def _runs_of(self, layer: int | None) -> Sequence[tuple[int, int, Any]]:
         return self._runs if layer is None else self._single[layer]
 
-    def gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None = None) -> None:
+    def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None:
+        for item in items:
+            self._gather(*item, layer)
+
+    def scatter_many(self, items: Sequence[Scatter], layer: int | None = None) -> None:
+        for item in items:
+            self._scatter(*item, layer)
+
+    def _gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None) -> None:
         payload = self._np.frombuffer(out, self._word).reshape(self._payload_shape)
         for first, count, view in self._runs_of(layer):
             part = payload[first : first + count]
             for i, block_id in enumerate(self._kernel_ids(block_ids)):
                 part[:, :, i] = view[:, block_id]
 
-    def scatter(
+    def _scatter(
         self,
         payload: memoryview,
         skip: int,
         block_ids: Sequence[int],
-        part: HeadPart | None = None,
-        layer: int | None = None,
+        part: HeadPart | None,
+        layer: int | None,
     ) -> None:
         layers, heads, *rest = self._payload_shape
         take = part or HeadPart(heads, 0, 0, heads)
@@ -202,87 +248,3 @@ def _continues(layers: Sequence[Any], first: int, i: int) -> bool:
         return False
     step = int(layers[first + 1].data_ptr() - a.data_ptr())
     return step > 0 and int(b.data_ptr() - a.data_ptr()) == step * (i - first)
-
-
-class DeviceBlocks:
-    """KV on an accelerator: a stream of its own, staging through one pinned host block.
-
-    Every call returns only when the bytes are where they belong: the caller's
-    fence (nobody writes after having reported) needs that. Used by two threads,
-    one that gathers and one that scatters: each has its own staging.
-    """
-
-    def __init__(self, layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> None:
-        import numpy as np
-        import torch as untyped_torch
-
-        torch: Any = untyped_torch
-        self._torch = torch
-        self._np = np
-        self._device = layers[0].device
-        # Raw bytes: the store moves KV of any dtype without knowing it.
-        self._layers = [layer.view(torch.uint8) for layer in layers]
-        kernel_tokens = int(layers[0].shape[2])
-        self._split = geometry.engine_block_tokens // kernel_tokens
-        shape = (
-            geometry.layers,
-            geometry.heads,
-            block_tokens // kernel_tokens,
-            kernel_tokens,
-            geometry.channel_bytes,
-        )
-        self._saved, self._loaded = (
-            torch.empty(shape, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-        )
-        self._save_stream, self._load_stream = (torch.cuda.Stream(self._device) for _ in range(2))
-
-    def _ids(self, block_ids: Sequence[int]) -> Any:
-        ids = [b * self._split + i for b in block_ids for i in range(self._split)]
-        return self._torch.tensor(ids, dtype=self._torch.int64).to(self._device)
-
-    def gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None = None) -> None:
-        torch = self._torch
-        which = slice(None) if layer is None else slice(layer, layer + 1)
-        saved = self._saved[which]
-        with torch.cuda.stream(self._save_stream):
-            ids = self._ids(block_ids)
-            staging = torch.stack([kv.index_select(0, ids) for kv in self._layers[which]])
-            saved.copy_(staging.transpose(1, 2).contiguous(), non_blocking=True)
-            self._save_stream.synchronize()
-        payload = self._np.frombuffer(out, "u1").reshape(self._saved.shape)
-        payload[which] = saved.numpy()
-
-    def scatter(
-        self,
-        payload: memoryview,
-        skip: int,
-        block_ids: Sequence[int],
-        part: HeadPart | None = None,
-        layer: int | None = None,
-    ) -> None:
-        torch = self._torch
-        layers, heads, *rest = self._loaded.shape
-        take = part or HeadPart(heads, 0, 0, heads)
-        which = slice(None) if layer is None else slice(layer, layer + 1)
-        source = self._np.frombuffer(payload, "u1").reshape((layers, take.payload_heads, *rest))
-        begin, count = skip * self._split, len(block_ids) * self._split
-        wanted = source[which, take.source : take.source + take.heads]
-        # The front of the pinned block, so that it crosses to the device in one copy.
-        taken = self._loaded.view(-1)[: wanted.size].view(wanted.shape)
-        taken.numpy()[:] = wanted
-        with torch.cuda.stream(self._load_stream):
-            ids = self._ids(block_ids)
-            staging = taken.to(self._device, non_blocking=True)
-            for kv, heads_of_layer in zip(self._layers[which], staging, strict=True):
-                kv.narrow(1, take.target, take.heads).index_copy_(
-                    0, ids, heads_of_layer[:, begin : begin + count].transpose(0, 1)
-                )
-            self._load_stream.synchronize()
-
-    def mark_ready(self) -> Any:
-        event = self._torch.cuda.Event()
-        event.record(self._torch.cuda.current_stream(self._device))
-        return event
-
-    def wait_ready(self, token: Any) -> None:
-        token.synchronize()

@@ -16,7 +16,7 @@ from connector import metrics
 from connector.base import LoadBlock, SaveJob
 from connector.blocks import KVBlocks
 from connector.limits import FORWARD_TIMEOUT_S, Clock
-from connector.transfer import Load, Save, Views
+from connector.transfer import Load, Save, Views, scatter_all
 from kvstore import MissReason
 
 
@@ -120,11 +120,8 @@ class StepLoads:
             opened = [(*next(places), views) for views in views_of(window)]
             last = number == len(windows) - 1
             for layer in range(self._layers) if last else (None,):
-                for task, position, views in opened:
-                    if position < self._good[task] and not self._copy_block(
-                        self.tasks[task], position, views, blocks, layer
-                    ):
-                        self._good[task] = position
+                for start in range(0, len(opened), blocks.batch_blocks):
+                    self._copy_blocks(opened[start : start + blocks.batch_blocks], blocks, layer)
                 if self._over or not any(self._good):
                     return False
                 if layer is not None:
@@ -134,22 +131,36 @@ class StepLoads:
                         self._changed.notify_all()
         return True
 
-    def _copy_block(
-        self, task: Load, position: int, views: Views | None, blocks: KVBlocks, layer: int | None
-    ) -> bool:
-        if views is None:
-            task.why = MissReason.LOAD_FAILED
-            return False
-        block = task.job.blocks[position]
-        with task.fence.copying() as allowed:
-            if not allowed or self._over:
-                return False
-            for view, part in views:
-                blocks.scatter(view.buffer, block.skip, block.block_ids, part, layer)
-        if all(view.valid() for view, _ in views):
-            return True
-        task.why = MissReason.LOAD_FAILED
-        return False
+    def _copy_blocks(
+        self,
+        opened: Sequence[tuple[int, int, Views | None]],
+        blocks: KVBlocks,
+        layer: int | None,
+    ) -> None:
+        """Copy blocks of (task, position) that may still succeed; those that fail do not."""
+        wanted: list[tuple[int, int]] = []
+        copies: list[tuple[Load, LoadBlock, Views]] = []
+        for number, position, views in opened:
+            if position >= self._good[number]:
+                continue
+            if views is None:
+                self._fail(number, position)
+                continue
+            task = self.tasks[number]
+            wanted.append((number, position))
+            copies.append((task, task.job.blocks[position], views))
+        if self._over:
+            return
+        for (number, position), right in zip(
+            wanted, scatter_all(blocks, copies, layer), strict=True
+        ):
+            if not right:
+                self._fail(number, position)
+
+    def _fail(self, number: int, position: int) -> None:
+        if not self._over:
+            self.tasks[number].why = MissReason.LOAD_FAILED
+        self._good[number] = min(self._good[number], position)
 
 
 class StepSaves:

@@ -12,7 +12,7 @@ from connector.base import LoadBlock, LoadJob, SaveJob, WorkerReport
 from connector.layerwise import LayerPlace, StepLoads, StepSaves
 from connector.limits import STEP_LOAD_BYTES
 from connector.pieces import found_in, windows
-from connector.transfer import Load, Reserved, Save, Views, block_views
+from connector.transfer import Load, Reserved, Save, Views, block_views, gather_all
 from connector.worker import WorkerCore
 from kvstore import KVStoreError, MissReason, Reservation
 
@@ -196,20 +196,8 @@ class LayerwiseWorker(WorkerCore):
         """Those that hold every layer, once the last one is written."""
         filling = list(reserved)
         for place, ready in step.written() if filling else ():
-            blocks = self._blocks[place.group]
-            blocks.wait_ready(ready)
-            filling = [
-                entry
-                for entry in filling
-                if entry.block.group != place.group or self._gather_layer(entry, place.layer)
-            ]
+            self._blocks[place.group].wait_ready(ready)
+            mine = [entry for entry in filling if entry.block.group == place.group]
+            copied = {id(e) for e in gather_all(self._blocks, mine, self._clock, place.layer)}
+            filling = [e for e in filling if e.block.group != place.group or id(e) in copied]
         return filling
-
-    def _gather_layer(self, entry: Reserved, layer: int) -> bool:
-        task, block, reservation = entry
-        with task.fence.copying() as allowed:
-            if not allowed or self._clock() >= task.deadline:
-                task.why = task.why or MissReason.DEADLINE
-                return False
-            self._blocks[block.group].gather(block.block_ids, reservation.buffer, layer)
-        return True

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from connector.limits import STORE_RETRY_S, Clock
-from kvstore import BlockStore, KVStoreError, UsageError
+from kvstore import BlockStore, KVStoreError, PoolMapping, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,11 @@ class LazyStore:
             if self._store is None and not self._closed and self._clock() >= self._not_before:
                 self._store = self._open()
             return self._store
+
+    def mappings(self) -> Sequence[PoolMapping]:
+        """See `BlockStore.mappings`; opens the store like `get`."""
+        store = self.get()
+        return () if store is None else store.mappings()
 
     @property
     def opened(self) -> BlockStore | None:

@@ -33,6 +33,18 @@ SAVE_BATCH_BLOCKS = 64
 """Store blocks that one reserve and one commit carry, unless they are larger than"""
 SAVE_BATCH_BYTES = 64 << 20
 """this together."""
+DEVICE_BATCH_BLOCKS = 64
+"""Store blocks that are copied together: one launch, unless staging is full before."""
+DEVICE_STAGING_BYTES = 16 << 20
+"""Of a device's memory, four times for a worker: two for saves and two for loads, so that the
+kernel of one runs beside the DMA of the other. A larger payload has as much as it needs."""
+DEVICE_PAGES_MAX = 1 << 14
+"""Engine blocks in one launch, unless a payload has more."""
+DEVICE_BLOCKS_MAX = 32
+"""Thread blocks that copy at a time, so that the engine has the rest of the device: enough to
+outrun the bus by far."""
+POOL_LOOK_EVERY_S = 1.0
+"""How often a worker looks for memory of the store that is to be page-locked, or is gone."""
 FORWARD_TIMEOUT_S = 600.0
 """A forward that takes longer saves nothing of what it has written layer by layer."""
 PINNED_FRACTION_MAX = 0.25

@@ -64,6 +64,14 @@ SAVE_SECONDS = Metric(
     buckets=_SECONDS,
 )
 DROPPED_SAVES = Metric("kvstore_dropped_saves", "Save jobs that were given up", "reason")
+PAGE_LOCKED_BYTES = Metric(
+    "kvstore_page_locked_bytes", "Bytes of the store's memory page-locked for the worker's device"
+)
+UNLOCKED_BYTES = Metric(
+    "kvstore_unlocked_bytes",
+    "Bytes of the store's memory that could not be page-locked: their copies are slower",
+    "reason",
+)
 
 METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
 
@@ -91,6 +99,13 @@ class Counts:
         """One sample of a histogram."""
         with self._lock:
             self._stats.add(metric.name, [value])
+
+    def page_locked(self, size_bytes: int, failure: str) -> None:
+        """Of the store's memory; `failure` says why they are not locked, empty when they are."""
+        if failure:
+            self.add(UNLOCKED_BYTES, size_bytes, failure)
+        else:
+            self.add(PAGE_LOCKED_BYTES, size_bytes)
 
     def take(self) -> CountStats | None:
         """All since the last call; None: nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,3 +88,11 @@ def windows(
             start, size_bytes = i, 0
         size_bytes += block_bytes
     yield blocks[start:]
+
+
+def alike(blocks: Iterable[LoadBlock], count_max: int) -> Iterator[Sequence[LoadBlock]]:
+    """Runs of at most `count_max` blocks of one group."""
+    for _, run in itertools.groupby(blocks, lambda block: block.group):
+        same = list(run)
+        for start in range(0, len(same), count_max):
+            yield same[start : start + count_max]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from connector import metrics
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
-from connector.blocks import HeadPart
+from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
 from connector.fence import Fence
+from connector.limits import Clock
 from kvstore import BlockView, DeadlineError, Key, MissReason, NodeUnavailableError, Reservation
 
 if TYPE_CHECKING:
@@ -23,14 +25,16 @@ Views = list[tuple[BlockView, HeadPart]]
 
 
 class Load:
-    """`loaded` counts blocks that were copied and checked."""
+    """`loaded` counts blocks that were copied and checked. `ready` stands for the work before
+    it, which may still use the blocks; see `KVBlocks.wait_ready`."""
 
-    __slots__ = ("deadline", "ended", "fence", "job", "loaded", "started_at", "why")
+    __slots__ = ("deadline", "ended", "fence", "job", "loaded", "ready", "started_at", "why")
 
-    def __init__(self, job: LoadJob, deadline: float, started_at: float) -> None:
+    def __init__(self, job: LoadJob, deadline: float, started_at: float, ready: Any = None) -> None:
         self.job = job
         self.deadline = deadline
         self.started_at = started_at
+        self.ready = ready
         self.fence = Fence()
         self.loaded = 0
         self.ended = False
@@ -58,6 +62,7 @@ class Save:
 
 
 Transfer = Load | Save
+T = TypeVar("T", Load, Save)
 
 
 class Reserved(NamedTuple):
@@ -87,6 +92,79 @@ def block_views(
             return None
         its.append((view, piece.part))
     return its
+
+
+@contextmanager
+def _entered(tasks: set[T]) -> Iterator[dict[T, bool]]:
+    """Hold off the end of each of `tasks`; False for those that have ended."""
+    with ExitStack() as stack:
+        yield {task: stack.enter_context(task.fence.copying()) for task in tasks}
+
+
+def gather_all(
+    groups: Sequence[KVBlocks], entries: Sequence[Reserved], clock: Clock, layer: int | None = None
+) -> list[Reserved]:
+    """Copy those of `entries`, all of one group, whose saves have not ended and are in time."""
+    filled: list[Reserved] = []
+    if not entries:
+        return filled
+    blocks = groups[entries[0].block.group]
+    for start in range(0, len(entries), blocks.batch_blocks):
+        batch = entries[start : start + blocks.batch_blocks]
+        for task in {entry.task for entry in batch}:
+            blocks.wait_ready(task.ready)
+        with _entered({entry.task for entry in batch}) as allowed:
+            now = clock()
+            for task in allowed:
+                if not allowed[task] or now >= task.deadline:
+                    allowed[task] = False
+                    task.why = task.why or MissReason.DEADLINE
+            copied = [entry for entry in batch if allowed[entry.task]]
+            if copied:
+                blocks.gather_many(
+                    [Gather(e.block.block_ids, e.reservation.buffer) for e in copied], layer
+                )
+        filled += copied
+    return filled
+
+
+def scatter_all(
+    blocks: KVBlocks,
+    opened: Sequence[tuple[Load, LoadBlock, Views]],
+    layer: int | None = None,
+) -> list[bool]:
+    """Copy blocks of one group, and say of each whether it was right.
+
+    One batch. What belongs to a load that has ended is not copied and not right.
+    """
+    with _entered({task for task, _, _ in opened}) as allowed:
+        items = [
+            Scatter(view.buffer, block.skip, block.block_ids, part)
+            for task, block, views in opened
+            if allowed[task]
+            for view, part in views
+        ]
+        if items:
+            blocks.scatter_many(items, layer)
+    return [allowed[task] and all(view.valid() for view, _ in views) for task, _, views in opened]
+
+
+def load_blocks(
+    groups: Sequence[GroupPieces],
+    copiers: Sequence[KVBlocks],
+    task: Load,
+    batch: Sequence[LoadBlock],
+    views: Iterator[BlockView | None],
+) -> int:
+    """How many leading blocks of `batch`, all of one group, were copied and right."""
+    opened: list[tuple[Load, LoadBlock, Views]] = []
+    for block in batch:
+        its = block_views(groups, block, views)
+        if its is None:
+            break
+        opened.append((task, block, its))
+    good = scatter_all(copiers[batch[0].group], opened)
+    return next((i for i, right in enumerate(good) if not right), len(good))
 
 
 def why_of(error: Exception) -> str:

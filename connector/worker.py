@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from connector import metrics, transfer
-from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
-from connector.blocks import KVBlocks, kv_blocks
+from connector.base import LoadJob, SaveBlock, SaveJob, WorkerReport
+from connector.blocks import KVBlocks, kv_memory
 from connector.limits import (
     LOAD_JOBS_MAX,
     LOAD_STAGING_BYTES,
@@ -29,8 +29,8 @@ from connector.limits import (
     Clock,
 )
 from connector.metrics import Counts
-from connector.pieces import GroupPieces, found_in, windows
-from connector.transfer import Load, Reserved, Save, Transfer, Views, block_views
+from connector.pieces import GroupPieces, alike, found_in, windows
+from connector.transfer import Load, Reserved, Save, Transfer, gather_all
 from kvstore import BlockStore, Key, KVStoreError, MissReason, Reservation
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class WorkerCore:
         self._batch_blocks = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // largest))
         self._blocks: list[KVBlocks] = []
         """Per group; empty before the engine has given its memory."""
+        self._close_memory: Callable[[], None] = lambda: None
         self._staging = memoryview(bytearray(max(LOAD_STAGING_BYTES, largest_read)))
         """Where blocks of other hosts arrive; only the loading thread uses it, and none of its
         pages exist before it does."""
@@ -87,10 +88,16 @@ class WorkerCore:
 
         Raises `UsageError` when the shapes are not those of the namespace.
         """
-        self._blocks = [
-            kv_blocks(kv_caches, pieces.geometry, self._layout.block_tokens)
-            for kv_caches, pieces in zip(groups, self._groups, strict=True)
-        ]
+        memory = kv_memory(
+            [
+                (kv_caches, pieces.geometry)
+                for kv_caches, pieces in zip(groups, self._groups, strict=True)
+            ],
+            self._layout.block_tokens,
+            self._store.mappings,
+            self._counts.page_locked,
+        )
+        self._blocks, self._close_memory = memory
         loops: list[tuple[str, Callable[[], None]]] = [
             ("kvstore-load", self._load_loop),
             ("kvstore-save", self._save_loop),
@@ -104,9 +111,12 @@ class WorkerCore:
 
     def start_loads(self, jobs: Sequence[LoadJob]) -> None:
         """Queue loads; one that finds the queue full ends at once, failed."""
+        if not jobs:
+            return
+        ready = self._mark_ready()
         now = self._clock()
         for job in jobs:
-            self._start(Load(job, now + self._load_timeout_s, now), self._load_queue)
+            self._start(Load(job, now + self._load_timeout_s, now, ready), self._load_queue)
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """Queue saves of blocks that the forward before this call has filled."""
@@ -204,6 +214,7 @@ class WorkerCore:
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
         if not any(thread.is_alive() for thread in self._threads):
+            self._close_memory()
             self._store.close()
 
     def _end(self, task: Transfer) -> None:
@@ -236,32 +247,24 @@ class WorkerCore:
         if store is None:
             task.why = MissReason.NO_STORE
             return
+        self._blocks[0].wait_ready(task.ready)
         for window in windows(self._groups, task.job.blocks, LOAD_STAGING_BYTES):
             timeout_s = task.deadline - self._clock()
             views = store.views(found_in(self._groups, window), self._staging, timeout_s)
-            for block in window:
+            for batch in alike(window, self._blocks[0].batch_blocks):
                 # A block after a failed one is of no use: the engine recomputes from there.
                 if task.fence.ended or self._clock() >= task.deadline:
                     return
-                if not self._load_block(task, block, block_views(self._groups, block, views)):
+                loaded = transfer.load_blocks(self._groups, self._blocks, task, batch, views)
+                task.loaded += loaded
+                if loaded < len(batch):
                     if not task.fence.ended and self._clock() < task.deadline:
                         task.why = MissReason.LOAD_FAILED
                     return
-                task.loaded += 1
         self._touch(task, store)
 
     def _touch(self, task: Load, store: BlockStore) -> None:
         store.touch([found.key for found in found_in(self._groups, task.job.blocks)])
-
-    def _load_block(self, task: Load, block: LoadBlock, views: Views | None) -> bool:
-        if views is None:
-            return False
-        with task.fence.copying() as allowed:
-            if not allowed:
-                return False
-            for view, part in views:
-                self._blocks[block.group].scatter(view.buffer, block.skip, block.block_ids, part)
-        return all(view.valid() for view, _ in views)
 
     # The saving thread
 
@@ -327,17 +330,13 @@ class WorkerCore:
     ) -> None:
         """One reserve, one copy per block that the store does not have, one commit."""
         reserved = self._reserve(store, group, blocks)
-        filled: list[Reserved] = []
-        left: list[Reservation] = []
         try:
-            for entry in reserved:
-                if self._save_block(*entry):
-                    filled.append(entry)
-                else:
-                    left.append(entry.reservation)
+            filled = gather_all(self._blocks, reserved, self._clock)
         except BaseException:
             store.abort([entry.reservation for entry in reserved])
             raise
+        kept = set(map(id, filled))
+        left = [entry.reservation for entry in reserved if id(entry) not in kept]
         if left:
             store.abort(left)
         self._commit(store, filled, {task for task, _ in blocks})
@@ -364,16 +363,6 @@ class WorkerCore:
         for task, _ in blocks if there else ():
             task.stored |= there
         return reserved
-
-    def _save_block(self, task: Save, block: SaveBlock, reservation: Reservation) -> bool:
-        blocks = self._blocks[block.group]
-        blocks.wait_ready(task.ready)
-        with task.fence.copying() as allowed:
-            if not allowed or self._clock() >= task.deadline:
-                task.why = MissReason.DEADLINE
-                return False
-            blocks.gather(block.block_ids, reservation.buffer)
-        return True
 
     def _commit(self, store: BlockStore, filled: Sequence[Reserved], tasks: Iterable[Save]) -> None:
         """Commit under the fences: a job that was reported as ended publishes nothing later.

@@ -4,7 +4,16 @@
 """
 
 from kvstore.client.aio import AsyncClient
-from kvstore.client.base import Answers, BlockStore, BlockView, Found, Question, Reservation, Run
+from kvstore.client.base import (
+    Answers,
+    BlockStore,
+    BlockView,
+    Found,
+    PoolMapping,
+    Question,
+    Reservation,
+    Run,
+)
 from kvstore.client.client import Client
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.locator import Holder, Holders, Locator
@@ -53,6 +62,7 @@ __all__ = [
     "Run",
     "Question",
     "Reservation",
+    "PoolMapping",
     "copy_bytes",
     "Key",
     "KVStoreError",

@@ -15,6 +15,7 @@ from connector.lazy_store import LazyStore
 from connector.protocol import CountStats
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.worker import WorkerCore
+from kvstore import BlockStore
 from kvstore.testing.blockstore import MemoryBlockStore
 
 ENGINE_BLOCK = 4
@@ -198,7 +199,7 @@ class Worker:
 
     def __init__(
         self,
-        store: MemoryBlockStore,
+        store: BlockStore,
         *,
         blocks: int = 32,
         seed: int = 0,
@@ -208,8 +209,9 @@ class Worker:
         topology: ShardTopology | None = None,
         clock: Callable[[], float] = time.monotonic,
         kind: type[WorkerCore] = WorkerCore,
+        device: str = "cpu",
     ) -> None:
-        self.kv = kv_tensors(blocks, seed=seed)
+        self.kv = {name: kv.to(device) for name, kv in kv_tensors(blocks, seed=seed).items()}
         self.core = kind(
             LazyStore(lambda: store),
             layout(topology),
@@ -254,7 +256,7 @@ def save(worker: Worker, job: SaveJob) -> None:
 
 
 def load_job(
-    store: MemoryBlockStore, count: int, first_block_id: int = 11, name: str = "q", job_id: int = 0
+    store: BlockStore, count: int, first_block_id: int = 11, name: str = "q", job_id: int = 0
 ) -> LoadJob:
     found = store.match(keys(count))
     assert len(found) == count

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from connector.adapters.vllm import KVStoreConnector
+from connector.blocks import Scatter
 
 SWITCH = "KVSTORE_TEST_FAULT"
 
@@ -17,11 +19,11 @@ class GarbageConnector(KVStoreConnector):
         super().register_kv_caches(kv_caches)
         assert self._w._blocks
         for blocks in self._w._blocks:
-            blocks.scatter = partial(_scatter_zeros, blocks.scatter)  # type: ignore[method-assign]
+            blocks.scatter_many = partial(_zeros, blocks.scatter_many)  # type: ignore[method-assign]
 
 
-def _scatter_zeros(scatter: Any, payload: memoryview, *where: Any) -> None:
-    scatter(memoryview(bytes(len(payload))), *where)
+def _zeros(scatter_many: Any, items: Sequence[Scatter], layer: int | None = None) -> None:
+    scatter_many([i._replace(payload=memoryview(bytes(len(i.payload)))) for i in items], layer)
 
 
 class SwitchedConnector(KVStoreConnector):
@@ -35,16 +37,18 @@ class SwitchedConnector(KVStoreConnector):
         super().register_kv_caches(kv_caches)
         assert self._w._blocks
         (blocks,) = self._w._blocks
-        blocks.scatter = partial(self._scatter, blocks.scatter)  # type: ignore[method-assign]
+        blocks.scatter_many = partial(self._scatter, blocks.scatter_many)  # type: ignore[method-assign]
 
-    def _scatter(self, scatter: Any, payload: memoryview, *where: Any) -> None:
+    def _scatter(
+        self, scatter_many: Any, items: Sequence[Scatter], layer: int | None = None
+    ) -> None:
         fault = Path(os.environ[SWITCH]).read_text()
         if fault == "zeros":
-            _scatter_zeros(scatter, payload, *where)
+            _zeros(scatter_many, items, layer)
             return
-        scatter(payload, *where)
+        scatter_many(items, layer)
         store = self._w._store.get()
         assert store is not None
-        if fault == "vanish" and where[-1] == 2:
+        if fault == "vanish" and layer == 2:
             for namespace in self._w._layout.all_namespaces():
                 store.clear(namespace.id)

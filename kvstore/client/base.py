@@ -71,6 +71,20 @@ class Reservation(NamedTuple):
     generation: int
 
 
+class PoolMapping(NamedTuple):
+    """A segment of a node on this host as this process has mapped it, for who wants to
+    page-lock or register its memory."""
+
+    memory: memoryview
+    """All its payload, format 'B', read-only or not; stays mapped as long as this is held."""
+    part_bytes: int
+    """No block crosses a multiple of it."""
+    writable: bool
+    node_id: int
+    epoch: int
+    """Two mappings with the same two are the same memory."""
+
+
 class BlockView(Protocol):
     """A block in place, read-only. Copy first, then ask `valid()` (rule 4)."""
 
@@ -165,6 +179,14 @@ class BlockStore(Protocol):
         """Drop every block of a namespace on the local node; returns how many.
 
         Raises `NodeUnavailableError` or `DeadlineError`.
+        """
+        ...
+
+    def mappings(self) -> Sequence[PoolMapping]:
+        """What of this host's memory blocks are read from and written to in place, now.
+
+        Finds the local node if nobody has yet, but starts none. Never raises for a peer's
+        fault: what is not there is not among them.
         """
         ...
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvstore.client.base import Answers, BlockView, Found, Question, Reservation, Run
+from kvstore.client.base import Answers, BlockView, Found, PoolMapping, Question, Reservation, Run
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.fetching import fetch_blocks
@@ -28,12 +29,22 @@ from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import Limits
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
+from kvstore.segment.shm import AttachedShm
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.select import allowed
 from kvstore.transport.shm import NAME as SHM
 from kvstore.types import Key, Kind, PutResult
 
 Verify = Literal["never", "always"]
+
+
+def _mapping(shm: AttachedShm, *, writable: bool) -> list[PoolMapping]:
+    block = shm.superblock
+    try:
+        memory = shm.payload[:]
+    except ValueError:  # closed meanwhile
+        return []
+    return [PoolMapping(memory, block.arena_bytes, writable, block.node_id, block.epoch)]
 
 
 class BlockSession:
@@ -274,6 +285,16 @@ class BlockSession:
 
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
+
+    def mappings(self) -> Sequence[PoolMapping]:
+        found: list[PoolMapping] = []
+        with contextlib.suppress(NodeUnavailableError):
+            link = self.writer.link(start=False)
+            if not link.reads_only:
+                found += _mapping(link.shm, writable=True)
+        for attached in self.nodes.mapped:
+            found += _mapping(attached.shm, writable=False)
+        return found
 
     def introduce(self, namespaces: Iterable[Namespace]) -> None:
         self.writer.introduce(namespaces)

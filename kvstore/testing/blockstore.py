@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.client.base import Answers, BlockView, Found, Question, Reservation, Run
+from kvstore.client.base import Answers, BlockView, Found, PoolMapping, Question, Reservation, Run
 from kvstore.client.explanation import Missing, MissReason
 from kvstore.core.record import pack_record, unpack_record
 from kvstore.errors import DeadlineError, NodeUnavailableError
@@ -235,6 +235,9 @@ class MemoryBlockStore:
                 if slot.sealed and slot.namespace_id == namespace_id
             ]
         return sum(self._drop(key, MissReason.CLEARED, forget=True) for key in keys)
+
+    def mappings(self) -> Sequence[PoolMapping]:
+        return ()
 
     def introduce(self, namespaces: Iterable[Namespace]) -> None:
         """See `BlockStore.introduce`; the model knows no fields."""

@@ -7,7 +7,8 @@ import contextlib
 import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, GEOMETRY, bits, kv_tensors
 
-from connector.blocks import DeviceBlocks, HeadPart, KVBlocks, _layer_runs, kv_blocks
+from connector.blocks import Gather, HeadPart, KVBlocks, Scatter, _layer_runs, kv_blocks
+from connector.cuda.torch_blocks import TorchBlocks
 from connector.geometry import KVGeometry
 from kvstore import UsageError
 
@@ -15,9 +16,17 @@ torch = pytest.importorskip("torch")
 BYTES = GEOMETRY.token_bytes * BLOCK
 
 
+def gather(blocks: KVBlocks, ids, out, layer=None) -> None:
+    blocks.gather_many([Gather(ids, memoryview(out))], layer)
+
+
+def scatter(blocks: KVBlocks, payload, skip, ids, part=None, layer=None) -> None:
+    blocks.scatter_many([Scatter(memoryview(payload), skip, ids, part)], layer)
+
+
 def gathered(kv, ids) -> bytes:
     out = bytearray(BYTES)
-    kv_blocks(kv, GEOMETRY, BLOCK).gather(ids, memoryview(out))
+    gather(kv_blocks(kv, GEOMETRY, BLOCK), ids, out)
     return bytes(out)
 
 
@@ -42,7 +51,7 @@ def test_what_is_gathered_is_scattered_between_layouts(source: str, target: str)
     one, other = kv_tensors(8, source, seed=1), kv_tensors(8, target, seed=2)
     before = bits(other)
     payload = gathered(one, [7, 3])
-    kv_blocks(other, GEOMETRY, BLOCK).scatter(memoryview(payload), 0, [1, 6])
+    scatter(kv_blocks(other, GEOMETRY, BLOCK), payload, 0, [1, 6])
     assert torch.equal(bits(other)[:, [1, 6]], bits(one)[:, [7, 3]])
     untouched = [0, 2, 3, 4, 5, 7]
     assert torch.equal(bits(other)[:, untouched], before[:, untouched])
@@ -53,13 +62,13 @@ def test_what_is_gathered_is_scattered_between_layouts(source: str, target: str)
 def test_one_layer_is_one_contiguous_part_of_the_payload(order: str, layer: int) -> None:
     one, other = kv_tensors(8, order, seed=1), kv_tensors(8, order, seed=2)
     whole, out = gathered(one, [7, 3]), bytearray(BYTES)
-    kv_blocks(one, GEOMETRY, BLOCK).gather([7, 3], memoryview(out), layer)
+    gather(kv_blocks(one, GEOMETRY, BLOCK), [7, 3], out, layer)
     part = slice(layer * BYTES // GEOMETRY.layers, (layer + 1) * BYTES // GEOMETRY.layers)
     assert out[part] == whole[part]
     out[part] = bytes(part.stop - part.start)
     assert not any(out), "nothing of the other layers"
     before, blocks = bits(other), kv_blocks(other, GEOMETRY, BLOCK)
-    blocks.scatter(memoryview(whole), 1, [4], HeadPart(GEOMETRY.heads, 1, 0, 1), layer)
+    scatter(blocks, whole, 1, [4], HeadPart(GEOMETRY.heads, 1, 0, 1), layer)
     assert torch.equal(bits(other)[layer, 4, 0], bits(one)[layer, 3, 1])
     changed = (bits(other) != before).nonzero()
     assert {tuple(place[:3].tolist()) for place in changed} == {(layer, 4, 0)}
@@ -68,7 +77,7 @@ def test_one_layer_is_one_contiguous_part_of_the_payload(order: str, layer: int)
 def test_the_tail_of_a_store_block_is_scattered_alone() -> None:
     one, other = kv_tensors(8, seed=1), kv_tensors(8, seed=2)
     before = bits(other)
-    kv_blocks(other, GEOMETRY, BLOCK).scatter(memoryview(gathered(one, [7, 3])), 1, [4])
+    scatter(kv_blocks(other, GEOMETRY, BLOCK), gathered(one, [7, 3]), 1, [4])
     assert torch.equal(bits(other)[:, 4], bits(one)[:, 3])
     assert torch.equal(bits(other)[:, :4], before[:, :4])
 
@@ -100,7 +109,7 @@ def test_layers_an_uneven_distance_apart_are_copied_right() -> None:
     kv = {f"l{i}": storage[i] for i in (0, 1, 3)}
     assert _layer_runs(list(kv.values())) == [(0, 2), (2, 1)]
     out = bytearray(geometry.token_bytes * BLOCK)
-    kv_blocks(kv, geometry, BLOCK).gather([6, 0], memoryview(out))
+    gather(kv_blocks(kv, geometry, BLOCK), [6, 0], out)
     expected = storage[[0, 1, 3]][:, [6, 0]].permute(0, 2, 1, 3, 4).contiguous()
     assert bytes(out) == expected.numpy().tobytes()
 
@@ -120,9 +129,9 @@ def test_tensors_of_another_shape_are_refused(wrong: dict[str, int]) -> None:
         kv_blocks(kv_tensors(8), KVGeometry(**{**right, **wrong}), BLOCK)
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "torch"])
 def make_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """The copier of either kind; the device's runs on host memory, without its streams."""
+    """The copier of either kind; torch's runs on host memory, without its streams."""
     if request.param == "host":
         return kv_blocks
     empty = torch.empty
@@ -139,7 +148,7 @@ def make_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
     def one(kv: dict, geometry: KVGeometry, block_tokens: int) -> KVBlocks:
-        return DeviceBlocks(list(kv.values()), geometry, block_tokens)
+        return TorchBlocks(list(kv.values()), geometry, block_tokens)
 
     return one
 
@@ -149,9 +158,9 @@ def test_both_kinds_of_copier_gather_and_scatter_alike(make_blocks, order: str) 
     one, other = kv_tensors(8, order, seed=1), kv_tensors(8, order, seed=2)
     before = bits(other)
     out = bytearray(BYTES)
-    make_blocks(one, GEOMETRY, BLOCK).gather([7, 3], memoryview(out))
+    gather(make_blocks(one, GEOMETRY, BLOCK), [7, 3], out)
     assert bytes(out) == gathered(one, [7, 3])
-    make_blocks(other, GEOMETRY, BLOCK).scatter(memoryview(out), 1, [4])
+    scatter(make_blocks(other, GEOMETRY, BLOCK), out, 1, [4])
     assert torch.equal(bits(other)[:, 4], bits(one)[:, 3])
     assert torch.equal(bits(other)[:, [0, 1, 2, 3, 5, 6, 7]], before[:, [0, 1, 2, 3, 5, 6, 7]])
 
@@ -164,7 +173,7 @@ def test_trap_a_part_of_the_heads_leaves_the_others_alone(make_blocks, order: st
     shape = (GEOMETRY.layers, 4, BLOCK, GEOMETRY.channel_bytes // 2)
     payload = torch.randint(-30000, 30000, shape, dtype=torch.int16)
     raw = memoryview(payload.view(torch.uint8).numpy().tobytes())
-    make_blocks(kv, GEOMETRY, BLOCK).scatter(raw, 0, [5, 2], HeadPart(4, 2, 1, 1))
+    scatter(make_blocks(kv, GEOMETRY, BLOCK), raw, 0, [5, 2], HeadPart(4, 2, 1, 1))
     after = bits(kv)
     assert torch.equal(after[:, 5, 1], payload[:, 2, :ENGINE_BLOCK])
     assert torch.equal(after[:, 2, 1], payload[:, 2, ENGINE_BLOCK:])

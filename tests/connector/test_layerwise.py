@@ -80,8 +80,8 @@ def on_copy(worker: Worker, layer: int, act: Callable[[], None]) -> None:
 
         return one
 
-    blocks.gather = acting(blocks.gather)  # type: ignore[method-assign]
-    blocks.scatter = acting(blocks.scatter)  # type: ignore[method-assign]
+    blocks.gather_many = acting(blocks.gather_many)  # type: ignore[method-assign]
+    blocks.scatter_many = acting(blocks.scatter_many)  # type: ignore[method-assign]
 
 
 def on_check(store: MemoryBlockStore, number: int, act: Callable[[], None]) -> None:

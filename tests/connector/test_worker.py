@@ -274,13 +274,13 @@ class TestLoadDeadline:
         job = load_job(store, 1)
         hold = Hold()
         (blocks,) = worker.core._blocks
-        copy = blocks.scatter
+        copy = blocks.scatter_many
 
         def slow(*args) -> None:
             hold()
             copy(*args)
 
-        blocks.scatter = slow  # type: ignore[method-assign]
+        blocks.scatter_many = slow  # type: ignore[method-assign]
         worker.core.start_loads([job])
         hold.await_reached()
         clock.now += 6

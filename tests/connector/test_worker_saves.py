@@ -55,14 +55,13 @@ def test_an_error_while_copying_gives_the_slots_back(
     store: MemoryBlockStore, worker: Worker
 ) -> None:
     (blocks,) = worker.core._blocks
-    copy = blocks.gather
+    copy = blocks.gather_many
 
-    def broken(ids, out) -> None:
-        if ids[0] != 1:
-            raise RuntimeError("a bug in the copy")
-        copy(ids, out)
+    def broken(items, layer) -> None:
+        copy(items[:1], layer)
+        raise RuntimeError("a bug in the copy")
 
-    blocks.gather = broken  # type: ignore[method-assign]
+    blocks.gather_many = broken  # type: ignore[method-assign]
     save(worker, save_job(3))
     assert store.reserved() == 0
     assert store.sealed() == []
@@ -80,7 +79,7 @@ def test_the_fence_a_save_past_its_deadline_reads_and_publishes_nothing(
     assert worker.core.poll().ended_saves == {0: 1}
     reads: list[int] = []
     (blocks,) = worker.core._blocks
-    blocks.gather = lambda *args: reads.append(1)  # type: ignore[method-assign]
+    blocks.gather_many = lambda *args: reads.append(1)  # type: ignore[method-assign]
     clock.now -= 6
     hold.release()
     wait_for(lambda: store.reserve_calls == 1 and store.reserved() == 0, "slots given back")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 
 from kvstore import (
@@ -37,6 +38,10 @@ def save(store: BlockStore, key: Key, fill: int, namespace_id: int = NAMESPACE) 
     assert result.status is PutStatus.STORED
 
 
+def address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
 def why(store: BlockStore, key: Key, block: int = 0) -> Missing:
     return store.why_missing(Question(block, key, Namespace.named("contract"), lambda _: None))
 
@@ -55,6 +60,33 @@ class BlockStoreContract:
         assert bytes(view.buffer) == bytes([5]) * SIZE
         assert view.buffer.readonly
         assert view.valid()
+
+    def test_blocks_lie_in_mappings_of_their_node_and_cross_no_part(
+        self, store: BlockStore
+    ) -> None:
+        (key,) = keys(1)
+        (reservation,) = store.reserve([key], SIZE, NAMESPACE)
+        assert isinstance(reservation, Reservation)
+        reservation.buffer[:] = bytes([7]) * SIZE
+        store.commit([reservation])
+        (found,) = store.match([key])
+        view = store.view(found)
+        assert view is not None
+        mappings = store.mappings()
+        for buffer, writable in ((reservation.buffer, True), (view.buffer, False)):
+            at = address(buffer)
+            for mapping in mappings:  # none where blocks are not in shared memory
+                offset = at - address(mapping.memory)
+                if 0 <= offset < len(mapping.memory):
+                    break
+            else:
+                assert not mappings
+                continue
+            assert mapping.writable == writable
+            assert mapping.memory.readonly != writable
+            assert (mapping.node_id, mapping.epoch) == (reservation.node_id, reservation.epoch)
+            assert mapping.memory[offset : offset + SIZE] == view.buffer
+            assert offset // mapping.part_bytes == (offset + SIZE - 1) // mapping.part_bytes
 
     def test_match_is_the_longest_leading_run(self, store: BlockStore) -> None:
         a, b, c, d = keys(4)

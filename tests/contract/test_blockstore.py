@@ -39,3 +39,14 @@ class TestSession(BlockStoreContract):
     @pytest.fixture
     def store(self, session: BlockStore) -> BlockStore:
         return session
+
+    def test_mappings_are_there_before_the_first_save_and_as_long_as_they_are_held(
+        self, session: BlockSession
+    ) -> None:
+        other = BlockSession(session.url, key_prefix="kv:t", run_dir=session.run_dir)
+        mappings = other.mappings()
+        assert {mapping.writable for mapping in mappings} == {True, False}
+        other.close()
+        for mapping in mappings:
+            assert len(bytes(mapping.memory[-8:])) == 8
+        assert BlockSession(run_dir=session.run_dir / "none").mappings() == []

@@ -1,0 +1,208 @@
+"""`Device` over CUDA: torch for memory, streams and events, cuda.bindings for the kernel and DMA.
+
+Both are imported when a device's tensors are registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from connector.cuda.blocks import DeviceQueue, HostMemory
+from connector.cuda.nvrtc import NoKernelError, compiled
+from connector.cuda.plan import PAGE_BYTES, STAGING_ALIGNMENT_BYTES, THREADS, HostPlace, Launch
+from connector.cuda.pool import LockedPool
+from kvstore import InternalError
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of paged_copy.cu, in the order of `Launch.shape`."""
+
+    _fields_ = [(f"field{i}", ctypes.c_uint32) for i in range(6)]
+
+
+class Cuda:
+    """One device's context, with the kernel loaded, for any thread."""
+
+    def __init__(self, device: Any) -> None:
+        """`device` is a `torch.device`. Raises `NoKernelError` when it cannot run the kernel."""
+        import torch as untyped_torch
+
+        torch: Any = untyped_torch
+        code = compiled(torch.cuda.get_device_capability(device))
+        from cuda.bindings import driver
+
+        self.torch, self.driver, self.device = torch, driver, device
+        self._entered = threading.local()
+        torch.empty(1, device=device)  # makes the context
+        with torch.cuda.device(device):
+            self._context = self.call(driver.cuCtxGetCurrent)
+        try:
+            self._module = self.call(driver.cuModuleLoadData, code)
+        except InternalError as e:
+            raise NoKernelError(f"the driver does not load the kernel: {e}") from e
+        self._kernels: dict[str, Any] = {}
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The value of a call into the driver. Raises `InternalError` for its error."""
+        result, *values = function(*arguments)
+        if int(result):
+            raise InternalError(f"{function.__name__}: {result!r}")
+        return values[0] if values else None
+
+    def enter(self) -> None:
+        """Make the context this thread's, the first time it is called there.
+
+        Also: while any thread captures a CUDA graph, calls that could disturb it fail
+        in all threads, and end the capture with them, unless a thread says that its
+        calls have nothing to do with it. Ours use streams of their own.
+        """
+        if getattr(self._entered, "done", False):
+            return
+        self.call(self.driver.cuCtxSetCurrent, self._context)
+        relaxed = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.call(self.driver.cuThreadExchangeStreamCaptureMode, relaxed)
+        self._entered.done = True
+
+    def kernel(self, name: str) -> Any:
+        if name not in self._kernels:
+            self._kernels[name] = self.call(
+                self.driver.cuModuleGetFunction, self._module, name.encode()
+            )
+        return self._kernels[name]
+
+    # `pool.Registrar`
+
+    def lock(self, address: int, size_bytes: int, writable: bool) -> str:
+        """Page-lock a range of this process's memory; why it cannot be, empty when it is."""
+        self.enter()
+        flags = int(self.driver.CU_MEMHOSTREGISTER_PORTABLE)
+        if not writable:
+            flags |= int(self.driver.CU_MEMHOSTREGISTER_READ_ONLY)
+        (result,) = self.driver.cuMemHostRegister(address, size_bytes, flags)
+        return result.name.removeprefix("CUDA_ERROR_").lower() if int(result) else ""
+
+    def unlock(self, address: int) -> None:
+        self.enter()
+        self.driver.cuMemHostUnregister(address)
+
+
+class CudaQueue:
+    """Implements `DeviceQueue` as one stream."""
+
+    def __init__(self, cuda: Cuda, staging_bytes: int, pages_max: int) -> None:
+        torch = cuda.torch
+        self._cuda = cuda
+        room = torch.empty(
+            staging_bytes + STAGING_ALIGNMENT_BYTES, dtype=torch.uint8, device=cuda.device
+        )
+        self._room = room
+        self.staging = -(-room.data_ptr() // STAGING_ALIGNMENT_BYTES) * STAGING_ALIGNMENT_BYTES
+        self.staging_bytes = staging_bytes
+        rows = pages_max * PAGE_BYTES
+        self._host_table = torch.empty(rows, dtype=torch.uint8, pin_memory=True)
+        self._table = torch.empty(rows, dtype=torch.uint8, device=cuda.device)
+        self.table = memoryview(self._host_table.numpy()).cast("B")
+        self._stream = torch.cuda.Stream(cuda.device)
+        self._handle = self._stream.cuda_stream
+        # Blocking: a thread that waits for a millisecond must not spin, it would hold a core.
+        self._done = torch.cuda.Event(blocking=True)
+        self._busy = False
+        # What was allocated may still be in use by what ran in that memory before.
+        torch.cuda.current_stream(cuda.device).synchronize()
+
+    def launch(self, launch: Launch) -> None:
+        cuda, driver = self._begin()
+        cuda.call(
+            driver.cuMemcpyHtoDAsync,
+            self._table.data_ptr(),
+            self._host_table.data_ptr(),
+            launch.pages * PAGE_BYTES,
+            self._handle,
+        )
+        layers = ctypes.c_uint64(launch.layer_table)
+        pages = ctypes.c_uint64(self._table.data_ptr())
+        shape = _Shape(*launch.shape)
+        arguments = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (layers, pages, shape)))
+        cuda.call(
+            driver.cuLaunchKernel,
+            cuda.kernel(launch.kernel),
+            *(launch.blocks, 1, 1),
+            *(THREADS, 1, 1),
+            0,
+            self._handle,
+            ctypes.addressof(arguments),  # read before the call returns
+            0,
+        )
+
+    def store(self, target: HostPlace, source: int) -> None:
+        cuda, driver = self._begin()
+        assert target.rows == 1, "a payload is stored whole, or one layer of it"
+        cuda.call(driver.cuMemcpyDtoHAsync, target.address, source, target.size_bytes, self._handle)
+
+    def fetch(self, target: int, source: HostPlace) -> None:
+        cuda, driver = self._begin()
+        if source.rows == 1:
+            cuda.call(
+                driver.cuMemcpyHtoDAsync, target, source.address, source.row_bytes, self._handle
+            )
+            return
+        copy = driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+        copy.srcHost, copy.srcPitch = source.address, source.pitch_bytes
+        copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.dstDevice, copy.dstPitch = target, source.row_bytes
+        copy.WidthInBytes, copy.Height = source.row_bytes, source.rows
+        cuda.call(driver.cuMemcpy2DAsync, copy, self._handle)
+
+    def _begin(self) -> tuple[Cuda, Any]:
+        self._cuda.enter()
+        self._busy = True
+        return self._cuda, self._cuda.driver
+
+    def wait(self) -> None:
+        if self._busy:
+            self._done.record(self._stream)
+            self._done.synchronize()
+            self._busy = False
+
+
+class CudaDevice:
+    """Implements `Device`."""
+
+    def __init__(self, cuda: Cuda, staging_bytes: int, pages_max: int, pool: LockedPool) -> None:
+        self._cuda = cuda
+        self._pool = pool
+        self.saving: Sequence[DeviceQueue] = [
+            CudaQueue(cuda, staging_bytes, pages_max) for _ in range(2)
+        ]
+        self.loading: Sequence[DeviceQueue] = [
+            CudaQueue(cuda, staging_bytes, pages_max) for _ in range(2)
+        ]
+        self._constants: list[Any] = []
+
+    def constant(self, data: bytes) -> int:
+        torch = self._cuda.torch
+        copy = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._cuda.device)
+        torch.cuda.current_stream(self._cuda.device).synchronize()
+        self._constants.append(copy)
+        return int(copy.data_ptr())
+
+    def host_memory(self) -> AbstractContextManager[HostMemory]:
+        return self._pool.held()
+
+    def mark_ready(self) -> Any:
+        event = self._cuda.torch.cuda.Event(blocking=True)
+        event.record(self._cuda.torch.cuda.current_stream(self._cuda.device))
+        return event
+
+    def wait_ready(self, token: Any) -> None:
+        if token is not None:
+            self._cuda.enter()
+            token.synchronize()
+
+    def close(self) -> None:
+        self._pool.close()

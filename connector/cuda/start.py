@@ -1,0 +1,53 @@
+"""Copiers for KV on a device: the kernel's, or torch's where it cannot be compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from connector.blocks import KVMemory
+from connector.cuda.blocks import DeviceBlocks
+from connector.cuda.nvrtc import NoKernelError
+from connector.cuda.plan import layout_of
+from connector.cuda.pool import LockedPool
+from connector.cuda.torch_blocks import TorchBlocks
+from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
+
+if TYPE_CHECKING:
+    from connector.geometry import KVGeometry
+    from kvstore import PoolMapping
+
+log = logging.getLogger(__name__)
+
+Group = tuple[Sequence[Any], "KVGeometry", int]
+"""Layer tensors, their geometry, tokens of a store block."""
+
+
+def device_memory(
+    groups: Sequence[Group],
+    mappings: Callable[[], Sequence[PoolMapping]],
+    count: Callable[[int, str], None],
+) -> KVMemory:
+    """See `connector.blocks.kv_memory`. All groups are on one CUDA device."""
+    from connector.cuda.queue import Cuda, CudaDevice
+
+    layouts = [layout_of(*group) for group in groups]
+    try:
+        cuda = Cuda(groups[0][0][0].device)
+        pool = LockedPool(cuda, mappings, count)
+        device = CudaDevice(
+            cuda,
+            max(DEVICE_STAGING_BYTES, *(layout.payload_bytes for layout in layouts)),
+            max(DEVICE_PAGES_MAX, *(layout.pages_per_payload for layout in layouts)),
+            pool,
+        )
+    except (NoKernelError, RuntimeError) as e:  # torch's own, such as no room for staging
+        log.warning("KV is copied by torch, payload after payload, which is slower: %s", e)
+        return KVMemory([TorchBlocks(*group) for group in groups], lambda: None)
+    copiers = [
+        DeviceBlocks(layout, device, keep=layers)
+        for layout, (layers, _, _) in zip(layouts, groups, strict=True)
+    ]
+    pool.start()
+    return KVMemory(list(copiers), device.close)

@@ -1,0 +1,97 @@
+"""Run by test_queue.py, in a process whose libcuda.so.1 is tests/fake_driver.cpp.
+
+`CudaQueue` is what runs on a device; torch is made of numpy here, for it has no
+device to offer.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from contract.kvblocks import KVBlocksContract
+from kv_cases import Case  # noqa: TC002
+
+from connector.blocks import KVBlocks
+from connector.cuda.blocks import DeviceBlocks
+from connector.cuda.plan import layout_of
+from connector.cuda.pool import LockedPool
+
+
+class Tensor:
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def numpy(self) -> Any:
+        return self._array
+
+    def to(self, device: object) -> Tensor:
+        return Tensor(self._array.copy())
+
+
+class Event:
+    def __init__(self, blocking: bool) -> None:
+        assert blocking, "a thread that waits must not spin"
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+STREAM = types.SimpleNamespace(cuda_stream=0x5EED, synchronize=lambda: None)
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Any:
+    torch: Any = types.ModuleType("torch")
+    torch.uint8 = np.uint8
+    torch.empty = lambda count, **_: Tensor(np.full(count, 0xA5, np.uint8))
+    torch.frombuffer = lambda data, dtype: Tensor(np.frombuffer(data, dtype))
+    torch.cuda = types.SimpleNamespace(
+        get_device_capability=lambda device: (9, 0),
+        device=lambda device: nullcontext(),
+        Stream=lambda device: STREAM,
+        current_stream=lambda device: STREAM,
+        Event=Event,
+    )
+    from connector.cuda import queue
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch", torch)
+        # NVRTC looks into the driver, and finds out that this is none (see test_nvrtc.py).
+        patch.setattr(queue, "compiled", lambda capability: b"\x7fELF")
+        yield queue.Cuda("cuda:0")
+
+
+class TestCudaQueue(KVBlocksContract):
+    @pytest.fixture(autouse=True)
+    def _device(self, cuda: Any) -> None:
+        from connector.cuda.queue import CudaDevice
+
+        pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
+        type(self).device = CudaDevice(cuda, 4 << 20, 1 << 10, pool)
+
+    def blocks(self, case: Case, seed: int) -> KVBlocks:
+        layout = layout_of(case.layers, case.shape.geometry, case.shape.block_tokens)
+        return DeviceBlocks(layout, self.device)
+
+
+@pytest.mark.parametrize(
+    ("result", "failure"), [("0", ""), ("2", "out_of_memory"), ("801", "not_supported")]
+)
+def test_the_driver_says_whether_memory_is_locked(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, result: str, failure: str
+) -> None:
+    monkeypatch.setenv("FAKE_LOCK_RESULT", result)
+    assert cuda.lock(4096, 4096, True) == failure
+    assert cuda.lock(4096, 4096, False) == failure
+    cuda.unlock(4096)

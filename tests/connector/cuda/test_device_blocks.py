@@ -1,0 +1,100 @@
+"""The kernel's copier over a device made of host memory: order, errors, the size of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from host_device import HostDevice
+from kv_cases import Case, Shape
+
+from connector.blocks import Gather, Scatter
+from connector.cuda.blocks import DeviceBlocks
+from connector.cuda.plan import layout_of
+
+SHAPE = Shape(layers=3, engine_blocks=64)
+SIZE = int(np.prod(SHAPE.payload_shape))
+
+
+def blocks(case: Case, device: HostDevice) -> DeviceBlocks:
+    layout = layout_of(case.layers, case.shape.geometry, case.shape.block_tokens)
+    return DeviceBlocks(layout, device)
+
+
+def gathers(count: int) -> tuple[list[Gather], list[bytearray]]:
+    outs = [bytearray(SIZE) for _ in range(count)]
+    return [Gather([2 * i, 2 * i + 1], memoryview(o)) for i, o in enumerate(outs)], outs
+
+
+def test_a_step_is_one_launch_as_long_as_staging_has_room() -> None:
+    case, device = Case(SHAPE, 1), HostDevice(1)
+    items, outs = gathers(20)
+    blocks(case, device).gather_many(items)
+    assert device.launches == 1
+    scatters = [Scatter(memoryview(o), 0, i.block_ids) for i, o in zip(items, outs, strict=True)]
+    blocks(case, device).scatter_many(scatters, layer=2)
+    assert device.launches == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("direction", ["gather", "scatter"])
+@pytest.mark.parametrize("number", [0, 1, 7, 11])
+def test_trap_when_a_call_fails_nothing_of_it_runs_any_more(
+    seed: int, direction: str, number: int
+) -> None:
+    """The caller gives the memory back then: a copy that is still under way would be of
+    somebody else's block."""
+    case, device = Case(SHAPE, seed), HostDevice(seed, staging_bytes=3 * SIZE)
+    copier = blocks(case, device)
+    items, outs = gathers(9)
+    calls: list[None] = []
+
+    def fail() -> None:
+        calls.append(None)
+        if len(calls) > number:
+            raise RuntimeError("the driver says no")
+
+    device.before_start = fail
+    scatters = [Scatter(memoryview(o), 0, i.block_ids) for i, o in zip(items, outs, strict=True)]
+    copy = copier.gather_many if direction == "gather" else copier.scatter_many
+    with pytest.raises(RuntimeError, match="says no"):
+        copy(items if direction == "gather" else scatters)
+    assert not device.busy
+
+
+def test_trap_a_wait_that_fails_does_not_leave_the_other_queue_running() -> None:
+    case, device = Case(SHAPE, 0), HostDevice(3, staging_bytes=2 * SIZE)
+    items, _ = gathers(6)
+    first, second = device.saving
+
+    def broken() -> None:
+        first.pending.clear()
+        raise RuntimeError("the device is lost")
+
+    first.wait = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="lost"):
+        blocks(case, device).gather_many(items)
+    assert not second.pending
+
+
+def test_host_memory_is_used_where_the_device_reaches_it() -> None:
+    """A second mapping of the same memory, which is the one that is page-locked."""
+    case, device = Case(SHAPE, 1), HostDevice(1)
+    both = bytearray(2 * SIZE)
+    device.distance = SIZE
+    blocks(case, device).gather_many([Gather([5, 9], memoryview(both)[:SIZE])])
+    assert both[SIZE:] == case.payload([5, 9]).tobytes()
+    assert not any(both[:SIZE])
+    target = Case(SHAPE, 2)
+    blocks(target, device).scatter_many([Scatter(memoryview(both)[:SIZE], 0, [3, 8])])
+    assert np.array_equal(target.payload([3, 8]), case.payload([5, 9]))
+
+
+def test_work_that_was_started_before_is_over_when_ready_is_waited_for() -> None:
+    device = HostDevice(0)
+    copier = blocks(Case(SHAPE, 1), device)
+    done: list[int] = []
+    device.compute.extend(lambda i=i: done.append(i) for i in range(3))  # type: ignore[misc]
+    ready = copier.mark_ready()
+    device.compute.append(lambda: done.append(3))
+    copier.wait_ready(ready)
+    assert done == [0, 1, 2]
