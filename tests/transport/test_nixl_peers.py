@@ -150,8 +150,8 @@ def test_an_owner_that_is_stopped_leaves_a_read_pending_that_ends_here(place, mo
         with monkeypatch.context() as patch:
             patch.setattr(nixl_module, "PROBE_TIMEOUT_S", 0.5)
             patch.setattr(nixl_module, "nixl_way", way_of_one_that_stops)
-            wait_until(lambda: not place.transport.ready(place.word) and stopped, "it is stopped")
-            outcomes, _ = place.read(block, timeout_s=2.0)
+            while not stopped:
+                outcomes, _ = place.read(block)
             assert reads(outcomes) == [Read.FAILED]
         wait_until(lambda: place.transport.quarantined == 0, "no late byte can come any more")
         # The node finds that it does not answer, and starts another one.
