@@ -183,9 +183,10 @@ class NixlTransport:
     def _failed(self, peer: _Peer, node: Announcement, reason: str) -> None:
         with self._lock:
             peer.proved = None
-            peer.reason = reason
+            known, peer.reason = peer.reason, reason
             peer.breaker.failed(time.monotonic())
-        log.warning("node %s on %s not through NIXL for now: %s", node.name, node.host, reason)
+        level = logging.DEBUG if reason == known else logging.WARNING
+        log.log(level, "node %s on %s not through NIXL for now: %s", node.name, node.host, reason)
 
     # --- the process that reads ----------------------------------------------
 

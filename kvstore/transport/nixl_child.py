@@ -54,6 +54,7 @@ def guard() -> None:
     environment.setdefault("UCX_HANDLE_ERRORS", "none")
     environment.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     environment.setdefault("NIXL_LOG_LEVEL", "WARN")
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start one for each core
     names = environment["UCX_TLS"].lstrip("^").split(",")
     without = environment["UCX_TLS"].startswith("^")
     if without != bool({"tcp", "all"} & set(names)) and "UCX_NET_DEVICES" not in environment:

@@ -106,7 +106,7 @@ class NixlTransfer:
             try:
                 self._post(wait=False)
             except PeerError as e:
-                self._fail(str(e))
+                self._fail(str(e), blame=True)
 
     def fail(self, reason: str) -> None:
         """It cannot even begin."""
@@ -219,7 +219,7 @@ class NixlTransfer:
         """Keep requests under way; waits for room only when there is none. Raises `PeerError`."""
         while self._next is not None and len(self._flying) < AHEAD:
             now = time.monotonic()
-            until = self._deadline if wait and not self._flying else now
+            until = min(self._deadline, now + LOOK_S) if wait and not self._flying else now
             part = self._reader.take(until)
             if part is None:
                 return

@@ -135,7 +135,6 @@ def test_a_reader_process_that_stops_costs_a_deadline_and_is_killed(place):
 def test_an_owner_that_is_stopped_leaves_a_read_pending_that_ends_here(place, monkeypatch):
     """Stopped after it gave its way in: UCX then waits for it for ever."""
     block = place.save(b"1" * 100_000)
-    monkeypatch.setattr(nixl_module, "PROBE_TIMEOUT_S", 0.5)
     real = nixl_module.nixl_way
     stopped = []
 
@@ -146,12 +145,14 @@ def test_an_owner_that_is_stopped_leaves_a_read_pending_that_ends_here(place, mo
             os.kill(stopped[0], signal.SIGSTOP)
         return way
 
-    monkeypatch.setattr(nixl_module, "nixl_way", way_of_one_that_stops)
     healthy, place.transport = place.transport, nixl_transport()
     try:
-        wait_until(lambda: not place.transport.ready(place.word) and stopped, "it is stopped")
-        outcomes, _ = place.read(block, timeout_s=2.0)
-        assert reads(outcomes) == [Read.FAILED]
+        with monkeypatch.context() as patch:
+            patch.setattr(nixl_module, "PROBE_TIMEOUT_S", 0.5)
+            patch.setattr(nixl_module, "nixl_way", way_of_one_that_stops)
+            while not stopped:
+                outcomes, _ = place.read(block)
+            assert reads(outcomes) == [Read.FAILED]
         wait_until(lambda: place.transport.quarantined == 0, "no late byte can come any more")
         # The node finds that it does not answer, and starts another one.
         place.wait_until_ready()
@@ -264,10 +265,9 @@ def test_bytes_that_are_not_those_of_the_checksum_are_a_miss(place):
         ({"probe": bytes(4096)}, "other bytes"),
         ({"metadata": b"nixl" * 100}, "Error"),
         ({"agent": "0000000000000000#1.1"}, "is not this node's"),
-        ({"probe_at": 4096}, ""),
         ({"data_at": 1 << 46, "head_at": 1 << 46}, ""),
     ],
-    ids=["probe", "metadata", "agent", "address of the probe", "addresses"],
+    ids=["probe", "metadata", "agent", "addresses"],
 )
 def test_a_node_that_lies_about_its_way_in_is_left_alone(place, monkeypatch, lie, reason):
     block = place.save(b"1" * 100_000)
