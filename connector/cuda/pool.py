@@ -6,6 +6,7 @@ copied all the same, through the driver's own staging: all that is lost is speed
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -42,7 +43,7 @@ class _Locked(NamedTuple):
 class _Table:
     """What is locked, as one copy sees it; immutable but for `users`."""
 
-    def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, ranges: list[tuple[int, int, int]]) -> None:
         """Of (start, end, how far from there the same memory is locked)."""
         self.ranges = ranges
         self.users = 0
@@ -76,7 +77,7 @@ class LockedPool:
         self._changed = threading.Condition()
         self._locked: dict[int, _Locked] = {}
         """By address; of the thread alone while it runs."""
-        self._table = _Table(())
+        self._table = _Table([])
         self._older: list[_Table] = []
         """That were replaced while somebody used them."""
         self._leaving: list[tuple[list[_Table], list[_Locked]]] = []
@@ -130,7 +131,7 @@ class LockedPool:
 
     def _unlock_all(self) -> None:
         gone, self._locked = list(self._locked.values()), {}
-        self._publish((), gone)
+        self._publish([], gone)
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
         while self._leaving and time.monotonic() < deadline:
             self._let_go()
@@ -184,9 +185,7 @@ class LockedPool:
             )
         self._said = True
 
-    def _publish(
-        self, ranges: Sequence[tuple[int, int, int]], gone: Sequence[_Locked] = ()
-    ) -> None:
+    def _publish(self, ranges: list[tuple[int, int, int]], gone: Sequence[_Locked] = ()) -> None:
         """Let new copies see `ranges`; `gone` goes when no older copy runs any more."""
         with self._changed:
             if ranges == self._table.ranges and not gone:
@@ -198,12 +197,18 @@ class LockedPool:
 
     def _let_go(self) -> None:
         with self._changed:
-            free = [entry for entry in self._leaving if not any(t.users for t in entry[0])]
-            self._leaving = [entry for entry in self._leaving if entry not in free]
-        for _, gone in free:
-            for locked in gone:
-                for address in locked.parts:
-                    self._registrar.unlock(address)
+            free: list[_Locked] = []
+            waiting = []
+            for tables, gone in self._leaving:
+                if any(table.users for table in tables):
+                    waiting.append((tables, gone))
+                else:
+                    free += gone
+            self._leaving = waiting
+        for locked in free:
+            for address in locked.parts:
+                self._registrar.unlock(address)
+            with contextlib.suppress(BufferError):  # else it is unmapped with the last view
                 locked.mapping.memory.release()
 
 
