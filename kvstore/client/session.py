@@ -290,7 +290,7 @@ class BlockSession:
         found: list[PoolMapping] = []
         with contextlib.suppress(NodeUnavailableError):
             link = self.writer.link(start=False)
-            if not link.reads_only:
+            if not link.reads_only and link.shm is not None:
                 found += _mapping(link.shm, writable=True)
         for attached in self.nodes.mapped:
             found += _mapping(attached.shm, writable=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from contract.transport import MIB, PATIENCE_S, SECURITY, reads
-from nixl_places import SAME_HOST, NixlPlace, nixl_transport
+from nixl_places import SAME_HOST, NixlPlace, needs_nixl, nixl_transport
 from redis_servers import wait_until
 
 from kvstore.errors import UsageError
@@ -27,6 +27,7 @@ from kvstore.transport.base import Read
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.stream import CHECKSUM_REASON
 
+pytestmark = needs_nixl
 SOON_S = 5.0
 """A deadline that a healthy read never needs."""
 
