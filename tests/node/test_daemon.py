@@ -315,7 +315,7 @@ def test_records_that_the_index_lost_without_a_word_are_published_again(talker, 
 
 def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, talker, monkeypatch):
     """A refill goes batch by batch; what is asked in between, puts too, does not wait."""
-    monkeypatch.setattr("kvstore.node.daemon.PUBLISH_BATCH", 1)
+    monkeypatch.setattr("kvstore.node.publisher.PUBLISH_BATCH", 1)
     for key in KEYS[:-1]:
         talker.put(key)
     wait_until(index.nodes, "the first heartbeat")
