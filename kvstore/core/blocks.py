@@ -13,10 +13,10 @@ from kvstore.core.events import Hold, Mark, Seal, Write
 from kvstore.core.eviction import PolicyFactory
 from kvstore.core.gone import Gone, GoneWhy
 from kvstore.core.outbox import KeyedRecord, Outbox
-from kvstore.core.record import RecordSigner, pack_record
+from kvstore.core.record import RecordSigner, pack_place
 from kvstore.core.slots import Slot, SlotEvent, SlotState
 from kvstore.limits import Limits
-from kvstore.types import Key, Location
+from kvstore.types import Key
 
 
 class Blocks:
@@ -161,18 +161,16 @@ class Blocks:
 
     def record(self, slot: Slot, epoch: int) -> bytes:
         """What the index holds about it, as a start of that epoch says it."""
-        record = pack_record(
+        record = pack_place(
             slot.key,
-            Location(
-                self.node_id,
-                epoch,
-                0,
-                slot.slot_id,
-                slot.generation,
-                slot.size_class,
-                slot.length,
-                slot.checksum,
-            ),
+            self.node_id,
+            epoch,
+            0,
+            slot.slot_id,
+            slot.generation,
+            slot.size_class,
+            slot.length,
+            slot.checksum,
         )
         return record if self._signer is None else self._signer.signed(slot.key, record)
 

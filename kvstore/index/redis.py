@@ -297,7 +297,9 @@ class RedisIndex:
         if not batches:
             return [], []
         if not self._clustered:
-            return batches, route.run([Request(pack(batch)) for batch in batches])
+            if len(batches) == 1:
+                return batches, route.run([Request(pack(batches[0]))])
+            return batches, route.run_each(Request(pack(batch)) for batch in batches)
         slot = self._space.slot
         return batches, route.run(
             [Request(pack(b), slot(b[0] if isinstance(b[0], bytes) else b[0][0])) for b in batches]

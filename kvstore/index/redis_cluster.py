@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
 from kvstore.core.breaker import Breaker, BreakerState
@@ -70,6 +70,9 @@ class ClusterRoute:
                 return replies
             self.mistaken()
         return replies
+
+    def run_each(self, requests: Iterator[Request]) -> list[Reply]:
+        return self.run(list(requests))
 
     def links_for(self, slot: int) -> Links:
         return self._links_of(slot, monotonic() + self._timeout_s)

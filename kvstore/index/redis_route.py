@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.index.redis_link import Links, Reply
@@ -32,6 +32,11 @@ class Route(Protocol):
 
         `LostReply` stands for those of a shard that is away; raises when none is there.
         """
+        ...
+
+    def run_each(self, requests: Iterator[Request]) -> list[Reply]:
+        """As `run`; where one server gets them all, it works on the first while the next is
+        made."""
         ...
 
     def ask_all(
@@ -71,6 +76,9 @@ class SingleRoute:
         if len(requests) == 1:
             return self._links.run(requests[0].packed)
         return self._links.run(b"".join([r.packed for r in requests]), len(requests))
+
+    def run_each(self, requests: Iterator[Request]) -> list[Reply]:
+        return self._links.run_each(request.packed for request in requests)
 
     def ask_all(
         self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False

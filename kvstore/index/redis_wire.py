@@ -8,7 +8,7 @@ with a constant separator: 120 ns a key, 30 of them more than packing ready keys
 from __future__ import annotations
 
 import re
-from binascii import crc_hqx
+from binascii import crc_hqx, hexlify
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -64,6 +64,7 @@ class KeySpace:
         self._head = raw + b":{%s}:"
         key_bytes = len(self._head % (b"0" * (2 * TAG_BYTES))) + DIGEST_BYTES
         self._argument = b"$%d\r\n" % key_bytes + self._head
+        self._pair = self._argument + b"%s\r\n$%d\r\n%s"
         self.epoch_key = raw + b":epoch"
         self.node_keys = raw + b":node:"
 
@@ -89,12 +90,11 @@ class KeySpace:
     def set_request(self, records: Sequence[KeyRecord]) -> bytes:
         """`MSET key record key record ...`"""
         parts = [b"*%d\r\n$4\r\nMSET" % (2 * len(records) + 1)]
-        for tag, run in groupby(records, _tag_of_record):
-            head = self._argument % tag.hex().encode()
-            parts += [
-                b"%s%s\r\n$%d\r\n%s" % (head, key[TAG_BYTES:], len(record), record)
-                for key, record in run
-            ]
+        pair = self._pair
+        parts += [
+            pair % (hexlify(key[:TAG_BYTES]), key[TAG_BYTES:], len(record), record)
+            for key, record in records
+        ]
         parts.append(b"")
         return b"\r\n".join(parts)
 
