@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -48,7 +49,14 @@ class _Node:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
+        # Modules compiled once, as in an installed package, whatever our own environment says.
+        compiled = {
+            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONPYCACHEPREFIX": str(self.directory.path.parent.parent / "compiled"),
+        }
+        self.process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, env=os.environ | compiled
+        )
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
@@ -104,7 +112,7 @@ def _restarted(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
     node.wait_ready()
     ready_s = time.perf_counter() - started
     with _client(url, run_dir) as client:
-        _wait(lambda: _there(client, keys))
+        _wait(_Search(client, keys).over)
         indexed_s = time.perf_counter() - started
         read = sum(client.session.view(found) is not None for found in _found(client, keys))
         assert read == len(keys), f"{len(keys) - read} blocks cannot be read"
@@ -134,7 +142,7 @@ def _emptied(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
         try:
             started = time.perf_counter()
             bare.flushall()
-            _wait(lambda: _there(client, keys))
+            _wait(_Search(client, keys).over)
             refilled_s = time.perf_counter() - started
         finally:
             done.set()
@@ -150,16 +158,21 @@ def _found(client: Client, keys: list[Key]) -> list[Any]:
     return [f for f in found if f is not None]
 
 
-def _there(client: Client, keys: list[Key]) -> bool:
-    """Whether all can be found and their node be reached; stops at the first batch with a gap.
+class _Search:
+    """Looks for all blocks, batch by batch; goes on with the batch that had a gap."""
 
-    From the end: what was saved last is published last.
-    """
-    for end in range(len(keys), 0, -BATCH_KEYS_MAX):
-        batch = keys[max(end - BATCH_KEYS_MAX, 0) : end]
-        if None in client.session.lookup(batch):
-            return False
-    return True
+    def __init__(self, client: Client, keys: list[Key]) -> None:
+        self._client = client
+        self._left = [keys[i : i + BATCH_KEYS_MAX] for i in range(0, len(keys), BATCH_KEYS_MAX)]
+
+    def over(self) -> bool:
+        """Whether each batch was found whole, and its node reached. What was saved first is
+        published last: it is looked for first."""
+        while self._left:
+            if None in self._client.session.lookup(self._left[0]):
+                return False
+            del self._left[0]
+        return True
 
 
 def _wait(condition: Callable[[], bool]) -> None:

@@ -175,13 +175,13 @@ class Blocks:
         return record if self._signer is None else self._signer.signed(slot.key, record)
 
     def republish(self) -> int:
-        """The index lost keys: everything sealed must be published again.
+        """The index lost keys: everything sealed must be published again, the latest first.
 
         After a failover stale records may be there, or be there again: pending
         removals stay, and the latest that were done are repeated.
         """
         self.outbox.remove_again()
-        for slot in self.by_key.values():
+        for slot in reversed(self.by_key.values()):
             if slot.state is SlotState.SEALED:
                 self.outbox.publish_again(slot)
         return self.outbox.publications_pending

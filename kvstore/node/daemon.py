@@ -197,7 +197,7 @@ class Node:
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
             asyncio.ensure_future(self._watch_leases()),
-            asyncio.ensure_future(Scrubber(self.core, self.index, self.publisher).run()),
+            asyncio.ensure_future(self._scrubber(heartbeat).run()),
         ]
         if self.config.end_with_last_client:
             watch = wait_for_last_client(self.sessions, self._stopping.set)
@@ -230,6 +230,9 @@ class Node:
     def _heartbeat(self) -> Heartbeat:
         assert self.announcement is not None
         return Heartbeat(self.index, self.announcement, self.publisher.refill, self._free_bytes)
+
+    def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
+        return Scrubber(self.core, self.index, self.publisher, heartbeat.beat)
 
     def _free_bytes(self) -> int:
         return self.core.allocator.free_arenas * self.core.allocator.arena_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from kvstore.core.node import NodeCore
 from kvstore.core.scrub import Scrub
@@ -22,10 +23,14 @@ SCRUB_KEYS = 512
 class Scrubber:
     """Looks up a few keys now and then, unless the index is away; has lost ones published."""
 
-    def __init__(self, core: NodeCore, index: Index, publisher: Publisher) -> None:
+    def __init__(
+        self, core: NodeCore, index: Index, publisher: Publisher, beat: Callable[[], None]
+    ) -> None:
+        """`beat` asks the index at once whether it is the one that it was."""
         self._scrub = Scrub(core)
         self._index = index
         self._publisher = publisher
+        self._beat = beat
 
     async def run(self) -> None:
         while True:
@@ -46,6 +51,8 @@ class Scrubber:
         if lost:
             log.info("the index had lost %d blocks of %d: publishing them", lost, len(keys))
             self._publisher.schedule()
+        if lost == len(keys):
+            self._beat()  # very likely all is gone: do not wait for the next heartbeat
 
     def _epoch_of(self, node_id: int) -> int | None:
         raw = self._index.node(node_id)

@@ -313,6 +313,17 @@ def test_records_that_the_index_lost_without_a_word_are_published_again(talker, 
     assert talker.stat()["repaired"] == len(lost)
 
 
+def test_an_emptied_index_is_noticed_before_the_next_heartbeat(tmp_path, index, monkeypatch):
+    monkeypatch.setattr("kvstore.node.heartbeat.HEARTBEAT_S", 3600.0)
+    with Node(NodeConfig(run_dir=tmp_path, size_bytes=MIB), index) as node:
+        talker = Talker(node)
+        for key in KEYS:
+            talker.put(key)
+        index.lose_everything()
+        wait_until(lambda: len(index) == len(KEYS), "the refill", 10)
+        wait_until(index.nodes, "the announcement", 10)
+
+
 def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, talker, monkeypatch):
     """A refill goes batch by batch; what is asked in between, puts too, does not wait."""
     monkeypatch.setattr("kvstore.node.publisher.PUBLISH_BATCH", 1)

@@ -13,7 +13,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.control import Connection
 from kvstore.node.daemon import LEASE_POLL_S, Node
 from kvstore.node.heartbeat import HEARTBEAT_S, JITTER
-from kvstore.node.reconcile import SCRUB_EVERY_S, Scrubber
+from kvstore.node.reconcile import SCRUB_EVERY_S
 from kvstore.testing.sim.edges import guarded
 from kvstore.testing.sim.hosts import SimNodeDir
 from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
@@ -132,7 +132,7 @@ class SimNode(Node):
         self._end_former()
         self.publisher.schedule()
         self._every(HEARTBEAT_S, heartbeat.beat)
-        self._every(SCRUB_EVERY_S, Scrubber(self.core, self.index, self.publisher).step)
+        self._every(SCRUB_EVERY_S, self._scrubber(heartbeat).step)
         self._every(LEASE_POLL_S, self._watch_once)
         self.loop.run(self._stopping)
         world.note("ends")
