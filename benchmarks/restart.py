@@ -168,8 +168,10 @@ class _Search:
     def over(self) -> bool:
         """Whether each batch was found whole, and its node reached. What was saved first is
         published last: it is looked for first."""
+        look = self._client.session.lookup
         while self._left:
-            if None in self._client.session.lookup(self._left[0]):
+            # One key first: looking costs Redis time that the node is waiting for.
+            if None in look(self._left[0][:1]) or None in look(self._left[0]):
                 return False
             del self._left[0]
         return True
