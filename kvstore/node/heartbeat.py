@@ -34,7 +34,9 @@ class Heartbeat:
         self._announcement = announcement
         self._on_lost = on_lost
         self._free_bytes = free_bytes
-        self._incarnation: str | None = None
+        self._incarnation = ""
+        self._first = True
+        """Nothing can have been published yet."""
         self._reachable = True
 
     async def run(self) -> None:
@@ -44,6 +46,7 @@ class Heartbeat:
 
     def beat(self) -> None:
         """One beat; returns within the index's deadline whatever happens."""
+        first, self._first = self._first, False
         try:
             incarnation = self._index.incarnation()
             word = dataclasses.replace(self._announcement, free_bytes=self._free_bytes())
@@ -56,7 +59,8 @@ class Heartbeat:
         if not self._reachable:
             log.info("node %s reaches the index again", self._announcement.name)
         self._reachable = True
-        lost = self._incarnation is not None and incarnation != self._incarnation
+        # After a first beat that failed, publications may have reached another incarnation.
+        lost = not first and incarnation != self._incarnation
         self._incarnation = incarnation
         if lost:
             self._on_lost()

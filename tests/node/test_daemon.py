@@ -17,6 +17,7 @@ from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
+from kvstore.node.heartbeat import Heartbeat
 from kvstore.nodedir import Announcement, NodeDir
 
 KEYS = Namespace.named("test").block_keys(range(64), 1)
@@ -152,6 +153,33 @@ def test_an_index_that_is_away_delays_no_put_and_learns_of_it_later(talker, inde
     assert len(index) == 0
     index.unavailable = False
     wait_until(lambda: len(index) == 1, "the publication", 5)
+
+
+def test_an_index_that_lost_keys_before_it_was_first_reached_is_refilled(index):
+    """It may have taken publications between a heartbeat that failed and the next."""
+    word = Announcement(
+        node_id=1,
+        epoch=1,
+        name="node",
+        host="here",
+        pid=1,
+        key_prefix="kv",
+        data_path="",
+        head_path="",
+        control_path="",
+        arenas=1,
+        arena_bytes=MIB,
+        inline_bytes=1,
+    )
+    told = []
+    heartbeat = Heartbeat(index, word, lambda: told.append("lost"), lambda: 0)
+    index.unavailable = True
+    heartbeat.beat()
+    index.unavailable = False
+    heartbeat.beat()
+    assert told == ["lost"]
+    heartbeat.beat()
+    assert told == ["lost"]
 
 
 @pytest.mark.parametrize(
