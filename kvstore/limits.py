@@ -50,7 +50,11 @@ STREAM_CONNECTIONS_MAX = 256
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 
-
+NODE_TTL_S = 6.0
+"""A node that died is gone for every client that reaches the index this long after its last
+heartbeat, and after the client last heard of it where the index cannot be reached."""
+NODE_BELIEVED_S = 1.0
+"""Part of it: how long a client uses what it heard of a node without asking the index again."""
 RESTART_WITHIN_S = 600.0
 """How long after a node died its segment waits for the next start: whoever then looks
 removes it, and before that a node of the same run directory that needs the memory."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
+from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
 from kvstore.nodedir import Announcement
 
 log = logging.getLogger("kvstore.node")
@@ -17,7 +18,8 @@ log = logging.getLogger("kvstore.node")
 HEARTBEAT_S = 1.0
 JITTER = 0.2
 """Share of the period by which nodes drift apart, so that they do not beat together."""
-ANNOUNCEMENT_TTL_S = 6.0
+ANNOUNCEMENT_TTL_S = NODE_TTL_S - NODE_BELIEVED_S
+"""In the index: a client that looked just before the end believes it for the rest."""
 
 
 class Heartbeat:
