@@ -23,6 +23,9 @@ MESSAGE_BYTES_MAX = 8 << 20
 """One control message, both ways."""
 BATCH_KEYS_MAX = 4096
 """Keys in one control message or one index call; clients split longer ones."""
+HELD_MAX = 1 << 16
+"""Reservations, and pinned slots, that a client can say it holds when it connects; what a node
+lets one client hold (`Limits`) is less."""
 REDIS_ARGS_MAX = 1024
 """Arguments in one Redis command; a longer call is several commands in one pipeline."""
 USER_KEY_BYTES_MAX = 4096
@@ -89,6 +92,9 @@ class Limits:
             value = getattr(self, f.name)
             if value <= 0:
                 raise UsageError(f"limits.{f.name}", value, "must be greater than 0")
+        for name in ("reservations_per_client", "pins_per_client"):
+            if getattr(self, name) > HELD_MAX:
+                raise UsageError(f"limits.{name}", getattr(self, name), f"at most {HELD_MAX}")
         if self.inline_bytes * 2 > MESSAGE_BYTES_MAX:
             raise UsageError(
                 "limits.inline_bytes", self.inline_bytes, f"at most {MESSAGE_BYTES_MAX // 2}"

@@ -220,9 +220,14 @@ class NodeCore(Blocks):
             if (slot.slot_id, slot.generation) not in held:
                 del session.reserved[slot.slot_id]
                 self._release(slot, GoneWhy.ABORTED, effects.writes, now)
-        pinned = {slot_id for slot_id, _ in event.pinned}
-        for slot_id in [s for s in session.pins if s not in pinned]:
-            self._unpin_slot(self._pinned_slot(slot_id), session.pins.pop(slot_id), effects.writes)
+        times = {slot_id: times for slot_id, _, times in event.pinned}
+        for slot_id, count in list(session.pins.items()):
+            kept = min(times.get(slot_id, 0), count)
+            session.pins[slot_id] = kept
+            if kept == 0:
+                del session.pins[slot_id]
+            if kept < count:
+                self._unpin_slot(self._pinned_slot(slot_id), count - kept, effects.writes)
 
     def _session_dead(self, event: SessionDead, effects: Effects, now: float) -> None:
         session = self._sessions.pop(event.session, None)

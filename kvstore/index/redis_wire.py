@@ -21,7 +21,7 @@ from kvstore.types import TAG_BYTES, Key
 
 KEY_PREFIX_BYTES_MAX = 128
 _PREFIX = re.compile(rf"[A-Za-z0-9_.:/@-]{{1,{KEY_PREFIX_BYTES_MAX}}}")
-"""No braces: they would move the hash tag. No glob signs: `nodes` scans by pattern."""
+"""No braces: they would move the hash tag. No glob signs: rights are given by pattern."""
 
 _tag_of: Callable[[Key], bytes] = itemgetter(slice(0, TAG_BYTES))
 _digest_of: Callable[[Key], bytes] = itemgetter(slice(TAG_BYTES, None))
@@ -66,10 +66,11 @@ class KeySpace:
         self._argument = b"$%d\r\n" % key_bytes + self._head
         self._pair = self._argument + b"%s\r\n$%d\r\n%s"
         self.epoch_key = raw + b":epoch"
-        self.node_keys = raw + b":node:"
+        self.nodes_key = raw + b":nodes"
+        self._node_keys = raw + b":node:"
 
     def node_key(self, node_id: int) -> bytes:
-        return self.node_keys + b"%016x" % node_id
+        return self._node_keys + b"%016x" % node_id
 
     def redis_key(self, key: Key) -> bytes:
         return self._head % key[:TAG_BYTES].hex().encode() + key[TAG_BYTES:]
