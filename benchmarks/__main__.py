@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import index, integrity, layerwise, local, restart, stream, vllm
+from benchmarks import deadlines, index, integrity, layerwise, local, restart, stream, vllm
 from benchmarks.report import show
 
 SUITES = {
+    "deadlines": deadlines,
     "index": index,
     "integrity": integrity,
     "layerwise": layerwise,

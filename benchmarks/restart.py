@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
@@ -17,6 +14,7 @@ from typing import Any
 import redis
 
 from benchmarks.local_workers import PATIENT
+from benchmarks.processes import NodeProcess
 from benchmarks.report import Row, machine, percentile
 from kvstore import Client
 from kvstore import Namespace as KeyNamespace
@@ -24,10 +22,9 @@ from kvstore.client.control import ControlChannel
 from kvstore.core.wire import Op
 from kvstore.index.embedded import EmbeddedRedis
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.nodedir import NodeDir, sweep
+from kvstore.nodedir import sweep
 from kvstore.types import Key
 
-NAME = "node"
 TIMEOUT_S = 120.0
 POLL_S = 0.005
 ASK_EVERY_S = 0.002
@@ -37,37 +34,6 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument("--block-bytes", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=3)
-
-
-class _Node:
-    """`kvstore node` as a process of its own."""
-
-    def __init__(self, url: str, run_dir: Path, size_bytes: int) -> None:
-        self.directory = NodeDir(run_dir, NAME)
-        self._command = [sys.executable, "-m", "kvstore.cli", "node", "--url", url]
-        self._command += ["--run-dir", str(run_dir), "--size", str(size_bytes)]
-        self.start()
-
-    def start(self) -> None:
-        # Modules compiled once, as in an installed package, whatever our own environment says.
-        compiled = {
-            "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": str(self.directory.path.parent.parent / "compiled"),
-        }
-        self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, env=os.environ | compiled
-        )
-
-    def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline():
-            raise RuntimeError("the node did not start")
-
-    def stop(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        self.process.wait(TIMEOUT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
@@ -80,7 +46,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     with TemporaryDirectory(prefix="kvb-") as where:
         run_dir = Path(where)
         server = EmbeddedRedis.acquire(run_dir)
-        node = _Node(server.url, run_dir, size_bytes)
+        node = NodeProcess(server.url, run_dir, size_bytes)
         try:
             about = machine(server.url)
             node.wait_ready()
@@ -104,7 +70,7 @@ def _client(url: str, run_dir: Path) -> Client:
     return Client(url, run_dir=run_dir, limits=PATIENT)
 
 
-def _restarted(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
+def _restarted(node: NodeProcess, url: str, run_dir: Path, keys: list[Key]) -> Row:
     """From the start of the process until the index names every block at its new place."""
     node.stop(signal.SIGKILL)
     started = time.perf_counter()
@@ -119,7 +85,7 @@ def _restarted(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
     return _row("restart", keys, ready_s, indexed_s, [])
 
 
-def _emptied(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
+def _emptied(node: NodeProcess, url: str, run_dir: Path, keys: list[Key]) -> Row:
     """FLUSHALL until every record is back; meanwhile the node is asked something all the time."""
     word = node.directory.announcement()
     assert word is not None
