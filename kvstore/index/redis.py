@@ -14,11 +14,12 @@ from itertools import chain, count
 from time import monotonic
 from typing import TypeVar
 
+from redis.crc import key_slot
+
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord, Record
 from kvstore.index.checks import check_keys, check_records
 from kvstore.index.redis_cluster import ClusterRoute
-from kvstore.index.redis_dial import SentinelDial, host_dial, unix_dial
 from kvstore.index.redis_link import (
     FAILURES,
     Dial,
@@ -29,9 +30,17 @@ from kvstore.index.redis_link import (
 )
 from kvstore.index.redis_nodes import RedisNodes
 from kvstore.index.redis_replies import Replies, banned, no_script
-from kvstore.index.redis_route import Request, Route, Shard, SingleRoute
+from kvstore.index.redis_route import (
+    Request,
+    Route,
+    SentinelDial,
+    Shard,
+    SingleRoute,
+    host_dial,
+    unix_dial,
+)
 from kvstore.index.redis_url import Target, parse_url
-from kvstore.index.redis_wire import KeySpace, chunks, command, key_slot
+from kvstore.index.redis_wire import KeySpace, chunks, command
 from kvstore.limits import REDIS_ARGS_MAX
 from kvstore.types import Key
 

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS
+
 from kvstore.core.breaker import Breaker, BreakerState
 from kvstore.errors import IndexBreakerOpenError, IndexDeadlineError, IndexUnavailableError
-from kvstore.index.redis_dial import host_dial
 from kvstore.index.redis_link import (
     FAILURES,
     ErrorReply,
@@ -20,9 +21,9 @@ from kvstore.index.redis_link import (
     Reply,
     refused,
 )
-from kvstore.index.redis_route import Request, Shard
+from kvstore.index.redis_route import Request, Shard, host_dial
 from kvstore.index.redis_url import Host, Target
-from kvstore.index.redis_wire import CLUSTER_SLOTS, command
+from kvstore.index.redis_wire import command
 
 CLUSTER_ATTEMPTS_MAX = 3
 """How often a request is sent again after MOVED, each time with a new slot map."""
@@ -239,7 +240,7 @@ class ClusterRoute:
                 self._away.pop(shard.links, None)
         for shard in self._shards.values():
             self._away.setdefault(shard.links, Breaker())
-        owner: list[Links | None] = [None] * CLUSTER_SLOTS
+        owner: list[Links | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         for shard in self._shards.values():
             for slot in shard.slots:
                 owner[slot] = shard.links
@@ -328,7 +329,7 @@ def _slot_ranges(reply: Reply, asked: Host) -> list[tuple[int, int, Host]]:
         ranges = []
         for first, last, master, *_ in reply:
             host = master[0].decode() if master[0] not in (None, b"", b"?") else asked[0]
-            if not 0 <= first <= last < CLUSTER_SLOTS:
+            if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS:
                 raise ValueError(first)
             ranges.append((first, last, (host, int(master[1]))))
     except (TypeError, ValueError, IndexError, AttributeError) as e:

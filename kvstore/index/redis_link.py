@@ -1,8 +1,8 @@
 """Connections to one Redis server: few, kept, each used by one call at a time.
 
-hiredis parses. redis-py's command path costs 25 to 35 us a call before the first byte
-leaves, more than Redis needs for a whole lookup, and its time-outs count per read;
-here one deadline spans the call.
+redis-py opens them (TCP, TLS, Unix); hiredis parses. redis-py's own command path
+costs 25 to 35 us a call before the first byte leaves, more than Redis needs for a
+whole lookup, and its time-outs count per read; here one deadline spans the call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from time import monotonic
 from typing import Any, Final, TypeAlias
 
 import hiredis
+import redis.exceptions
+from redis.connection import AbstractConnection
+from redis.exceptions import RedisError
 
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 
@@ -41,25 +44,26 @@ class LostReply:
         self.why = why
 
 
-Dial = Callable[[float], tuple[socket.socket, bytes, int]]
+Dial = Callable[[float], tuple[AbstractConnection, bytes, int]]
 """Opens a connection before that time (`monotonic`); says what to send first, and how
 many replies come to it."""
 
 _NOTHING: Final = object()
 _GONE = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """The peer closed a connection that was fine: Redis was restarted, or it was idle too long."""
-FAILURES = (OSError, hiredis.HiredisError, ValueError, MemoryError)
+FAILURES = (RedisError, OSError, hiredis.HiredisError, ValueError, MemoryError)
 """Everything that connecting, sending and parsing raise."""
 
 
 class Link:
     """One connection. Dropped at the first thing that goes wrong, never resumed."""
 
-    __slots__ = ("_buffer", "_dial", "_reader", "_sock", "_timeout_s")
+    __slots__ = ("_buffer", "_connection", "_dial", "_reader", "_sock", "_timeout_s")
 
     def __init__(self, dial: Dial, timeout_s: float) -> None:
         self._dial = dial
         self._timeout_s = timeout_s
+        self._connection: AbstractConnection | None = None
         self._sock: socket.socket | None = None
         self._reader = hiredis.Reader()
         self._buffer = bytearray()
@@ -129,9 +133,9 @@ class Link:
             raise
 
     def drop(self) -> None:
-        sock, self._sock = self._sock, None
-        if sock is not None:
-            sock.close()
+        connection, self._connection, self._sock = self._connection, None, None
+        if connection is not None:
+            connection.disconnect()  # type: ignore[no-untyped-call]
 
     def _exchange(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
         sock = self._sock
@@ -169,8 +173,11 @@ class Link:
     def _ready(self, deadline: float) -> socket.socket:
         if self._sock is not None:
             return self._sock
-        sock, hello, replies = self._dial(deadline)
-        self._sock = sock
+        connection, hello, replies = self._dial(deadline)
+        sock: socket.socket | None = connection._sock
+        if sock is None:
+            raise ConnectionResetError("connection closed")
+        self._connection, self._sock = connection, sock
         self._reader = hiredis.Reader(notEnoughData=_NOTHING)
         self._buffer = self._buffer or bytearray(READ_BYTES)
         if replies:
@@ -291,7 +298,7 @@ class Links:
             return error
         if isinstance(error, RefusedError):
             return refused(self.label, error)
-        if isinstance(error, TimeoutError):
+        if isinstance(error, (TimeoutError, redis.exceptions.TimeoutError)):
             return IndexDeadlineError(
                 f"Redis at {self.label} did not answer within {self.timeout_s * 1e3:.0f} ms"
             )

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from redis.crc import key_slot
+
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.checks import check_announcement, check_node_id
 from kvstore.index.redis_link import LostReply, Reply
 from kvstore.index.redis_replies import Replies
 from kvstore.index.redis_route import Request, Route
-from kvstore.index.redis_wire import KeySpace, command, key_slot
+from kvstore.index.redis_wire import KeySpace, command
 
 NODES_MAX = 4096
 SWEPT_EVERY = 60

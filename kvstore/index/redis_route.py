@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 from typing import NamedTuple, Protocol
 
-from kvstore.index.redis_link import Links, Reply
+from redis.backoff import NoBackoff
+from redis.connection import (
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
+from redis.retry import Retry
+
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.redis_link import (
+    FAILURES,
+    Dial,
+    ErrorReply,
+    Link,
+    Links,
+    RefusedError,
+    Reply,
+)
+from kvstore.index.redis_url import Host, Target
+from kvstore.index.redis_wire import command
 
 
 class Request(NamedTuple):
@@ -96,3 +117,114 @@ class SingleRoute:
 
     def close(self) -> None:
         self._links.close()
+
+
+def _open(make: Callable[..., AbstractConnection], **options: object) -> AbstractConnection:
+    """A connected socket; `AUTH` and the rest are ours, so that one deadline spans them."""
+    connection = make(
+        **options, retry=Retry(NoBackoff(), 0), redis_connect_func=lambda connection: None
+    )
+    try:
+        connection.connect()  # type: ignore[no-untyped-call]
+    except BaseException:
+        connection.disconnect()  # type: ignore[no-untyped-call]
+        raise
+    return connection
+
+
+def _hello(username: str, password: str, db: int) -> tuple[bytes, int]:
+    requests = []
+    if password:
+        user = [username.encode()] if username else []
+        requests.append(command(b"AUTH", *user, password.encode()))
+    if db:
+        requests.append(command(b"SELECT", b"%d" % db))
+    return b"".join(requests), len(requests)
+
+
+def host_dial(target: Target, host: Host) -> Dial:
+    """Opens connections to `host` with the user and the TLS options of `target`.
+
+    Resolving a host's name has no time-out of its own: give addresses, or a resolver
+    that answers, where that matters.
+    """
+    hello, replies = _hello(target.username, target.password, target.db)
+
+    def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
+        return _open_host(target, host, deadline), hello, replies
+
+    return dial
+
+
+def _open_host(target: Target, host: Host, deadline: float) -> AbstractConnection:
+    left = deadline - monotonic()
+    if left <= 0:
+        raise TimeoutError
+    kind = SSLConnection if target.tls else Connection
+    options = dict(target.tls_options, host=host[0], port=host[1])
+    return _open(kind, socket_timeout=left, socket_connect_timeout=left, **options)
+
+
+def unix_dial(target: Target) -> Dial:
+    hello, replies = _hello(target.username, target.password, target.db)
+
+    def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
+        left = max(deadline - monotonic(), 0.001)
+        connection = _open(
+            UnixDomainSocketConnection,
+            path=target.path,
+            socket_timeout=left,
+            socket_connect_timeout=left,
+        )
+        return connection, hello, replies
+
+    return dial
+
+
+class SentinelDial:
+    """Asks the sentinels for the master at every connect, the last that knew it first."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._sentinels = list(target.hosts)
+        self._hello = _hello(target.username, target.password, target.db)
+        self._ask = command(b"SENTINEL", b"get-master-addr-by-name", target.service.encode())
+
+    def __call__(self, deadline: float) -> tuple[AbstractConnection, bytes, int]:
+        return _open_host(self._target, self._master(deadline), deadline), *self._hello
+
+    def _master(self, deadline: float) -> Host:
+        why = "none of them knows the service"
+        sentinels = list(self._sentinels)
+        for tried, sentinel in enumerate(sentinels):
+            # Each gets its share of the time, or one that hangs would use up all of it.
+            share = monotonic() + (deadline - monotonic()) / (len(sentinels) - tried + 1)
+            try:
+                master = self._answer(sentinel, share)
+            except (IndexUnavailableError, RefusedError, *FAILURES) as e:
+                why = f"{sentinel[0]}:{sentinel[1]}: {e}"
+                continue
+            if master is not None:
+                self._sentinels = [sentinel, *(s for s in sentinels if s != sentinel)]
+                return master
+        raise IndexUnavailableError(f"Sentinel at {self._target.label}: {why}")
+
+    def _answer(self, sentinel: Host, deadline: float) -> Host | None:
+        target = self._target
+        hello, replies = _hello(target.sentinel_username, target.sentinel_password, 0)
+
+        def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
+            return _open_host(target, sentinel, deadline), hello, replies
+
+        link = Link(dial, deadline - monotonic())
+        try:
+            (reply,) = link.run(self._ask, 1, deadline)
+        finally:
+            link.drop()
+        if isinstance(reply, ErrorReply):
+            raise RefusedError(reply)
+        if reply is None:
+            return None
+        if not isinstance(reply, list) or list(map(type, reply)) != [bytes, bytes]:
+            raise ValueError(f"odd answer {str(reply)[:80]!r}")
+        return reply[0].decode(), int(reply[1])

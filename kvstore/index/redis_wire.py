@@ -8,11 +8,13 @@ with a constant separator: 120 ns a key, 30 of them more than packing ready keys
 from __future__ import annotations
 
 import re
-from binascii import crc_hqx, hexlify
+from binascii import hexlify
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
+
+from redis.crc import key_slot
 
 from kvstore.errors import UsageError
 from kvstore.hashing import DIGEST_BYTES
@@ -25,20 +27,6 @@ _PREFIX = re.compile(rf"[A-Za-z0-9_.:/@-]{{1,{KEY_PREFIX_BYTES_MAX}}}")
 
 _tag_of: Callable[[Key], bytes] = itemgetter(slice(0, TAG_BYTES))
 _digest_of: Callable[[Key], bytes] = itemgetter(slice(TAG_BYTES, None))
-
-
-CLUSTER_SLOTS = 16384
-
-
-def key_slot(key: bytes) -> int:
-    """The Redis Cluster slot of a Redis key: CRC-16/XMODEM of its hash tag, if it has one.
-
-    Source: the Redis Cluster specification, "Hash tags".
-    """
-    start = key.find(b"{")
-    end = key.find(b"}", start + 1) if start >= 0 else -1
-    tag = key[start + 1 : end] if end > start + 1 else key
-    return crc_hqx(tag, 0) % CLUSTER_SLOTS
 
 
 def command(*args: bytes) -> bytes:
