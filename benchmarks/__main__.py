@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import gpu, index, integrity, layerwise, local, nixl, restart, stream, vllm
+from benchmarks import (
+    deadlines,
+    gpu,
+    index,
+    integrity,
+    layerwise,
+    local,
+    nixl,
+    restart,
+    stream,
+    vllm,
+)
 from benchmarks.report import show
 
 SUITES = {
+    "deadlines": deadlines,
     "gpu": gpu,
     "index": index,
     "integrity": integrity,

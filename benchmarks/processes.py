@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -19,6 +22,7 @@ from kvstore.index.breaker import GuardedIndex
 from kvstore.index.embedded import EmbeddedRedis
 from kvstore.index.redis import open_index
 from kvstore.node import Node, NodeConfig
+from kvstore.nodedir import NodeDir
 
 ANSWER_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -151,3 +155,34 @@ def house(node_bytes: int) -> Iterator[House]:
         finally:
             made.stop_workers()
             server.close()
+
+
+class NodeProcess:
+    """`kvstore node` as a process of its own."""
+
+    def __init__(self, url: str, run_dir: Path, size_bytes: int) -> None:
+        self.directory = NodeDir(run_dir, "node")
+        self._command = [sys.executable, "-m", "kvstore.cli", "node", "--url", url]
+        self._command += ["--run-dir", str(run_dir), "--size", str(size_bytes)]
+        self.start()
+
+    def start(self) -> None:
+        # Modules compiled once, as in an installed package, whatever our own environment says.
+        compiled = {
+            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONPYCACHEPREFIX": str(self.directory.path.parent.parent / "compiled"),
+        }
+        self.process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, env=os.environ | compiled
+        )
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline():
+            raise RuntimeError("the node did not start")
+
+    def stop(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        self.process.wait(STOP_TIMEOUT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
@@ -16,6 +14,7 @@ from typing import Any
 import redis
 
 from benchmarks.local_workers import PATIENT
+from benchmarks.processes import NodeProcess
 from benchmarks.report import Row, machine, percentile
 from kvstore import Client
 from kvstore import Namespace as KeyNamespace
@@ -23,10 +22,9 @@ from kvstore.client.control import ControlChannel
 from kvstore.core.wire import Op
 from kvstore.index.embedded import EmbeddedRedis
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.nodedir import NodeDir, sweep
+from kvstore.nodedir import sweep
 from kvstore.types import Key
 
-NAME = "node"
 TIMEOUT_S = 120.0
 POLL_S = 0.005
 ASK_EVERY_S = 0.002
@@ -36,30 +34,6 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument("--block-bytes", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=3)
-
-
-class _Node:
-    """`kvstore node` as a process of its own."""
-
-    def __init__(self, url: str, run_dir: Path, size_bytes: int) -> None:
-        self.directory = NodeDir(run_dir, NAME)
-        self._command = [sys.executable, "-m", "kvstore.cli", "node", "--url", url]
-        self._command += ["--run-dir", str(run_dir), "--size", str(size_bytes)]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
-
-    def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline():
-            raise RuntimeError("the node did not start")
-
-    def stop(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        self.process.wait(TIMEOUT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
@@ -72,7 +46,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     with TemporaryDirectory(prefix="kvb-") as where:
         run_dir = Path(where)
         server = EmbeddedRedis.acquire(run_dir)
-        node = _Node(server.url, run_dir, size_bytes)
+        node = NodeProcess(server.url, run_dir, size_bytes)
         try:
             about = machine(server.url)
             node.wait_ready()
@@ -96,7 +70,7 @@ def _client(url: str, run_dir: Path) -> Client:
     return Client(url, run_dir=run_dir, limits=PATIENT)
 
 
-def _restarted(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
+def _restarted(node: NodeProcess, url: str, run_dir: Path, keys: list[Key]) -> Row:
     """From the start of the process until the index names every block at its new place."""
     node.stop(signal.SIGKILL)
     started = time.perf_counter()
@@ -104,14 +78,14 @@ def _restarted(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
     node.wait_ready()
     ready_s = time.perf_counter() - started
     with _client(url, run_dir) as client:
-        _wait(lambda: _there(client, keys))
+        _wait(_Search(client, keys).over)
         indexed_s = time.perf_counter() - started
         read = sum(client.session.view(found) is not None for found in _found(client, keys))
         assert read == len(keys), f"{len(keys) - read} blocks cannot be read"
     return _row("restart", keys, ready_s, indexed_s, [])
 
 
-def _emptied(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
+def _emptied(node: NodeProcess, url: str, run_dir: Path, keys: list[Key]) -> Row:
     """FLUSHALL until every record is back; meanwhile the node is asked something all the time."""
     word = node.directory.announcement()
     assert word is not None
@@ -134,7 +108,7 @@ def _emptied(node: _Node, url: str, run_dir: Path, keys: list[Key]) -> Row:
         try:
             started = time.perf_counter()
             bare.flushall()
-            _wait(lambda: _there(client, keys))
+            _wait(_Search(client, keys).over)
             refilled_s = time.perf_counter() - started
         finally:
             done.set()
@@ -150,16 +124,23 @@ def _found(client: Client, keys: list[Key]) -> list[Any]:
     return [f for f in found if f is not None]
 
 
-def _there(client: Client, keys: list[Key]) -> bool:
-    """Whether all can be found and their node be reached; stops at the first batch with a gap.
+class _Search:
+    """Looks for all blocks, batch by batch; goes on with the batch that had a gap."""
 
-    From the end: what was saved last is published last.
-    """
-    for end in range(len(keys), 0, -BATCH_KEYS_MAX):
-        batch = keys[max(end - BATCH_KEYS_MAX, 0) : end]
-        if None in client.session.lookup(batch):
-            return False
-    return True
+    def __init__(self, client: Client, keys: list[Key]) -> None:
+        self._client = client
+        self._left = [keys[i : i + BATCH_KEYS_MAX] for i in range(0, len(keys), BATCH_KEYS_MAX)]
+
+    def over(self) -> bool:
+        """Whether each batch was found whole, and its node reached. What was saved first is
+        published last: it is looked for first."""
+        look = self._client.session.lookup
+        while self._left:
+            # One key first: looking costs Redis time that the node is waiting for.
+            if None in look(self._left[0][:1]) or None in look(self._left[0]):
+                return False
+            del self._left[0]
+        return True
 
 
 def _wait(condition: Callable[[], bool]) -> None:

@@ -23,6 +23,9 @@ MESSAGE_BYTES_MAX = 8 << 20
 """One control message, both ways."""
 BATCH_KEYS_MAX = 4096
 """Keys in one control message or one index call; clients split longer ones."""
+HELD_MAX = 1 << 16
+"""Reservations, and pinned slots, that a client can say it holds when it connects; what a node
+lets one client hold (`Limits`) is less."""
 REDIS_ARGS_MAX = 1024
 """Arguments in one Redis command; a longer call is several commands in one pipeline."""
 USER_KEY_BYTES_MAX = 4096
@@ -68,7 +71,11 @@ NIXL_OWNER_RETRY_AFTER_MAX_S = 60.0
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 
-
+NODE_TTL_S = 6.0
+"""A node that died is gone for every client that reaches the index this long after its last
+heartbeat, and after the client last heard of it where the index cannot be reached."""
+NODE_BELIEVED_S = 1.0
+"""Part of it: how long a client uses what it heard of a node without asking the index again."""
 RESTART_WITHIN_S = 600.0
 """How long after a node died its segment waits for the next start: whoever then looks
 removes it, and before that a node of the same run directory that needs the memory."""
@@ -103,6 +110,9 @@ class Limits:
             value = getattr(self, f.name)
             if value <= 0:
                 raise UsageError(f"limits.{f.name}", value, "must be greater than 0")
+        for name in ("reservations_per_client", "pins_per_client"):
+            if getattr(self, name) > HELD_MAX:
+                raise UsageError(f"limits.{name}", getattr(self, name), f"at most {HELD_MAX}")
         if self.inline_bytes * 2 > MESSAGE_BYTES_MAX:
             raise UsageError(
                 "limits.inline_bytes", self.inline_bytes, f"at most {MESSAGE_BYTES_MAX // 2}"

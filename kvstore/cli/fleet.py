@@ -20,7 +20,7 @@ RESTARTS_MAX = 5
 STEADY_S = 60.0
 BACKOFF_S, BACKOFF_MAX_S = 0.5, 8.0
 STOP_TIMEOUT_S = 10.0
-"""Above what a node takes to remove its records (daemon.STOP_TIMEOUT_S)."""
+"""Above what a node takes to remove its records (publisher.STOP_TIMEOUT_S)."""
 POLL_S = 0.1
 
 

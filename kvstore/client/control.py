@@ -31,8 +31,8 @@ FAILURES_TO_OPEN = 1
 """One unanswered request costs a whole deadline: the next ones must not."""
 REOPEN_AFTER_S = 1.0
 
-Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
-"""(slot, generation) pairs reserved and pinned by this client right now."""
+Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int, int]]]
+"""(slot, generation) reserved and (slot, generation, times) pinned by this client right now."""
 
 
 _NONSENSE = (

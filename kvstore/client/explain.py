@@ -85,7 +85,7 @@ class _Candidate(NamedTuple):
 
 
 class Explainer:
-    """Thread-safe. A question costs an index lookup, a scan for nodes, and a request to each."""
+    """Thread-safe. A question costs an index lookup, a look for nodes, and a request to each."""
 
     def __init__(
         self,

@@ -13,7 +13,13 @@ from kvstore.core.breaker import Breaker, BreakerState
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import IndexUnavailableError, PeerError
 from kvstore.index.base import Index
-from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_SLOW_BYTES_PER_S
+from kvstore.limits import (
+    NODE_BELIEVED_S,
+    NODE_TTL_S,
+    STREAM_BATCH_BYTES_MAX,
+    STREAM_BLOCKS_MAX,
+    STREAM_SLOW_BYTES_PER_S,
+)
 from kvstore.nodedir import Announcement
 from kvstore.segment.layout import Layout
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
@@ -28,10 +34,6 @@ from kvstore.types import Key
 
 log = logging.getLogger("kvstore.client")
 
-BELIEVED_S = 1.0
-"""How long an announcement (or that there is none) counts without asking the index again."""
-BELIEVED_UNASKED_S = 6.0
-"""The same while the index cannot be asked: the announcement's time to live."""
 NODES_KNOWN_MAX = 1024
 NODES_AT_ONCE = 8
 """Nodes that one call reads from at the same time."""
@@ -92,7 +94,7 @@ class RemoteNodes:
         if STREAM not in self._allowed and self._nixl is None:
             return None
         known = self._known.get(node_id)
-        if known is None or now >= known.asked_at + BELIEVED_S:
+        if known is None or now >= known.asked_at + NODE_BELIEVED_S:
             known = self._ask(node_id, now)
         word = known.word
         if word is None or word.epoch != epoch:
@@ -108,13 +110,13 @@ class RemoteNodes:
                 if len(self._known) >= NODES_KNOWN_MAX:
                     self._known.pop(next(iter(self._known)))
                 known = self._known[node_id] = _Known()
-            if now < known.asked_at + BELIEVED_S:
+            if now < known.asked_at + NODE_BELIEVED_S:
                 return known
             known.asked_at = now
         try:
             raw = self._index.node(node_id)
         except IndexUnavailableError:
-            if now >= known.confirmed_at + BELIEVED_UNASKED_S:
+            if now >= known.confirmed_at + NODE_TTL_S - NODE_BELIEVED_S:
                 known.word = None
             return known
         word = Announcement.unpack(raw) if raw is not None else None

@@ -24,7 +24,7 @@ from kvstore.transport.stream_requests import Payload, put
 from kvstore.types import EXISTS, Key, Kind, PutResult, rejected
 
 LOOK_AROUND_S = 5.0
-"""How often the index is asked which nodes there are: the call may scan it."""
+"""How often the index is asked which nodes there are, and how much room they have."""
 NODES_TRIED_MAX = 2
 AWAY_SLOT = -1
 """In a reservation: its buffer is this process's own memory."""

@@ -65,7 +65,8 @@ class _Holdings:
         self.pinned: dict[tuple[int, int], int] = {}
 
     def said(self) -> Held:
-        return list(self.reserved), list(self.pinned)
+        pinned = [(slot, generation, times) for (slot, generation), times in self.pinned.items()]
+        return list(self.reserved), pinned
 
     def __bool__(self) -> bool:
         return bool(self.reserved or self.pinned)

@@ -200,25 +200,37 @@ class Allocator:
             if size_class < 0:
                 continue
             arena.size_class = size_class
-            self._growing[size_class] = index
-            while self._growing.get(size_class) == index:
-                slot = self._unused_slot(size_class)
-                assert slot is not None
-                self._free_slots.setdefault(size_class, {})[slot.slot_id] = slot
+            size = SLOT_BYTES[size_class]
+            first, start = index * self.slots_per_arena, index * self.arena_bytes
+            arena.unused = self.arena_bytes // size
+            arena.slots = {
+                position: Slot(first + position, start + position * size, size_class, generation)
+                for position in range(arena.unused)
+            }
+            free = self._free_slots.setdefault(size_class, {})
+            free.update((slot.slot_id, slot) for slot in arena.slots.values())
             self._by_heat[index] = None
             self._empty[index] = None
         self._free_arenas = [i for i in self._free_arenas if self.arenas[i].size_class < 0]
 
-    def restored(self, slot: Slot, *, held: bool = False) -> None:
-        """A slot from `restore` was found in use; with `held`, it may not be evicted."""
-        del self._free_slots[slot.size_class][slot.slot_id]
-        arena = self._heat(slot)
-        arena.live += 1
-        self._empty.pop(arena.index, None)
-        if held:
-            arena.busy += 1
-        else:
-            self._policy_of(slot.size_class).insert(slot.slot_id)
+    def restored(self, slots: Iterable[Slot], *, held: bool = False) -> None:
+        """Slots from `restore` were found in use, least recently used first; with `held`, they may
+        not be evicted."""
+        for slot in slots:
+            del self._free_slots[slot.size_class][slot.slot_id]
+            arena = self._arena_of(slot)
+            self._tick += 1
+            slot.last_use = arena.last_use = self._tick
+            arena.live += 1
+            if held:
+                arena.busy += 1
+            else:
+                self._policy_of(slot.size_class).insert(slot.slot_id)
+        for arena in sorted(self.arenas, key=lambda arena: arena.last_use):
+            if arena.live:
+                self._by_heat[arena.index] = None
+                self._by_heat.move_to_end(arena.index)
+                self._empty.pop(arena.index, None)
 
     def _policy_of(self, size_class: int) -> EvictionPolicy:
         policy = self._evictable.get(size_class)

@@ -114,7 +114,8 @@ class Corrupt(NamedTuple):
 
 
 class SessionResumed(NamedTuple):
-    """The client is back on a new connection and holds only these (slot, generation).
+    """The client is back on a new connection and holds only these: (slot, generation), and
+    (slot, generation, times) of what it has pinned.
 
     Whatever else is reserved or pinned for it was granted in answers it never
     saw (or gave up on), so it cannot be writing there.
@@ -122,7 +123,7 @@ class SessionResumed(NamedTuple):
 
     session: int
     reserved: Sequence[tuple[int, int]]
-    pinned: Sequence[tuple[int, int]]
+    pinned: Sequence[tuple[int, int, int]]
 
 
 class SessionDead(NamedTuple):

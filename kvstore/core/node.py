@@ -2,19 +2,15 @@
 
 `NodeCore.handle(event, now) -> Effects` is the whole interface towards the
 outside, `outbox` the one towards the index. The
-daemon and the simulator drive the same code.
-
-Longer than other files on purpose: whoever changes one way that a slot can take must
-see the others.
+daemon and the simulator drive the same code. What a slot may go through is in blocks.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import islice
 from typing import Any
 
-from kvstore.core.allocator import Allocator
+from kvstore.core.blocks import Blocks
 from kvstore.core.events import (
     Abort,
     Check,
@@ -26,14 +22,12 @@ from kvstore.core.events import (
     Event,
     Explain,
     Fill,
-    Hold,
     Introduce,
     Listing,
     Mark,
     Pin,
     Reply,
     Reserve,
-    Seal,
     SessionDead,
     SessionResumed,
     Stat,
@@ -43,16 +37,14 @@ from kvstore.core.events import (
     Write,
 )
 from kvstore.core.eviction import LRU, PolicyFactory
-from kvstore.core.gone import Gone, GoneWhy
+from kvstore.core.gone import GoneWhy
 from kvstore.core.holdings import FORMER, Session
 from kvstore.core.namespaces import Namespaces
-from kvstore.core.outbox import KeyedRecord, Outbox
-from kvstore.core.record import RecordSigner, pack_record
+from kvstore.core.record import RecordSigner
 from kvstore.core.report import explain, listing, stats
-from kvstore.core.slots import Slot, SlotEvent, SlotState
+from kvstore.core.slots import Slot, SlotState
 from kvstore.core.suspects import CheckBudget
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, Limits
-from kvstore.types import Key, Location
 
 EXISTS_CODE = 1
 IN_PROGRESS_CODE = 2
@@ -62,8 +54,8 @@ STORED_CODE = 0
 """Per-key answers on the wire; a string is a rejection's reason, a list a grant."""
 
 
-class NodeCore:
-    """State of one node: slots, sessions, and what Redis has yet to hear."""
+class NodeCore(Blocks):
+    """State of one node: its blocks, and which client holds what."""
 
     def __init__(
         self,
@@ -76,37 +68,18 @@ class NodeCore:
         policy: PolicyFactory = LRU,
         signer: RecordSigner | None = None,
     ) -> None:
-        self.node_id = node_id
-        self.epoch = epoch
-        self.limits = limits or Limits()
-        self._signer = signer
-        self.allocator = Allocator(arenas, arena_bytes, policy)
-        self.by_key: dict[Key, Slot] = {}
-        """Every key that is SEALED or RESERVED here."""
+        super().__init__(
+            node_id=node_id,
+            epoch=epoch,
+            arenas=arenas,
+            arena_bytes=arena_bytes,
+            limits=limits or Limits(),
+            policy=policy,
+            signer=signer,
+        )
         self._sessions: dict[int, Session] = {}
-        self.outbox = Outbox(self.limits.pending_remove)
-        """What Redis has yet to hear."""
-        self.gone = Gone(self.limits.gone_keys)
         self.namespaces = Namespaces(self.limits.namespaces)
         self._checks = CheckBudget(CHECKED_BYTES_PER_S_MAX)
-        # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
-        self.counts: dict[str, int] = dict.fromkeys(
-            (
-                "stored",
-                "exists",
-                "in_progress",
-                "rejected",
-                "evicted",
-                "aborted",
-                "dropped",
-                "corrupt",
-                "writers_died",
-                "recovered",
-                "recovery_dropped",
-                "repaired",
-            ),
-            0,
-        )
         self._handlers: dict[type[Any], Callable[[Any, Effects, float], None]] = {
             Reserve: self._reserve,
             Commit: self._commit,
@@ -148,7 +121,7 @@ class NodeCore:
             if slot is not None:
                 answers.append(self._already(slot))
                 continue
-            slot_or_reason = self._take(event.sizes[i], session, effects.writes, now)
+            slot_or_reason = self._take_for(session, event.sizes[i], effects.writes, now)
             if not isinstance(slot_or_reason, Slot):
                 self.counts["rejected"] += 1
                 full = slot_or_reason == NO_SPACE_CODE
@@ -190,8 +163,8 @@ class NodeCore:
         self.counts["in_progress"] += 1
         return IN_PROGRESS_CODE
 
-    def _take(
-        self, length: int, session: Session, writes: list[Write], now: float
+    def _take_for(
+        self, session: Session, length: int, writes: list[Write], now: float
     ) -> Slot | str | int:
         """A slot in state RESERVED, or why there is none."""
         if not 0 < length <= self.allocator.arena_bytes:
@@ -201,39 +174,7 @@ class NodeCore:
                 f"open reservations={len(session.reserved)}: "
                 f"at most {self.limits.reservations_per_client} a client"
             )
-        taken = self.allocator.take(length)
-        if taken is None:
-            return NO_SPACE_CODE
-        for evicted in taken.evicted:
-            self.counts["evicted"] += 1
-            self._free(evicted, SlotEvent.EVICT, writes)
-            self.gone.note(evicted.key, GoneWhy.EVICTED, now)
-        taken.slot.move(SlotEvent.RESERVE)
-        self.allocator.became_busy(taken.slot)
-        return taken.slot
-
-    def _seal(self, slot: Slot, checksum: int, writes: list[Write]) -> None:
-        slot.move(SlotEvent.COMMIT)
-        slot.owner = 0
-        slot.checksum = checksum
-        slot.record = self.record(slot, self.epoch)
-        slot.published = False
-        self.allocator.became_evictable(slot)
-        writes.append(
-            Seal(
-                slot.slot_id,
-                slot.generation,
-                slot.key,
-                slot.length,
-                slot.size_class,
-                slot.kind,
-                slot.meta_length,
-                checksum,
-                slot.namespace_id,
-            )
-        )
-        self.outbox.publish(slot)
-        self.counts["stored"] += 1
+        return self._take(length, writes, now) or NO_SPACE_CODE
 
     def _commit(self, event: Commit, effects: Effects, now: float) -> None:
         session = self._sessions.get(event.session)
@@ -270,17 +211,6 @@ class NodeCore:
                 self._release(slot, GoneWhy.ABORTED, effects.writes, now)
         effects.replies.append(Reply(event.session, event.request, None, False))
 
-    def _release(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> None:
-        """End a reservation unsealed."""
-        self.counts["aborted"] += 1
-        if slot.key:  # not known of one that a former start of the node granted
-            self.gone.note(slot.key, why, now)
-        self._forget_key(slot)
-        slot.move(SlotEvent.ABORT)
-        slot.owner = 0
-        writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
-        self.allocator.became_free(slot, was_busy=True)
-
     def _session_resumed(self, event: SessionResumed, effects: Effects, now: float) -> None:
         session = self._sessions.get(event.session)
         if session is None:
@@ -290,15 +220,14 @@ class NodeCore:
             if (slot.slot_id, slot.generation) not in held:
                 del session.reserved[slot.slot_id]
                 self._release(slot, GoneWhy.ABORTED, effects.writes, now)
-        pinned = {slot_id for slot_id, _ in event.pinned}
-        for slot_id in [s for s in session.pins if s not in pinned]:
-            self._unpin_slot(self._pinned_slot(slot_id), session.pins.pop(slot_id), effects.writes)
-
-    def _pinned_slot(self, slot_id: int) -> Slot:
-        slot = self.allocator.slot(slot_id)
-        assert slot is not None
-        assert slot.pins > 0
-        return slot
+        times = {slot_id: times for slot_id, _, times in event.pinned}
+        for slot_id, count in list(session.pins.items()):
+            kept = min(times.get(slot_id, 0), count)
+            session.pins[slot_id] = kept
+            if kept == 0:
+                del session.pins[slot_id]
+            if kept < count:
+                self._unpin_slot(self._pinned_slot(slot_id), count - kept, effects.writes)
 
     def _session_dead(self, event: SessionDead, effects: Effects, now: float) -> None:
         session = self._sessions.pop(event.session, None)
@@ -311,32 +240,6 @@ class NodeCore:
             self._unpin_slot(self._pinned_slot(slot_id), count, effects.writes)
 
     # --- dropping -------------------------------------------------------
-
-    def _forget_key(self, slot: Slot) -> None:
-        if self.by_key.get(slot.key) is slot:
-            del self.by_key[slot.key]
-
-    def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
-        """Take a SEALED slot out: readers miss from here on, the index hears of it."""
-        self._forget_key(slot)
-        self.outbox.withdraw(slot)
-        if slot.former_epoch:
-            self.outbox.remove(slot.key, self.record(slot, slot.former_epoch))
-        slot.move(event)
-        writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
-        if slot.state is SlotState.FREE:
-            self.allocator.became_free(slot, was_busy=False)
-
-    def _drop_slot(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
-        """Drop a block by request; a reserved one will not be sealed."""
-        self.gone.note(slot.key, why, now)
-        if slot.state is SlotState.RESERVED:
-            slot.void = True
-            self._forget_key(slot)
-            return False
-        self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
-        self.counts["dropped"] += 1
-        return True
 
     def _drop(self, event: Drop, effects: Effects, now: float) -> None:
         dropped = [
@@ -392,10 +295,7 @@ class NodeCore:
             if len(session.pins) >= self.limits.pins_per_client:
                 answers.append(f"pins={len(session.pins)}: at most this many a client")
                 continue
-            if slot.pins == 0:
-                self.allocator.became_busy(slot)
-                effects.writes.append(Hold(slot.slot_id, True))
-            slot.pins += 1
+            self._pin_slot(slot, effects.writes)
             session.pins[slot.slot_id] = session.pins.get(slot.slot_id, 0) + 1
             answers.append(slot.record)
         effects.replies.append(Reply(event.session, event.request, answers, False))
@@ -413,56 +313,6 @@ class NodeCore:
                 session.pins[slot_id] = held - 1
             self._unpin_slot(slot, 1, effects.writes)
         effects.replies.append(Reply(event.session, event.request, None, False))
-
-    def _unpin_slot(self, slot: Slot, count: int, writes: list[Write]) -> None:
-        slot.pins -= count
-        assert slot.pins >= 0
-        if slot.pins:
-            return
-        writes.append(Hold(slot.slot_id, False))
-        if slot.state is SlotState.DOOMED:
-            slot.move(SlotEvent.UNPIN)
-            self.allocator.became_free(slot, was_busy=True)
-        else:
-            self.allocator.became_evictable(slot)
-
-    # --- the index ------------------------------------------------------
-
-    def record(self, slot: Slot, epoch: int) -> bytes:
-        """What the index holds about it, as a start of that epoch says it."""
-        record = pack_record(
-            slot.key,
-            Location(
-                self.node_id,
-                epoch,
-                0,
-                slot.slot_id,
-                slot.generation,
-                slot.size_class,
-                slot.length,
-                slot.checksum,
-            ),
-        )
-        return record if self._signer is None else self._signer.signed(slot.key, record)
-
-    def republish(self) -> int:
-        """The index lost keys: everything sealed must be published again.
-
-        After a failover stale records may be there, or be there again: pending
-        removals stay, and the latest that were done are repeated.
-        """
-        self.outbox.remove_again()
-        for slot in self.by_key.values():
-            if slot.state is SlotState.SEALED:
-                self.outbox.publish_again(slot)
-        return self.outbox.publications_pending
-
-    def take_published(self, at_most: int) -> list[KeyedRecord]:
-        """Forget up to `at_most` published blocks and return their records (the node ends)."""
-        slots = list(islice((s for s in self.by_key.values() if s.published), at_most))
-        for slot in slots:
-            del self.by_key[slot.key]
-        return [(slot.key, slot.record) for slot in slots]
 
     # --- telling --------------------------------------------------------
 

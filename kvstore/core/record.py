@@ -24,7 +24,21 @@ SIGNED_RECORD_BYTES = RECORD_BYTES + SIGNATURE_BYTES
 
 def pack_record(key: Key, location: Location) -> bytes:
     """`location` as the index keeps it under `key`."""
-    node_id, epoch, segment, slot, generation, size_class, length, checksum = location
+    return pack_place(key, *location)
+
+
+def pack_place(
+    key: Key,
+    node_id: int,
+    epoch: int,
+    segment: int,
+    slot: int,
+    generation: int,
+    size_class: int,
+    length: int,
+    checksum: int,
+) -> bytes:
+    """The same from the parts of a location."""
     body = _BODY.pack(
         RECORD_VERSION, size_class, segment, epoch, node_id, generation, slot, length, checksum
     )

@@ -9,12 +9,16 @@ on where they were, so that a reader that mapped the segment before still notice
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvstore.core.events import Mark, Seal, Write
 from kvstore.core.node import NodeCore
 from kvstore.core.sizes import SLOT_BYTES
 from kvstore.core.slots import Slot, SlotState
+
+_AGE = itemgetter(1, 0)
+"""Of a `Seal`: its generation, then its slot."""
 
 
 class HeldSlot(NamedTuple):
@@ -49,7 +53,7 @@ def recover(core: NodeCore, arenas: Iterable[ArenaSeen], former_epoch: int) -> l
     """Fill a fresh `core`; the header writes that are due before anyone is served.
 
     `former_epoch` is that of the records the index holds. All blocks must be
-    published anew, under the new epoch. In which order they were used is not known:
+    published anew, under the new epoch, the last used first. In which order is not known:
     slots of a class are reused in turn, so a lower generation counts as longer ago.
     """
     seen = list(arenas)
@@ -61,8 +65,9 @@ def recover(core: NodeCore, arenas: Iterable[ArenaSeen], former_epoch: int) -> l
         for held in arena.held:
             _hold(core, held)
     blocks = [block for arena in seen for block in arena.sealed]
-    blocks.sort(key=lambda block: (block.generation, block.slot_id))
+    blocks.sort(key=_AGE)
     pinned: set[int] = set().union(*(arena.pinned for arena in seen))
+    evictable: list[Slot] = []
     for block in blocks:
         if block.key in core.by_key:  # two blocks of one key: not written by any node
             writes.append(Mark(block.slot_id, SlotState.FREE, block.generation))
@@ -74,14 +79,15 @@ def recover(core: NodeCore, arenas: Iterable[ArenaSeen], former_epoch: int) -> l
         _describe(slot, block, former_epoch)
         slot.record = core.record(slot, core.epoch)
         core.by_key[block.key] = slot
-        core.outbox.publish_again(slot)
         if block.slot_id in pinned:
-            core.allocator.restored(slot, held=True)
-            slot.pins = 1
-            core.former().pins[slot.slot_id] = 1
+            _pin(core, slot)
         else:
-            core.allocator.restored(slot)
+            evictable.append(slot)
     core.counts["recovered"] = len(core.by_key)
+    core.allocator.restored(evictable)
+    core.allocator.restored(_held_by_former(core), held=True)
+    for slot in reversed(core.by_key.values()):
+        core.outbox.publish_again(slot)
     for arena in seen:
         for block in arena.gone:
             _disown(core, block, former_epoch)
@@ -127,9 +133,18 @@ def _hold(core: NodeCore, held: HeldSlot) -> None:
         core.counts["recovery_dropped"] += 1
     else:
         slot = _found(core, held.slot_id, held.generation, SlotState.DOOMED)
-        slot.pins = 1
-        former.pins[slot.slot_id] = 1
-    core.allocator.restored(slot, held=True)
+        _pin(core, slot)
+
+
+def _pin(core: NodeCore, slot: Slot) -> None:
+    slot.pins = 1
+    core.former().pins[slot.slot_id] = 1
+
+
+def _held_by_former(core: NodeCore) -> list[Slot]:
+    former = core.former()
+    pinned = [core.allocator.slot(slot_id) for slot_id in former.pins]
+    return [*former.reserved.values(), *(slot for slot in pinned if slot is not None)]
 
 
 def _disown(core: NodeCore, block: Seal, former_epoch: int) -> None:

@@ -33,10 +33,10 @@ from kvstore.core.events import (
 )
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import UsageError
-from kvstore.limits import BATCH_KEYS_MAX, MESSAGE_BYTES_MAX, META_BYTES_MAX
+from kvstore.limits import BATCH_KEYS_MAX, HELD_MAX, MESSAGE_BYTES_MAX, META_BYTES_MAX
 from kvstore.types import KEY_BYTES, Key, Kind
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _CLIENT_ID = re.compile("[0-9a-f]{32}")
 
 
@@ -104,10 +104,10 @@ def _ints(field: str, raw: Any, count: int, below: int) -> Sequence[int]:
     return values
 
 
-def _tuples(field: str, raw: Any, width: int) -> list[Any]:
+def _tuples(field: str, raw: Any, width: int, at_most: int = BATCH_KEYS_MAX) -> list[Any]:
     """A list of integer tuples of one width."""
-    if not isinstance(raw, list) or len(raw) > BATCH_KEYS_MAX:
-        raise _fail(field, type(raw).__name__, f"must be a list of at most {BATCH_KEYS_MAX}")
+    if not isinstance(raw, list) or len(raw) > at_most:
+        raise _fail(field, type(raw).__name__, f"must be a list of at most {at_most}")
     for item in raw:
         if (
             not isinstance(item, list)
@@ -208,7 +208,8 @@ _DECODERS: dict[int, tuple[int, Any]] = {
 class Hello:
     """The first message of a connection: `[HELLO, request, version, client_id, reserved, pinned]`.
 
-    `client_id` names the lease file whose lock says that the process lives.
+    `client_id` names the lease file whose lock says that the process lives. What it holds is
+    said as (slot, generation) and, of pins, how many times.
     """
 
     __slots__ = ("client_id", "pinned", "request", "reserved")
@@ -223,5 +224,5 @@ class Hello:
             raise _fail("client_id", client_id, "must be 32 hexadecimal digits")
         self.request = _ints("request", request, 1, 1 << 63)[0]
         self.client_id = client_id
-        self.reserved = _tuples("reserved", reserved, 2)
-        self.pinned = _tuples("pinned", pinned, 2)
+        self.reserved = _tuples("reserved", reserved, 2, HELD_MAX)
+        self.pinned = _tuples("pinned", pinned, 3, HELD_MAX)

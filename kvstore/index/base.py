@@ -72,7 +72,7 @@ class Index(Protocol):
         ...
 
     def nodes(self) -> dict[int, bytes]:
-        """All announcements (an operator's call: it may scan)."""
+        """All announcements, by node id."""
         ...
 
     def ping(self) -> None:

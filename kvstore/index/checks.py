@@ -33,6 +33,13 @@ def check_records(records: Sequence[KeyRecord]) -> None:
     """Raise `UsageError` unless `records` fit into one call and each into Redis' embstr."""
     if len(records) > BATCH_KEYS_MAX:
         raise UsageError("records", f"{len(records)} records", f"at most {BATCH_KEYS_MAX} a call")
+    keys, values = [key for key, _ in records], [record for _, record in records]
+    if (
+        set(map(type, keys)) | set(map(type, values)) <= _KEY_TYPES
+        and set(map(len, keys)) <= _KEY_SIZES
+        and max(map(len, values), default=0) <= RECORD_BYTES_MAX
+    ):
+        return
     for key, record in records:
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise UsageError("records.key", key, f"must be {KEY_BYTES} bytes")

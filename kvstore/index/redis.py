@@ -8,7 +8,6 @@ All calls of the contract stand together, beside the fallbacks they share.
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count
@@ -19,18 +18,18 @@ from redis.crc import key_slot
 
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord, Record
-from kvstore.index.checks import check_announcement, check_keys, check_node_id, check_records
+from kvstore.index.checks import check_keys, check_records
 from kvstore.index.redis_cluster import ClusterRoute
 from kvstore.index.redis_link import (
     FAILURES,
     Dial,
-    ErrorReply,
     Links,
     LostReply,
     RefusedError,
     Reply,
-    refused,
 )
+from kvstore.index.redis_nodes import RedisNodes
+from kvstore.index.redis_replies import Replies, banned, no_script
 from kvstore.index.redis_route import (
     Request,
     Route,
@@ -51,10 +50,6 @@ PUBLISH_LINKS_MAX = 2
 TIMEOUT_S_MAX = 60.0
 REMOVE_ATTEMPTS_MAX = 3
 """How often compare-and-delete without scripts starts again after a foreign write."""
-NODES_SCAN_COUNT = 1000
-NODES_TIMEOUT_S = 10.0
-"""Of `nodes()` as a whole: it walks over every key of the database."""
-NODES_MAX = 4096
 
 _PAIRS_MAX = (REDIS_ARGS_MAX - 3) // 2
 """Keys with a record each, and the name, the hash and the count of EVALSHA."""
@@ -71,8 +66,6 @@ return dropped
 _REMOVE_SHA = hashlib.sha1(_REMOVE_SCRIPT, usedforsecurity=False).hexdigest().encode()
 _LOAD_SCRIPT = command(b"SCRIPT", b"LOAD", _REMOVE_SCRIPT)
 
-_REPLY_TYPES: tuple[set[type], ...] = ({bytes}, {type(None)}, {bytes, type(None)}, set())
-_NODE_ID = re.compile(rb"[0-9a-f]{16}")
 _T = TypeVar("_T")
 
 
@@ -114,7 +107,7 @@ class RedisIndex:
     """An `Index` in Redis, Valkey, either behind Sentinel, or a Redis Cluster.
 
     Reading calls (`match`, `lookup`, `touch`, `node`, `ping`) end within `timeout_s`,
-    writing ones within `publish_timeout_s`, `nodes` within `NODES_TIMEOUT_S`; connecting
+    writing ones within `publish_timeout_s`, `nodes` within twice `timeout_s`; connecting
     counts. They have connections of their own, so that a slow publish delays no lookup.
     """
 
@@ -140,6 +133,8 @@ class RedisIndex:
         self._read = open_route(target, timeout_s=timeout_s, links_max=lookup_links_max)
         self._write = open_route(target, timeout_s=publish_timeout_s, links_max=PUBLISH_LINKS_MAX)
         self._clustered = self._read.clustered
+        self._replies = Replies(target.label, self._mistaken)
+        self._nodes = RedisNodes(self._space, self._read, self._write, self._replies)
         self._scripts_banned = False
         self._touch_command = b"TOUCH"
         self._incarnations: dict[str, str] = {}
@@ -171,7 +166,7 @@ class RedisIndex:
             if isinstance(reply, LostReply):
                 lost += batch
             else:
-                self._value(reply)
+                self._replies.value(reply)
         return lost
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
@@ -196,38 +191,21 @@ class RedisIndex:
             return self._touch(keys)
 
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
-        check_node_id(node_id)
-        check_announcement(announcement, ttl_s)
-        ttl_ms = b"%d" % max(round(ttl_s * 1e3), 1)
-        self._on_node(self._write, node_id, b"SET", announcement, b"PX", ttl_ms)
+        self._nodes.announce(node_id, announcement, ttl_s)
 
     def withdraw(self, node_id: int) -> None:
-        check_node_id(node_id)
-        self._on_node(self._write, node_id, b"DEL")
+        self._nodes.withdraw(node_id)
 
     def node(self, node_id: int) -> bytes | None:
-        check_node_id(node_id)
-        reply = self._on_node(self._read, node_id, b"MGET")  # GET fails on a key of another type
-        return self._records(reply, 1)[0]
+        return self._nodes.node(node_id)
 
     def nodes(self) -> dict[int, bytes]:
-        """All announcements. Scans: needs the right to SCAN, which readers may lack."""
-        deadline = monotonic() + NODES_TIMEOUT_S
-        found: dict[int, bytes] = {}
-        for shard in self._read.shards():
-            names = self._scan_nodes(shard.links, deadline)
-            for batch in chunks(names, _KEYS_MAX, by_tag=False):
-                gets = b"".join([command(b"MGET", name) for name in batch])
-                for name, reply in zip(batch, shard.links.run(gets, len(batch)), strict=True):
-                    (announcement,) = self._records(self._value(reply), 1)
-                    if announcement is not None:
-                        found[int(name[-16:], 16)] = announcement
-        return found
+        return self._nodes.all()
 
     def ping(self) -> None:
         for (reply,) in self._read.ask_all(_ping, 1, even_if_away=True):
-            if not isinstance(reply, LostReply) and self._value(reply) != b"PONG":
-                raise self._surprised(reply)
+            if not isinstance(reply, LostReply) and self._replies.value(reply) != b"PONG":
+                raise self._replies.surprised(reply)
 
     def incarnation(self) -> str:
         """Of every shard: the server's run id, and a random value that a flush takes away.
@@ -245,6 +223,10 @@ class RedisIndex:
         self._read.close()
         self._write.close()
 
+    def _mistaken(self) -> None:
+        self._read.mistaken()
+        self._write.mistaken()
+
     # Reading
 
     def _mget(self, keys: Sequence[Key]) -> list[list[Record | None]]:
@@ -255,46 +237,18 @@ class RedisIndex:
             self._read, keys, _KEYS_MAX, lambda batch: self._space.keys_request(b"MGET", batch)
         )
         return [
-            self._records(reply, len(batch)) for batch, reply in zip(batches, replies, strict=True)
+            self._replies.records(reply, len(batch))
+            for batch, reply in zip(batches, replies, strict=True)
         ]
-
-    def _records(self, reply: Reply, size: int) -> list[Record | None]:
-        if isinstance(reply, LostReply):
-            return [None] * size
-        if type(reply) is not list or len(reply) != size:
-            raise self._surprised(self._value(reply))
-        if set(map(type, reply)) not in _REPLY_TYPES:
-            raise self._surprised(reply)
-        return reply
 
     def _touch(self, keys: Sequence[Key]) -> int:
         name = self._touch_command
         _, replies = self._batches(
             self._read, keys, _KEYS_MAX, lambda batch: self._space.keys_request(name, batch)
         )
-        if any(map(_banned, replies)) and name == b"TOUCH":
+        if any(map(banned, replies)) and name == b"TOUCH":
             raise _BannedError
-        return sum(map(self._number, replies))
-
-    def _scan_nodes(self, links: Links, deadline: float) -> list[bytes]:
-        names: set[bytes] = set()
-        cursor = b"0"
-        pattern = self._space.node_keys + b"?" * 16
-        while True:
-            scan = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % NODES_SCAN_COUNT)
-            reply = self._value(links.run(scan)[0])
-            if not (isinstance(reply, list) and list(map(type, reply)) == [bytes, list]):
-                raise self._surprised(reply)
-            cursor = reply[0]
-            names.update(name for name in reply[1] if _is_node_key(name))
-            if cursor == b"0":
-                return sorted(names)
-            if len(names) > NODES_MAX:
-                raise IndexUnavailableError(f"Redis at {self._label}: over {NODES_MAX} nodes")
-            if monotonic() > deadline:
-                raise IndexUnavailableError(
-                    f"Redis at {self._label}: scanning for nodes took over {NODES_TIMEOUT_S} s"
-                )
+        return sum(map(self._replies.number, replies))
 
     # Writing
 
@@ -306,7 +260,9 @@ class RedisIndex:
         if not batches:
             return [], []
         if not self._clustered:
-            return batches, route.run([Request(pack(batch)) for batch in batches])
+            if len(batches) == 1:
+                return batches, route.run([Request(pack(batches[0]))])
+            return batches, route.run_each(Request(pack(batch)) for batch in batches)
         slot = self._space.slot
         return batches, route.run(
             [Request(pack(b), slot(b[0] if isinstance(b[0], bytes) else b[0][0])) for b in batches]
@@ -319,17 +275,17 @@ class RedisIndex:
             return self._space.script_request(_REMOVE_SHA, batch)
 
         _, replies = self._batches(self._write, records, _PAIRS_MAX, pack)
-        if any(map(_no_script, replies)):
+        if any(map(no_script, replies)):
             for (loaded,) in self._write.ask_all(lambda shard: _LOAD_SCRIPT, 1):
-                if _banned(loaded):
+                if banned(loaded):
                     return [], loaded
                 if not isinstance(loaded, LostReply):
-                    self._value(loaded)
+                    self._replies.value(loaded)
             _, replies = self._batches(self._write, records, _PAIRS_MAX, pack)
-        banned = next(filter(_banned, replies), None)
-        if banned is not None:
-            return [], banned
-        return [self._number(reply) for reply in replies], None
+        refusal = next(filter(banned, replies), None)
+        if refusal is not None:
+            return [], refusal
+        return [self._replies.number(reply) for reply in replies], None
 
     def _remove_watched(self, batch: Sequence[KeyRecord]) -> int:
         """Compare and delete in a transaction, where scripts are banned."""
@@ -341,16 +297,18 @@ class RedisIndex:
         try:
             for _ in range(REMOVE_ATTEMPTS_MAX):
                 watched, values = link.run(read, 2, deadline)
-                self._value(watched)
-                held = self._records(values, len(names))
+                self._replies.value(watched)
+                held = self._replies.records(values, len(names))
                 mine = [n for n, h, (_, r) in zip(names, held, batch, strict=True) if h == r]
                 if not mine:
                     link.run(command(b"UNWATCH"), 1, deadline)
                     return 0
                 delete = command(b"MULTI") + command(b"DEL", *mine) + command(b"EXEC")
-                *_, done = map(self._value, link.run_here(delete, 3, deadline))
+                *_, done = map(self._replies.value, link.run_here(delete, 3, deadline))
                 if done is not None:
-                    return self._number(done[0] if isinstance(done, list) and done else done)
+                    return self._replies.number(
+                        done[0] if isinstance(done, list) and done else done
+                    )
         except (RefusedError, *FAILURES) as e:
             raise links.unavailable(e) from e
         except BaseException:
@@ -359,10 +317,6 @@ class RedisIndex:
         finally:
             links.give(link)
         raise IndexUnavailableError(f"Redis at {self._label}: records changed while removed")
-
-    def _on_node(self, route: Route, node_id: int, name: bytes, *args: bytes) -> Reply:
-        key = self._space.node_key(node_id)
-        return self._value(route.run([Request(command(name, key, *args), key_slot(key))])[0])
 
     def _incarnation_request(self, shard: Shard) -> bytes:
         key = self._epoch_key(shard)
@@ -373,14 +327,14 @@ class RedisIndex:
         )
 
     def _shard_incarnation(self, replies: list[Reply]) -> str:
-        info, made, epoch = map(self._value, replies)
+        info, made, epoch = map(self._replies.value, replies)
         run_ids = [
             line.removeprefix(b"run_id:")
             for line in (info.splitlines() if isinstance(info, bytes) else ())
             if line.startswith(b"run_id:")
         ]
         if len(run_ids) != 1 or made not in (b"OK", None) or not isinstance(epoch, bytes):
-            raise self._surprised([info, made, epoch])
+            raise self._replies.surprised([info, made, epoch])
         return f"{run_ids[0].decode('latin-1')}:{epoch.decode('latin-1')}"
 
     def _epoch_key(self, shard: Shard) -> bytes:
@@ -391,30 +345,6 @@ class RedisIndex:
         names: Iterable[bytes] = (self._space.epoch_key + b":%d" % i for i in count())
         return next(name for name in names if key_slot(name) in slots)
 
-    # What replies mean
-
-    def _value(self, reply: Reply) -> Reply:
-        if isinstance(reply, LostReply):
-            raise reply.why
-        if not isinstance(reply, ErrorReply):
-            return reply
-        if str(reply).startswith(("READONLY", "MASTERDOWN", "LOADING")):
-            self._read.mistaken()
-            self._write.mistaken()
-        raise refused(self._label, reply)
-
-    def _number(self, reply: Reply) -> int:
-        """0 from a shard that is away: what it holds is stale, which is a miss."""
-        if isinstance(reply, LostReply):
-            return 0
-        value = self._value(reply)
-        if not isinstance(value, int):
-            raise self._surprised(value)
-        return value
-
-    def _surprised(self, reply: Reply) -> IndexUnavailableError:
-        return IndexUnavailableError(f"Redis at {self._label}: odd reply {str(reply)[:80]!r}")
-
 
 def _ping(shard: Shard) -> bytes:
     return command(b"PING")
@@ -422,18 +352,3 @@ def _ping(shard: Shard) -> bytes:
 
 class _BannedError(Exception):
     """This user may not use that command, or the server does not know it."""
-
-
-def _banned(reply: Reply) -> bool:
-    if not isinstance(reply, ErrorReply):
-        return False
-    text = str(reply)
-    return text.startswith(("NOPERM", "ERR unknown command"))
-
-
-def _no_script(reply: Reply) -> bool:
-    return isinstance(reply, ErrorReply) and str(reply).startswith("NOSCRIPT")
-
-
-def _is_node_key(name: Reply) -> bool:
-    return isinstance(name, bytes) and _NODE_ID.fullmatch(name[-16:]) is not None

@@ -33,16 +33,17 @@ class AclRole(enum.StrEnum):
 _EVERYONE = ("ping", "select", "cluster|slots", "asking")
 """`select` for a db other than 0, the last two for a Redis Cluster."""
 COMMANDS: dict[AclRole, tuple[str, ...]] = {
-    AclRole.CLIENT: (*_EVERYONE, "mget", "touch"),
+    AclRole.CLIENT: (*_EVERYONE, "mget", "touch", "smembers"),
     AclRole.NODE: (
         *_EVERYONE,
         *("mget", "get", "set", "mset", "del", "evalsha", "script|load", "info"),
+        *("sadd", "srem", "smembers"),
     ),
-    AclRole.OPERATOR: (*_EVERYONE, "mget", "touch", "scan", "info"),
+    AclRole.OPERATOR: (*_EVERYONE, "mget", "touch", "smembers", "info"),
 }
 
 _NODE_ID = "[0-9a-f]" * 16
-_BLOCKS, _NODES = ("{*",), (f"node:{_NODE_ID}",)
+_BLOCKS, _NODES = ("{*",), ("nodes", f"node:{_NODE_ID}")
 _EPOCHS = ("epoch", "epoch:[0-9]*")
 """Under the prefix. Never `PREFIX:*`: that would be every tenant's whose prefix goes on."""
 KEYS: dict[AclRole, tuple[str, ...]] = {

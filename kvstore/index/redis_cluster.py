@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
@@ -71,6 +71,9 @@ class ClusterRoute:
                 return replies
             self.mistaken()
         return replies
+
+    def run_each(self, requests: Iterator[Request]) -> list[Reply]:
+        return self.run(list(requests))
 
     def links_for(self, slot: int) -> Links:
         return self._links_of(slot, monotonic() + self._timeout_s)

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any, Final, TypeAlias
 
@@ -86,6 +86,25 @@ class Link:
         except BaseException:
             self.drop()
             raise
+
+    def run_each(self, requests: Iterator[bytes], deadline: float) -> list[Reply]:
+        """As `run`, for requests of one reply each that are sent as they are made: the server
+        works on the first while the next is made."""
+        kept = self._sock is not None
+        made: list[bytes] = []
+        try:
+            sock = self._ready(deadline)
+            for request in requests:
+                made.append(request)
+                sock.settimeout(_left(deadline))
+                sock.sendall(request)
+            return self._replies(len(made), deadline, hurried=True)
+        except BaseException as e:
+            self.drop()
+            if not (kept and isinstance(e, _GONE)):
+                raise
+        made += requests
+        return self.run(b"".join(made), len(made), deadline)
 
     def run_here(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
         """As `run`, but only on the connection that is open: it has state that matters."""
@@ -206,6 +225,17 @@ class Links:
         link = self.take(deadline)
         try:
             return link.run(request, replies, deadline)
+        except (RefusedError, *FAILURES) as e:
+            raise self.unavailable(e) from e
+        finally:
+            self.give(link)
+
+    def run_each(self, requests: Iterator[bytes]) -> list[Reply]:
+        """The same for requests of one reply each, sent as they are made."""
+        deadline = monotonic() + self.timeout_s
+        link = self.take(deadline)
+        try:
+            return link.run_each(requests, deadline)
         except (RefusedError, *FAILURES) as e:
             raise self.unavailable(e) from e
         finally:

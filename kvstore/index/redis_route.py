@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -57,6 +57,11 @@ class Route(Protocol):
         """
         ...
 
+    def run_each(self, requests: Iterator[Request]) -> list[Reply]:
+        """As `run`; where one server gets them all, it works on the first while the next is
+        made."""
+        ...
+
     def ask_all(
         self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
     ) -> list[list[Reply]]:
@@ -94,6 +99,9 @@ class SingleRoute:
         if len(requests) == 1:
             return self._links.run(requests[0].packed)
         return self._links.run(b"".join([r.packed for r in requests]), len(requests))
+
+    def run_each(self, requests: Iterator[Request]) -> list[Reply]:
+        return self._links.run_each(request.packed for request in requests)
 
     def ask_all(
         self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False

@@ -8,6 +8,7 @@ with a constant separator: 120 ns a key, 30 of them more than packing ready keys
 from __future__ import annotations
 
 import re
+from binascii import hexlify
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -22,7 +23,7 @@ from kvstore.types import TAG_BYTES, Key
 
 KEY_PREFIX_BYTES_MAX = 128
 _PREFIX = re.compile(rf"[A-Za-z0-9_.:/@-]{{1,{KEY_PREFIX_BYTES_MAX}}}")
-"""No braces: they would move the hash tag. No glob signs: `nodes` scans by pattern."""
+"""No braces: they would move the hash tag. No glob signs: rights are given by pattern."""
 
 _tag_of: Callable[[Key], bytes] = itemgetter(slice(0, TAG_BYTES))
 _digest_of: Callable[[Key], bytes] = itemgetter(slice(TAG_BYTES, None))
@@ -51,11 +52,13 @@ class KeySpace:
         self._head = raw + b":{%s}:"
         key_bytes = len(self._head % (b"0" * (2 * TAG_BYTES))) + DIGEST_BYTES
         self._argument = b"$%d\r\n" % key_bytes + self._head
+        self._pair = self._argument + b"%s\r\n$%d\r\n%s"
         self.epoch_key = raw + b":epoch"
-        self.node_keys = raw + b":node:"
+        self.nodes_key = raw + b":nodes"
+        self._node_keys = raw + b":node:"
 
     def node_key(self, node_id: int) -> bytes:
-        return self.node_keys + b"%016x" % node_id
+        return self._node_keys + b"%016x" % node_id
 
     def redis_key(self, key: Key) -> bytes:
         return self._head % key[:TAG_BYTES].hex().encode() + key[TAG_BYTES:]
@@ -76,12 +79,11 @@ class KeySpace:
     def set_request(self, records: Sequence[KeyRecord]) -> bytes:
         """`MSET key record key record ...`"""
         parts = [b"*%d\r\n$4\r\nMSET" % (2 * len(records) + 1)]
-        for tag, run in groupby(records, _tag_of_record):
-            head = self._argument % tag.hex().encode()
-            parts += [
-                b"%s%s\r\n$%d\r\n%s" % (head, key[TAG_BYTES:], len(record), record)
-                for key, record in run
-            ]
+        pair = self._pair
+        parts += [
+            pair % (hexlify(key[:TAG_BYTES]), key[TAG_BYTES:], len(record), record)
+            for key, record in records
+        ]
         parts.append(b"")
         return b"\r\n".join(parts)
 

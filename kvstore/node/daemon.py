@@ -1,11 +1,6 @@
 """A memory node at work: the core's decisions carried out on shared memory, sockets and the index.
 
-One event loop does everything, so headers have one writer (rule 2). The loop
-waits for the index only inside a publication, at most `publish_timeout_s`,
-and behind a circuit breaker that makes a dead index cost nothing.
-
-Longer than other files: it is where a node's start, its end and every message meet,
-and their order is what the rules are about.
+One event loop does everything, so headers have one writer (rule 2).
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from kvstore.errors import (
     NodeUnavailableError,
     UsageError,
 )
-from kvstore.index.base import Index, KeyRecord
+from kvstore.index.base import Index
 from kvstore.node import restart
 from kvstore.node.config import NodeConfig, node_id_of
 from kvstore.node.control import Connection
@@ -45,28 +40,19 @@ from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.inside import Inside
 from kvstore.node.last_client import wait_for_last_client
+from kvstore.node.naming import take_name
+from kvstore.node.publisher import STOP_TIMEOUT_S, Publisher
 from kvstore.node.reconcile import Scrubber
-from kvstore.node.sessions import Session, Sessions, Speaker
+from kvstore.node.sessions import Session, Sessions
 from kvstore.node.sharing import give, owns_node, share_directory, share_files
 from kvstore.node.stream_server import StreamServer
-from kvstore.nodedir import Announcement, NodeDir, sweep, try_lock
-from kvstore.rundir import socket_path
+from kvstore.nodedir import Announcement, NodeDir
 from kvstore.secret import SIGNING_KEY, secret
 
 log = logging.getLogger("kvstore.node")
 
-PUBLISH_BATCH = 512
-REMOVE_DELAY_S = 0.05
-"""Removals are only hygiene (a stale record is a miss): they wait to travel together."""
-INDEX_RETRY_S = 0.2
 LEASE_POLL_S = 0.1
 START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 5.0
-NAME_TAKEN_TIMEOUT_S = 0.2
-"""How long a node that serves may keep its name from us: it may be about to stop."""
-NAME_FREED_TIMEOUT_S = STOP_TIMEOUT_S * 2
-"""The same for one that does not serve (any more): it starts, or takes its records out."""
-LOCK_RETRY_S = 0.01
 SOCKET_BACKLOG = 128
 
 
@@ -79,11 +65,6 @@ class Node:
         self.index = index
         self.dir = NodeDir(config.run_dir, config.name)
         self.announcement: Announcement | None = None
-        self._held: list[tuple[Speaker, list[Any]]] = []
-        self._flush_due = False
-        self._index_away = False
-        """The last publication failed: nobody waits for the next one."""
-        self._remove_due = False
         self._stopping: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -139,7 +120,7 @@ class Node:
         """Serve until `stop()`; raises like `start()`. Clients can connect from `on_ready` on."""
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        lock_fd = await self._lock_directory()
+        lock_fd = await take_name(self.dir, self.config.run_dir, self._stopping.is_set)
         try:
             share_directory(self.config.run_dir, self.dir, self.config.group)
             self._create()
@@ -153,30 +134,6 @@ class Node:
             os.close(lock_fd)
         if self._failure is not None:
             raise self._failure
-
-    async def _lock_directory(self) -> int:
-        """Become the one process that is this node; clear what dead ones left."""
-        assert self._stopping is not None
-        socket_path(self.dir.socket)
-        sweep(self.config.run_dir)
-        started_at = time.monotonic()
-        while True:
-            try:
-                self.dir.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-                fd = try_lock(self.dir.lock)
-                if fd is not None and os.fstat(fd).st_ino == self.dir.lock.stat().st_ino:
-                    return fd
-            except FileNotFoundError:
-                fd = None  # swept away between mkdir and lock
-            if fd is not None:
-                os.close(fd)
-            serving = self.dir.socket.exists()
-            patience_s = NAME_TAKEN_TIMEOUT_S if serving else NAME_FREED_TIMEOUT_S
-            if time.monotonic() - started_at > patience_s or self._stopping.is_set():
-                raise UsageError(
-                    "name", self.config.name, f"a node of this name runs in {self.dir.path}"
-                )
-            await asyncio.sleep(LOCK_RETRY_S)
 
     def _create(self) -> None:
         config = self.config
@@ -216,14 +173,15 @@ class Node:
             self.dir, word, make_core, config.run_dir
         )
         share_files(self.announcement, config.group)
+        assert self._loop is not None
+        self.publisher = Publisher(self.core, self.index, self._loop)
         self.sessions = Sessions(self.dir.leases, config.limits.clients)
 
     async def _run(self, on_ready: Callable[[], None] | None) -> None:
         assert self._loop is not None
         assert self._stopping is not None
         self._serve_streams()
-        assert self.announcement is not None
-        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost, self._free_bytes)
+        heartbeat = self._heartbeat()
         # Before anyone can connect: a client takes only a node that the index knows.
         heartbeat.beat()
         server = await self._loop.create_unix_server(
@@ -238,7 +196,7 @@ class Node:
         tasks = [
             asyncio.ensure_future(heartbeat.run()),
             asyncio.ensure_future(self._watch_leases()),
-            asyncio.ensure_future(self._scrubber().run()),
+            asyncio.ensure_future(self._scrubber(heartbeat).run()),
         ]
         if self.config.end_with_last_client:
             watch = wait_for_last_client(self.sessions, self._stopping.set)
@@ -247,12 +205,12 @@ class Node:
             self.dir.keep_segment()
             tasks.append(asyncio.ensure_future(restart.stay_restartable(self.dir)))
         self._end_former()
-        self._schedule_index_work()
+        self.publisher.schedule()
         log.info(
             "node %s (id %016x, epoch %d) serves %d MiB at %s",
             self.config.name,
-            self.announcement.node_id,
-            self.announcement.epoch,
+            self.core.node_id,
+            self.core.epoch,
             self.core.allocator.capacity_bytes >> 20,
             self.dir.socket,
         )
@@ -267,6 +225,13 @@ class Node:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _heartbeat(self) -> Heartbeat:
+        assert self.announcement is not None
+        return Heartbeat(self.index, self.announcement, self.publisher.refill, self._free_bytes)
+
+    def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
+        return Scrubber(self.core, self.index, self.publisher, heartbeat.beat)
 
     def _free_bytes(self) -> int:
         return self.core.allocator.free_arenas * self.core.allocator.arena_bytes
@@ -305,17 +270,9 @@ class Node:
             assert self.announcement is not None
             self.index.withdraw(self.announcement.node_id)
             if not self._keeps:
-                self._unpublish_all()
+                self.publisher.withdraw_all()
         self.sessions.close(keep=self._keeps)
         self._former.close()
-
-    def _unpublish_all(self) -> None:
-        give_up_at = time.monotonic() + STOP_TIMEOUT_S
-        while time.monotonic() < give_up_at:
-            batch = self.core.take_published(PUBLISH_BATCH)
-            if not batch:
-                return
-            self.index.remove([KeyRecord(*item) for item in batch])
 
     def _fail(self, error: BaseException) -> None:
         """Our bug: stop rather than serve from a state that cannot be trusted."""
@@ -377,19 +334,18 @@ class Node:
                 self._act(Corrupt(check.slot_id, check.generation))
         if isinstance(event, Drop | Clear):
             # Asked for by somebody: the answer waits until the index was told.
-            self._remove()
-        publishing = self.core.outbox.awaited
+            self.publisher.remove()
         for reply in effects.replies:
             session = self.sessions.get(reply.session)
             connection = session.transport if session is not None else None
             if connection is None:
                 continue
             answer = [reply.request, True, reply.body]
-            if reply.after_publish and publishing and not self._index_away:
-                self._held.append((connection, answer))
+            if reply.after_publish:
+                self.publisher.answer(connection, answer)
             else:
                 connection.send(answer)
-        self._schedule_index_work()
+        self.publisher.schedule()
 
     def _end(self, session: Session) -> None:
         self._act(SessionDead(session.number))
@@ -412,68 +368,6 @@ class Node:
         """What clients of former starts held is free when the last of them is gone."""
         if self.core.holds(FORMER) and self._former.gone():
             self._act(SessionDead(FORMER))
-
-    # --- the index ------------------------------------------------------
-
-    def _schedule_index_work(self) -> None:
-        assert self._loop is not None
-        if self.core.outbox.publications_pending and not self._flush_due:
-            # All requests that are ready in this turn of the loop are handled
-            # before the flush: that is the group commit.
-            self._flush_due = True
-            self._loop.call_soon(self._flush)
-        if self.core.outbox.removals_pending and not self._remove_due:
-            self._remove_due = True
-            self._loop.call_later(REMOVE_DELAY_S, self._remove)
-
-    def _flush(self) -> None:
-        assert self._loop is not None
-        work = self.core.outbox.take_publications(PUBLISH_BATCH)
-        again_s = 0.0
-        try:
-            lost = self.index.publish([KeyRecord(*item) for item in work])
-            away = set(lost)
-            self.core.outbox.published([item for item in work if item not in away])
-            self.core.outbox.postpone(lost)
-            self._index_away = bool(lost)
-            if lost and len(lost) == len(work):
-                again_s = INDEX_RETRY_S  # nothing is left that the other shards could take
-        except IndexUnavailableError as e:
-            log.debug("publication waits: %s", e)
-            self._index_away = True
-            again_s = INDEX_RETRY_S
-        if again_s or not self.core.outbox.awaited:
-            held, self._held = self._held, []
-            for connection, answer in held:
-                connection.send(answer)
-        if self.core.outbox.publications_pending:
-            self._loop.call_later(again_s, self._flush)
-        else:
-            self._flush_due = False
-
-    def _remove(self) -> None:
-        assert self._loop is not None
-        work = self.core.outbox.take_removals(PUBLISH_BATCH)
-        if not work:
-            self._remove_due = False
-            return
-        again_s = REMOVE_DELAY_S
-        try:
-            self.index.remove([KeyRecord(*item) for item in work])
-            self.core.outbox.removed(work)
-        except IndexUnavailableError:
-            again_s = INDEX_RETRY_S
-        self._remove_due = self.core.outbox.removals_pending > 0
-        if self._remove_due:
-            self._loop.call_later(again_s, self._remove)
-
-    def _scrubber(self) -> Scrubber:
-        return Scrubber(self.core, self.index, lambda: self._index_away, self._schedule_index_work)
-
-    def _index_lost(self) -> None:
-        count = self.core.republish()
-        log.info("the index was emptied, restarted or failed over: publishing %d blocks", count)
-        self._schedule_index_work()
 
     def stats(self) -> dict[str, int | float]:
         """Counters of the core; for the thread that runs the node, and for tests after it ended."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
+from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
 from kvstore.nodedir import Announcement
 
 log = logging.getLogger("kvstore.node")
@@ -17,7 +18,8 @@ log = logging.getLogger("kvstore.node")
 HEARTBEAT_S = 1.0
 JITTER = 0.2
 """Share of the period by which nodes drift apart, so that they do not beat together."""
-ANNOUNCEMENT_TTL_S = 6.0
+ANNOUNCEMENT_TTL_S = NODE_TTL_S - NODE_BELIEVED_S
+"""In the index: a client that looked just before the end believes it for the rest."""
 
 
 class Heartbeat:
@@ -34,7 +36,9 @@ class Heartbeat:
         self._announcement = announcement
         self._on_lost = on_lost
         self._free_bytes = free_bytes
-        self._incarnation: str | None = None
+        self._incarnation = ""
+        self._first = True
+        """Nothing can have been published yet."""
         self._reachable = True
 
     async def run(self) -> None:
@@ -44,6 +48,7 @@ class Heartbeat:
 
     def beat(self) -> None:
         """One beat; returns within the index's deadline whatever happens."""
+        first, self._first = self._first, False
         try:
             incarnation = self._index.incarnation()
             word = dataclasses.replace(self._announcement, free_bytes=self._free_bytes())
@@ -56,7 +61,8 @@ class Heartbeat:
         if not self._reachable:
             log.info("node %s reaches the index again", self._announcement.name)
         self._reachable = True
-        lost = self._incarnation is not None and incarnation != self._incarnation
+        # After a first beat that failed, publications may have reached another incarnation.
+        lost = not first and incarnation != self._incarnation
         self._incarnation = incarnation
         if lost:
             self._on_lost()

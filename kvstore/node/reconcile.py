@@ -10,6 +10,7 @@ from kvstore.core.node import NodeCore
 from kvstore.core.scrub import Scrub
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
+from kvstore.node.publisher import Publisher
 from kvstore.nodedir import Announcement
 
 log = logging.getLogger("kvstore.node")
@@ -20,15 +21,16 @@ SCRUB_KEYS = 512
 
 
 class Scrubber:
-    """Looks up a few keys now and then, unless the index is `away`; has lost ones published."""
+    """Looks up a few keys now and then, unless the index is away; has lost ones published."""
 
     def __init__(
-        self, core: NodeCore, index: Index, away: Callable[[], bool], publish: Callable[[], None]
+        self, core: NodeCore, index: Index, publisher: Publisher, beat: Callable[[], None]
     ) -> None:
+        """`beat` asks the index at once whether it is the one that it was."""
         self._scrub = Scrub(core)
         self._index = index
-        self._away = away
-        self._publish = publish
+        self._publisher = publisher
+        self._beat = beat
 
     async def run(self) -> None:
         while True:
@@ -36,7 +38,7 @@ class Scrubber:
             self.step()
 
     def step(self) -> None:
-        keys = [] if self._away() else self._scrub.next(SCRUB_KEYS)
+        keys = [] if self._publisher.away else self._scrub.next(SCRUB_KEYS)
         if not keys:
             return
         try:
@@ -48,7 +50,9 @@ class Scrubber:
         lost = self._scrub.found(keys, records, epochs)
         if lost:
             log.info("the index had lost %d blocks of %d: publishing them", lost, len(keys))
-            self._publish()
+            self._publisher.schedule()
+        if lost == len(keys):
+            self._beat()  # very likely all is gone: do not wait for the next heartbeat
 
     def _epoch_of(self, node_id: int) -> int | None:
         raw = self._index.node(node_id)

@@ -10,6 +10,7 @@ nothing: their generations are lower than the first slot's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvstore.core.events import Mark, Seal
 from kvstore.core.recovery import ArenaSeen, HeldSlot, fits
@@ -22,12 +23,15 @@ from kvstore.segment.header import (
     RESERVED,
     SEALED,
     Superblock,
+    all_fields,
     body_of,
     fields,
     of_word,
 )
 
 _WORDS = HEADER_BYTES // 8
+_make_seal = partial(tuple.__new__, Seal)
+"""As `Seal(...)`, without taking its arguments apart."""
 
 
 class DamagedSegmentError(ValueError):
@@ -78,10 +82,28 @@ class _Arena:
             raise DamagedSegmentError(f"arena {self._index}: generation {generation}")
         found = ArenaSeen(self._index, size_class, generation, [], set(), [], [], [])
         pinned = self._pinned()
-        for position, word in enumerate(words):
-            if word:
-                self._look(found, position, word, position in pinned)
+        used = max((position for position, word in enumerate(words) if word), default=-1) + 1
+        blocks = self._blocks(used, size_class)
+        found.sealed.extend(filter(None, blocks))
+        found.pinned.update(self._first + p for p in pinned if p < used and blocks[p])
+        for position, block in enumerate(blocks):
+            if block is None and words[position]:
+                self._look(found, position, words[position], position in pinned)
         return found
+
+    def _blocks(self, used: int, size_class: int) -> list[Seal | None]:
+        """Blocks of that class in the first `used` slots: nearly all that there is to be found."""
+        if size_class < 0:
+            return [None] * used
+        slot_bytes = SLOT_BYTES[size_class]
+        start = self._first * HEADER_BYTES
+        headers = all_fields(bytes(self._headers[start : start + used * HEADER_BYTES]))
+        return [
+            _make_seal((slot_id, *seen))
+            if seen is not None and seen[3] == size_class and seen[5] <= seen[2] <= slot_bytes
+            else None
+            for slot_id, seen in enumerate(headers, self._first)
+        ]
 
     def _look(self, found: ArenaSeen, position: int, word: int, pinned: bool) -> None:
         slot_id = self._first + position

@@ -209,6 +209,19 @@ def test_a_client_that_is_back_keeps_what_it_holds_and_loses_what_it_never_heard
     assert "not reserved" in body(commit(core, grants))[1]
 
 
+def test_a_client_that_is_back_keeps_as_many_pins_of_a_block_as_it_says(core):
+    """It never heard of the second pin, or could not say that it let go of it."""
+    commit(core, grants := body(reserve(core, KEYS[:1])))
+    (slot, generation, _) = grants[0]
+    for _ in range(2):
+        core.handle(Pin(A, 1, KEYS[:1]), 0.0)
+    core.handle(SessionResumed(A, [], [(slot, generation, 1)]), 0.0)
+    assert core.allocator.slot(slot).pins == 1
+    core.handle(Unpin(A, 1, [(slot, generation)]), 0.0)
+    assert core.allocator.slot(slot).pins == 0
+    assert not core.holds(A)
+
+
 def test_a_pinned_block_is_not_evicted(core):
     put(core, KEYS[:8])
     core.handle(Pin(B, 1, KEYS[:1]), 0.0)
@@ -262,11 +275,11 @@ def test_a_block_being_written_while_its_namespace_is_cleared_is_not_stored(core
     assert core.outbox.publications_pending == 0
 
 
-def test_republish_brings_every_sealed_block_back_to_the_index(core):
+def test_republish_brings_every_sealed_block_back_to_the_index_the_latest_first(core):
     put(core, KEYS[:3])
     core.outbox.published(core.outbox.take_publications(10))
     assert core.republish() == 3
-    assert [key for key, _ in core.outbox.take_publications(10)] == KEYS[:3]
+    assert [key for key, _ in core.outbox.take_publications(10)] == KEYS[2::-1]
 
 
 def test_stats_add_up(core):

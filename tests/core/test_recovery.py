@@ -289,6 +289,16 @@ def test_what_was_stored_first_is_evicted_first_when_nothing_else_is_known():
     assert KEYS[3] in core.by_key
 
 
+def test_what_was_stored_last_is_published_first():
+    host = Host()
+    core, clients = started(host, *KEYS[:3], size=ARENA)
+    clients.commit(1)
+    core, clients = started(host, KEYS[3], size=ARENA)  # in the slot of KEYS[0]
+    clients.commit(1)
+    core = host.start()
+    assert [key for key, _ in core.outbox.take_publications(2)] == [KEYS[3], KEYS[2]]
+
+
 def test_a_header_that_is_not_whole_is_dropped_and_its_slot_is_free():
     host = Host()
     core, clients = started(host, *KEYS[:2])

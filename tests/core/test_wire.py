@@ -14,9 +14,11 @@ from kvstore.errors import UsageError
 from kvstore.hashing import Namespace
 from kvstore.limits import (
     BATCH_KEYS_MAX,
+    HELD_MAX,
     MESSAGE_BYTES_MAX,
     NAMESPACE_BYTES_MAX,
     NAMESPACE_FIELDS_MAX,
+    Limits,
 )
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
@@ -144,6 +146,16 @@ def test_a_client_id_that_could_be_a_path_is_refused(client_id):
 def test_another_protocol_version_is_refused_with_ours():
     with pytest.raises(UsageError, match=f"version {wire.PROTOCOL_VERSION}"):
         Hello([Op.HELLO, 1, 99, "a" * 32, [], []])
+
+
+def test_a_client_can_say_all_that_it_may_hold():
+    most = Limits(reservations_per_client=HELD_MAX, pins_per_client=HELD_MAX)
+    reserved = [[i, 1 << 40] for i in range(most.reservations_per_client)]
+    pinned = [[i, 1 << 40, 3] for i in range(most.pins_per_client)]
+    message = [Op.HELLO, 1, wire.PROTOCOL_VERSION, "a" * 32, reserved, pinned]
+    assert len(wire.packed(message)) < MESSAGE_BYTES_MAX
+    said = Hello(message)
+    assert (len(said.reserved), len(said.pinned)) == (HELD_MAX, HELD_MAX)
 
 
 def test_a_message_over_the_limit_is_never_buffered():

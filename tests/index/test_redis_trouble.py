@@ -13,7 +13,7 @@ from redis_servers import RedisCluster, RedisServer, free_port, stopped, wait_un
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis import RedisIndex, open_index
-from kvstore.limits import REDIS_ARGS_MAX
+from kvstore.limits import BATCH_KEYS_MAX, REDIS_ARGS_MAX
 
 KEYS = [os.urandom(32) for _ in range(3)]
 RECORDS = [KeyRecord(key, b"record") for key in KEYS]
@@ -144,6 +144,33 @@ def test_a_kept_connection_that_the_server_closed_is_opened_again_unnoticed(
         assert index.remove(RECORDS) == 3
         index.publish(RECORDS)
         server.admin().execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    index.close()
+
+
+def test_a_call_of_several_commands_survives_a_connection_that_was_closed(
+    server: RedisServer,
+) -> None:
+    records = [KeyRecord(os.urandom(32), b"r") for _ in range(2 * REDIS_ARGS_MAX)]
+    index = open_index(server.url, timeout_s=5, publish_timeout_s=5)
+    index.publish(RECORDS)
+    for _ in range(3):
+        server.admin().execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        index.publish(records)
+        assert len(index.match([key for key, _ in records])) == len(records)
+        server.admin().flushall()
+    index.close()
+
+
+def test_a_call_of_several_commands_to_a_hanging_redis_ends_within_its_time_out(
+    server: RedisServer,
+) -> None:
+    records = [KeyRecord(os.urandom(32), b"r" * 40) for _ in range(BATCH_KEYS_MAX)]
+    index = open_index(server.url, timeout_s=5, publish_timeout_s=0.2)
+    with stopped(server):
+        begun = time.monotonic()
+        with pytest.raises(IndexUnavailableError, match="did not answer within 200 ms"):
+            index.publish(records)
+        assert time.monotonic() - begun < 2
     index.close()
 
 

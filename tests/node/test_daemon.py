@@ -17,6 +17,7 @@ from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
+from kvstore.node.heartbeat import Heartbeat
 from kvstore.nodedir import Announcement, NodeDir
 
 KEYS = Namespace.named("test").block_keys(range(64), 1)
@@ -152,6 +153,33 @@ def test_an_index_that_is_away_delays_no_put_and_learns_of_it_later(talker, inde
     assert len(index) == 0
     index.unavailable = False
     wait_until(lambda: len(index) == 1, "the publication", 5)
+
+
+def test_an_index_that_lost_keys_before_it_was_first_reached_is_refilled(index):
+    """It may have taken publications between a heartbeat that failed and the next."""
+    word = Announcement(
+        node_id=1,
+        epoch=1,
+        name="node",
+        host="here",
+        pid=1,
+        key_prefix="kv",
+        data_path="",
+        head_path="",
+        control_path="",
+        arenas=1,
+        arena_bytes=MIB,
+        inline_bytes=1,
+    )
+    told = []
+    heartbeat = Heartbeat(index, word, lambda: told.append("lost"), lambda: 0)
+    index.unavailable = True
+    heartbeat.beat()
+    index.unavailable = False
+    heartbeat.beat()
+    assert told == ["lost"]
+    heartbeat.beat()
+    assert told == ["lost"]
 
 
 @pytest.mark.parametrize(
@@ -313,9 +341,20 @@ def test_records_that_the_index_lost_without_a_word_are_published_again(talker, 
     assert talker.stat()["repaired"] == len(lost)
 
 
+def test_an_emptied_index_is_noticed_before_the_next_heartbeat(tmp_path, index, monkeypatch):
+    monkeypatch.setattr("kvstore.node.heartbeat.HEARTBEAT_S", 3600.0)
+    with Node(NodeConfig(run_dir=tmp_path, size_bytes=MIB), index) as node:
+        talker = Talker(node)
+        for key in KEYS:
+            talker.put(key)
+        index.lose_everything()
+        wait_until(lambda: len(index) == len(KEYS), "the refill", 10)
+        wait_until(index.nodes, "the announcement", 10)
+
+
 def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, talker, monkeypatch):
     """A refill goes batch by batch; what is asked in between, puts too, does not wait."""
-    monkeypatch.setattr("kvstore.node.daemon.PUBLISH_BATCH", 1)
+    monkeypatch.setattr("kvstore.node.publisher.PUBLISH_BATCH", 1)
     for key in KEYS[:-1]:
         talker.put(key)
     wait_until(index.nodes, "the first heartbeat")

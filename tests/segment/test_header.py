@@ -11,6 +11,8 @@ from kvstore.segment.header import (
     RESERVED,
     Header,
     Superblock,
+    all_fields,
+    fields,
     pack,
     pack_superblock,
     unpack,
@@ -52,6 +54,17 @@ def test_a_half_written_header_is_not_trusted(old, new, words):
     mixed = after[: words * 8] + before[words * 8 :]
     if mixed not in (before, after):
         assert unpack(mixed) is None
+
+
+@given(st.lists(st.tuples(headers, st.integers(-1, HEADER_BYTES * 8 - 1)), max_size=5))
+def test_headers_read_together_say_what_each_says_alone(written):
+    raws = []
+    for header, flipped in written:
+        raw = bytearray(pack(header))
+        if flipped >= 0:
+            raw[flipped // 8] ^= 1 << flipped % 8
+        raws.append(bytes(raw))
+    assert all_fields(b"".join(raws)) == list(map(fields, raws))
 
 
 @pytest.mark.parametrize("state", [FREE, RESERVED])

@@ -2,7 +2,7 @@
 
 import struct
 
-from planting import bug
+from planting import bug, bug_that_needs
 
 from kvstore.client import client, reader
 from kvstore.core.node import NodeCore
@@ -182,7 +182,7 @@ def lost_removal(patch):
     patch(NodeCore, "_free", free)
 
 
-@bug
+@bug_that_needs(index_slow=0.5, index_down=0.5)
 def one_removal_per_key(patch):
     """Seed 4: a record of a publication that never arrived hides an older one."""
     real = NodeCore._free

@@ -72,7 +72,7 @@ def restart_believes_former_clients_dead(patch):
     patch(Node, "_end_former", lambda self: self._act(SessionDead(FORMER)))
 
 
-@bug_that_needs(**RESTARTS)
+@bug_that_needs(node_kill_warm=2.5, client_pause=6.0)
 def client_lets_its_lease_go_with_the_node(patch):
     """The next start cannot know that it still writes there (rule 5)."""
     patch(writer._Holdings, "__bool__", lambda self: False)

@@ -3,15 +3,17 @@
 from planting import bug, bug_that_needs
 
 from kvstore.client import control, writer
-from kvstore.core import node
+from kvstore.core import blocks
 from kvstore.core.allocator import Allocator
 from kvstore.core.events import Fill, SessionResumed
 from kvstore.core.gone import GoneWhy
 from kvstore.core.node import NodeCore
+from kvstore.core.record import pack_record
 from kvstore.core.slots import SlotEvent, SlotState
 from kvstore.node.control import Connection
 from kvstore.node.sessions import Sessions
 from kvstore.testing.sim import world
+from kvstore.types import Location
 
 # --- saving ---------------------------------------------------------------------
 
@@ -42,14 +44,14 @@ def publish_before_the_seal(patch):
         for answer in effects.replies[-1].body:
             if isinstance(answer, tuple):
                 slot = self.allocator.slot(answer[0])
-                slot.record = node.pack_record(slot.key, _location(self, slot))
+                slot.record = pack_record(slot.key, _location(self, slot))
                 self.outbox.publish(slot)
 
     patch(NodeCore, "_reserve", reserve)
 
 
 def _location(core, slot):
-    return node.Location(
+    return Location(
         core.node_id, core.epoch, 0, slot.slot_id, slot.generation, slot.size_class, slot.length, 0
     )
 
@@ -202,14 +204,14 @@ def first_of_several_unpins_frees(patch):
 @bug
 def generation_not_advanced(patch):
     """A reader cannot tell a reused slot from the one it was sent to."""
-    real = node.Slot.move
+    real = blocks.Slot.move
 
     def move(self, event):
         real(self, event)
         if event is SlotEvent.RESERVE and self.generation > 2:
             self.generation -= 1
 
-    patch(node.Slot, "move", move)
+    patch(blocks.Slot, "move", move)
 
 
 @bug

@@ -42,6 +42,19 @@ def test_the_rules_hold_whatever_luck_brings(first, pool, counts):
     assert not told, "\n".join([*told, *outcome.broken[0].trace])
 
 
+@pytest.mark.parametrize(
+    ("seed", "found"),
+    [
+        (14433, "an index that failed over before its node's first heartbeat kept a stale record"),
+        (22831, "the same"),
+        (20344, "a pin that its client never heard of stayed for as long as the client"),
+    ],
+)
+def test_a_seed_that_found_something_finds_it_no_more(seed, found):
+    (broken,) = try_seed(seed, whole_trace=True).broken
+    assert not broken.rule, "\n".join([found, *broken.trace[-100:], broken.rule])
+
+
 def test_luck_does_strike(counts):
     """Otherwise the simulation proves nothing."""
     if not counts:

@@ -20,7 +20,7 @@ from kvstore.index import breaker
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.open import OpenedIndex
 from kvstore.limits import Limits
-from kvstore.node import daemon, restart
+from kvstore.node import daemon, publisher, restart
 from kvstore.node.control import Connection
 from kvstore.segment import shm
 from kvstore.testing.sim import memory
@@ -101,7 +101,7 @@ def guarded(world: World, timeout_s: float) -> GuardedIndex:
 def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     """(module, name, what stands there during a simulation)"""
     time = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep, time=world.wall)
-    for module in (client, control, reader, saving, session, writer, daemon):
+    for module in (client, control, reader, saving, session, writer, daemon, publisher):
         if hasattr(module, "time"):
             yield module, "time", time
     yield clock, "monotonic", time.monotonic

@@ -12,7 +12,7 @@ from kvstore.limits import Limits
 from kvstore.node.config import NodeConfig
 from kvstore.node.control import Connection
 from kvstore.node.daemon import LEASE_POLL_S, Node
-from kvstore.node.heartbeat import HEARTBEAT_S, JITTER, Heartbeat
+from kvstore.node.heartbeat import HEARTBEAT_S, JITTER
 from kvstore.node.reconcile import SCRUB_EVERY_S
 from kvstore.testing.sim.edges import guarded
 from kvstore.testing.sim.hosts import SimNodeDir
@@ -125,15 +125,14 @@ class SimNode(Node):
         self._create()
         world.note("starts, epoch", self.core.epoch)
         world.checks.node_started(self)
-        assert self.announcement is not None
-        heartbeat = Heartbeat(self.index, self.announcement, self._index_lost, self._free_bytes)
+        heartbeat = self._heartbeat()
         heartbeat.beat()
         world.listening[str(self.dir.socket)] = self
         self.ready = True
         self._end_former()
-        self._schedule_index_work()
+        self.publisher.schedule()
         self._every(HEARTBEAT_S, heartbeat.beat)
-        self._every(SCRUB_EVERY_S, self._scrubber().step)
+        self._every(SCRUB_EVERY_S, self._scrubber(heartbeat).step)
         self._every(LEASE_POLL_S, self._watch_once)
         self.loop.run(self._stopping)
         world.note("ends")

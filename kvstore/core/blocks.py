@@ -1,0 +1,194 @@
+"""The blocks of one node: every way that a slot can take, and what the index must learn of it.
+
+These stand together: whoever changes one way must see the others. Who asks for them,
+and who may, is node.py's business.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from kvstore.core.allocator import Allocator
+from kvstore.core.events import Hold, Mark, Seal, Write
+from kvstore.core.eviction import PolicyFactory
+from kvstore.core.gone import Gone, GoneWhy
+from kvstore.core.outbox import KeyedRecord, Outbox
+from kvstore.core.record import RecordSigner, pack_place
+from kvstore.core.slots import Slot, SlotEvent, SlotState
+from kvstore.limits import Limits
+from kvstore.types import Key
+
+
+class Blocks:
+    """Slots, the keys of those that hold something, and what Redis has yet to hear."""
+
+    def __init__(
+        self,
+        *,
+        node_id: int,
+        epoch: int,
+        arenas: int,
+        arena_bytes: int,
+        limits: Limits,
+        policy: PolicyFactory,
+        signer: RecordSigner | None,
+    ) -> None:
+        self.node_id = node_id
+        self.epoch = epoch
+        self.limits = limits
+        self._signer = signer
+        self.allocator = Allocator(arenas, arena_bytes, policy)
+        self.by_key: dict[Key, Slot] = {}
+        """Every key that is SEALED or RESERVED here."""
+        self.outbox = Outbox(limits.pending_remove)
+        """What Redis has yet to hear."""
+        self.gone = Gone(limits.gone_keys)
+        # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
+        self.counts: dict[str, int] = dict.fromkeys(
+            (
+                "stored",
+                "exists",
+                "in_progress",
+                "rejected",
+                "evicted",
+                "aborted",
+                "dropped",
+                "corrupt",
+                "writers_died",
+                "recovered",
+                "recovery_dropped",
+                "repaired",
+            ),
+            0,
+        )
+
+    def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
+        """A slot in state RESERVED; None when every one that fits is reserved or pinned."""
+        taken = self.allocator.take(length)
+        if taken is None:
+            return None
+        for evicted in taken.evicted:
+            self.counts["evicted"] += 1
+            self._free(evicted, SlotEvent.EVICT, writes)
+            self.gone.note(evicted.key, GoneWhy.EVICTED, now)
+        taken.slot.move(SlotEvent.RESERVE)
+        self.allocator.became_busy(taken.slot)
+        return taken.slot
+
+    def _seal(self, slot: Slot, checksum: int, writes: list[Write]) -> None:
+        slot.move(SlotEvent.COMMIT)
+        slot.owner = 0
+        slot.checksum = checksum
+        slot.record = self.record(slot, self.epoch)
+        slot.published = False
+        self.allocator.became_evictable(slot)
+        writes.append(
+            Seal(
+                slot.slot_id,
+                slot.generation,
+                slot.key,
+                slot.length,
+                slot.size_class,
+                slot.kind,
+                slot.meta_length,
+                checksum,
+                slot.namespace_id,
+            )
+        )
+        self.outbox.publish(slot)
+        self.counts["stored"] += 1
+
+    def _release(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> None:
+        """End a reservation unsealed."""
+        self.counts["aborted"] += 1
+        if slot.key:  # not known of one that a former start of the node granted
+            self.gone.note(slot.key, why, now)
+        self._forget_key(slot)
+        slot.move(SlotEvent.ABORT)
+        slot.owner = 0
+        writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
+        self.allocator.became_free(slot, was_busy=True)
+
+    def _forget_key(self, slot: Slot) -> None:
+        if self.by_key.get(slot.key) is slot:
+            del self.by_key[slot.key]
+
+    def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
+        """Take a SEALED slot out: readers miss from here on, the index hears of it."""
+        self._forget_key(slot)
+        self.outbox.withdraw(slot)
+        if slot.former_epoch:
+            self.outbox.remove(slot.key, self.record(slot, slot.former_epoch))
+        slot.move(event)
+        writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
+        if slot.state is SlotState.FREE:
+            self.allocator.became_free(slot, was_busy=False)
+
+    def _drop_slot(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
+        """Drop a block by request; a reserved one will not be sealed."""
+        self.gone.note(slot.key, why, now)
+        if slot.state is SlotState.RESERVED:
+            slot.void = True
+            self._forget_key(slot)
+            return False
+        self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
+        self.counts["dropped"] += 1
+        return True
+
+    def _pin_slot(self, slot: Slot, writes: list[Write]) -> None:
+        if slot.pins == 0:
+            self.allocator.became_busy(slot)
+            writes.append(Hold(slot.slot_id, True))
+        slot.pins += 1
+
+    def _pinned_slot(self, slot_id: int) -> Slot:
+        slot = self.allocator.slot(slot_id)
+        assert slot is not None
+        assert slot.pins > 0
+        return slot
+
+    def _unpin_slot(self, slot: Slot, count: int, writes: list[Write]) -> None:
+        slot.pins -= count
+        assert slot.pins >= 0
+        if slot.pins:
+            return
+        writes.append(Hold(slot.slot_id, False))
+        if slot.state is SlotState.DOOMED:
+            slot.move(SlotEvent.UNPIN)
+            self.allocator.became_free(slot, was_busy=True)
+        else:
+            self.allocator.became_evictable(slot)
+
+    def record(self, slot: Slot, epoch: int) -> bytes:
+        """What the index holds about it, as a start of that epoch says it."""
+        record = pack_place(
+            slot.key,
+            self.node_id,
+            epoch,
+            0,
+            slot.slot_id,
+            slot.generation,
+            slot.size_class,
+            slot.length,
+            slot.checksum,
+        )
+        return record if self._signer is None else self._signer.signed(slot.key, record)
+
+    def republish(self) -> int:
+        """The index lost keys: everything sealed must be published again, the latest first.
+
+        After a failover stale records may be there, or be there again: pending
+        removals stay, and the latest that were done are repeated.
+        """
+        self.outbox.remove_again()
+        for slot in reversed(self.by_key.values()):
+            if slot.state is SlotState.SEALED:
+                self.outbox.publish_again(slot)
+        return self.outbox.publications_pending
+
+    def take_published(self, at_most: int) -> list[KeyedRecord]:
+        """Forget up to `at_most` published blocks and return their records (the node ends)."""
+        slots = list(islice((s for s in self.by_key.values() if s.published), at_most))
+        for slot in slots:
+            del self.by_key[slot.key]
+        return [(slot.key, slot.record) for slot in slots]

@@ -1,0 +1,48 @@
+"""At most one process at a time is the node of a name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.errors import UsageError
+from kvstore.node.publisher import STOP_TIMEOUT_S
+from kvstore.nodedir import NodeDir, sweep, try_lock
+from kvstore.rundir import socket_path
+
+NAME_TAKEN_TIMEOUT_S = 0.2
+"""How long a node that serves may keep its name from us: it may be about to stop."""
+NAME_FREED_TIMEOUT_S = STOP_TIMEOUT_S * 2
+"""The same for one that does not serve (any more): it starts, or takes its records out."""
+LOCK_RETRY_S = 0.01
+
+
+async def take_name(directory: NodeDir, run_dir: Path, give_up: Callable[[], bool]) -> int:
+    """Become the one process that is this node, and clear what dead ones left.
+
+    Returns the descriptor whose lock says so. Raises `UsageError` when a node of this
+    name runs, or `give_up` says so.
+    """
+    socket_path(directory.socket)
+    sweep(run_dir)
+    started_at = time.monotonic()
+    while True:
+        try:
+            directory.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fd = try_lock(directory.lock)
+            if fd is not None and os.fstat(fd).st_ino == directory.lock.stat().st_ino:
+                return fd
+        except FileNotFoundError:
+            fd = None  # swept away between mkdir and lock
+        if fd is not None:
+            os.close(fd)
+        serving = directory.socket.exists()
+        patience_s = NAME_TAKEN_TIMEOUT_S if serving else NAME_FREED_TIMEOUT_S
+        if time.monotonic() - started_at > patience_s or give_up():
+            raise UsageError(
+                "name", directory.name, f"a node of this name runs in {directory.path}"
+            )
+        await asyncio.sleep(LOCK_RETRY_S)

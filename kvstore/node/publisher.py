@@ -1,0 +1,123 @@
+"""What a node tells the index, and the answers to clients that wait until it is told.
+
+The node's event loop waits for the index only in here, at most `publish_timeout_s` at a
+time, and behind a circuit breaker that makes a dead index cost nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from kvstore.core.node import NodeCore
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index, KeyRecord
+from kvstore.node.sessions import Speaker
+
+log = logging.getLogger("kvstore.node")
+
+PUBLISH_BATCH = 2000
+"""Clients' requests wait while one is under way, 4 ms; Redis works on its first part while
+the next is put together."""
+REMOVE_BATCH = 512
+REMOVE_DELAY_S = 0.05
+"""Removals are only hygiene (a stale record is a miss): they wait to travel together."""
+INDEX_RETRY_S = 0.2
+STOP_TIMEOUT_S = 5.0
+"""For all records of a node that ends; what is left then is stale, a miss."""
+
+
+class Publisher:
+    """Takes the outbox of `core` to `index`, batch by batch. Only the node's loop uses it."""
+
+    def __init__(self, core: NodeCore, index: Index, loop: asyncio.AbstractEventLoop) -> None:
+        self._core = core
+        self._index = index
+        self._loop = loop
+        self.away = False
+        """The last publication failed: nobody waits for the next one."""
+        self._held: list[tuple[Speaker, list[Any]]] = []
+        self._flush_due = False
+        self._remove_due = False
+
+    def answer(self, to: Speaker, answer: list[Any]) -> None:
+        """Send it when what was sealed up to now is in the index, or will not be soon."""
+        if self._core.outbox.awaited and not self.away:
+            self._held.append((to, answer))
+        else:
+            to.send(answer)
+
+    def schedule(self) -> None:
+        """See to it that what is pending goes out soon."""
+        if self._core.outbox.publications_pending and not self._flush_due:
+            # All requests that are ready in this turn of the loop are handled
+            # before the flush: that is the group commit.
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+        if self._core.outbox.removals_pending and not self._remove_due:
+            self._remove_due = True
+            self._loop.call_later(REMOVE_DELAY_S, self.remove)
+
+    def _flush(self) -> None:
+        outbox = self._core.outbox
+        work = outbox.take_publications(PUBLISH_BATCH)
+        again_s = 0.0
+        try:
+            lost = self._index.publish(list(map(KeyRecord._make, work)))
+            if lost:
+                away = set(lost)
+                outbox.published([item for item in work if item not in away])
+                outbox.postpone(lost)
+            else:
+                outbox.published(work)
+            self.away = bool(lost)
+            if lost and len(lost) == len(work):
+                again_s = INDEX_RETRY_S  # nothing is left that the other shards could take
+        except IndexUnavailableError as e:
+            log.debug("publication waits: %s", e)
+            self.away = True
+            again_s = INDEX_RETRY_S
+        if again_s or not outbox.awaited:
+            held, self._held = self._held, []
+            for to, answer in held:
+                to.send(answer)
+        if outbox.publications_pending:
+            self._loop.call_later(again_s, self._flush)
+        else:
+            self._flush_due = False
+
+    def remove(self) -> None:
+        """Take out a batch of what is to be removed, and the rest later."""
+        work = self._core.outbox.take_removals(REMOVE_BATCH)
+        if not work:
+            self._remove_due = False
+            return
+        again_s = REMOVE_DELAY_S
+        try:
+            self._index.remove([KeyRecord(*item) for item in work])
+            self._core.outbox.removed(work)
+        except IndexUnavailableError:
+            again_s = INDEX_RETRY_S
+        self._remove_due = self._core.outbox.removals_pending > 0
+        if self._remove_due:
+            self._loop.call_later(again_s, self.remove)
+
+    def refill(self) -> None:
+        """The index lost keys: publish everything anew."""
+        count = self._core.republish()
+        log.info("the index was emptied, restarted or failed over: publishing %d blocks", count)
+        self.schedule()
+
+    def withdraw_all(self) -> None:
+        """Take out the records of all blocks: the node ends and its segment goes.
+
+        Raises `IndexUnavailableError`.
+        """
+        give_up_at = time.monotonic() + STOP_TIMEOUT_S
+        while time.monotonic() < give_up_at:
+            batch = self._core.take_published(REMOVE_BATCH)
+            if not batch:
+                return
+            self._index.remove([KeyRecord(*item) for item in batch])

@@ -1,0 +1,82 @@
+"""Who is there on other hosts, by a clock of its own."""
+
+import pytest
+
+from kvstore.client.remote import RemoteNodes
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.memory import MemoryIndex
+from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
+from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S, HEARTBEAT_S, JITTER
+from kvstore.nodedir import Announcement
+from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream import NAME as STREAM
+
+WORD = Announcement(
+    node_id=7,
+    epoch=1,
+    name="node",
+    host="there",
+    pid=1,
+    key_prefix="kv",
+    data_path="",
+    head_path="",
+    control_path="",
+    arenas=1,
+    arena_bytes=1 << 20,
+    inline_bytes=1,
+    transports={STREAM: "tcp://there:7400"},
+)
+MOMENT_S = 0.01
+
+
+class Index(MemoryIndex):
+    away = False
+    now = 0.0
+
+    def __init__(self):
+        super().__init__(now=lambda: self.now)
+
+    def node(self, node_id):
+        if self.away:
+            raise IndexUnavailableError("switched off")
+        return super().node(node_id)
+
+
+@pytest.fixture
+def index():
+    index = Index()
+    index.announce(WORD.node_id, WORD.pack(), ANNOUNCEMENT_TTL_S)  # its last heartbeat
+    return index
+
+
+@pytest.fixture
+def there(index):
+    """Whether a client that asks now takes the node for alive."""
+    nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
+
+    def there(now):
+        index.now = now
+        return nodes.node(WORD.node_id, WORD.epoch, now) is not None
+
+    yield there
+    nodes.close()
+
+
+@pytest.mark.parametrize("looked_at", [0.0, 0.5, 2.0, ANNOUNCEMENT_TTL_S - MOMENT_S])
+def test_a_dead_node_is_gone_within_its_time_to_live_whenever_it_was_last_looked_for(
+    there, looked_at
+):
+    assert there(looked_at)
+    assert not there(NODE_TTL_S)
+
+
+def test_while_the_index_is_away_a_node_is_believed_for_its_time_to_live(there, index):
+    assert there(0.0)
+    index.away = True
+    steps = [i * NODE_BELIEVED_S for i in range(1, 20)]
+    believed = [now for now in steps if there(now)]
+    assert believed == [now for now in steps if now < NODE_TTL_S - NODE_BELIEVED_S]
+
+
+def test_a_living_node_may_miss_two_heartbeats_in_a_row():
+    assert 3 * HEARTBEAT_S * (1 + JITTER) < ANNOUNCEMENT_TTL_S
