@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -92,12 +93,21 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def free_ports(count: int) -> list[int]:
+@contextlib.contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Ports of this machine that nobody else is given meanwhile.
+
+    An engine binds its own more than a minute after it was named; without this, any outgoing
+    connection may have it by then. Who sets SO_REUSEADDR, as vLLM and aiohttp do, may
+    listen there: these sockets do not.
+    """
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
             one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in found]
+            # After the choice, so that nobody else's held port is chosen.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield [int(one.getsockname()[1]) for one in held]
 
 
 def start_node(processes: Processes, run_dir: Path) -> None:
@@ -141,16 +151,16 @@ def start_engine(
     return f"http://127.0.0.1:{port}"
 
 
-def run(options: argparse.Namespace, processes: Processes) -> int:
+def run(options: argparse.Namespace, processes: Processes, ports: list[int]) -> int:
     model = options.out / "model"
     demo_model.build(model)
     run_dir = Path(tempfile.mkdtemp(prefix="kvp-"))
     start_node(processes, run_dir)
     roles = ["kv_producer"] * options.prefill + ["kv_consumer"] * options.decode + [None]
-    router_port, *ports = free_ports(1 + len(roles))
+    router_port, *engine_ports = ports
     cores = sorted(os.sched_getaffinity(0))
     engines: dict[str | None, list[str]] = {}
-    for i, (role, port) in enumerate(zip(roles, ports, strict=True)):
+    for i, (role, port) in enumerate(zip(roles, engine_ports, strict=True)):
         name = f"{role or 'single'}-{i}"
         url = start_engine(processes, name, port, model, role, run_dir, cores[i % len(cores)])
         engines.setdefault(role, []).append(url)
@@ -190,7 +200,8 @@ def main() -> int:
     processes = Processes(options.out)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        return run(options, processes)
+        with held_ports(options.prefill + options.decode + 2) as ports:
+            return run(options, processes, ports)
     finally:
         processes.close()
 
