@@ -43,13 +43,17 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
             about = machine(server.url)
             node.wait_ready()
             redis_pid = int(redis.Redis.from_url(server.url).info("server")["process_id"])
-            deadlines_s = {"redis": limits.redis_timeout_s, "node": limits.request_timeout_s}
             pids = {"redis": redis_pid, "node": node.process.pid}
+            deadlines_s = {
+                ("redis", "get"): limits.redis_timeout_s,
+                ("redis", "put"): limits.publish_timeout_s,  # the node's, for the first alone
+                ("node", "get"): 0.0,  # reading asks no node
+                ("node", "put"): limits.request_timeout_s,
+            }
             rows = [
-                {"stopped": stopped, "op": op, "deadline_ms": round(deadlines_s[stopped] * 1e3)}
+                {"stopped": stopped, "op": op, "deadline_ms": round(deadline_s * 1e3)}
                 | _stop(pids[stopped], op, f"{stopped}-{op}", server.url, run_dir, options.seconds)
-                for stopped in pids
-                for op in ("get", "put")
+                for (stopped, op), deadline_s in deadlines_s.items()
             ]
         finally:
             node.stop(signal.SIGTERM)

@@ -19,7 +19,7 @@ import msgpack
 
 from kvstore.client.lease import Lease, lease_at
 from kvstore.core import wire
-from kvstore.core.breaker import Breaker
+from kvstore.core.breaker import Breaker, BreakerState
 from kvstore.core.wire import PROTOCOL_VERSION, Op
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.nodedir import NodeDir
@@ -30,6 +30,9 @@ RECV_BYTES = 1 << 16
 FAILURES_TO_OPEN = 1
 """One unanswered request costs a whole deadline: the next ones must not."""
 REOPEN_AFTER_S = 1.0
+PROBE_TIMEOUT_S = 0.1
+"""For the HELLO that asks whether a node answers again: it waits for nothing else there, so a
+caller need not pay another whole deadline for a node that is stopped."""
 
 Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int, int]]]
 """(slot, generation) reserved and (slot, generation, times) pinned by this client right now."""
@@ -112,10 +115,12 @@ class ControlChannel:
         give_up_at = time.monotonic() + self._timeout_s
         self._acquire(give_up_at)
         try:
-            if not self._breaker.allows(time.monotonic()):
+            now = time.monotonic()
+            if not self._breaker.allows(now):
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
+            probes = self._breaker.state is BreakerState.HALF_OPEN
             try:
-                self._connect(give_up_at)
+                self._connect(min(give_up_at, now + PROBE_TIMEOUT_S) if probes else give_up_at)
                 return self._send([op, self._number(), *args], give_up_at, accept)
             except (DeadlineError, NodeUnavailableError):
                 self._failed()
@@ -309,6 +314,4 @@ class ControlChannel:
         ticket.end(ticket.accept(body), None)
 
     def _too_late(self) -> DeadlineError:
-        return DeadlineError(
-            f"node {self.directory.name} did not answer within {self._timeout_s} s"
-        )
+        return DeadlineError(f"node {self.directory.name} did not answer in time")
