@@ -14,7 +14,7 @@ from kvstore.transport import select
 from kvstore.transport.nixl import NAME as NIXL
 from kvstore.transport.nixl_process import installed
 
-REQUIRED = ("hiredis", "msgpack", "xxhash", "tenacity")
+REQUIRED = ("redis", "hiredis", "msgpack", "xxhash", "tenacity")
 OPTIONAL = {
     "numpy": ("numpy",),
     "torch": ("torch",),
