@@ -13,7 +13,7 @@ from kvstore.index.open import URL_VARIABLE
 
 KEY_PREFIX_DEFAULT = "kv:default"
 NAMESPACE_DEFAULT = "default"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:(i?)b?)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,19})?)\s*([kmgtp]?)(?:(i?)b?)", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 

@@ -65,8 +65,7 @@ class _Holdings:
         self.pinned: dict[tuple[int, int], int] = {}
 
     def said(self) -> Held:
-        pinned = [(slot, generation, times) for (slot, generation), times in self.pinned.items()]
-        return list(self.reserved), pinned
+        return list(self.reserved), [(*handle, times) for handle, times in self.pinned.items()]
 
     def __bool__(self) -> bool:
         return bool(self.reserved or self.pinned)

@@ -17,7 +17,8 @@ OTHER = """
 import sys
 from pathlib import Path
 from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
-with Client(run_dir=Path(sys.argv[1]), limits=Limits(redis_timeout_s=5.0)) as client:
+patient = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+with Client(run_dir=Path(sys.argv[1]), limits=patient) as client:
     print(client.get("k"), client.put("from the other", b"2").status, flush=True)
 """
 
