@@ -32,9 +32,9 @@ def device_memory(
     """See `connector.blocks.kv_memory`. All groups are on one CUDA device."""
     from connector.cuda.queue import Cuda, CudaDevice
 
-    layouts = [layout_of(*group) for group in groups]
     try:
         cuda = Cuda(groups[0][0][0].device)
+        layouts = [layout_of(*group) for group in groups]
         pool = LockedPool(cuda, mappings, count)
         device = CudaDevice(
             cuda,
