@@ -40,10 +40,10 @@ class Cuda:
         torch.empty(1, device=device)  # makes the context
         with torch.cuda.device(device):
             self._context = self.call(driver.cuCtxGetCurrent)
-        try:
-            self._module = self.call(driver.cuModuleLoadData, code)
-        except InternalError as e:
-            raise NoKernelError(f"the driver does not load the kernel: {e}") from e
+            try:
+                self._module = self.call(driver.cuModuleLoadData, code)
+            except InternalError as e:
+                raise NoKernelError(f"the driver does not load the kernel: {e}") from e
         self._kernels: dict[str, Any] = {}
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
