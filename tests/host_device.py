@@ -104,8 +104,16 @@ class HostQueue:
         self._device.go_on()
 
     def wait(self) -> None:
-        while self.pending:
-            self.pending.popleft()()
+        while self.do_one():
+            pass
+
+    def do_one(self) -> bool:
+        """Do what is first in the queue; False when nothing is."""
+        with self._device.lock:  # another thread may be at it
+            if self.pending:
+                self.pending.popleft()()
+                return True
+        return False
 
 
 def _move(target: int, source: int, size_bytes: int) -> None:
@@ -131,7 +139,7 @@ class HostDevice:
         self.distance = 0
         """From where host memory is to where the device reaches it."""
         self._users = 0
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
 
     @property
     def busy(self) -> bool:
@@ -140,8 +148,8 @@ class HostDevice:
     def go_on(self) -> None:
         """Now and then a queue does some of what it has."""
         for queue in (*self.saving, *self.loading):
-            while queue.pending and self._random.random() < 0.3:
-                queue.pending.popleft()()
+            while self._random.random() < 0.3 and queue.do_one():
+                pass
 
     def constant(self, data: bytes) -> int:
         memory = _Memory(len(data))
@@ -151,12 +159,12 @@ class HostDevice:
 
     @contextmanager
     def host_memory(self) -> Iterator[HostDevice]:
-        with self._lock:
+        with self.lock:
             self._users += 1
         try:
             yield self
         finally:
-            with self._lock:
+            with self.lock:
                 self._users -= 1
                 if not self._users:
                     assert not self.busy, "host memory was let go with copies under way"

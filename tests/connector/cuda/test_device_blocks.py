@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import numpy as np
 import pytest
 from host_device import HostDevice
@@ -98,3 +102,25 @@ def test_work_that_was_started_before_is_over_when_ready_is_waited_for() -> None
     device.compute.append(lambda: done.append(3))
     copier.wait_ready(ready)
     assert done == [0, 1, 2]
+
+
+def test_one_thread_saves_while_another_loads() -> None:
+    """Each has queues of its own."""
+    one, other, device = Case(SHAPE, 1), Case(SHAPE, 2), HostDevice(5, staging_bytes=2 * SIZE)
+    copier, loader = blocks(one, device), blocks(other, device)
+    items, outs = gathers(8)
+    payload = Case(SHAPE, 3).payload([0, 1]).tobytes()
+    scatters = [Scatter(memoryview(payload), 0, [2 * i, 2 * i + 1]) for i in range(8)]
+
+    def again(copy: Callable[[Any], None], what: Any) -> None:
+        for _ in range(20):
+            copy(what)
+
+    with ThreadPoolExecutor(2) as pool:
+        saving = pool.submit(again, copier.gather_many, items)
+        loading = pool.submit(again, loader.scatter_many, scatters)
+    saving.result()
+    loading.result()
+    for item, out in zip(items, outs, strict=True):
+        assert out == one.payload(list(item.block_ids)).tobytes()
+        assert other.payload(list(item.block_ids)).tobytes() == payload
