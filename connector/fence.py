@@ -24,9 +24,17 @@ class Fence:
     def ended(self) -> bool:
         return self._ended
 
+    def enter(self) -> bool:
+        """Hold off `try_end` until `leave`; False when the transfer has ended."""
+        self._lock.acquire()
+        return not self._ended
+
+    def leave(self) -> None:
+        self._lock.release()
+
     @contextmanager
     def copying(self) -> Iterator[bool]:
-        """Hold off `try_end` during a copy; gives False when the transfer has ended."""
+        """`enter`, and `leave` in the end."""
         with self._lock:
             yield not self._ended
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from connector import metrics
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
@@ -62,7 +61,6 @@ class Save:
 
 
 Transfer = Load | Save
-T = TypeVar("T", Load, Save)
 
 
 class Reserved(NamedTuple):
@@ -94,13 +92,6 @@ def block_views(
     return its
 
 
-@contextmanager
-def _entered(tasks: set[T]) -> Iterator[dict[T, bool]]:
-    """Hold off the end of each of `tasks`; False for those that have ended."""
-    with ExitStack() as stack:
-        yield {task: stack.enter_context(task.fence.copying()) for task in tasks}
-
-
 def gather_all(
     groups: Sequence[KVBlocks], entries: Sequence[Reserved], clock: Clock, layer: int | None = None
 ) -> list[Reserved]:
@@ -111,11 +102,13 @@ def gather_all(
     blocks = groups[entries[0].block.group]
     for start in range(0, len(entries), blocks.batch_blocks):
         batch = entries[start : start + blocks.batch_blocks]
-        for task in {entry.task for entry in batch}:
+        tasks = {entry.task for entry in batch}
+        for task in tasks:
             blocks.wait_ready(task.ready)
-        with _entered({entry.task for entry in batch}) as allowed:
+        allowed = {task: task.fence.enter() for task in tasks}
+        try:
             now = clock()
-            for task in allowed:
+            for task in tasks:
                 if not allowed[task] or now >= task.deadline:
                     allowed[task] = False
                     task.why = task.why or MissReason.DEADLINE
@@ -124,6 +117,9 @@ def gather_all(
                 blocks.gather_many(
                     [Gather(e.block.block_ids, e.reservation.buffer) for e in copied], layer
                 )
+        finally:
+            for task in tasks:
+                task.fence.leave()
         filled += copied
     return filled
 
@@ -137,7 +133,8 @@ def scatter_all(
 
     One batch. What belongs to a load that has ended is not copied and not right.
     """
-    with _entered({task for task, _, _ in opened}) as allowed:
+    allowed = {task: task.fence.enter() for task in {task for task, _, _ in opened}}
+    try:
         items = [
             Scatter(view.buffer, block.skip, block.block_ids, part)
             for task, block, views in opened
@@ -146,6 +143,9 @@ def scatter_all(
         ]
         if items:
             blocks.scatter_many(items, layer)
+    finally:
+        for task in allowed:
+            task.fence.leave()
     return [allowed[task] and all(view.valid() for view, _ in views) for task, _, views in opened]
 
 
