@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from connector.blocks import KVMemory
 from connector.cuda.blocks import DeviceBlocks
-from connector.cuda.nvrtc import NoKernelError
 from connector.cuda.plan import layout_of
 from connector.cuda.pool import LockedPool
 from connector.cuda.torch_blocks import TorchBlocks
 from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
+from kvstore import KVStoreError
 
 if TYPE_CHECKING:
     from connector.geometry import KVGeometry
@@ -42,7 +42,7 @@ def device_memory(
             max(DEVICE_PAGES_MAX, *(layout.pages_per_payload for layout in layouts)),
             pool,
         )
-    except (NoKernelError, RuntimeError) as e:  # torch's own, such as no room for staging
+    except (KVStoreError, RuntimeError) as e:  # torch's own, such as no room for staging
         log.warning("KV is copied by torch, payload after payload, which is slower: %s", e)
         return KVMemory([TorchBlocks(*group) for group in groups], lambda: None)
     copiers = [

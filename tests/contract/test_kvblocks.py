@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from contract.kvblocks import KVBlocksContract
 from host_device import HostDevice
-from kv_cases import Case  # noqa: TC002
 
 from connector.blocks import HostBlocks, KVBlocks
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import layout_of
+
+if TYPE_CHECKING:
+    from kv_cases import Case
 
 pytest.importorskip("numpy")
 

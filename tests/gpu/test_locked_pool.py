@@ -15,7 +15,8 @@ from connector.blocks import Gather, Scatter
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import layout_of
 from connector.cuda.pool import LockedPool
-from kvstore import BlockSession, PoolMapping
+from kvstore import BlockSession, PoolMapping, UsageError
+from kvstore.index.embedded import find_server
 
 torch: Any = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -98,9 +99,18 @@ def test_blocks_go_through_shared_memory_locked_or_not(cuda: Any, locked: bool) 
     device.close()
 
 
-def test_two_workers_share_kv_of_a_device_through_a_real_node(node: Any) -> None:
+@pytest.fixture
+def real_node(request: pytest.FixtureRequest) -> Any:
+    try:
+        find_server()
+    except UsageError as e:
+        pytest.skip(f"no redis-server: {e}")
+    return request.getfixturevalue("node")
+
+
+def test_two_workers_share_kv_of_a_device_through_a_real_node(real_node: Any) -> None:
     """What is saved from one cache is loaded into the other; the node's memory is locked."""
-    sessions = [BlockSession(**node.client_options) for _ in range(2)]
+    sessions = [BlockSession(**real_node.client_options) for _ in range(2)]
     one, other = (
         Worker(session, seed=seed, device="cuda") for seed, session in enumerate(sessions)
     )

@@ -9,17 +9,19 @@ from __future__ import annotations
 import sys
 import types
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from contract.kvblocks import KVBlocksContract
-from kv_cases import Case  # noqa: TC002
 
 from connector.blocks import KVBlocks
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import layout_of
 from connector.cuda.pool import LockedPool
+
+if TYPE_CHECKING:
+    from kv_cases import Case
 
 
 class Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from connector_parts import Worker, bits, keys, load_job, loaded, save, save_job, taken
@@ -13,9 +15,14 @@ from host_device import HostDevice
 from connector.blocks import KVMemory
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import layout_of
+from connector.cuda.pool import LockedPool, address_of
 from connector.cuda.start import device_memory
 from connector.layerwise_worker import LayerwiseWorker
+from kvstore import BlockSession
 from kvstore.testing.blockstore import MemoryBlockStore
+
+if TYPE_CHECKING:
+    from stores import NodeProcess
 
 torch = pytest.importorskip("torch")
 LAYERS = ("layer0", "layer1")
@@ -153,3 +160,52 @@ def test_without_the_kernel_torch_copies_and_one_warning_says_so(
     assert len(made) == 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "no such library" in caplog.text
+
+
+class Registrar:
+    def lock(self, address: int, size_bytes: int, writable: bool) -> str:
+        return "" if writable else "not_supported"
+
+    def unlock(self, address: int) -> None:
+        pass
+
+
+def test_trap_through_a_real_node_every_copy_is_of_memory_that_is_locked(
+    monkeypatch: pytest.MonkeyPatch, node: NodeProcess
+) -> None:
+    """Loads too, although they are looked at in a mapping that cannot be locked."""
+    reached: list[int] = []
+
+    def memory(groups: Any, block_tokens: int, mappings: Any, count: Any) -> KVMemory:
+        ((kv, geometry),) = groups
+        device, pool = HostDevice(1), LockedPool(Registrar(), mappings, count)
+        pool.look()
+
+        @contextmanager
+        def held() -> Iterator[Any]:
+            with pool.held() as table:
+
+                def address(view: memoryview) -> int:
+                    at = table.address(view)
+                    writable = [m.memory for m in mappings() if m.writable]
+                    assert any(0 <= at - address_of(m) < len(m) for m in writable)
+                    reached.append(at)
+                    return at
+
+                yield SimpleNamespace(address=address)
+
+        device.host_memory = held  # type: ignore[assignment, method-assign]
+        layout = layout_of(list(kv.values()), geometry, block_tokens)
+        return KVMemory([DeviceBlocks(layout, device)], pool.close)
+
+    monkeypatch.setattr("connector.worker.kv_memory", memory)
+    sessions = [BlockSession(**node.client_options) for _ in range(2)]
+    one, other = (Worker(session, seed=seed) for seed, session in enumerate(sessions))
+    save(one, save_job(4))
+    other.core.start_loads([load_job(sessions[1], 4)])
+    assert not loaded(other).invalid_block_ids
+    assert torch.equal(bits(other.kv)[:, 11:19], bits(one.kv)[:, 1:9])
+    assert len(reached) == 8
+    assert taken(other.core.take_stats)["page_locked_bytes"] > 0
+    for worker in (one, other):
+        worker.core.close()
