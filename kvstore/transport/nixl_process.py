@@ -94,11 +94,12 @@ class NixlProcess:
             self._number += 1
             number = self._number
             self._waiting[number] = future
-            try:
-                self._send(msgpack.packb([operation, number, *arguments]), deadline)
-            except BaseException:
-                del self._waiting[number]
-                raise
+        try:
+            self._send(msgpack.packb([operation, number, *arguments]), deadline)
+        except BaseException:
+            with self._lock:
+                self._waiting.pop(number, None)
+            raise
         return future
 
     def _send(self, raw: bytes, deadline: float) -> None:

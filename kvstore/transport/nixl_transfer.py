@@ -191,7 +191,7 @@ class NixlTransfer:
                 return
             if not self._flying:
                 if self._next is None:
-                    self._finish()
+                    self._ended = True
                 elif time.monotonic() >= self._deadline or not self._reader.usable:
                     self._fail("no room to read into in time")
                 elif not wait:
@@ -298,7 +298,3 @@ class NixlTransfer:
         self._ended = True
         if blame:
             self._blame(reason)
-
-    def _finish(self) -> None:
-        """All that was to come has been judged."""
-        self._ended = True
