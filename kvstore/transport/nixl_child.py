@@ -36,7 +36,7 @@ HELLO = 0
 PACKET_BYTES_MAX = 256 << 10
 PROBE_BYTES = 4096
 IDLE_POLL_S = 0.02
-"""How often an owner lets UCX work when nobody is about to connect: 0.1% of a core."""
+"""How often an owner lets UCX work when nobody is about to connect: 0.4% of a core."""
 EAGER_S = 2.0
 """How long it does so all the time after somebody asked for the way in."""
 EAGER_POLL_S = 0.0005

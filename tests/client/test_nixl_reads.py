@@ -84,6 +84,22 @@ def test_reads_go_by_stream_until_nixl_has_proved_itself(writer, reader):
     assert counts(writer)["shm_bytes"] == MIB
 
 
+def test_it_can_be_forced_and_left_out(node, writer, monkeypatch):
+    assert writer.put("f", b"v" * 1000)
+    with tempfile.TemporaryDirectory(prefix="kve-") as elsewhere:
+        options = {**node.client_options, "run_dir": Path(elsewhere), "limits": PATIENT}
+        options["security"] = StreamSecurity(secret=SECRET.encode())
+        monkeypatch.setenv("KVSTORE_TRANSPORTS", "nixl")
+        with Client(**options) as forced:
+            wait_until(lambda: forced.get("f") == b"v" * 1000, "a read through NIXL", LONG_S)
+            assert counts(forced)["nixl_hits"] == 1
+            assert counts(forced)["stream_hits"] == 0
+        monkeypatch.setenv("KVSTORE_TRANSPORTS", "stream")
+        with Client(**options) as without:
+            assert without.get("f") == b"v" * 1000
+            assert without.session.remote._nixl is None
+
+
 @pytest.mark.parametrize("size", [0, 1, 100_000, 4 * MIB])
 def test_values_of_every_size_come_whole(writer, reader, size):
     value = os.urandom(size)
