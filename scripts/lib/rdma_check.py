@@ -1,15 +1,4 @@
-"""`scripts/rdma-check`: whether reading through NIXL works between two hosts, and over what.
-
-    export KVSTORE_SECRET=...                           the same on both
-    scripts/rdma-check server --listen 0.0.0.0:7700     on one
-    scripts/rdma-check client OTHER_HOST:7700           on the other
-    scripts/rdma-check local                            both on this host
-
-The client checks this host's devices and limits, the first READ, which transport
-UCX takes, bytes, and that nobody hangs or crashes when a process of the other side is
-stopped or killed, or its own. Ends with 0 when all is well over RDMA, with 3 when all
-is well but no RDMA was found, else with 1.
-"""
+"""`scripts/rdma-check`: whether reading through NIXL works between two hosts, and over what."""
 
 from __future__ import annotations
 
@@ -126,7 +115,7 @@ def start_node(run_dir: Path, listen: tuple[str, int], advertise: str, checks: C
                 return node
             time.sleep(0.1)
         node.stop()
-    checks.say(False, "a node's memory cannot be registered: see what NIXL and UCX said above")
+    checks.say(False, "a node's memory cannot be offered: see what NIXL and UCX said")
     raise SystemExit(1)
 
 
