@@ -156,7 +156,8 @@ def start_engines(
         stack.callback(engine.close)
         return engine
 
-    with ThreadPoolExecutor(ENGINES + 1) as pool:
+    # One that starts keeps two cores busy, and what takes its turn has all of its time for itself.
+    with ThreadPoolExecutor(max(1, len(cores) // 2)) as pool:
         return list(pool.map(launch, range(ENGINES + 1)))
 
 
