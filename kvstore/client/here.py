@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.client.base import Found
 from kvstore.client.nodes import LocalNodes
-from kvstore.core.record import RecordSigner, pack_record
+from kvstore.core.record import RecordSigner, pack_place
 from kvstore.index.base import Record
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.segment.locate import offset_of
-from kvstore.types import Key, Location
+from kvstore.types import Key
 
 KEYS_AT_ONCE = 64
 """Looked for between two looks at the clock; about 1 ms."""
@@ -56,8 +56,7 @@ def _record(nodes: LocalNodes, key: Key) -> Record | None:
             continue
         generation, _, length, size_class, _, _, checksum, _ = header
         word = attached.announcement
-        location = Location(
-            word.node_id, word.epoch, 0, slot_id, generation, size_class, length, checksum
+        return pack_place(
+            key, word.node_id, word.epoch, 0, slot_id, generation, size_class, length, checksum
         )
-        return pack_record(key, location)
     return None

@@ -260,7 +260,7 @@ class RemoteNodes:
         log.warning("%d blocks of node %s arrived damaged: misses", len(damaged), word.name)
         deadline = min(time.monotonic() + REPORT_TIMEOUT_S, give_up_at)
         with suppress(PeerError):
-            tell(self.stream, word, [Op.SUSPECT, 0, b"".join(damaged)], deadline)
+            tell(self.stream, word, [Op.SUSPECT, 0, join_keys(damaged)], deadline)
 
     def failed(self, node_id: int) -> None:
         """A save there failed: it is left alone for a while, by reads too."""
