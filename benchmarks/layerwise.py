@@ -304,7 +304,8 @@ def _vllm(repetitions: int) -> list[Row]:
                 url=here.url,
                 run_dir=str(here.run_dir),
                 block_tokens=BLOCK_TOKENS,
-                lookup_timeout_s=0.5,
+                lookup_timeout_s=2.0,
+                load_timeout_s=WAIT_S,
                 layerwise=layerwise,
             )
             settings = EngineSettings(

@@ -151,10 +151,9 @@ def start_engine(
     return f"http://127.0.0.1:{port}"
 
 
-def run(options: argparse.Namespace, processes: Processes, ports: list[int]) -> int:
+def run(options: argparse.Namespace, processes: Processes, run_dir: Path, ports: list[int]) -> int:
     model = options.out / "model"
     demo_model.build(model)
-    run_dir = Path(tempfile.mkdtemp(prefix="kvp-"))
     start_node(processes, run_dir)
     roles = ["kv_producer"] * options.prefill + ["kv_consumer"] * options.decode + [None]
     router_port, *engine_ports = ports
@@ -197,13 +196,14 @@ def main() -> int:
         return 2
     options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
-    processes = Processes(options.out)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        with held_ports(options.prefill + options.decode + 2) as ports:
-            return run(options, processes, ports)
-    finally:
-        processes.close()
+    ports_needed = options.prefill + options.decode + 2  # the single engine's and the router's
+    with (
+        tempfile.TemporaryDirectory(prefix="kvp-", ignore_cleanup_errors=True) as run_dir,
+        contextlib.closing(Processes(options.out)) as processes,
+        held_ports(ports_needed) as ports,
+    ):
+        return run(options, processes, Path(run_dir), ports)
 
 
 if __name__ == "__main__":
