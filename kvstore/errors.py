@@ -52,5 +52,9 @@ class NoSpaceError(PeerError):
     """The machine has no room for what was asked at start-up (/dev/shm, memlock)."""
 
 
+class DeviceError(PeerError):
+    """A CUDA device, its driver or its bindings are missing, or refused."""
+
+
 class InternalError(KVStoreError):
     """Our bug: an invariant does not hold. Please report it."""

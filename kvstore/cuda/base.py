@@ -1,0 +1,148 @@
+"""What the store needs of a CUDA device. One suite (tests/contract/cuda.py) runs against each."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+IPC_HANDLE_BYTES = 64
+"""CUDA_IPC_HANDLE_SIZE."""
+POLLS_BEFORE_SLEEP = 50
+POLL_PAUSE_S = 50e-6
+POLL_PAUSE_MAX_S = 1e-3
+
+Copy = tuple[int, int, int]
+"""(destination address, source address, bytes). Either may be memory of a device or of the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRange:
+    """A contiguous range of a CUDA device's memory; its length is its size in bytes."""
+
+    address: int
+    """As this process sees it."""
+    size_bytes: int
+    device: int
+    """Ordinal of the device in this process."""
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+
+class Event(Protocol):
+    """What was queued on a stream up to one moment."""
+
+    def done(self) -> bool:
+        """Whether all of it has been carried out. Raises `DeviceError` when it failed."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of copies of our own: it waits for no other stream and none waits for it.
+
+    Thread-safe. Memory named in a copy must stay until an event recorded after it is done.
+    """
+
+    def copy(self, batch: Sequence[Copy]) -> None:
+        """Queue copies, to be carried out in order. Raises `DeviceError`: then some of the batch
+        may be queued."""
+        ...
+
+    def record(self) -> Event:
+        """An event for all that is queued so far."""
+        ...
+
+    def close(self) -> None:
+        """After the last copy is done. Safe to call twice."""
+        ...
+
+
+class CudaDevice(Protocol):
+    """One device as one process sees it. Thread-safe.
+
+    Every method raises `DeviceError` when the device or the driver refuses.
+    """
+
+    @property
+    def ordinal(self) -> int: ...
+
+    @property
+    def uuid(self) -> str:
+        """The same in every process, whatever CUDA_VISIBLE_DEVICES says there."""
+        ...
+
+    def allocate(self, size_bytes: int) -> int:
+        """The address of memory that `export` takes (legacy cudaMalloc). Raises `NoSpaceError`."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` returned. Other processes must have closed it before, or
+        never look at it again."""
+        ...
+
+    def export(self, address: int) -> bytes:
+        """`IPC_HANDLE_BYTES` by which other processes open what `allocate` returned.
+
+        Raises `UsageError` for any other address: memory of the VMM API (torch's
+        expandable segments, fabric handles) and parts of an allocation have no such handle.
+        """
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """The address here of memory that another process exported.
+
+        One's own is the memory itself. Each `open` needs its `close`. Raises `UsageError`
+        for what cannot be a handle.
+        """
+        ...
+
+    def close(self, address: int) -> None:
+        """Let go of what `open` returned."""
+        ...
+
+    def reaches(self, uuid: str) -> bool:
+        """False when the driver says that this device cannot map that one's memory. A device
+        that is hidden from this process cannot be asked about: then `open` will tell."""
+        ...
+
+    def register_host(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
+        """Lock pages of this process's memory, so that copies from and to it are DMA.
+
+        A range may be registered once at a time. `read_only` is for a mapping that cannot
+        be written.
+        """
+        ...
+
+    def unregister_host(self, address: int) -> None:
+        """Undo `register_host` of the range that begins there."""
+        ...
+
+    def stream(self) -> Stream:
+        """A new one."""
+        ...
+
+
+def wait(event: Event, deadline: float) -> bool:
+    """Whether `event` was done before `deadline` (seconds of `time.monotonic`).
+
+    The driver's own wait has no deadline (rule 8), hence polls: a few at once, then with
+    pauses that grow.
+    """
+    pause_s = POLL_PAUSE_S
+    for _ in range(POLLS_BEFORE_SLEEP):
+        if event.done():
+            return True
+    while time.monotonic() < deadline:
+        time.sleep(pause_s)
+        if event.done():
+            return True
+        pause_s = min(pause_s * 2, POLL_PAUSE_MAX_S)
+    return event.done()
+
+
+def address_of(memory: memoryview) -> int:
+    """Of writable, contiguous host memory of at least one byte, which the caller keeps alive."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

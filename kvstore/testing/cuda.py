@@ -1,0 +1,258 @@
+"""A CUDA device without one: its memory is shared memory, IPC handles name it, copies are late.
+
+For tests on machines that have no device, between real processes too. What a driver would
+punish with wrong bytes or an error it punishes as well: a copy is carried out by another
+thread some time after it was queued, in parts; freed memory is overwritten first; addresses
+that are no memory of the device are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.cuda.base import IPC_HANDLE_BYTES, Copy
+from kvstore.errors import DeviceError, NoSpaceError, UsageError
+
+LATE_S = 0.002
+PART_BYTES = 256 << 10
+"""What is copied without a pause in which others may change the source."""
+FREED = 0xDD
+NO_ADDRESS_BELOW = 1 << 16
+CAPACITY_BYTES = 4 << 30
+STREAMS_END_TIMEOUT_S = 20.0
+
+
+class _Memory(NamedTuple):
+    path: Path
+    map: mmap.mmap
+    owned: bool
+    opened: int
+
+
+class ModelCuda:
+    """Implements `kvstore.cuda.base.CudaDevice`.
+
+    Processes that are given the same `directory` have the same devices. `uuid` names the
+    device, `hidden_from` the uuids that it does not reach.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        ordinal: int = 0,
+        *,
+        uuid: str = "model-0",
+        unreachable: Sequence[str] = (),
+        capacity_bytes: int = CAPACITY_BYTES,
+        late_s: float = LATE_S,
+    ) -> None:
+        self.directory = directory
+        self.ordinal = ordinal
+        self.uuid = uuid
+        self.late_s = late_s
+        self._unreachable = unreachable
+        self._free_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._memory: dict[int, _Memory] = {}
+        self._registered: dict[int, int] = {}
+        self.hold = threading.Event()
+        """Cleared, no copy is carried out: a device that is busy, or hangs."""
+        self.hold.set()
+        self.broken = False
+        """Every copy fails from here on, as after a fault in a kernel."""
+        self.queued = 0
+        """Copies so far."""
+
+    def allocate(self, size_bytes: int) -> int:
+        if size_bytes < 1:
+            raise UsageError("size_bytes", size_bytes, "must be at least 1")
+        with self._lock:
+            if size_bytes > self._free_bytes:
+                raise NoSpaceError("cudaMalloc: the device has no room")
+            self._free_bytes -= size_bytes
+        path = self.directory / secrets.token_hex(16)
+        with path.open("xb") as file:
+            file.truncate(size_bytes)
+        return self._map(path, owned=True)
+
+    def _map(self, path: Path, *, owned: bool) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            mapped = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        with self._lock:
+            self._memory[address] = _Memory(path, mapped, owned, 1)
+        return address
+
+    def free(self, address: int) -> None:
+        with self._lock:
+            memory = self._memory.get(address)
+            if memory is None or not memory.owned:
+                raise UsageError("address", hex(address), "must be what `allocate` returned")
+            del self._memory[address]
+            self._free_bytes += len(memory.map)
+        ctypes.memset(address, FREED, len(memory.map))
+        memory.path.unlink(missing_ok=True)
+
+    def export(self, address: int) -> bytes:
+        with self._lock:
+            memory = self._memory.get(address)
+            if memory is None or not memory.owned:
+                raise UsageError("address", hex(address), "must be what `allocate` returned")
+            return memory.path.name.encode().ljust(IPC_HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise UsageError("handle", f"{len(handle)} bytes", f"must be {IPC_HANDLE_BYTES} bytes")
+        name = handle.rstrip(b"\0").decode("ascii", "replace")
+        if not name.isalnum():
+            raise DeviceError("cudaIpcOpenMemHandle: cudaErrorInvalidValue")
+        path = self.directory / name
+        with self._lock:
+            for address, memory in self._memory.items():
+                if memory.path == path:
+                    self._memory[address] = memory._replace(opened=memory.opened + 1)
+                    return address
+        try:
+            return self._map(path, owned=False)
+        except OSError as e:
+            raise DeviceError("cudaIpcOpenMemHandle: cudaErrorInvalidResourceHandle") from e
+
+    def close(self, address: int) -> None:
+        with self._lock:
+            memory = self._memory.get(address)
+            if memory is None:
+                raise DeviceError("cudaIpcCloseMemHandle: cudaErrorInvalidValue")
+            memory = memory._replace(opened=memory.opened - 1)
+            self._memory[address] = memory
+            if memory.opened == 0:
+                del self._memory[address]
+
+    def reaches(self, uuid: str) -> bool:
+        return uuid not in self._unreachable
+
+    @property
+    def mapped(self) -> int:
+        """Allocations of other processes that are open here."""
+        with self._lock:
+            return sum(not memory.owned for memory in self._memory.values())
+
+    def register_host(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
+        with self._lock:
+            for start, length in self._registered.items():
+                if start < address + size_bytes and address < start + length:
+                    raise DeviceError("cudaHostRegister: cudaErrorHostMemoryAlreadyRegistered")
+            self._registered[address] = size_bytes
+
+    def unregister_host(self, address: int) -> None:
+        with self._lock:
+            if self._registered.pop(address, None) is None:
+                raise DeviceError("cudaHostUnregister: cudaErrorHostMemoryNotRegistered")
+
+    def stream(self) -> ModelStream:
+        return ModelStream(self)
+
+    # --- for its streams -------------------------------------------------------
+
+    def check(self, copy: Copy) -> list[_Memory]:
+        """The memory that a copy needs, as long as it runs. Raises `DeviceError`."""
+        to, source, size_bytes = copy
+        with self._lock:
+            if self.broken:
+                raise DeviceError("cudaMemcpyAsync: cudaErrorIllegalAddress")
+            needed = [
+                memory
+                for start, memory in self._memory.items()
+                if _within(to, size_bytes, start, start + len(memory.map))
+                or _within(source, size_bytes, start, start + len(memory.map))
+            ]
+            if not needed or min(to, source) < NO_ADDRESS_BELOW:
+                raise DeviceError("cudaMemcpyAsync: cudaErrorInvalidValue")
+            self.queued += 1
+        return needed
+
+
+def _within(address: int, size_bytes: int, start: int, end: int) -> bool:
+    return start <= address and address + size_bytes <= end
+
+
+class ModelStream:
+    """Implements `kvstore.cuda.base.Stream`: a thread carries the copies out."""
+
+    def __init__(self, device: ModelCuda) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="model-cuda-stream", daemon=True)
+        self._thread.start()
+
+    def copy(self, batch: Sequence[Copy]) -> None:
+        with self._lock:
+            self._check()
+            queued: list[Copy] = []
+            memory: list[_Memory] = []
+            try:
+                for copy in batch:
+                    memory += self._device.check(copy)
+                    queued.append(copy)
+            finally:  # what comes before a copy that is refused is carried out
+                self._work.put(lambda: self._carry_out(queued, memory))
+
+    def _carry_out(self, batch: Sequence[Copy], memory: list[_Memory]) -> None:
+        time.sleep(self._device.late_s)
+        for to, source, size_bytes in batch:
+            for start in range(0, size_bytes, PART_BYTES):
+                self._device.hold.wait()
+                part_bytes = min(PART_BYTES, size_bytes - start)
+                ctypes.memmove(to + start, source + start, part_bytes)
+        memory.clear()
+
+    def record(self) -> ModelEvent:
+        with self._lock:
+            self._check()
+            event = ModelEvent(self._device)
+            self._work.put(event.reached.set)
+            return event
+
+    def _check(self) -> None:
+        if self._closed:
+            raise DeviceError("the stream is closed")
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            with contextlib.suppress(ValueError):
+                work()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._work.put(None)
+        self._thread.join(STREAMS_END_TIMEOUT_S)
+
+
+class ModelEvent:
+    """Implements `kvstore.cuda.base.Event`."""
+
+    def __init__(self, device: ModelCuda) -> None:
+        self._device = device
+        self.reached = threading.Event()
+
+    def done(self) -> bool:
+        if self._device.broken:
+            raise DeviceError("cudaEventQuery: cudaErrorIllegalAddress")
+        return self.reached.is_set()

@@ -1,0 +1,204 @@
+"""What every `CudaDevice` promises. Subclasses give a `device` and a `recipe` for the same one in
+another process."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cuda.base import IPC_HANDLE_BYTES, CudaDevice, address_of, wait
+from kvstore.errors import DeviceError, UsageError
+
+MIB = 1 << 20
+PATIENCE_S = 60.0
+"""A process that starts CUDA takes seconds."""
+Recipe = tuple[str, Any]
+spawn = multiprocessing.get_context("spawn")
+
+
+def make(recipe: Recipe) -> CudaDevice:
+    """The device of a recipe, in this process."""
+    which, detail = recipe
+    if which == "model":
+        from kvstore.testing.cuda import ModelCuda
+
+        return ModelCuda(Path(detail))
+    from kvstore.cuda.bindings import open_device
+
+    return open_device(int(detail))
+
+
+def run(stream, *copies, timeout_s: float = PATIENCE_S) -> None:
+    stream.copy(copies)
+    assert wait(stream.record(), time.monotonic() + timeout_s)
+
+
+def put(device: CudaDevice, address: int, data: bytes) -> None:
+    host = memoryview(bytearray(data))
+    stream = device.stream()
+    run(stream, (address, address_of(host), len(data)))
+    stream.close()
+
+
+def get(device: CudaDevice, address: int, size_bytes: int) -> bytes:
+    host = memoryview(bytearray(size_bytes))
+    stream = device.stream()
+    run(stream, (address_of(host), address, size_bytes))
+    stream.close()
+    return bytes(host)
+
+
+def pull(recipe: Recipe, handle: bytes, size_bytes: int, answers) -> None:
+    """In another process: open, copy into memory of its own on the device, and send the bytes."""
+    try:
+        device = make(recipe)
+        theirs = device.open(handle)
+        mine = device.allocate(size_bytes)
+        stream = device.stream()
+        run(stream, (mine, theirs, size_bytes))
+        stream.close()
+        answers.put((device.uuid, get(device, mine, size_bytes)))
+        device.close(theirs)
+        device.free(mine)
+    except BaseException as e:
+        answers.put(("failed", repr(e)))
+        raise
+
+
+class CudaContract:
+    @pytest.fixture
+    def device(self) -> Iterator[CudaDevice]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def recipe(self) -> Recipe:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def memory(self, device: CudaDevice) -> Iterator[int]:
+        address = device.allocate(4 * MIB)
+        yield address
+        device.free(address)
+
+    @pytest.mark.parametrize("size", [1, 4097, MIB + 3, 4 * MIB])
+    def test_bytes_go_to_the_device_and_come_back(self, device, memory, size: int) -> None:
+        data = os.urandom(size)
+        put(device, memory, data)
+        assert get(device, memory, size) == data
+
+    def test_a_batch_is_copied_in_order(self, device, memory) -> None:
+        put(device, memory, b"a" * MIB + b"b" * MIB)
+        stream = device.stream()
+        run(stream, (memory + 2 * MIB, memory, MIB), (memory, memory + MIB, MIB))
+        stream.close()
+        assert get(device, memory, 3 * MIB) == b"b" * MIB + b"b" * MIB + b"a" * MIB
+
+    def test_an_event_is_done_only_after_what_was_queued_before_it(self, device, memory) -> None:
+        data = os.urandom(4 * MIB)
+        put(device, memory, data)
+        host = memoryview(bytearray(4 * MIB))
+        stream = device.stream()
+        stream.copy([(address_of(host), memory, 4 * MIB)])
+        event = stream.record()
+        give_up_at = time.monotonic() + PATIENCE_S
+        while not event.done():
+            assert time.monotonic() < give_up_at
+        assert host == data
+        stream.close()
+
+    def test_an_event_of_an_empty_stream_is_done(self, device) -> None:
+        stream = device.stream()
+        assert wait(stream.record(), time.monotonic() + PATIENCE_S)
+        stream.close()
+        stream.close()
+
+    def test_a_closed_stream_takes_nothing(self, device, memory) -> None:
+        stream = device.stream()
+        stream.close()
+        with pytest.raises(DeviceError):
+            stream.copy([(memory, memory, 1)])
+        with pytest.raises(DeviceError):
+            stream.record()
+
+    def test_another_process_reads_exported_memory(self, device, memory, recipe) -> None:
+        data = os.urandom(3 * MIB + 17)
+        put(device, memory, data)
+        answers = spawn.Queue()
+        handle = device.export(memory)
+        child = spawn.Process(target=pull, args=(recipe, handle, len(data), answers), daemon=True)
+        child.start()
+        try:
+            uuid, got = answers.get(timeout=PATIENCE_S)
+            assert uuid == device.uuid, got
+            assert got == data
+            child.join(PATIENCE_S)
+            assert child.exitcode == 0
+        finally:
+            child.kill()
+
+    def test_a_handle_is_64_bytes_and_stays_the_same(self, device, memory) -> None:
+        handle = device.export(memory)
+        assert len(handle) == IPC_HANDLE_BYTES
+        assert device.export(memory) == handle
+
+    def test_ones_own_handle_opens_the_memory_itself(self, device, memory) -> None:
+        handle = device.export(memory)
+        assert [device.open(handle), device.open(handle)] == [memory, memory]
+        device.close(memory)
+        device.close(memory)
+        put(device, memory, b"there")
+        assert get(device, memory, 5) == b"there"
+
+    def test_only_whole_allocations_of_its_own_are_exported(self, device, memory) -> None:
+        host = memoryview(bytearray(100))
+        for address in (memory + 512, address_of(host), 0):
+            with pytest.raises(UsageError, match=r"^address="):
+                device.export(address)
+            with pytest.raises(UsageError, match=r"^address="):
+                device.free(address)
+
+    def test_what_cannot_be_a_handle_is_refused(self, device) -> None:
+        with pytest.raises(UsageError, match=r"^handle="):
+            device.open(b"short")
+
+    def test_a_handle_of_nothing_is_refused(self, device) -> None:
+        with pytest.raises(DeviceError):
+            device.open(b"f" * IPC_HANDLE_BYTES)
+
+    def test_a_device_reaches_itself(self, device) -> None:
+        assert device.reaches(device.uuid)
+
+    def test_registered_host_memory_is_copied_from_and_to(self, device, memory) -> None:
+        data = os.urandom(2 * MIB)
+        host = memoryview(bytearray(2 * MIB + 4096))
+        start = -address_of(host) % 4096
+        aligned = host[start : start + 2 * MIB]
+        aligned[:] = data
+        address = address_of(aligned)
+        device.register_host(address, 2 * MIB)
+        with pytest.raises(DeviceError):
+            device.register_host(address, 2 * MIB)
+        stream = device.stream()
+        run(stream, (memory, address, 2 * MIB))
+        ctypes.memset(address, 0, 2 * MIB)
+        run(stream, (address, memory, 2 * MIB))
+        stream.close()
+        device.unregister_host(address)
+        with pytest.raises(DeviceError):
+            device.unregister_host(address)
+        assert aligned == data
+
+    def test_nothing_and_too_much_cannot_be_allocated(self, device) -> None:
+        from kvstore.errors import NoSpaceError
+
+        with pytest.raises(UsageError, match=r"^size_bytes="):
+            device.allocate(0)
+        with pytest.raises(NoSpaceError):
+            device.allocate(1 << 45)
