@@ -19,8 +19,12 @@ from kvstore.client.explanation import Explanation, FieldDifference, Missing, Mi
 from kvstore.client.locator import Holder, Holders, Locator
 from kvstore.client.pinned import Match, Pinned
 from kvstore.client.session import BlockSession
+from kvstore.cuda.base import CudaDevice, DeviceRange
+from kvstore.cuda.bindings import open_device as cuda_device
+from kvstore.embedded.vram_pool import DeviceReservation, VramPool
 from kvstore.errors import (
     DeadlineError,
+    DeviceError,
     IndexUnavailableError,
     InternalError,
     KVStoreError,
@@ -33,6 +37,7 @@ from kvstore.hashing import Namespace
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
+from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.types import Key, PutResult, PutStatus
 
 __version__ = "0.1.0"
@@ -65,6 +70,12 @@ __all__ = [
     "PoolMapping",
     "copy_bytes",
     "Key",
+    "VramPool",
+    "DeviceReservation",
+    "DeviceBlock",
+    "DeviceRange",
+    "CudaDevice",
+    "cuda_device",
     "KVStoreError",
     "UsageError",
     "PeerError",
@@ -72,5 +83,6 @@ __all__ = [
     "NodeUnavailableError",
     "DeadlineError",
     "NoSpaceError",
+    "DeviceError",
     "InternalError",
 ]

@@ -50,6 +50,16 @@ STREAM_CONNECTIONS_PER_NODE = 4
 """Connections that one client keeps to one node: requests at the same time."""
 STREAM_CONNECTIONS_MAX = 256
 """Connections that a node serves at the same time; each has a thread."""
+CUDA_IPC_NODES_MAX = 64
+"""Nodes whose VRAM one client has open; the one not used for longest goes for the next."""
+CUDA_IPC_WINDOW_BYTES = 256 << 20
+"""Payload queued on the stream as one, with one event; two such windows are under way."""
+CUDA_IPC_DRAIN_S = 10.0
+"""How long copies that were queued before a deadline may take beyond it: a device that is
+slower than this hangs, and what they write to can neither be used nor given back."""
+DEMOTE_BLOCKS_MAX = 64
+DEMOTE_BYTES_MAX = 64 << 20
+"""What leaves VRAM for host memory at a time; one larger block travels alone."""
 NAMES_LOOKED_UP_MAX = 8
 """Host names that one process looks up at the same time: each has a thread that cannot be called
 off, and one more fails at once."""

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from redis_servers import RedisServer, wait_until
 
 from kvstore import Limits
+from kvstore.index.open import open_guarded
+from kvstore.node import Node, NodeConfig
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.testing.stopping import stop
 
@@ -112,3 +115,30 @@ class NodeProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class NodeThread:
+    """A memory node in a thread of this process, with its own run directory and key prefix."""
+
+    def __init__(self, redis: RedisServer, **sizes: int) -> None:
+        self.run_dir = Path(tempfile.mkdtemp(prefix="kvp-"))
+        key_prefix = f"kv:{self.run_dir.name}"
+        self.client_options: dict[str, Any] = {
+            "url": redis.url,
+            "run_dir": self.run_dir,
+            "key_prefix": key_prefix,
+            "limits": PATIENT,
+        }
+        self._index = open_guarded(
+            redis.url, key_prefix=key_prefix, run_dir=self.run_dir, limits=PATIENT
+        )
+        config = NodeConfig(run_dir=self.run_dir, key_prefix=key_prefix, limits=PATIENT, **sizes)
+        self._node = Node(config, self._index.index).start()
+
+    def __enter__(self) -> NodeThread:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._node.stop()
+        self._index.close()
+        shutil.rmtree(self.run_dir, ignore_errors=True)

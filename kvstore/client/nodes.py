@@ -10,6 +10,7 @@ from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.nodedir import Announcement, NodeDir, node_dirs, sweep
 from kvstore.segment.shm import AttachedShm
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
 ALIVE_CHECK_S = 0.5
 """How long a dead node's segment may still be read. Its bytes stay right; this only frees them."""
@@ -160,6 +161,8 @@ class LocalNodes:
             word = directory.announcement()
             if word is None or word.key_prefix != self._key_prefix:
                 continue
+            if CUDA_IPC in word.transports:
+                continue  # its own process alone writes to it
             if not directory.alive():
                 sweep(self._run_dir)
                 continue

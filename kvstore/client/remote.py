@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from kvstore.client.vram import VramNodes
 from kvstore.core.breaker import Breaker, BreakerState
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import IndexUnavailableError, PeerError
@@ -69,7 +70,10 @@ class RemoteNodes:
         allowed: Sequence[str],
         security: StreamSecurity,
         timeout_s: float,
+        vram: VramNodes | None = None,
     ) -> None:
+        """With `vram`, nodes in VRAM of this host count too: their blocks have to travel."""
+        self.vram = vram
         self._index = index
         self._allowed = allowed
         self._timeout_s = timeout_s
@@ -91,6 +95,8 @@ class RemoteNodes:
 
         One whose last read failed is not there until it is time to try it again.
         """
+        if self.vram is not None and (word := self.vram.node(node_id, epoch, now)) is not None:
+            return word
         if STREAM not in self._allowed and self._nixl is None:
             return None
         known = self._known.get(node_id)
@@ -170,6 +176,12 @@ class RemoteNodes:
             return self._workers
 
     def _read_node(self, wanted: Sequence[Wanted], deadline: float | None) -> list[Outcome]:
+        if self.vram is not None:
+            at, now = wanted[0].location, time.monotonic()
+            word = self.vram.node(at.node_id, at.epoch, now)
+            if word is not None:
+                give_up_at = now + self.timeout_s(sum(one.location.length for one in wanted))
+                return self.vram.read(word, wanted, min(give_up_at, deadline or give_up_at))
         outcomes: list[Outcome] = []
         for batch in _batches(wanted):
             outcomes += self._read_batch(batch, deadline)
@@ -282,6 +294,8 @@ class RemoteNodes:
         if self._nixl is not None:
             self._nixl.close()
         self.stream.close()
+        if self.vram is not None:
+            self.vram.close()
         with self._lock:
             workers, self._workers = self._workers, None
         if workers is not None:

@@ -20,20 +20,27 @@ from kvstore.client.remote_writer import AWAY_SLOT, RemoteWriter
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.suspect import Suspicion
 from kvstore.client.upkeep import Upkeep
+from kvstore.client.vram import VramNodes
 from kvstore.client.writer import Want, Writer
 from kvstore.core.record import RecordSigner
+from kvstore.cuda.base import CudaDevice
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import Limits
+from kvstore.nodedir import Announcement
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.shm import AttachedShm
+from kvstore.transport.base import Read
+from kvstore.transport.cuda_ipc import Piece, WantedAnywhere
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.select import allowed
 from kvstore.transport.shm import NAME as SHM
-from kvstore.types import Key, Kind, PutResult
+from kvstore.types import Key, Kind, Location, PutResult
 
 Verify = Literal["never", "always"]
 
@@ -59,7 +66,9 @@ class BlockSession:
     when there is neither a URL nor a node. `transports` are those that may be used
     (transport/select.py; None takes KVSTORE_TRANSPORTS, else all): without "shm" the
     nodes of this host are as far away as any other. `security` is what streams are
-    protected by; None takes it from the environment.
+    protected by; None takes it from the environment. With a `device`, blocks that nodes
+    of this host keep in VRAM are read too, unless "always" is to be verified: they have no
+    checksums. `sees_vram` is for a process without one that looks up for others that have.
     """
 
     def __init__(
@@ -75,6 +84,8 @@ class BlockSession:
         node_size_bytes: int | None = None,
         transports: Sequence[str] | None = None,
         security: StreamSecurity | None = None,
+        device: CudaDevice | None = None,
+        sees_vram: bool = False,
     ) -> None:
         if verify not in ("never", "always"):
             raise UsageError("verify", verify, "must be 'never' or 'always'")
@@ -82,6 +93,7 @@ class BlockSession:
         self.limits = limits or Limits()
         self.run_dir = default_run_dir(run_dir)
         self.verify = verify
+        self.key_prefix = key_prefix
         self._opened: OpenedIndex = open_guarded(
             url, key_prefix=key_prefix, run_dir=self.run_dir, limits=self.limits
         )
@@ -104,6 +116,7 @@ class BlockSession:
             self.transports,
             security or StreamSecurity.from_environment(),
             self.limits.stream_timeout_s,
+            self._vram_nodes(key_prefix, device, sees_vram),
         )
         self._signer = signer = RecordSigner(key, key_prefix) if key else None
         suspicion = Suspicion(self.limits.request_timeout_s)
@@ -126,6 +139,14 @@ class BlockSession:
             self.limits.request_timeout_s,
             signer,
         )
+
+    def _vram_nodes(
+        self, key_prefix: str, device: CudaDevice | None, sees_vram: bool
+    ) -> VramNodes | None:
+        wanted = device is not None or sees_vram
+        if not wanted or CUDA_IPC not in self.transports or self.verify == "always":
+            return None
+        return VramNodes(self.run_dir, key_prefix, device)
 
     def _node_starter(
         self, key_prefix: str, node: str | None, size_bytes: int | None, key: bytes | None
@@ -242,6 +263,47 @@ class BlockSession:
         return fetch_blocks(
             self.remote, {i: (found[i].key, where) for i, where in away.items()}, staging, deadline
         )
+
+    def device_view(self, found: Found) -> DeviceBlock | None:
+        """A block of this host's VRAM in place, for kernels of the caller's; close it. None for
+        one that is elsewhere, or is not there any more."""
+        location = self.reader.away(found.key, found.record)
+        at = None if location is None else self._in_vram(location)
+        if location is None or at is None:
+            return None
+        vram, word = at
+        return vram.view(word, found.key, location)
+
+    def _in_vram(self, location: Location) -> tuple[VramNodes, Announcement] | None:
+        vram, now = self.remote.vram, time.monotonic()
+        word = None if vram is None else vram.node(location.node_id, location.epoch, now)
+        return None if vram is None or word is None else (vram, word)
+
+    def read_vram(
+        self, found: Sequence[Found], into: Sequence[Sequence[Piece]], timeout_s: float
+    ) -> list[bool]:
+        """Copy blocks of this host's VRAM, each into pieces on the device or the host that are
+        together as long as it; False for those that are elsewhere or could not be read.
+
+        Raises `UsageError` for pieces of another size, and `InternalError` when the device
+        hangs: then the pieces can neither be used nor given back.
+        """
+        deadline = time.monotonic() + timeout_s
+        read = [False] * len(found)
+        by_node: dict[tuple[int, int], list[tuple[int, WantedAnywhere]]] = {}
+        for i, one in enumerate(found):
+            at = self.reader.away(one.key, one.record)
+            if at is not None:
+                wanted = WantedAnywhere(one.key, at, into[i])
+                by_node.setdefault((at.node_id, at.epoch), []).append((i, wanted))
+        for batch in by_node.values():
+            there = self._in_vram(batch[0][1].location)
+            if there is not None:
+                vram, word = there
+                outcomes = vram.read(word, [wanted for _, wanted in batch], deadline)
+                for (i, _), outcome in zip(batch, outcomes, strict=True):
+                    read[i] = outcome.read is Read.HIT
+        return read
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int

@@ -84,6 +84,8 @@ class Allocator:
         self._growing: dict[int, int] = {}
         """The arena of each class that still has slots never handed out."""
         self._tick = 0
+        self.evicts = True
+        """False: blocks go only when somebody frees them; without a free slot there is none."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -92,6 +94,17 @@ class Allocator:
     @property
     def free_arenas(self) -> int:
         return len(self._free_arenas)
+
+    @property
+    def free_bytes(self) -> int:
+        """Of slots and arenas that nobody has: what can be taken before anything must go."""
+        free = self.free_arenas * self.arena_bytes
+        for size_class, slots in self._free_slots.items():
+            free += len(slots) * min(SLOT_BYTES[size_class], self.arena_bytes)
+        for size_class, index in self._growing.items():
+            slot_bytes = min(SLOT_BYTES[size_class], self.arena_bytes)
+            free += (self.arena_bytes // slot_bytes - self.arenas[index].unused) * slot_bytes
+        return free
 
     def slot(self, slot_id: int) -> Slot | None:
         arena_index, index = divmod(slot_id, self.slots_per_arena)
@@ -119,7 +132,7 @@ class Allocator:
             return Taken(self._assign(self._free_arenas.pop(), size_class), [])
         if self._empty:
             return Taken(self._assign(next(iter(self._empty)), size_class), [])
-        return self._take_by_eviction(size_class)
+        return self._take_by_eviction(size_class) if self.evicts else None
 
     def _take_by_eviction(self, size_class: int) -> Taken | None:
         policy = self._evictable.get(size_class)

@@ -106,6 +106,24 @@ class Suspect(NamedTuple):
     keys: Sequence[Key]
 
 
+class Coldest(NamedTuple):
+    """Pin for this session what was used least lately, at most so many blocks and only as many
+    as are needed for `free_bytes` to be free; core/tier.py."""
+
+    session: int
+    request: int
+    free_bytes: int
+    at_most: int
+
+
+class Retire(NamedTuple):
+    """Unpin and free these (slot, generation) of `Coldest`: they have gone down a tier, or out."""
+
+    session: int
+    request: int
+    items: Sequence[tuple[int, int]]
+
+
 class Corrupt(NamedTuple):
     """The node's own look at a slot found that its checksum is wrong."""
 
@@ -146,6 +164,8 @@ Event = (
     | Explain
     | Introduce
     | Suspect
+    | Coldest
+    | Retire
     | Corrupt
     | SessionResumed
     | SessionDead

@@ -60,6 +60,12 @@ class Node:
     """A memory node in this process. `with Node(config, index): ...` runs it in a thread;
     `serve()` runs it in the caller's event loop (`kvstore node` does that)."""
 
+    core_class: type[NodeCore] = NodeCore
+    restartable = True
+    """Its segment may wait for its next start; else it goes with the process."""
+    takes_saves = True
+    """Clients may write to it; else only its own process does."""
+
     def __init__(self, config: NodeConfig, index: Index) -> None:
         self.config = config
         self.index = index
@@ -143,7 +149,7 @@ class Node:
         key = secret(SIGNING_KEY, config.signing_key)
         epoch = next_epoch(config.run_dir, config.name, time.time())
         make_core = partial(
-            NodeCore,
+            self.core_class,
             node_id=node_id,
             epoch=epoch,
             arenas=arenas,
@@ -153,7 +159,7 @@ class Node:
             signer=RecordSigner(key, config.key_prefix) if key else None,
         )
         base = config.shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-0"
-        if config.end_with_last_client:
+        if config.end_with_last_client or not self.restartable:
             self.dir.keep.unlink(missing_ok=True)
         word = Announcement(
             node_id=node_id,
@@ -169,13 +175,16 @@ class Node:
             arena_bytes=arena_bytes,
             inline_bytes=config.limits.inline_bytes,
         )
-        self.core, self.segment, self.announcement, self._former = restart.start(
-            self.dir, word, make_core, config.run_dir
-        )
+        started = self._begin(word, make_core)
+        self.core, self.segment, self.announcement, self._former = started
         share_files(self.announcement, config.group)
         assert self._loop is not None
         self.publisher = Publisher(self.core, self.index, self._loop)
         self.sessions = Sessions(self.dir.leases, config.limits.clients)
+
+    def _begin(self, word: Announcement, make_core: Callable[[], NodeCore]) -> restart.Started:
+        """What it starts with; `word` says where an empty segment is to be."""
+        return restart.start(self.dir, word, make_core, self.config.run_dir)
 
     async def _run(self, on_ready: Callable[[], None] | None) -> None:
         assert self._loop is not None
@@ -201,7 +210,7 @@ class Node:
         if self.config.end_with_last_client:
             watch = wait_for_last_client(self.sessions, self._stopping.set)
             tasks.append(asyncio.ensure_future(watch))
-        else:
+        elif self.restartable:
             self.dir.keep_segment()
             tasks.append(asyncio.ensure_future(restart.stay_restartable(self.dir)))
         self._end_former()
@@ -285,9 +294,10 @@ class Node:
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
         uid = connection.peer_uid()
-        if owns_node(uid):
+        ours = owns_node(uid)
+        if ours and self.takes_saves:
             session, known = self.sessions.enter(hello.client_id, hello.request, connection)
-        elif self.config.group is not None:
+        elif ours or self.config.group is not None:
             session, known = self.sessions.enter_reader(uid, hello.client_id, connection), False
         else:
             raise UsageError("user", uid, "this node is its own user's alone")

@@ -20,6 +20,7 @@ from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
 from kvstore.nodedir import Announcement, NodeDir, fd_is_locked, sweep
+from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm, check_room, never_fits
 
@@ -38,7 +39,7 @@ class Started(NamedTuple):
     """What a node starts with."""
 
     core: NodeCore
-    segment: OwnedShm
+    segment: OwnedShm | OwnedCuda
     announcement: Announcement
     clients: FormerClients
 
@@ -110,7 +111,7 @@ def start(
         # living owner knows which files to remove.
         directory.announce(word)
         base = Path(word.data_path).with_suffix("")
-        return Started(make_core(), OwnedShm(base, _superblock(word)), word, clients)
+        return Started(make_core(), OwnedShm(base, superblock_of(word)), word, clients)
     except BaseException:
         clients.close()
         raise
@@ -119,7 +120,7 @@ def start(
 def _take_over(
     former: Announcement, word: Announcement, make_core: Callable[[], NodeCore]
 ) -> tuple[NodeCore, OwnedShm] | None:
-    segment = None
+    segment: OwnedShm | None = None
     try:
         for name in _SAME:
             was, wanted = getattr(former, name), getattr(word, name)
@@ -128,7 +129,7 @@ def _take_over(
         path = Path(former.data_path)
         if path.parent != Path(word.data_path).parent:
             raise ValueError(f"it is in {path.parent}")
-        segment = OwnedShm(path.with_suffix(""), _superblock(word), reopen=True)
+        segment = OwnedShm(path.with_suffix(""), superblock_of(word), reopen=True)
         with _no_collection():
             epoch, arenas = segment.seen()
             core = make_core()
@@ -164,7 +165,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _superblock(word: Announcement) -> Superblock:
+def superblock_of(word: Announcement) -> Superblock:
     return Superblock(word.node_id, word.epoch, 0, word.arenas, word.arena_bytes)
 
 

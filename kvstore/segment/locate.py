@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from kvstore.segment.copying import copy
 from kvstore.segment.header import Fields, Superblock, fields
-from kvstore.segment.shm import AttachedShm
+from kvstore.segment.shm import AttachedHeads, AttachedShm
 from kvstore.types import Key, Location
 
 
@@ -37,7 +37,7 @@ class Spot(NamedTuple):
     """Of the payload, in the segment."""
 
 
-def locate(shm: AttachedShm, key: Key, location: Location) -> Spot | None:
+def locate(shm: AttachedHeads, key: Key, location: Location) -> Spot | None:
     """None unless the slot's header is SEALED and says what the location does.
 
     The node and its epoch are for the caller to compare: they made it choose `shm`.

@@ -103,7 +103,11 @@ def check_room(where: Path, arenas: int, arena_bytes: int) -> None:
     """Raises `NoSpaceError` when a segment of this shape does not fit."""
     # fallocate on tmpfs takes page after page until memory is gone; asking
     # first keeps a mistyped size from starving the whole machine.
-    need_bytes = _need_bytes(arenas, arena_bytes)
+    check_free(where, _need_bytes(arenas, arena_bytes))
+
+
+def check_free(where: Path, need_bytes: int) -> None:
+    """Raises `NoSpaceError` unless there is as much room, and some for others."""
     fs = os.statvfs(where)
     free = fs.f_bavail * fs.f_frsize
     if need_bytes + RESERVE_BYTES > free:
@@ -123,8 +127,8 @@ def _need_bytes(arenas: int, arena_bytes: int) -> int:
     return arenas * arena_bytes + header_file_bytes(arenas, arena_bytes)
 
 
-class OwnedShm:
-    """A node's own segment. Only the node's event loop uses it."""
+class OwnedHeads:
+    """The header file of a node's own segment. Only the node's event loop uses it."""
 
     def __init__(self, base_path: Path, superblock: Superblock, *, reopen: bool = False) -> None:
         """Create it; with `reopen`, take over what a former start of the node left at that path.
@@ -133,28 +137,16 @@ class OwnedShm:
         not this node's or has another shape. It changes nothing before `adopt`.
         """
         self.superblock = superblock
-        self.data_path = base_path.with_suffix(".data")
         self.head_path = base_path.with_suffix(".head")
-        data_bytes = superblock.arenas * superblock.arena_bytes
         head_bytes = header_file_bytes(superblock.arenas, superblock.arena_bytes)
-        if not reopen:
-            check_room(base_path.parent, superblock.arenas, superblock.arena_bytes)
         make = _reopen if reopen else _create
-        self._data = make(self.data_path, data_bytes)
-        try:
-            self._head = make(self.head_path, head_bytes)
-        except BaseException:
-            self._data.close()
-            if not reopen:
-                self.data_path.unlink(missing_ok=True)
-            raise
+        self._head = make(self.head_path, head_bytes)
         self._words = memoryview(self._head).cast("Q")
         self._hints = _hints(self._head, superblock)
         self._held = _held(self._head, superblock)
         self._apply: dict[type, Callable[..., None]] = {
             Mark: self._mark,
             Seal: self._seal,
-            Fill: self._fill,
             Hold: self._hold,
         }
         self._closed = False
@@ -212,16 +204,9 @@ class OwnedShm:
     def _hold(self, write: Hold) -> None:
         self._held[write.slot_id] = write.held
 
-    def _fill(self, write: Fill) -> None:
-        self._data[write.offset : write.offset + len(write.value)] = write.value
-
     def header(self, slot_id: int) -> bytes:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
         return self._head[start : start + HEADER_BYTES]
-
-    def checksum(self, offset: int, length: int) -> int:
-        with memoryview(self._data) as data, data[offset : offset + length] as payload:
-            return xxhash.xxh3_64_intdigest(payload)
 
     def close(self, *, keep: bool = False) -> None:
         """Unmap and remove it; with `keep`, leave it for the node's next start."""
@@ -229,7 +214,6 @@ class OwnedShm:
             return
         self._closed = True
         if not keep:
-            self.data_path.unlink(missing_ok=True)
             self.head_path.unlink(missing_ok=True)
         self._words.release()
         self._hints.release()
@@ -237,17 +221,51 @@ class OwnedShm:
         # A failed look at the headers is still in the hands of whoever handles it.
         with contextlib.suppress(BufferError):
             self._head.close()
+
+
+class OwnedShm(OwnedHeads):
+    """A node's own segment in shared memory. Only the node's event loop uses it."""
+
+    def __init__(self, base_path: Path, superblock: Superblock, *, reopen: bool = False) -> None:
+        """See `OwnedHeads`; raises `NoSpaceError` too."""
+        self.data_path = base_path.with_suffix(".data")
+        if not reopen:
+            check_room(base_path.parent, superblock.arenas, superblock.arena_bytes)
+        make = _reopen if reopen else _create
+        self._data = make(self.data_path, superblock.arenas * superblock.arena_bytes)
+        try:
+            super().__init__(base_path, superblock, reopen=reopen)
+        except BaseException:
+            self._data.close()
+            if not reopen:
+                self.data_path.unlink(missing_ok=True)
+            raise
+        self._apply[Fill] = self._fill
+
+    def _fill(self, write: Fill) -> None:
+        self._data[write.offset : write.offset + len(write.value)] = write.value
+
+    def checksum(self, offset: int, length: int) -> int:
+        with memoryview(self._data) as data, data[offset : offset + length] as payload:
+            return xxhash.xxh3_64_intdigest(payload)
+
+    def close(self, *, keep: bool = False) -> None:
+        if self._closed:
+            return
+        if not keep:
+            self.data_path.unlink(missing_ok=True)
+        super().close(keep=keep)
         self._data.close()
 
 
-class AttachedShm:
-    """Somebody else's segment, mapped read-only; `writable` is for a same-host writer.
+class AttachedHeads:
+    """The header file of somebody else's segment, mapped read-only.
 
     Raises `FileNotFoundError` when it is not on this host (any more) and
-    `ValueError` when the files are not a segment of this layout.
+    `ValueError` when it is not of this layout.
     """
 
-    def __init__(self, data_path: Path, head_path: Path, *, writable: bool = False) -> None:
+    def __init__(self, head_path: Path) -> None:
         self._head = _map(head_path, writable=False)
         superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
         if superblock is None or len(self._head) != header_file_bytes(
@@ -256,25 +274,10 @@ class AttachedShm:
             self._head.close()
             raise ValueError(f"{head_path} is no segment header file of this version")
         self.superblock = superblock
-        try:
-            self._data = _map(data_path, writable=writable)
-        except BaseException:
-            self._head.close()
-            raise
-        if len(self._data) != superblock.arenas * superblock.arena_bytes:
-            self._head.close()
-            self._data.close()
-            raise ValueError(f"{data_path} does not have the size its header file says")
-        self.payload = memoryview(self._data)
         self.slots_per_arena = superblock.arena_bytes // SLOT_BYTES_MIN
         self.slots = superblock.arenas * self.slots_per_arena
         self.slot_bytes = tuple(min(size, superblock.arena_bytes) for size in SLOT_BYTES)
         """By size class; a class above an arena has slots of one arena."""
-        self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
-        self._populated: set[int] = set()
-        """Arenas whose pages are all mapped."""
-        self._arena_bytes = superblock.arena_bytes
-        self._ahead: threading.Thread | None = None
         self._hints = _hints(self._head, superblock)
         self._hint_mask = len(self._hints) - 1
 
@@ -293,6 +296,37 @@ class AttachedShm:
             start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
             image = self._head[start : start + HEADER_BYTES]
         return slot_id, image
+
+    def close(self) -> None:
+        """Unmap."""
+        self._hints.release()
+        self._head.close()
+
+
+class AttachedShm(AttachedHeads):
+    """Somebody else's segment, mapped read-only; `writable` is for a same-host writer.
+
+    Raises like `AttachedHeads`.
+    """
+
+    def __init__(self, data_path: Path, head_path: Path, *, writable: bool = False) -> None:
+        super().__init__(head_path)
+        superblock = self.superblock
+        try:
+            self._data = _map(data_path, writable=writable)
+        except BaseException:
+            super().close()
+            raise
+        if len(self._data) != superblock.arenas * superblock.arena_bytes:
+            super().close()
+            self._data.close()
+            raise ValueError(f"{data_path} does not have the size its header file says")
+        self.payload = memoryview(self._data)
+        self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
+        self._populated: set[int] = set()
+        """Arenas whose pages are all mapped."""
+        self._arena_bytes = superblock.arena_bytes
+        self._ahead: threading.Thread | None = None
 
     def populate(self, offset: int, size_bytes: int) -> None:
         """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""
@@ -335,8 +369,7 @@ class AttachedShm:
     def close(self) -> None:
         """Unmap; views handed out keep the memory until they are gone."""
         self.payload.release()
-        self._hints.release()
-        self._head.close()
+        super().close()
         # A caller may still hold a view: the mapping then goes with the last one.
         with contextlib.suppress(BufferError):
             self._data.close()

@@ -6,11 +6,12 @@ import os
 from collections.abc import Collection, Sequence
 
 from kvstore.errors import UsageError
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl import NAME as NIXL
 from kvstore.transport.shm import NAME as SHM
 from kvstore.transport.stream import NAME as STREAM
 
-TRANSPORTS = (SHM, NIXL, STREAM)
+TRANSPORTS = (SHM, CUDA_IPC, NIXL, STREAM)
 """All there are, the nearest first."""
 VARIABLE = "KVSTORE_TRANSPORTS"
 

@@ -16,9 +16,11 @@ from kvstore.cli.store import local_nodes
 from kvstore.errors import PeerError, UsageError
 from kvstore.limits import ARENA_BYTES_DEFAULT
 from kvstore.node.config import SIZE_BYTES_DEFAULT
-from kvstore.nodedir import NAME_CHARS_MAX, NodeDir, node_dirs
+from kvstore.nodedir import NAME_CHARS_MAX, Announcement, NodeDir, node_dirs
 from kvstore.rundir import RUN_DIR_ENV, run_dir, socket_path
 from kvstore.segment.shm import RESERVE_BYTES, SHM_DIR, header_file_bytes
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+from kvstore.transport.cuda_memory import Address
 
 PYTHON_MIN, PYTHON_BELOW = (3, 11), (3, 15)
 SHM_BYTES_MIN = 32 << 20
@@ -154,6 +156,14 @@ def huge_pages(context: Context) -> list[Finding]:
     return [Finding(Level.INFO, f"{setting[1]} ({THP_FILE})")]
 
 
+def _ways(word: Announcement) -> list[str]:
+    """How a node's blocks are read."""
+    vram = Address.parse(word.transports.get(CUDA_IPC, ""))
+    if vram is not None:
+        return [f"{CUDA_IPC} from the VRAM of {vram.uuid}"]
+    return ["shm", *(f"{way} {at}" for way, at in word.transports.items())]
+
+
 def nodes(context: Context) -> list[Finding]:
     findings = []
     for node in local_nodes(run_dir(context.run_dir), None):
@@ -166,7 +176,7 @@ def nodes(context: Context) -> list[Finding]:
             findings.append(Finding(Level.FAIL, f"{name}: {e}", do))
             continue
         used, size = human_bytes(stats["block_bytes"]), human_bytes(stats["capacity_bytes"])
-        ways = ", ".join(["shm", *(f"{way} {at}" for way, at in word.transports.items())])
+        ways = ", ".join(_ways(word))
         found = f"{name}: {stats['blocks']} blocks, {used} of {size}, read by {ways}"
         if stats["recovered"] or stats["recovery_dropped"]:
             found += (

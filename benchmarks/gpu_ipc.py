@@ -1,0 +1,162 @@
+"""Blocks pulled out of another process's VRAM, next to plain copies on the same device.
+
+Needs a CUDA device. `run` is for `benchmarks/gpu.py` or for calling alone:
+`python -m benchmarks.gpu_ipc`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvstore.client.vram import VramNodes
+from kvstore.core.events import Commit, Reserve
+from kvstore.core.record import unpack_record
+from kvstore.cuda.base import CudaDevice, DeviceRange, Stream, wait
+from kvstore.cuda.bindings import open_device
+from kvstore.index.memory import MemoryIndex
+from kvstore.node import NodeConfig
+from kvstore.node.vram import VramNode
+from kvstore.nodedir import NodeDir
+from kvstore.transport.base import Read
+from kvstore.transport.cuda_ipc import WantedAnywhere
+from kvstore.types import Key, Location
+
+MIB = 1 << 20
+SHAPES = ((64, 16 * MIB), (256, 4 * MIB), (256, MIB))
+"""(blocks in a read, bytes of a block)."""
+REPETITIONS = 30
+WARM_UP = 3
+PATIENCE_S = 60.0
+spawn = multiprocessing.get_context("spawn")
+
+
+class Pull(NamedTuple):
+    """One shape; rates are medians in bytes a second, of payload."""
+
+    blocks: int
+    block_bytes: int
+    pull: float
+    """A read of all blocks by the transport, headers compared, until its outcomes are known."""
+    copies: float
+    """The same number of plain device-to-device copies of the same size, one event."""
+    whole: float
+    """All of it as one plain device-to-device copy."""
+
+    @property
+    def ratio(self) -> float:
+        """Of pull to plain copies of the same shape."""
+        return self.pull / self.copies
+
+
+def serve(run_dir: str, ordinal: int, blocks: int, block_bytes: int, pipe: Any) -> None:
+    """The other process: a node in VRAM with `blocks` blocks in it, until told to end."""
+    device = open_device(ordinal)
+    size_bytes = -(-blocks * block_bytes * 5 // 4 // (64 * MIB)) * 64 * MIB
+    index = MemoryIndex()
+    config = NodeConfig(run_dir=Path(run_dir), name="vram", size_bytes=size_bytes)
+    node = VramNode(config, index, device).start()
+    session = node.session()
+    keys = [os.urandom(32) for _ in range(blocks)]
+    zeros = [0] * blocks
+
+    def ask(make: Any) -> Any:
+        return session.ask(make, time.monotonic() + PATIENCE_S)
+
+    granted = ask(
+        lambda s, r: Reserve(
+            s, r, keys, [block_bytes] * blocks, 1, zeros, zeros, [None] * blocks, zeros
+        )
+    )
+    ask(lambda s, r: Commit(s, r, [(slot, generation, 0) for slot, generation, _ in granted]))
+    records = index.lookup(keys)
+    pipe.send([(k, unpack_record(k, r)) for k, r in zip(keys, records, strict=True) if r])
+    pipe.recv()
+    node.stop()
+    node.free(PATIENCE_S)
+
+
+def run(ordinal: int = 0) -> list[Pull]:
+    """Every shape of `SHAPES`."""
+    return [_measure(ordinal, *shape) for shape in SHAPES]
+
+
+def _measure(ordinal: int, blocks: int, block_bytes: int) -> Pull:
+    run_dir = Path(tempfile.mkdtemp(prefix="kvb-"))
+    ours, theirs = spawn.Pipe()
+    other = spawn.Process(
+        target=serve, args=(str(run_dir), ordinal, blocks, block_bytes, theirs), daemon=True
+    )
+    other.start()
+    try:
+        if not ours.poll(PATIENCE_S):
+            raise TimeoutError("the other process has not saved its blocks")
+        return _read(open_device(ordinal), run_dir, ours.recv(), block_bytes)
+    finally:
+        ours.send("end")
+        other.join(PATIENCE_S)
+        other.kill()
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _read(
+    device: CudaDevice, run_dir: Path, there: list[tuple[Key, Location]], block_bytes: int
+) -> Pull:
+    size_bytes = len(there) * block_bytes
+    to, source = device.allocate(size_bytes), device.allocate(size_bytes)
+    starts = range(0, size_bytes, block_bytes)
+    wanted = [
+        WantedAnywhere(key, at, [DeviceRange(to + start, block_bytes, device.ordinal)])
+        for start, (key, at) in zip(starts, there, strict=True)
+    ]
+    nodes = VramNodes(run_dir, "kv:default", device)
+    word = NodeDir(run_dir, "vram").announcement()
+    assert word is not None
+    stream = device.stream()
+    seconds: dict[str, list[float]] = {"pull": [], "copies": [], "whole": []}
+    for turn in range(WARM_UP + REPETITIONS):
+        took: dict[str, float] = {}
+        began = time.perf_counter()
+        outcomes = nodes.read(word, wanted, time.monotonic() + PATIENCE_S)
+        took["pull"] = time.perf_counter() - began
+        if any(outcome.read is not Read.HIT for outcome in outcomes):
+            raise RuntimeError(f"not all were hits: {outcomes}")
+        copies = [(to + start, source + start, block_bytes) for start in starts]
+        took["copies"] = _plain(stream, copies)
+        took["whole"] = _plain(stream, [(to, source, size_bytes)])
+        for name, value in took.items() if turn >= WARM_UP else ():
+            seconds[name].append(value)
+    stream.close()
+    nodes.close()
+    device.free(to)
+    device.free(source)
+    rates = {name: size_bytes / statistics.median(values) for name, values in seconds.items()}
+    return Pull(len(there), block_bytes, rates["pull"], rates["copies"], rates["whole"])
+
+
+def _plain(stream: Stream, copies: list[tuple[int, int, int]]) -> float:
+    began = time.perf_counter()
+    stream.copy(copies)
+    if not wait(stream.record(), time.monotonic() + PATIENCE_S):
+        raise TimeoutError("a plain copy hangs")
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """One line a shape; the target is a ratio of 0.9."""
+    for pull in run():
+        print(
+            f"{pull.blocks} x {pull.block_bytes / MIB:g} MiB: pull {pull.pull / 1e9:.0f} GB/s, "
+            f"plain copies {pull.copies / 1e9:.0f}, one copy {pull.whole / 1e9:.0f}, "
+            f"pull to copies {pull.ratio:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Nodes of this host whose blocks lie in VRAM: who is there, and reading from them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore.client.nodes import ABSENT_MAX, ABSENT_S, ALIVE_CHECK_S
+from kvstore.cuda.base import CudaDevice
+from kvstore.errors import DeviceError
+from kvstore.limits import STREAM_BLOCKS_MAX
+from kvstore.nodedir import Announcement, NodeDir, node_dirs
+from kvstore.segment.cuda import AttachedCuda
+from kvstore.segment.locate import locate
+from kvstore.transport.base import Outcome, Read, Wanted
+from kvstore.transport.cuda_ipc import CudaIpcTransport, WantedAnywhere
+from kvstore.transport.cuda_memory import NAME, Address, DeviceBlock, Place
+from kvstore.types import Key, Location
+
+log = logging.getLogger("kvstore.client")
+
+_COUNTED = {
+    Read.HIT: "cuda_ipc_hits",
+    Read.MISS: "cuda_ipc_misses",
+    Read.FAILED: "cuda_ipc_failed",
+}
+
+
+class CudaHeads:
+    """Implements `kvstore.transport.cuda_memory.Heads` over a mapped header file."""
+
+    def __init__(self, segment: AttachedCuda) -> None:
+        self._segment = segment
+        self.alive = segment.alive
+        self.close = segment.close
+
+    def locate(self, key: Key, location: Location) -> Place | None:
+        spot = locate(self._segment, key, location)
+        if spot is None:
+            return None
+        return Place(spot.offset, spot.header[4], spot.header[5], (spot.slot_id, spot.image))
+
+    def same(self, place: Place) -> bool:
+        slot_id, image = place.token
+        return bool(self._segment.header(slot_id) == image)
+
+
+def attach(word: Announcement) -> CudaHeads | None:
+    """The headers of a node in VRAM; None when it is not on this host (any more)."""
+    try:
+        segment = AttachedCuda(Path(word.data_path), Path(word.head_path))
+    except (OSError, ValueError):
+        return None
+    block = segment.superblock
+    if (block.node_id, block.epoch) != (word.node_id, word.epoch):
+        segment.close()
+        return None
+    return CudaHeads(segment)
+
+
+class VramNodes:
+    """Thread-safe. Believes what nodes say in this user's run directory, not the index.
+
+    Without a device nothing can be read, but it is known who could be: for a process
+    that looks blocks up for others that have one.
+    """
+
+    def __init__(self, run_dir: Path, key_prefix: str, device: CudaDevice | None) -> None:
+        self._run_dir = run_dir
+        self._key_prefix = key_prefix
+        self._device = device
+        self.transport = None if device is None else CudaIpcTransport(device, attach)
+        self._lock = threading.Lock()
+        self.counts = dict.fromkeys(("cuda_ipc_bytes", *_COUNTED.values()), 0)
+        self._known: dict[tuple[int, int], tuple[float, Announcement | None]] = {}
+        """By node id and epoch: until when it is believed, and what."""
+
+    def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
+        """That start of that node when its blocks can be read from here now."""
+        until, word = self._known.get((node_id, epoch), (0.0, None))
+        if now < until:
+            return word
+        with self._lock:
+            until, was = self._known.get((node_id, epoch), (0.0, None))
+            if now < until:
+                return was
+            word = self._find(node_id, epoch)
+            if len(self._known) >= ABSENT_MAX:
+                self._known.clear()
+            believed_s = ABSENT_S if word is None else ALIVE_CHECK_S
+            self._known[node_id, epoch] = (now + believed_s, word)
+        if was is not None and word is None:
+            self.sweep()
+        return word
+
+    def _find(self, node_id: int, epoch: int) -> Announcement | None:
+        for directory in node_dirs(self._run_dir):
+            word = directory.announcement()
+            if word is None or (word.node_id, word.epoch) != (node_id, epoch):
+                continue
+            return word if self._readable(word, directory) else None
+        return None
+
+    def _readable(self, word: Announcement, directory: NodeDir) -> bool:
+        address = Address.parse(word.transports.get(NAME, ""))
+        if address is None or word.key_prefix != self._key_prefix or not directory.alive():
+            return False
+        try:
+            return self._device is None or self._device.reaches(address.uuid)
+        except DeviceError:
+            return False
+
+    # --- reading ----------------------------------------------------------------
+
+    def read(
+        self, word: Announcement, wanted: Sequence[Wanted | WantedAnywhere], deadline: float
+    ) -> list[Outcome]:
+        """One outcome for each block, into memory of the host or of a device."""
+        outcomes: list[Outcome] = []
+        for start in range(0, len(wanted), STREAM_BLOCKS_MAX):
+            batch = wanted[start : start + STREAM_BLOCKS_MAX]
+            if self.transport is None:
+                outcomes += [Outcome(Read.FAILED, "no CUDA device in this process")] * len(batch)
+            else:
+                outcomes += self.transport.submit(word, batch, deadline).wait()
+        self._count(outcomes, wanted)
+        failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
+        if failed is not None:
+            log.warning("node %s cannot be read over CUDA IPC for now: %s", word.name, failed)
+            self._failed(word)
+        return outcomes
+
+    def view(self, word: Announcement, key: Key, location: Location) -> DeviceBlock | None:
+        """The block in place; None when it is not there (any more) or out of reach."""
+        if self.transport is None:
+            return None
+        try:
+            return self.transport.memory.view(word, key, location)
+        except DeviceError as e:
+            log.warning("node %s cannot be read over CUDA IPC for now: %s", word.name, e)
+            self._failed(word)
+            return None
+
+    def _count(
+        self, outcomes: Sequence[Outcome], wanted: Sequence[Wanted | WantedAnywhere]
+    ) -> None:
+        with self._lock:
+            for one, outcome in zip(wanted, outcomes, strict=True):
+                self.counts[_COUNTED[outcome.read]] += 1
+                if outcome.read is Read.HIT:
+                    self.counts["cuda_ipc_bytes"] += one.location.length
+
+    def sweep(self) -> None:
+        """Let go of the memory of nodes that have ended."""
+        if self.transport is not None:
+            self.transport.memory.sweep()
+
+    def _failed(self, word: Announcement) -> None:
+        """It is left alone for a while."""
+        with self._lock:
+            self._known[word.node_id, word.epoch] = (time.monotonic() + ABSENT_S, None)
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()

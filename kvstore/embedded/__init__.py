@@ -1,0 +1,1 @@
+"""Nodes that live inside the process that uses them."""

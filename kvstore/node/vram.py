@@ -1,0 +1,82 @@
+"""A node inside its writer's process, with its segment in VRAM (docs/decisions/0023).
+
+To everybody else it is a node that can only be read: over CUDA IPC, on this host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from kvstore.core.events import Event
+from kvstore.core.node import NodeCore
+from kvstore.core.tier import TierCore
+from kvstore.cuda.base import CudaDevice
+from kvstore.index.base import Index
+from kvstore.node.config import NodeConfig
+from kvstore.node.daemon import Node
+from kvstore.node.inside import Inside, InsideSession
+from kvstore.node.restart import FormerClients, Started, superblock_of
+from kvstore.nodedir import Announcement
+from kvstore.segment.cuda import OwnedCuda
+from kvstore.transport.cuda_memory import NAME, Address
+
+log = logging.getLogger("kvstore.node")
+
+
+class VramNode(Node):
+    """Runs in a thread of its writer's process; `session` is how that process writes."""
+
+    core_class = TierCore
+    restartable = False
+    takes_saves = False
+
+    def __init__(self, config: NodeConfig, index: Index, device: CudaDevice) -> None:
+        super().__init__(config, index)
+        self.device = device
+        self._memory: OwnedCuda | None = None
+
+    def session(self) -> InsideSession:
+        """For one thread at a time; to be closed once it has stopped writing (rule 5)."""
+        return self._inside().open()
+
+    def tell(self, event: Event) -> None:
+        """An event that nobody waits for. Raises `NodeUnavailableError`."""
+        self._inside().tell(event)
+
+    def _inside(self) -> Inside:
+        assert self._loop is not None
+        return Inside(self._loop, self.sessions, self._act)
+
+    @property
+    def address(self) -> int:
+        """Of the segment on the device."""
+        assert self._memory is not None
+        return self._memory.address
+
+    def _begin(self, word: Announcement, make_core: Callable[[], NodeCore]) -> Started:
+        former = self.dir.announcement()
+        for path in () if former is None else (former.data_path, former.head_path):
+            Path(path).unlink(missing_ok=True)
+        self.dir.leases.mkdir(exist_ok=True, mode=0o700)
+        clients = FormerClients(self.dir.leases, matter=False)
+        # Written before the segment: whoever finds this directory without a living owner
+        # knows which files to remove.
+        self.dir.announce(word)
+        base = Path(word.data_path).with_suffix("")
+        self._memory = OwnedCuda(base, superblock_of(word), self.device)
+        word = replace(word, inline_bytes=0, transports={NAME: self.device.uuid})
+        # Who has the handle can read and write the memory: only this directory tells it.
+        address = Address(self.device.uuid, self._memory.handle)
+        self.dir.announce(replace(word, transports={NAME: str(address)}))
+        return Started(make_core(), self._memory, word, clients)
+
+    def free(self, timeout_s: float) -> bool:
+        """See `OwnedCuda.free`; after `stop`."""
+        memory, self._memory = self._memory, None
+        freed = memory is None or memory.free(timeout_s)
+        if not freed:
+            log.warning("node %s: its VRAM stays, readers have it open", self.config.name)
+        return freed

@@ -1,0 +1,206 @@
+"""The memory of nodes in VRAM, open in this process: once each, as long as it is used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from kvstore.cuda.base import IPC_HANDLE_BYTES, CudaDevice, DeviceRange
+from kvstore.errors import DeviceError
+from kvstore.limits import CUDA_IPC_NODES_MAX
+from kvstore.nodedir import Announcement
+from kvstore.types import Key, Location
+
+NAME = "cuda_ipc"
+
+
+class Address(NamedTuple):
+    """What a node in VRAM announces: `UUID/HANDLE`."""
+
+    uuid: str
+    handle: bytes
+
+    def __str__(self) -> str:
+        return f"{self.uuid}/{self.handle.hex()}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address | None:
+        uuid, _, handle = text.rpartition("/")
+        try:
+            raw = bytes.fromhex(handle)
+        except ValueError:
+            return None
+        return cls(uuid, raw) if uuid and len(raw) == IPC_HANDLE_BYTES else None
+
+
+class Place(NamedTuple):
+    """A sealed block: where its payload begins in the segment, and what its header says."""
+
+    offset: int
+    kind: int
+    meta_length: int
+    token: Any
+    """For `Heads.same`."""
+
+
+class Heads(Protocol):
+    """The headers of one start of a node of this host. Thread-safe."""
+
+    def locate(self, key: Key, location: Location) -> Place | None:
+        """None unless the header is SEALED and says what the location does."""
+        ...
+
+    def same(self, place: Place) -> bool:
+        """Whether the header is what it was when it was located."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether the node's process lives: its memory is gone with it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Opened:
+    """The memory of one start of a node, open in this process."""
+
+    __slots__ = ("address", "gone", "heads", "users")
+
+    def __init__(self, heads: Heads, address: int) -> None:
+        self.heads = heads
+        self.address = address
+        self.users = 0
+        """Transfers and views that count on it; the transport's lock guards it."""
+        self.gone = False
+
+
+class DeviceBlock:
+    """A block in VRAM, in place: for kernels and copies of the caller's own.
+
+    Queue them, wait until they are done, then ask `valid` (rule 4). Until it is closed, or
+    forgotten, the node's memory stays open here.
+    """
+
+    def __init__(self, memory: OpenMemory, opened: Opened, place: Place, size: int) -> None:
+        address = opened.address + place.offset
+        self.memory = DeviceRange(address, size, memory.device.ordinal)
+        """To be read, never written; as long as the block."""
+        self._open = memory
+        self._opened: Opened | None = opened
+        self._place = place
+
+    def valid(self) -> bool:
+        """True when all that was read from `memory` so far is the block of this key."""
+        opened = self._opened
+        return opened is not None and opened.heads.alive() and opened.heads.same(self._place)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            self._open.done_with(opened)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> DeviceBlock:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class OpenMemory:
+    """Thread-safe. `attach` finds the headers of a node of this host; None: not there."""
+
+    def __init__(self, device: CudaDevice, attach: Callable[[Announcement], Heads | None]) -> None:
+        self.device = device
+        self._attach = attach
+        self._lock = threading.Lock()
+        self._opened: dict[tuple[int, int], Opened] = {}
+        """By node id and epoch, that used last at the end."""
+        self._closed = False
+
+    def use(self, node: Announcement) -> Opened | None:
+        """The node's memory, opened now if it is not yet, until `done_with`; None: out of reach.
+
+        Raises `DeviceError` when the driver does not open it.
+        """
+        address = Address.parse(node.transports.get(NAME, ""))
+        with self._lock:
+            if self._closed or address is None:
+                return None
+            known = (node.node_id, node.epoch)
+            opened = self._opened.pop(known, None) or self._open(node, address)
+            if opened is not None:
+                self._opened[known] = opened
+                opened.users += 1
+            return opened
+
+    def _open(self, node: Announcement, address: Address) -> Opened | None:
+        if len(self._opened) >= CUDA_IPC_NODES_MAX:
+            idle = next((k for k, o in self._opened.items() if o.users == 0), None)
+            if idle is None:
+                return None
+            self._let_go(self._opened.pop(idle))
+        if not self.device.reaches(address.uuid):
+            raise DeviceError(f"no peer access from device {self.device.ordinal} to {address.uuid}")
+        heads = self._attach(node)
+        if heads is None:
+            return None
+        try:
+            return Opened(heads, self.device.open(address.handle))
+        except BaseException:
+            heads.close()
+            raise
+
+    def done_with(self, opened: Opened) -> None:
+        with self._lock:
+            opened.users -= 1
+            if opened.gone and opened.users == 0:
+                self._let_go(opened)
+
+    def sweep(self) -> None:
+        """Close the memory of nodes that have ended."""
+        with self._lock:
+            dead = [known for known, opened in self._opened.items() if not opened.heads.alive()]
+            for known in dead:
+                self._retire(self._opened.pop(known))
+
+    def _retire(self, opened: Opened) -> None:
+        opened.gone = True
+        if opened.users == 0:
+            self._let_go(opened)
+
+    def _let_go(self, opened: Opened) -> None:
+        try:
+            self.device.close(opened.address)
+        except DeviceError:
+            pass  # its owner is gone, and the driver may have taken it back
+        finally:
+            opened.heads.close()
+
+    def view(self, node: Announcement, key: Key, location: Location) -> DeviceBlock | None:
+        """The block in place; None when it is not there (any more). Raises `DeviceError`."""
+        opened = self.use(node)
+        if opened is None:
+            return None
+        right = location.epoch == node.epoch
+        place = opened.heads.locate(key, location) if right else None
+        if place is None:
+            self.done_with(opened)
+            return None
+        return DeviceBlock(self, opened, place, location.length)
+
+    def shut(self) -> None:
+        """Open nothing any more."""
+        with self._lock:
+            self._closed = True
+
+    def close(self) -> None:
+        """Close all, each when nobody uses it any more."""
+        self.shut()
+        with self._lock:
+            for known in list(self._opened):
+                self._retire(self._opened.pop(known))

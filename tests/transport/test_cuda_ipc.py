@@ -1,0 +1,275 @@
+"""Reading from VRAM, over the model of a device whose copies are late."""
+
+import os
+import threading
+import time
+
+import pytest
+from contract.cuda import get
+from contract.transport import PATIENCE_S, TransportContract, reads, room
+from vram_parts import MIB, VramPlace
+
+from kvstore.core.events import Drop
+from kvstore.cuda.base import DeviceRange
+from kvstore.errors import InternalError, UsageError
+from kvstore.testing.cuda import ModelCuda
+from kvstore.transport import cuda_ipc, cuda_memory
+from kvstore.transport.base import Read, Wanted
+from kvstore.transport.cuda_ipc import WantedAnywhere
+from kvstore.transport.cuda_memory import Address
+
+
+@pytest.fixture
+def owner(tmp_path):
+    return ModelCuda(tmp_path)
+
+
+@pytest.fixture
+def reader(tmp_path):
+    """The same device as another process sees it."""
+    return ModelCuda(tmp_path)
+
+
+@pytest.fixture
+def place(tmp_path, owner, reader):
+    place = VramPlace(tmp_path, owner, reader)
+    yield place
+    reader.hold.set()
+    place.close()
+
+
+class TestCudaIpc(TransportContract):
+    @pytest.fixture
+    def place(self, tmp_path, owner, reader):
+        place = VramPlace(tmp_path, owner, reader)
+        yield place
+        place.close()
+
+
+def test_a_destination_may_be_memory_of_the_device_in_pieces(place, reader):
+    payload = os.urandom(MIB + 5)
+    key, location = place.save(payload)
+    mine = reader.allocate(2 * MIB)
+    host = memoryview(bytearray(5))
+    into = [DeviceRange(mine + 100, MIB - 7, 0), DeviceRange(mine, 7, 0), host]
+    transfer = place.transport.submit(
+        place.word, [WantedAnywhere(key, location, into)], time.monotonic() + PATIENCE_S
+    )
+    assert reads(transfer.wait()) == [Read.HIT]
+    got = get(reader, mine, 2 * MIB)
+    assert got[100 : 100 + MIB - 7] == payload[: MIB - 7]
+    assert got[:7] == payload[MIB - 7 : MIB]
+    assert bytes(host) == payload[MIB:]
+
+
+def test_neighbours_on_both_sides_are_one_copy(place, reader):
+    payloads = [os.urandom(MIB) for _ in range(4)]
+    blocks = [place.save(payload) for payload in payloads]
+    mine = reader.allocate(4 * MIB)
+    queued = reader.queued
+    order = [0, 1, 3, 2]  # 0 and 1 follow each other here as they do there
+    wanted = [
+        WantedAnywhere(*blocks[n], [DeviceRange(mine + i * MIB, MIB, 0)])
+        for i, n in enumerate(order)
+    ]
+    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    assert reads(transfer.wait()) == [Read.HIT] * 4
+    assert reader.queued - queued == 3
+    assert get(reader, mine, 4 * MIB) == b"".join(payloads[n] for n in order)
+
+
+def test_pieces_on_the_device_must_be_as_long_as_the_block(place):
+    key, location = place.save(b"1" * 100)
+    wanted = [WantedAnywhere(key, location, [DeviceRange(4096, 99, 0)])]
+    with pytest.raises(UsageError, match=r"^into="):
+        place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+
+
+def test_a_block_that_goes_while_its_copy_is_queued_is_a_miss(place, reader):
+    """The check comes after the event, not after the copy was queued."""
+    key, location = place.save(b"1" * MIB)
+    reader.hold.clear()
+    into = room(location)
+    wanted = [Wanted(key, location, (into,))]
+    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    place.writer.drop([key])
+    other = place.save(b"2" * MIB)
+    assert other[1].slot == location.slot
+    assert not transfer.poll()
+    reader.hold.set()
+    assert reads(transfer.wait()) == [Read.MISS]
+    assert bytes(into) == b"2" * MIB, "the copy was made when the slot was another block's"
+
+
+def test_a_deadline_ends_a_read_only_when_what_is_queued_is_done(place, reader):
+    key, location = place.save(b"1" * MIB)
+    reader.hold.clear()
+    into = room(location)
+    wanted = [Wanted(key, location, (into,))]
+    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    transfer._deadline = time.monotonic()
+    ended = threading.Event()
+    outcomes = []
+
+    def read():
+        outcomes.extend(transfer.wait())
+        ended.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert not ended.wait(0.3), "the destination may still be written to"
+    reader.hold.set()
+    assert ended.wait(PATIENCE_S)
+    before = bytes(into)
+    assert before == b"1" * MIB, "what was under way has been carried out"
+    assert reads(outcomes) == [Read.HIT]
+
+
+def test_after_the_deadline_nothing_more_is_queued(place, reader, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "CUDA_IPC_WINDOW_BYTES", MIB)
+    blocks = [place.save(bytes([i]) * MIB) for i in range(6)]
+    reader.hold.clear()
+    wanted = [Wanted(key, location, (room(location),)) for key, location in blocks]
+    queued = reader.queued
+    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    assert reader.queued - queued == cuda_ipc.WINDOWS
+    transfer._deadline = time.monotonic()
+    reader.hold.set()
+    outcomes = reads(transfer.wait())
+    assert outcomes == [Read.HIT] * 2 + [Read.FAILED] * 4
+    assert reader.queued - queued == cuda_ipc.WINDOWS
+
+
+def test_a_device_that_hangs_is_no_failed_read_but_an_error(place, reader, monkeypatch):
+    """Nobody may think that the destination is free."""
+    monkeypatch.setattr(cuda_ipc, "CUDA_IPC_DRAIN_S", 0.1)
+    key, location = place.save(b"1" * MIB)
+    reader.hold.clear()
+    wanted = [Wanted(key, location, (room(location),))]
+    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    transfer._deadline = time.monotonic()
+    with pytest.raises(InternalError, match="hang"):
+        transfer.wait()
+    with pytest.raises(InternalError, match="hang"):
+        transfer.cancel()
+    assert not transfer.poll()
+    monkeypatch.setattr(cuda_ipc, "CUDA_IPC_DRAIN_S", PATIENCE_S)
+    reader.hold.set()
+    assert reads(transfer.wait()) == [Read.FAILED]
+
+
+def test_a_device_that_fails_fails_the_read(place, reader):
+    block = place.save(b"1" * MIB)
+    reader.broken = True
+    assert reads(place.read(block)[0]) == [Read.FAILED]
+
+
+def test_a_copy_that_is_refused_fails_when_those_before_it_are_done(place, reader):
+    one, other = place.save(b"1" * MIB), place.save(b"2" * MIB)
+    reader.hold.clear()
+    into = room(one[1])
+    wanted = [Wanted(*one, (into,)), WantedAnywhere(*other, [DeviceRange(8, MIB, 0)])]
+    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    assert not transfer.poll(), "the first may still be written to"
+    reader.hold.set()
+    assert reads(transfer.wait()) == [Read.FAILED] * 2
+    assert bytes(into) == b"1" * MIB
+    assert reads(place.read(one)[0]) == [Read.HIT]
+
+
+def test_memory_is_opened_once_and_closed_when_its_node_has_ended(place, reader):
+    blocks = [place.save(os.urandom(1000)) for _ in range(3)]
+    for block in blocks:
+        place.read(block)
+    assert reader.mapped == 1
+    place.node.stop()
+    place.vram.sweep()
+    assert reader.mapped == 0
+
+
+def test_memory_in_use_outlives_its_node_until_the_read_has_ended(place, reader, owner):
+    key, location = place.save(b"1" * MIB)
+    reader.hold.clear()
+    into = room(location)
+    wanted = [Wanted(key, location, (into,))]
+    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    place.node.stop()
+    place.vram.sweep()
+    assert reader.mapped == 1
+    assert not place.node._memory.free(0.0), "it is open elsewhere"
+    reader.hold.set()
+    assert reads(transfer.wait()) == [Read.MISS]
+    assert bytes(into) == b"1" * MIB
+    assert reader.mapped == 0
+    place.node._memory = None
+
+
+def test_after_the_last_reader_the_memory_is_given_back(tmp_path, owner, reader):
+    place = VramPlace(tmp_path, owner, reader)
+    place.read(place.save(b"1" * MIB))
+    place.vram.close()
+    place.node.stop()
+    assert place.node.free(PATIENCE_S)
+    assert not list(tmp_path.glob("?" * 32)), "the model's memory"
+    place.writer.stream.close()
+
+
+def test_only_so_many_nodes_are_open_at_once(tmp_path, owner, reader, monkeypatch):
+    monkeypatch.setattr(cuda_memory, "CUDA_IPC_NODES_MAX", 1)
+    places = [VramPlace(tmp_path, owner, reader, name=f"n{i}") for i in range(2)]
+    blocks = [place.save(bytes([i]) * MIB) for i, place in enumerate(places)]
+    transport = places[0].transport
+    for _ in range(2):
+        for i, place in enumerate(places):
+            wanted = [Wanted(*blocks[i], (room(blocks[i][1]),))]
+            transfer = transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+            assert reads(transfer.wait()) == [Read.HIT]
+            assert bytes(wanted[0].into[0]) == bytes([i]) * MIB
+            assert reader.mapped == 1
+    reader.hold.clear()
+    busy = transport.submit(
+        places[1].word, [Wanted(*blocks[1], (room(blocks[1][1]),))], time.monotonic() + PATIENCE_S
+    )
+    assert reads(
+        transport.submit(
+            places[0].word,
+            [Wanted(*blocks[0], (room(blocks[0][1]),))],
+            time.monotonic() + PATIENCE_S,
+        ).wait()
+    ) == [Read.FAILED]
+    reader.hold.set()
+    assert reads(busy.wait()) == [Read.HIT]
+    for place in places:
+        place.close()
+
+
+def test_a_device_without_peer_access_reads_nothing(tmp_path, owner):
+    place = VramPlace(tmp_path, owner, ModelCuda(tmp_path, uuid="other", unreachable=["model-0"]))
+    block = place.save(b"1" * 100)
+    assert reads(place.read(block)[0]) == [Read.FAILED]
+    assert place.vram.node(place.word.node_id, place.word.epoch, time.monotonic()) is None
+    place.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "uuid", "uuid/", "uuid/zz", "uuid/" + "00" * 63, "/" + "00" * 64]
+)
+def test_what_is_no_address_is_none(text):
+    assert Address.parse(text) is None
+
+
+def test_an_address_says_what_it_was_made_of():
+    address = Address("a/b", bytes(range(64)))
+    assert Address.parse(str(address)) == address
+
+
+def test_nobody_but_the_owner_writes(place, tmp_path):
+    from kvstore.client.writer import Want, Writer
+    from kvstore.errors import KVStoreError
+
+    writer = Writer(
+        place.nodes, name="node", timeout_s=PATIENCE_S, checksums=False, start_node=None
+    )
+    with pytest.raises(KVStoreError):
+        writer.reserve([Want(b"k" * 32, 100, 0, 0, b"1" * 100, 0)], 7)
+    writer.close()
+    assert place.writer.ask(lambda s, r: Drop(s, r, [b"k" * 32])) == [False]
