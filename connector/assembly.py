@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +20,28 @@ from connector.geometry import (
 from connector.layerwise_worker import LayerwiseWorker
 from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
+from connector.vram import VramStore
 from connector.worker import WorkerCore
-from kvstore import BlockSession, BlockStore, Limits, UsageError, tenant_salt
+from kvstore import (
+    BlockSession,
+    BlockStore,
+    CudaDevice,
+    DeviceError,
+    Limits,
+    UsageError,
+    cuda_device,
+    tenant_salt,
+)
 
 if TYPE_CHECKING:
     from connector.settings import ConnectorSettings
 
+log = logging.getLogger(__name__)
 
-def open_store(config: ConnectorSettings) -> BlockStore:
+
+def open_store(
+    config: ConnectorSettings, device: CudaDevice | None = None, *, sees_vram: bool = False
+) -> BlockSession:
     """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet."""
     return BlockSession(
         config.url,
@@ -36,7 +51,21 @@ def open_store(config: ConnectorSettings) -> BlockStore:
         verify=config.verify,
         limits=Limits(redis_timeout_s=config.lookup_timeout_s),
         node_size_bytes=config.node_size_bytes,
+        device=device,
+        sees_vram=sees_vram,
     )
+
+
+def open_in_vram(config: ConnectorSettings, ordinal: int | None, vram_bytes: int) -> BlockStore:
+    """`open_store` for a worker whose copiers take memory of the device `ordinal`, if any."""
+    if not config.vram or ordinal is None:
+        return open_store(config)
+    try:
+        device = cuda_device(ordinal)
+    except DeviceError as e:
+        log.warning("blocks are neither kept in VRAM nor read there: %s", e)
+        return open_store(config)
+    return VramStore(open_store(config, device), device, vram_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +100,8 @@ class EngineShape:
     saves: bool = True
     events: bool = False
     """Whether somebody takes events about stored blocks."""
+    vram_bytes: int = 0
+    """Of VRAM that each worker keeps recent blocks in, with the setting `vram`."""
 
     @classmethod
     def of_one_group(
@@ -142,7 +173,7 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         layerwise=config.layerwise,
     )
     _check_layerwise(config, shape)
-    store = LazyStore(lambda: open_store(config))
+    store = LazyStore(lambda: open_store(config, sees_vram=config.vram))
     return SchedulerCore(store, shape.layout(config), settings)
 
 
@@ -152,12 +183,13 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
     layout = shape.layout(config)
 
     def open_to_save() -> BlockStore:
-        store = open_store(config)
+        store = open_in_vram(config, lazy.device, shape.vram_bytes)
         store.introduce(tuple(layout.all_namespaces()))
         return store
 
+    lazy = LazyStore(open_to_save)
     return (LayerwiseWorker if config.layerwise else WorkerCore)(
-        LazyStore(open_to_save),
+        lazy,
         layout,
         rank=rank,
         saves=shape.saves,

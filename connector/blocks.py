@@ -10,10 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvstore import PoolMapping, UsageError
+from kvstore import DeviceRange, PoolMapping, UsageError
 
 if TYPE_CHECKING:
     from connector.geometry import KVGeometry
+
+
+Payload = memoryview | DeviceRange
+"""Where a payload is. On a device only where `KVMemory.device` says that it may be."""
 
 
 class HeadPart(NamedTuple):
@@ -30,7 +34,7 @@ class Gather(NamedTuple):
     """Engine blocks, in token order, into a whole payload."""
 
     block_ids: Sequence[int]
-    out: memoryview
+    out: Payload
 
 
 class Scatter(NamedTuple):
@@ -39,7 +43,7 @@ class Scatter(NamedTuple):
     With `part` only those heads of it, and only those bytes are read.
     """
 
-    payload: memoryview
+    payload: Payload
     skip: int
     block_ids: Sequence[int]
     part: HeadPart | None = None
@@ -76,6 +80,8 @@ class KVMemory(NamedTuple):
     """One copier per KV cache group."""
     close: Callable[[], None]
     """Give back what the copiers have of the system; nothing may be copied any more."""
+    device: int | None = None
+    """Ordinal of the device whose memory payloads may be in, too."""
 
 
 def kv_memory(
@@ -191,7 +197,7 @@ class HostBlocks:
         for item in items:
             self._scatter(*item, layer)
 
-    def _gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None) -> None:
+    def _gather(self, block_ids: Sequence[int], out: Any, layer: int | None) -> None:
         payload = self._np.frombuffer(out, self._word).reshape(self._payload_shape)
         for first, count, view in self._runs_of(layer):
             part = payload[first : first + count]
@@ -200,7 +206,7 @@ class HostBlocks:
 
     def _scatter(
         self,
-        payload: memoryview,
+        payload: Any,
         skip: int,
         block_ids: Sequence[int],
         part: HeadPart | None,

@@ -22,6 +22,7 @@ from connector.protocol import (
     TransferResults,
 )
 from connector.settings import ConnectorSettings
+from connector.vram import pool_bytes
 from kvstore import UsageError
 
 if TYPE_CHECKING:
@@ -94,7 +95,12 @@ def _read(config: KVTransferConfig, engine: EngineInfo) -> tuple[ConnectorSettin
             len(engine.shape.groups),
             "must be 1: block ids of this protocol name blocks of one table",
         )
-    shape = replace(engine.shape, loads=config.is_kv_consumer, saves=config.is_kv_producer)
+    shape = replace(
+        engine.shape,
+        loads=config.is_kv_consumer,
+        saves=config.is_kv_producer,
+        vram_bytes=pool_bytes(config),
+    )
     shape.layout(settings)  # wrong block sizes are said here, not at the first request
     return settings, shape
 

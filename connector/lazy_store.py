@@ -25,6 +25,8 @@ class LazyStore:
     """
 
     def __init__(self, opener: Opener, clock: Clock = time.monotonic) -> None:
+        self.device: int | None = None
+        """Ordinal of the device whose memory copiers take; see `connector.blocks.KVMemory`."""
         self._opener = opener
         self._clock = clock
         self._lock = threading.Lock()

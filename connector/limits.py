@@ -132,3 +132,5 @@ POLL_MIN_S = 0.0005
 """Pause before a store is asked again for what is not there yet; doubles up to"""
 POLL_MAX_S = 0.01
 """this."""
+VRAM_POOL_BYTES_MIN = 64 << 20
+"""A smaller `kv_buffer_size` keeps no blocks in VRAM."""

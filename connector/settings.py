@@ -57,6 +57,9 @@ class ConnectorSettings:
     """After that a save is dropped and its engine blocks are free again."""
     layerwise: bool = False
     """Load and save layer by layer, beside the forward (docs/engines.md says when it pays)."""
+    vram: bool = False
+    """Keep recent blocks in VRAM, as much as `kv_buffer_size` says, and read those of other
+    engines on this host there (docs/decisions/0023; it has not run on a device yet)."""
     verify: Literal["never", "always"] = "never"
     """Whether payload checksums are written and checked on this host too."""
     save_decode: bool = True
@@ -80,9 +83,11 @@ class ConnectorSettings:
             raise UsageError("url", self.url, "must be a URL such as redis://host:6379/0")
         if self.verify not in ("never", "always"):
             raise UsageError("verify", self.verify, "must be 'never' or 'always'")
-        for name in ("save_decode", "layerwise"):
+        for name in ("save_decode", "layerwise", "vram"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(name, getattr(self, name), "must be true or false")
+        if self.vram and self.verify == "always":
+            raise UsageError("vram", True, "must be false where verify is always: no checksums")
         if not isinstance(self.tp_sizes, list | tuple) or not all(
             isinstance(size, int) and size >= 1 for size in self.tp_sizes
         ):

@@ -97,7 +97,7 @@ class WorkerCore:
             self._store.mappings,
             self._counts.page_locked,
         )
-        self._blocks, self._close_memory = memory
+        self._blocks, self._close_memory, self._store.device = memory
         loops: list[tuple[str, Callable[[], None]]] = [
             ("kvstore-load", self._load_loop),
             ("kvstore-save", self._save_loop),

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from itertools import cycle
 from typing import Any, Protocol
 
-from connector.blocks import Gather, Scatter
+from connector.blocks import Gather, Payload, Scatter
 from connector.cuda.plan import PAGE_BYTES, HostPlace, Launch, PagedLayout, Piece, batches
 from connector.limits import DEVICE_BATCH_BLOCKS
 
@@ -19,7 +19,7 @@ from connector.limits import DEVICE_BATCH_BLOCKS
 class HostMemory(Protocol):
     """Host memory as a device reaches it, while it is held."""
 
-    def address(self, view: memoryview) -> int:
+    def address(self, view: Payload) -> int:
         """Where the device is to read or write the bytes of `view`."""
         ...
 

@@ -6,9 +6,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from connector.blocks import Gather, HeadPart, Scatter
+from connector.blocks import Gather, HeadPart, Payload, Scatter
 from connector.limits import DEVICE_BLOCKS_MAX
-from kvstore import InternalError
+from kvstore import DeviceRange, InternalError
 
 if TYPE_CHECKING:
     from connector.geometry import KVGeometry
@@ -44,12 +44,14 @@ class LayerPlace(NamedTuple):
 
 
 class HostPlace(NamedTuple):
-    """What of a payload in host memory is copied: `rows` ranges, a constant distance apart."""
+    """What of a payload is copied: `rows` ranges, a constant distance apart."""
 
     address: int
     row_bytes: int
     rows: int
     pitch_bytes: int
+    on_device: bool = False
+    """It is memory of the device after all."""
 
     @property
     def size_bytes(self) -> int:
@@ -145,9 +147,8 @@ class PagedLayout:
         self._check(len(item.out), self.heads, item.block_ids, 0, layer)
         if len(item.block_ids) != self.blocks_per_payload:
             raise InternalError(f"{len(item.block_ids)} engine blocks do not fill a payload")
-        return self._piece(address, HeadPart(self.heads, 0, 0, self.heads), layer)._replace(
-            block_ids=item.block_ids
-        )
+        piece = self._piece(address, HeadPart(self.heads, 0, 0, self.heads), layer, item.out)
+        return piece._replace(block_ids=item.block_ids)
 
     def scattered(self, item: Scatter, address: int, layer: int | None) -> Piece:
         """`address` is that of `item.payload`. Raises `InternalError` like `gathered`."""
@@ -159,7 +160,8 @@ class PagedLayout:
             or part.target + part.heads > self.heads
         ):
             raise InternalError(f"{part} does not fit {self.heads} heads")
-        return self._piece(address, part, layer)._replace(block_ids=item.block_ids, skip=item.skip)
+        piece = self._piece(address, part, layer, item.payload)
+        return piece._replace(block_ids=item.block_ids, skip=item.skip)
 
     def _check(
         self, size_bytes: int, heads: int, block_ids: Sequence[int], skip: int, layer: int | None
@@ -174,7 +176,7 @@ class PagedLayout:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.engine_blocks:
             raise InternalError(f"engine blocks {block_ids} are not among {self.engine_blocks}")
 
-    def _piece(self, address: int, part: HeadPart, layer: int | None) -> Piece:
+    def _piece(self, address: int, part: HeadPart, layer: int | None, where: Payload) -> Piece:
         layer_bytes = part.payload_heads * self.head_bytes
         first, layers = (0, len(self.layers)) if layer is None else (layer, 1)
         address += first * layer_bytes + part.source * self.head_bytes
@@ -183,6 +185,7 @@ class PagedLayout:
             host = HostPlace(address, layers * row_bytes, 1, layers * row_bytes)
         else:
             host = HostPlace(address, row_bytes, layers, layer_bytes)
+        host = host._replace(on_device=isinstance(where, DeviceRange))
         return Piece(host, (), 0, part.target, part.heads)
 
     def write_pages(self, table: memoryview, staged: Sequence[tuple[int, Piece]]) -> int:

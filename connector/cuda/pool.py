@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
+from connector.blocks import Payload
 from connector.limits import POOL_LOOK_EVERY_S, SHUTDOWN_TIMEOUT_S
-from kvstore import PoolMapping
+from kvstore import DeviceRange, PoolMapping
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class _Table:
         self.ranges = ranges
         self.users = 0
 
-    def address(self, view: memoryview) -> int:
+    def address(self, view: Payload) -> int:
         """See `HostMemory.address`."""
         address = address_of(view)
         for start, end, distance in self.ranges:
@@ -212,8 +213,10 @@ class LockedPool:
                 locked.mapping.memory.release()
 
 
-def address_of(memory: memoryview) -> int:
+def address_of(memory: Payload) -> int:
     """Of its first byte, read-only memory included. Imports numpy."""
+    if isinstance(memory, DeviceRange):
+        return memory.address
     import numpy as np
 
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])

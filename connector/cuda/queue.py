@@ -141,18 +141,22 @@ class CudaQueue:
     def store(self, target: HostPlace, source: int) -> None:
         cuda, driver = self._begin()
         assert target.rows == 1, "a payload is stored whole, or one layer of it"
-        cuda.call(driver.cuMemcpyDtoHAsync, target.address, source, target.size_bytes, self._handle)
+        copy = driver.cuMemcpyDtoDAsync if target.on_device else driver.cuMemcpyDtoHAsync
+        cuda.call(copy, target.address, source, target.size_bytes, self._handle)
 
     def fetch(self, target: int, source: HostPlace) -> None:
         cuda, driver = self._begin()
         if source.rows == 1:
-            cuda.call(
-                driver.cuMemcpyHtoDAsync, target, source.address, source.row_bytes, self._handle
-            )
+            move = driver.cuMemcpyDtoDAsync if source.on_device else driver.cuMemcpyHtoDAsync
+            cuda.call(move, target, source.address, source.row_bytes, self._handle)
             return
         copy = driver.CUDA_MEMCPY2D()
-        copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
-        copy.srcHost, copy.srcPitch = source.address, source.pitch_bytes
+        if source.on_device:
+            copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+            copy.srcDevice, copy.srcPitch = source.address, source.pitch_bytes
+        else:
+            copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+            copy.srcHost, copy.srcPitch = source.address, source.pitch_bytes
         copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
         copy.dstDevice, copy.dstPitch = target, source.row_bytes
         copy.WidthInBytes, copy.Height = source.row_bytes, source.rows

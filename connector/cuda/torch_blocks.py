@@ -58,7 +58,7 @@ class TorchBlocks:
         for item in items:
             self._scatter(*item, layer)
 
-    def _gather(self, block_ids: Sequence[int], out: memoryview, layer: int | None) -> None:
+    def _gather(self, block_ids: Sequence[int], out: Any, layer: int | None) -> None:
         torch = self._torch
         which = slice(None) if layer is None else slice(layer, layer + 1)
         saved = self._saved[which]
@@ -72,7 +72,7 @@ class TorchBlocks:
 
     def _scatter(
         self,
-        payload: memoryview,
+        payload: Any,
         skip: int,
         block_ids: Sequence[int],
         part: HeadPart | None,

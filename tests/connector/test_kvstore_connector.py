@@ -46,7 +46,7 @@ PROMPT = list(range(2 * BLOCK))
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryBlockStore:
     store = MemoryBlockStore()
-    monkeypatch.setattr(assembly, "open_store", lambda config: store)
+    monkeypatch.setattr(assembly, "open_store", lambda config, **more: store)
     return store
 
 
