@@ -105,7 +105,7 @@ class ModelEngine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        def open_model(_: ConnectorSettings) -> MemoryBlockStore:
+        def open_model(_: ConnectorSettings, **more: object) -> MemoryBlockStore:
             return store
 
         monkeypatch.setattr(assembly, "open_store", open_model)

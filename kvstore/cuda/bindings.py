@@ -1,7 +1,7 @@
 """A CUDA device through cuda-python's runtime bindings, imported when one is first opened.
 
-The runtime's current device belongs to each thread and to whoever works in it: every call
-here puts back the one it found.
+The runtime's current device and capture mode belong to each thread and to whoever works in
+it: every call here puts back what it found.
 """
 
 from __future__ import annotations
@@ -76,16 +76,20 @@ class BindingsDevice:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
+        """Make calls on this device, and say that they have nothing to do with a CUDA graph
+        that another thread captures: else they fail, and end the capture with them."""
         calls, runtime = self._calls, self._runtime
+        relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        mode = calls(runtime.cudaThreadExchangeStreamCaptureMode, relaxed)
         before = calls(runtime.cudaGetDevice)
-        if before == self.ordinal:
-            yield
-            return
-        calls(runtime.cudaSetDevice, self.ordinal)
         try:
+            if before != self.ordinal:
+                calls(runtime.cudaSetDevice, self.ordinal)
             yield
         finally:
-            calls(runtime.cudaSetDevice, before)
+            if before != self.ordinal:
+                calls(runtime.cudaSetDevice, before)
+            calls(runtime.cudaThreadExchangeStreamCaptureMode, mode)
 
     def allocate(self, size_bytes: int) -> int:
         if size_bytes < 1:
@@ -142,9 +146,11 @@ class BindingsDevice:
     def reaches(self, uuid: str) -> bool:
         if uuid == self.uuid:
             return True
-        for other in range(self._visible):
-            if other != self.ordinal and self._uuid_of(other) == uuid:
-                return bool(self._calls(self._runtime.cudaDeviceCanAccessPeer, self.ordinal, other))
+        with self._current():
+            for other in range(self._visible):
+                if other != self.ordinal and self._uuid_of(other) == uuid:
+                    ask = self._runtime.cudaDeviceCanAccessPeer
+                    return bool(self._calls(ask, self.ordinal, other))
         return True
 
     def register_host(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
@@ -182,7 +188,8 @@ class BindingsDevice:
         return event
 
     def is_done(self, event: Any) -> bool:
-        error, *_ = self._runtime.cudaEventQuery(event)
+        with self._current():
+            error, *_ = self._runtime.cudaEventQuery(event)
         if error == self._runtime.cudaError_t.cudaErrorNotReady:
             return False
         if int(error) != 0:

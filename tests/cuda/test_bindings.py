@@ -11,6 +11,13 @@ import pytest
 from kvstore.cuda.bindings import open_device
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
 
+CAPTURE_SAFE = {
+    "cudaGetDeviceCount",
+    "cudaGetDeviceProperties",
+    "cudaGetLastError",
+    "cudaEventDestroy",
+}
+
 
 class Error(enum.IntEnum):
     cudaSuccess = 0  # noqa: N815
@@ -24,6 +31,7 @@ class Runtime:
 
     cudaError_t = Error  # noqa: N815
     cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyDefault=4)  # noqa: N815
+    cudaStreamCaptureMode = types.SimpleNamespace(cudaStreamCaptureModeRelaxed=2)  # noqa: N815
     cudaIpcMemLazyEnablePeerAccess = 1  # noqa: N815
     cudaHostRegisterPortable, cudaHostRegisterReadOnly = 1, 8  # noqa: N815
     cudaStreamNonBlocking, cudaEventDisableTiming = 1, 2  # noqa: N815
@@ -31,6 +39,7 @@ class Runtime:
     def __init__(self):
         self.calls = []
         self.current = 0
+        self.mode = 0
         self.errors = {}
         properties = types.SimpleNamespace(uuid=types.SimpleNamespace(bytes=bytes(range(16))))
         self.results = {
@@ -53,8 +62,13 @@ class Runtime:
         self.current = ordinal
         return (Error.cudaSuccess,)
 
+    def cudaThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
+        before, self.mode = self.mode, mode
+        return Error.cudaSuccess, before
+
     def __getattr__(self, name):
         def call(*args):
+            assert self.mode == 2 or name in CAPTURE_SAFE, f"{name} would end others' captures"
             self.calls.append((name, self.current, *args))
             error = self.errors.get(name, Error.cudaSuccess)
             return (error, self.results[name]) if name in self.results else (error,)
@@ -82,7 +96,7 @@ def test_calls_are_made_on_the_device_and_the_callers_own_is_put_back(runtime):
         (1, 0x7010, 0x9010, 20, 4, "stream"),
     ]
     device.free(memory)
-    assert runtime.current == 0
+    assert (runtime.current, runtime.mode) == (0, 0)
 
 
 def test_a_refused_call_is_named_and_the_last_error_taken_back(runtime):
@@ -157,5 +171,5 @@ def test_every_call_is_one_that_the_real_bindings_have():
     real = pytest.importorskip("cuda.bindings.runtime", reason="cuda-python is not installed")
     source = Path(inspect.getfile(open_device)).read_text()
     named = set(re.findall(r"\bcuda[A-Z]\w+", source))
-    places = (real, real.cudaError_t, real.cudaMemcpyKind)
+    places = (real, real.cudaError_t, real.cudaMemcpyKind, real.cudaStreamCaptureMode)
     assert [n for n in sorted(named) if not any(hasattr(place, n) for place in places)] == []
