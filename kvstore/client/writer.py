@@ -1,25 +1,24 @@
 """Saving through the local node: reserve, copy, commit; pins and deletions go the same way.
 
-In one file because what a client holds (`_Holdings`) must change under the same lock as
+In one file because what a client holds (`Holdings`) must change under the same lock as
 the requests that change it (rule 5).
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
 from kvstore.client.answers import block_rows, counters, flags, pins, whole
 from kvstore.client.base import Reservation
-from kvstore.client.control import ControlChannel, Held, Ticket, as_it_is
+from kvstore.client.control import ControlChannel, Ticket, as_it_is
+from kvstore.client.link import Holdings, NodeLink
 from kvstore.client.nodes import LocalNodes
 from kvstore.core.record import unpack_record
 from kvstore.core.wire import Op, join_keys
@@ -31,8 +30,6 @@ from kvstore.errors import (
 )
 from kvstore.hashing import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
-from kvstore.nodedir import Announcement
-from kvstore.segment.shm import AttachedShm
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
 
 NODE_SEARCH_S = 0.5
@@ -57,52 +54,6 @@ class Want(NamedTuple):
     checksum: int
 
 
-class _Holdings:
-    """(slot, generation) pairs at one start of one node that this client may still use."""
-
-    def __init__(self) -> None:
-        self.reserved: set[tuple[int, int]] = set()
-        self.pinned: dict[tuple[int, int], int] = {}
-
-    def said(self) -> Held:
-        return list(self.reserved), [(*handle, times) for handle, times in self.pinned.items()]
-
-    def __bool__(self) -> bool:
-        return bool(self.reserved or self.pinned)
-
-    def unpin(self, handle: tuple[int, int]) -> None:
-        count = self.pinned.get(handle, 0)
-        if count <= 1:
-            self.pinned.pop(handle, None)
-        else:
-            self.pinned[handle] = count - 1
-
-
-class _Link:
-    """The connection to one start of one node, with its segment mapped for writing."""
-
-    def __init__(self, word: Announcement, control: ControlChannel, held: _Holdings) -> None:
-        self.word = word
-        self.control = control
-        self.held = held
-        self.reads_only = not os.access(word.data_path, os.W_OK)
-        """This user is of the node's group (node/sharing.py)."""
-        self.shm: AttachedShm | None = AttachedShm(
-            Path(word.data_path), Path(word.head_path), writable=not self.reads_only
-        )
-        self.shm.populate_ahead()
-        self.payload = self.shm.payload
-        self.inline_bytes = word.inline_bytes
-        self.introduced: set[int] = set()
-        """Namespaces of which this start of the node was told."""
-
-    def retire(self) -> None:
-        """The node is gone: no slot is granted any more, and its memory is not kept. The buffers
-        of reservations keep it until they are dropped (rule 5)."""
-        self.control.retire()
-        self.shm, self.payload = None, memoryview(b"")
-
-
 class Writer:
     """Thread-safe. Finds the local node when it is first needed, and again when it is gone."""
 
@@ -123,9 +74,9 @@ class Writer:
         self._checksums = checksums
         self._start_node = start_node
         self._lock = threading.Lock()
-        self._link: _Link | None = None
+        self._link: NodeLink | None = None
         self._search_at = 0.0
-        self._former: list[_Link] = []
+        self._former: list[NodeLink] = []
         """Of nodes that are gone, while something of theirs is still in somebody's hands: the
         next start may use the same memory, and the lease keeps it off those slots."""
         self._touched: dict[Key, None] = {}
@@ -133,7 +84,7 @@ class Writer:
 
     # --- the link ---------------------------------------------------------
 
-    def link(self, *, start: bool = True) -> _Link:
+    def link(self, *, start: bool = True) -> NodeLink:
         """Raises `NodeUnavailableError` when no node of this index runs on this host.
 
         With `start`, the embedded node is started when this client may do that.
@@ -146,7 +97,7 @@ class Writer:
                 self._link = self._find(start)
             return self._link
 
-    def _find(self, start: bool) -> _Link:
+    def _find(self, start: bool) -> NodeLink:
         now = time.monotonic()
         if now < self._search_at:
             raise NodeUnavailableError("no memory node on this host: start one with `kvstore node`")
@@ -166,17 +117,17 @@ class Writer:
             )
         word, directory = found
         self._nodes.mapping()
-        held = _Holdings()
+        held = Holdings()
         control = ControlChannel(directory, (word.node_id, word.epoch), self._timeout_s, held.said)
         try:
-            link = _Link(word, control, held)
+            link = NodeLink(word, control, held)
         except (OSError, ValueError) as e:
             raise NodeUnavailableError(f"segment of node {word.name}: {e}") from e
         # Known to be a node of this index: its blocks can be read without asking the index.
         self._nodes.segment(word.node_id, word.epoch, now)
         return link
 
-    def _ask(self, op: Op, *args: Any, accept: Callable[[_Link, Any], Any] | None = None) -> Any:
+    def _ask(self, op: Op, *args: Any, accept: Callable[[NodeLink, Any], Any] | None = None) -> Any:
         """Ask the node; when it is gone, look for another one once."""
         for last in (False, True):
             link = self.link()
@@ -189,7 +140,7 @@ class Writer:
                 self._drop(link)
         raise AssertionError("unreachable")
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: NodeLink) -> None:
         """The node is gone; what this client holds there can be neither sealed nor read anew."""
         with self._lock:
             if self._link is not link or self._nodes_alive(link):
@@ -216,7 +167,7 @@ class Writer:
             link.control.close()
 
     @staticmethod
-    def _nodes_alive(link: _Link) -> bool:
+    def _nodes_alive(link: NodeLink) -> bool:
         directory = link.control.directory
         return directory.alive() and directory.announcement() == link.word
 
@@ -243,7 +194,7 @@ class Writer:
         self._introduce(namespace_id)
         return answers
 
-    def _may_save(self) -> _Link:
+    def _may_save(self) -> NodeLink:
         link = self.link()
         if link.reads_only:
             raise NodeUnavailableError(f"node {link.word.name}: this user may only read its blocks")
@@ -290,7 +241,7 @@ class Writer:
         )
 
     def _granted(
-        self, wants: Sequence[Want], link: _Link, raw: list[Any]
+        self, wants: Sequence[Want], link: NodeLink, raw: list[Any]
     ) -> list[Reservation | PutResult]:
         """What the node's answer means; from here on the slots count as held."""
         word, shm, payload = link.word, link.shm, link.payload
@@ -312,7 +263,7 @@ class Writer:
                 answers.append(CODES[answer] if type(answer) is int else rejected(answer))
         return answers
 
-    def _collect(self, link: _Link, ticket: Ticket) -> Any:
+    def _collect(self, link: NodeLink, ticket: Ticket) -> Any:
         try:
             return link.control.collect(ticket)
         except NodeUnavailableError:
@@ -363,7 +314,7 @@ class Writer:
             )
         self._settle()
 
-    def _links(self) -> list[_Link]:
+    def _links(self) -> list[NodeLink]:
         """Those of former nodes too, as long as something of theirs is in use."""
         link = self._link
         return [*self._former, link] if link is not None else list(self._former)
@@ -378,7 +329,7 @@ class Writer:
             raise UsageError("pin", key.hex(), answer)
         return None if answer is None else bytes(answer)
 
-    def _pinned_now(self, link: _Link, raw: list[Any]) -> list[Any]:
+    def _pinned_now(self, link: NodeLink, raw: list[Any]) -> list[Any]:
         """The node's answers as they are; from here on the records among them count as held."""
         pinned = link.held.pinned
         with self._lock:

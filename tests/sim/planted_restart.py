@@ -2,7 +2,7 @@
 
 from planting import bug, bug_that_needs
 
-from kvstore.client import control, writer
+from kvstore.client import control, link
 from kvstore.core import breaker, recovery
 from kvstore.core.allocator import Allocator
 from kvstore.core.events import SessionDead
@@ -75,7 +75,7 @@ def restart_believes_former_clients_dead(patch):
 @bug_that_needs(node_kill_warm=2.5, client_pause=6.0)
 def client_lets_its_lease_go_with_the_node(patch):
     """The next start cannot know that it still writes there (rule 5)."""
-    patch(writer._Holdings, "__bool__", lambda self: False)
+    patch(link.Holdings, "__bool__", lambda self: False)
 
 
 # --- waiting --------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from planting import bug, bug_that_needs
 
-from kvstore.client import control, writer
+from kvstore.client import control, link
 from kvstore.core import blocks
 from kvstore.core.allocator import Allocator
 from kvstore.core.events import Fill, SessionResumed
@@ -101,7 +101,7 @@ def lost_connection_counts_as_death(patch):
 @bug
 def client_forgets_to_say_what_it_holds(patch):
     """After a reconnect its slots are given to others while it writes (rule 5)."""
-    patch(writer._Holdings, "said", lambda self: ([], []))
+    patch(link.Holdings, "said", lambda self: ([], []))
 
 
 @bug_that_needs(delayed=0.1, connection_loss=6.0, client_pause=1.0)

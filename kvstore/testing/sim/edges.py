@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvstore import clock
-from kvstore.client import client, control, nodes, reader, saving, session, writer
+from kvstore.client import client, control, link, nodes, reader, saving, session, writer
 from kvstore.index import breaker
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.open import OpenedIndex
@@ -130,7 +130,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield nodes, "node_dirs", world.dirs_of
     yield nodes, "sweep", world.sweep
     yield nodes, "AttachedShm", memory.SimAttached
-    yield writer, "AttachedShm", memory.SimAttached
+    yield link, "AttachedShm", memory.SimAttached
     yield shm, "_create", world.files.create
     yield shm, "_map", world.files.map
     yield shm, "check_room", lambda *_: None
@@ -162,7 +162,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         ),
     )
     yield control, "lease_at", lambda leases: SimLease(world, leases)
-    yield writer, "os", SimpleNamespace(access=lambda *_: True, W_OK=os.W_OK)
+    yield link, "os", SimpleNamespace(access=lambda *_: True, W_OK=os.W_OK)
 
 
 @contextlib.contextmanager
