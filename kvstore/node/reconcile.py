@@ -21,7 +21,7 @@ SCRUB_KEYS = 512
 
 
 class Scrubber:
-    """Looks up a few keys now and then, unless the index is away; has lost ones published."""
+    """Looks up a few keys now and then, unless blocks are to be published; then lost ones are."""
 
     def __init__(
         self, core: NodeCore, index: Index, publisher: Publisher, beat: Callable[[], None]
@@ -38,7 +38,7 @@ class Scrubber:
             self.step()
 
     def step(self) -> None:
-        keys = [] if self._publisher.away else self._scrub.next(SCRUB_KEYS)
+        keys = self._scrub.next(SCRUB_KEYS)
         if not keys:
             return
         try:

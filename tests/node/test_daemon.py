@@ -352,6 +352,19 @@ def test_an_emptied_index_is_noticed_before_the_next_heartbeat(tmp_path, index, 
         wait_until(index.nodes, "the announcement", 10)
 
 
+def test_a_block_dropped_while_the_index_is_away_does_not_end_the_looks_for_lost_ones(
+    node, talker, index
+):
+    talker.put(KEYS[0])
+    index.unavailable = True
+    talker.put(KEYS[1])
+    talker.ask(Op.DROP, talker.number(), KEYS[1])
+    wait_until(lambda: not node.publisher._flush_due, "nothing is left to publish", 10)
+    index.unavailable = False
+    index.remove([KeyRecord(KEYS[0], *index.lookup(KEYS[:1]))])
+    wait_until(lambda: index.lookup(KEYS[:1]) != [None], "the repair", 10)
+
+
 def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, talker, monkeypatch):
     """A refill goes batch by batch; what is asked in between, puts too, does not wait."""
     monkeypatch.setattr("kvstore.node.publisher.PUBLISH_BATCH", 1)

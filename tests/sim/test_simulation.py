@@ -47,6 +47,7 @@ def test_the_rules_hold_whatever_luck_brings(first, pool, counts):
     [
         (14433, "an index that failed over before its node's first heartbeat kept a stale record"),
         (22831, "the same"),
+        (33883, "a publication that failed and was withdrawn ended all looks for lost records"),
         (20344, "a pin that its client never heard of stayed for as long as the client"),
     ],
 )
