@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -177,19 +176,26 @@ def _at(word: Announcement, segment: OwnedShm) -> Announcement:
 def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
     """What dead nodes of this run directory could be restarted with goes first. What clients
     still map of nodes that were just killed is free a moment later."""
-    give_up_at = time.monotonic() + ROOM_WAIT_S
-    while True:
-        try:
-            check_room(where, word.arenas, word.arena_bytes)
-            return
-        except NoSpaceError:
-            removed = sweep(run_dir, kept=True)
-            if removed:
+    try:
+        check_room(where, word.arenas, word.arena_bytes)
+        return
+    except NoSpaceError:
+        if never_fits(where, word.arenas, word.arena_bytes):
+            raise
+    # Imported where it is needed: 45 ms, which most starts can do without.
+    from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+    for attempt in Retrying(
+        retry=retry_if_exception_type(NoSpaceError),
+        stop=stop_after_delay(ROOM_WAIT_S),
+        wait=wait_fixed(ROOM_POLL_S),
+        reraise=True,
+    ):
+        with attempt:
+            if removed := sweep(run_dir, kept=True):
                 names = ", ".join(removed)
                 log.info("removed what nodes %s left behind: its memory is needed", names)
-            elif time.monotonic() >= give_up_at or never_fits(where, word.arenas, word.arena_bytes):
-                raise
-        time.sleep(ROOM_POLL_S)
+            check_room(where, word.arenas, word.arena_bytes)
 
 
 async def stay_restartable(directory: NodeDir) -> None:
