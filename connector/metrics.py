@@ -64,6 +64,11 @@ SAVE_SECONDS = Metric(
     buckets=_SECONDS,
 )
 DROPPED_SAVES = Metric("kvstore_dropped_saves", "Save jobs that were given up", "reason")
+READ_BYTES = Metric(
+    "kvstore_read_bytes",
+    "Bytes of store blocks read by the worker: shm, cuda_ipc, nixl or stream",
+    "transport",
+)
 PAGE_LOCKED_BYTES = Metric(
     "kvstore_page_locked_bytes", "Bytes of the store's memory page-locked for the worker's device"
 )
@@ -89,6 +94,8 @@ class Counts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = CountStats()
+        self._read_bytes: dict[str, int] = {}
+        """By transport, as of the last call of `read`."""
 
     def add(self, metric: Metric, count: float = 1, label: str = "") -> None:
         key = f"{metric.name}:{label}" if metric.label else metric.name
@@ -106,6 +113,14 @@ class Counts:
             self.add(UNLOCKED_BYTES, size_bytes, failure)
         else:
             self.add(PAGE_LOCKED_BYTES, size_bytes)
+
+    def read(self, totals: Mapping[str, int]) -> None:
+        """What the store's `read_bytes` says: what came since the last call is counted."""
+        with self._lock:
+            before, self._read_bytes = self._read_bytes, dict(totals)
+        for transport, total in totals.items():
+            if total > before.get(transport, 0):
+                self.add(READ_BYTES, total - before.get(transport, 0), transport)
 
     def take(self) -> CountStats | None:
         """All since the last call; None: nothing."""

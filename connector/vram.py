@@ -7,7 +7,7 @@ both, which are those of KV on a CUDA device. Everything else of a `BlockStore` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from connector.limits import VRAM_POOL_BYTES_MIN
@@ -64,6 +64,7 @@ class VramStore:
         A pool that cannot be made is said and left out: saves go to host memory then.
         """
         self._store = store
+        self._viewed_bytes = 0
         self.pool: VramPool | None = None
         try:
             if size_bytes:
@@ -84,6 +85,8 @@ class VramStore:
         elsewhere = [one for one, block in zip(found, blocks, strict=True) if block is None]
         others = self._store.views(elsewhere, staging, timeout_s)
         for block in blocks:
+            if block is not None:
+                self._viewed_bytes += block.memory.size_bytes
             yield next(others) if block is None else VramView(block)
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
@@ -102,6 +105,9 @@ class VramStore:
 
     def unpin(self, found: Sequence[Found]) -> None:
         self._store.unpin(found)
+
+    def read_bytes(self) -> Mapping[str, int]:
+        return {**self._store.read_bytes(), "cuda_ipc": self._viewed_bytes}
 
     def mappings(self) -> Sequence[PoolMapping]:
         return self._store.mappings()

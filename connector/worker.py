@@ -194,6 +194,9 @@ class WorkerCore:
 
     def take_stats(self) -> CountStats | None:
         """What was counted since the last call; None: nothing."""
+        store = self._store.opened
+        if store is not None:
+            self._counts.read(store.read_bytes())
         return self._counts.take()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,11 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from redis_servers import free_port
+from kvstore.testing.ports import held_ports
 
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
+KEPT_LABELS = frozenset({"reason", "source", "transport", "le"})
 PROJECT = Path(__file__).parents[1]
 
 
@@ -96,7 +98,8 @@ class VllmServer:
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
         assert command[:2] == ["vllm", "serve"]
-        self.port = free_port()
+        self._held = contextlib.ExitStack()
+        (self.port,) = self._held.enter_context(held_ports(1))
         self._log_path = log
         self._log = log.open("wb")
         self._process = subprocess.Popen(
@@ -145,14 +148,13 @@ class VllmServer:
             return list(json.load(answer)["choices"][0]["token_ids"])
 
     def metrics(self) -> dict[str, float]:
-        """/metrics as {"name{reason}" or "name": value}: of other labels only `reason` and
-        `source` are kept."""
+        """/metrics as {"name{reason}" or "name": value}: of labels only `KEPT_LABELS` are."""
         from prometheus_client.parser import text_string_to_metric_families
 
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self._get("/metrics", CALL_TIMEOUT_S)):
             for sample in family.samples:
-                kept = [v for k, v in sample.labels.items() if k in ("reason", "source", "le")]
+                kept = [v for k, v in sample.labels.items() if k in KEPT_LABELS]
                 name = sample.name + (f"{{{','.join(kept)}}}" if kept else "")
                 found[name] = sample.value
         return found
@@ -164,6 +166,7 @@ class VllmServer:
 
     def close(self) -> None:
         """End the server and its engine: ask, then kill. Safe to call twice."""
+        self._held.close()
         if self._process.poll() is None:
             self._process.terminate()
             try:

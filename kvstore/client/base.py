@@ -6,7 +6,7 @@ implements it over Redis and the memory node of this host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.client.explanation import FieldDifference, Missing, MissReason
@@ -180,6 +180,10 @@ class BlockStore(Protocol):
 
         Raises `NodeUnavailableError` or `DeadlineError`.
         """
+        ...
+
+    def read_bytes(self) -> Mapping[str, int]:
+        """Payload bytes that were read, or given out to be read in place, by transport."""
         ...
 
     def mappings(self) -> Sequence[PoolMapping]:

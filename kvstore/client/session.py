@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +38,7 @@ from kvstore.transport.cuda_ipc import Piece, WantedAnywhere
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.security import StreamSecurity
-from kvstore.transport.select import allowed
+from kvstore.transport.select import TRANSPORTS, allowed
 from kvstore.transport.shm import NAME as SHM
 from kvstore.types import Key, Kind, Location, PutResult
 
@@ -347,6 +347,11 @@ class BlockSession:
 
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
+
+    def read_bytes(self) -> Mapping[str, int]:
+        away = self.remote.counts
+        others = {name: away[f"{name}_bytes"] for name in TRANSPORTS if f"{name}_bytes" in away}
+        return {SHM: self.viewed["hit_bytes"], **others}
 
     def mappings(self) -> Sequence[PoolMapping]:
         found: list[PoolMapping] = []

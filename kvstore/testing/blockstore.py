@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.client.base import Answers, BlockView, Found, PoolMapping, Question, Reservation, Run
@@ -235,6 +235,10 @@ class MemoryBlockStore:
                 if slot.sealed and slot.namespace_id == namespace_id
             ]
         return sum(self._drop(key, MissReason.CLEARED, forget=True) for key in keys)
+
+    def read_bytes(self) -> Mapping[str, int]:
+        """See `BlockStore.read_bytes`; nothing leaves this process."""
+        return {}
 
     def mappings(self) -> Sequence[PoolMapping]:
         return ()

@@ -12,13 +12,11 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +24,7 @@ import demo_model
 from engines import kv_transfer
 
 from kvstore.nodedir import NodeDir
+from kvstore.testing.ports import held_ports
 
 ROOT = Path(__file__).parents[2]
 NODE_BYTES = 1 << 30
@@ -91,23 +90,6 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
     """To all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-@contextlib.contextmanager
-def held_ports(count: int) -> Iterator[list[int]]:
-    """Ports of this machine that nobody else is given meanwhile.
-
-    An engine binds its own more than a minute after it was named; without this, any outgoing
-    connection may have it by then. Who sets SO_REUSEADDR, as vLLM and aiohttp do, may
-    listen there: these sockets do not.
-    """
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-            # After the choice, so that nobody else's held port is chosen.
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        yield [int(one.getsockname()[1]) for one in held]
 
 
 def start_node(processes: Processes, run_dir: Path) -> None:

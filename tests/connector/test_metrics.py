@@ -122,6 +122,16 @@ class TestCounts:
         seen[0] += taken(counts.take).get("saved_blocks", 0)
         assert seen == [8000]
 
+    def test_what_was_read_is_counted_once_by_transport(self) -> None:
+        counts = Counts()
+        counts.read({"shm": 5, "stream": 0})
+        assert taken(counts.take) == {"read_bytes:shm": 5}
+        counts.read({"shm": 5, "stream": 7})
+        counts.read({"shm": 6, "stream": 8})
+        assert taken(counts.take) == {"read_bytes:shm": 1, "read_bytes:stream": 8}
+        counts.read({"shm": 6, "stream": 8})
+        assert counts.take() is None
+
     def test_for_people_samples_are_summed_up(self) -> None:
         data = {"n": 3, "s": [1.0, 3.0], "none": []}
         assert summary(data) == {"n": 3, "s_count": 2, "s_mean": 2.0, "s_max": 3.0}

@@ -152,6 +152,7 @@ def test_what_one_server_computed_the_other_loads_and_both_count_it(servers: Ser
 
     assert grown("vllm:kvstore_loaded_blocks_total") == blocks
     assert grown("vllm:kvstore_loaded_bytes_total") == saved["vllm:kvstore_saved_bytes_total"]
+    assert grown("vllm:kvstore_read_bytes_total{shm}") >= grown("vllm:kvstore_loaded_bytes_total")
     assert grown("vllm:kvstore_load_seconds_count") == len(wanted)
     assert grown("vllm:kvstore_found_blocks_total") >= blocks
     assert grown("vllm:external_prefix_cache_hits_total") == len(wanted) * T

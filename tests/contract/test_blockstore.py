@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contract.blockstore import BlockStoreContract
+from contract.blockstore import SIZE, BlockStoreContract, keys, save
 from stores import PATIENT
 
 from kvstore import BlockSession, BlockStore, Limits
@@ -39,6 +39,17 @@ class TestSession(BlockStoreContract):
     @pytest.fixture
     def store(self, session: BlockStore) -> BlockStore:
         return session
+
+    def test_what_is_given_out_in_place_is_counted_as_read_by_shm(
+        self, session: BlockSession
+    ) -> None:
+        (key,) = keys(1)
+        save(session, key, 1)
+        before = session.read_bytes()
+        assert session.view(session.match([key])[0]) is not None
+        after = session.read_bytes()
+        assert after["shm"] - before["shm"] == SIZE
+        assert after["stream"] == before["stream"]
 
     def test_mappings_are_there_before_the_first_save_and_as_long_as_they_are_held(
         self, session: BlockSession

@@ -1,11 +1,12 @@
-"""What scripts/pd-demo needs that can be shown without engines."""
+"""A port that is held is nobody else's, and still its server's to listen at."""
 
 from __future__ import annotations
 
 import socket
 
 import pytest
-from pd_demo import held_ports
+
+from kvstore.testing.ports import held_ports
 
 
 def test_a_port_is_held_for_an_engine_until_it_listens_there() -> None:
