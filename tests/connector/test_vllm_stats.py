@@ -93,20 +93,21 @@ class TestStats:
         from connector_parts import wait_for
 
         engine = make()
-        engine.add("a", prompt(BLOCK + 5))
-        engine.run()
         seen, numbers = front_end(engine.config), itertools.count()
 
         def never_stored() -> float | None:
-            """Reasons are found out beside the engine and told with a later step."""
-            engine.add(f"b{next(numbers)}", prompt(5, seed=1), max_tokens=1)
+            """Reasons are found out beside the engine and told with a later step. On a busy
+            machine the request may have stored its block before anybody asks why it was not
+            there, so each time another prompt is tried."""
+            seed = next(numbers)
+            engine.add(f"a{seed}", prompt(BLOCK + 5, seed=seed), max_tokens=1)
             engine.run()
             while engine.stats:
                 seen.observe(engine.stats.pop(0))
             labels = {**LABELS, "reason": "never-stored"}
             return prometheus.get_sample_value("vllm:kvstore_missed_requests_total", labels)
 
-        wait_for(lambda: never_stored() == 1, "the request's reason")
+        wait_for(lambda: (never_stored() or 0) >= 1, "the request's reason")
 
     def test_of_several_workers_counts_are_added_by_vllms_aggregator(self) -> None:
         from connector.adapters.vllm_stats import KVStoreStats
