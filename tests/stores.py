@@ -16,12 +16,31 @@ from redis_servers import RedisServer, wait_until
 from kvstore import Limits
 from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
-from kvstore.nodedir import NodeDir, sweep
+from kvstore.nodedir import Announcement, NodeDir, sweep
 from kvstore.testing.stopping import stop
 
 MIB = 1 << 20
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
 """For tests that are about answers, not about their speed on a busy machine."""
+
+
+def announcement(**changes: Any) -> Announcement:
+    """Of a node that there is not."""
+    fields = {
+        "node_id": 1,
+        "epoch": 1,
+        "name": "n",
+        "host": "there",
+        "pid": 1,
+        "key_prefix": "kv:t",
+        "data_path": "",
+        "head_path": "",
+        "control_path": "",
+        "arenas": 4,
+        "arena_bytes": 1 << 20,
+        "inline_bytes": 1000,
+    }
+    return Announcement(**{**fields, **changes})
 
 
 class NodeProcess:

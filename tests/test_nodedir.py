@@ -4,24 +4,18 @@ import subprocess
 import sys
 
 import pytest
+from stores import announcement
 
 from kvstore.errors import UsageError
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import Announcement, NodeDir, is_locked, node_dirs, sweep, try_lock
 
-WORD = Announcement(
+WORD = announcement(
     node_id=2**64 - 1,
     epoch=5,
-    name="n",
-    host="h",
-    pid=1,
-    key_prefix="kv:x",
     data_path="/dev/shm/d",
     head_path="/dev/shm/h",
     control_path="/run/c",
-    arenas=4,
-    arena_bytes=1 << 26,
-    inline_bytes=1000,
 )
 
 HOLD = """

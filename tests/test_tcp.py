@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from redis_servers import RedisServer, free_port, wait_until
+from stores import announcement
 
 from kvstore import tcp
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 from kvstore.index.open import open_guarded
 from kvstore.index.redis import open_index
 from kvstore.limits import NAMES_LOOKED_UP_MAX, Limits
-from kvstore.nodedir import Announcement
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.stream import NAME as STREAM
@@ -204,21 +204,7 @@ def test_a_hanging_name_server_opens_the_breaker_and_redis_is_found_once_it_answ
 def test_a_read_from_another_host_keeps_its_deadline_while_names_are_not_answered(
     names: NameServer,
 ) -> None:
-    word = Announcement(
-        node_id=1,
-        epoch=1,
-        name="n",
-        host="far",
-        pid=1,
-        key_prefix="kv:t",
-        data_path="/d",
-        head_path="/h",
-        control_path="/c",
-        arenas=1,
-        arena_bytes=1 << 20,
-        inline_bytes=1,
-        transports={STREAM: "tcp://node.example:4000"},
-    )
+    word = announcement(transports={STREAM: "tcp://node.example:4000"})
     transport = StreamTransport(StreamSecurity(secret=b"a secret that both know"))
     wanted = Wanted(b"k" * 32, Location(1, 1, 0, 0, 1, 0, 8, 0), (memoryview(bytearray(8)),))
     began = time.monotonic()

@@ -1,31 +1,17 @@
 """Who is there on other hosts, by a clock of its own."""
 
 import pytest
+from stores import announcement
 
 from kvstore.client.remote import RemoteNodes
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
 from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S, HEARTBEAT_S, JITTER
-from kvstore.nodedir import Announcement
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.stream import NAME as STREAM
 
-WORD = Announcement(
-    node_id=7,
-    epoch=1,
-    name="node",
-    host="there",
-    pid=1,
-    key_prefix="kv",
-    data_path="",
-    head_path="",
-    control_path="",
-    arenas=1,
-    arena_bytes=1 << 20,
-    inline_bytes=1,
-    transports={STREAM: "tcp://there:7400"},
-)
+WORD = announcement(node_id=7, transports={STREAM: "tcp://there:7400"})
 MOMENT_S = 0.01
 
 

@@ -7,6 +7,7 @@ import time
 import msgpack
 import pytest
 from redis_servers import wait_until
+from stores import announcement
 
 from kvstore.client.lease import Lease
 from kvstore.core import wire
@@ -157,20 +158,7 @@ def test_an_index_that_is_away_delays_no_put_and_learns_of_it_later(talker, inde
 
 def test_an_index_that_lost_keys_before_it_was_first_reached_is_refilled(index):
     """It may have taken publications between a heartbeat that failed and the next."""
-    word = Announcement(
-        node_id=1,
-        epoch=1,
-        name="node",
-        host="here",
-        pid=1,
-        key_prefix="kv",
-        data_path="",
-        head_path="",
-        control_path="",
-        arenas=1,
-        arena_bytes=MIB,
-        inline_bytes=1,
-    )
+    word = announcement()
     told = []
     heartbeat = Heartbeat(index, word, lambda: told.append("lost"), lambda: 0)
     index.unavailable = True

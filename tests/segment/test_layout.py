@@ -1,29 +1,16 @@
 import dataclasses
 
 import pytest
+from stores import announcement
 
 from kvstore.core.sizes import SLOT_BYTES
 from kvstore.limits import ARENA_BYTES_MIN
-from kvstore.nodedir import Announcement
 from kvstore.segment import header
 from kvstore.segment.layout import Layout
 from kvstore.types import Location
 
 KEY = bytes(range(32))
-WORD = Announcement(
-    node_id=7,
-    epoch=5,
-    name="n",
-    host="h",
-    pid=1,
-    key_prefix="kv:default",
-    data_path="",
-    head_path="",
-    control_path="",
-    arenas=4,
-    arena_bytes=1 << 20,
-    inline_bytes=1,
-)
+WORD = announcement(node_id=7, epoch=5)
 AT = Location(7, 5, 0, 256 + 1, 9, 3, 4000, 0)
 """The second slot of the second arena."""
 
