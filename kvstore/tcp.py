@@ -122,9 +122,10 @@ class _Names:
             look_up.error = e
         except UnicodeError as e:
             look_up.error = OSError(f"{name[0]!r} is no host name: {e}")
-        with self._lock:
-            self._under_way -= 1
-        look_up.done.set()
+        finally:
+            with self._lock:
+                self._under_way -= 1
+            look_up.done.set()
 
 
 _names = _Names()
