@@ -10,8 +10,8 @@ from kvstore.limits import (
     SLOTS_PER_SEGMENT_MAX,
 )
 from kvstore.nodedir import Announcement
-from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock, fields
-from kvstore.segment.locate import offset_of
+from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock
+from kvstore.segment.locate import offset_of, sealed_as
 from kvstore.types import Key, Location
 
 
@@ -45,13 +45,8 @@ class Layout:
     def seen(image: bytes, key: Key, location: Location) -> tuple[int, int, int] | None:
         """(kind, meta length, checksum) in a header, None unless it is SEALED, whole, and of that
         key and location."""
-        header = fields(image)
-        if header is None or header[:4] != (
-            location.generation,
-            key,
-            location.length,
-            location.size_class,
-        ):
+        header = sealed_as(image, key, location)
+        if header is None:
             return None
         _, _, length, _, kind, meta_length, checksum, _ = header
         return (kind, meta_length, checksum) if meta_length <= length else None

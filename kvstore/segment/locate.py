@@ -45,16 +45,18 @@ def locate(shm: AttachedHeads, key: Key, location: Location) -> Spot | None:
     if location.segment != 0 or location.slot >= shm.slots:
         return None
     image = shm.header(location.slot)
-    header = fields(image)
-    if header is None or header[:4] != (
-        location.generation,
-        key,
-        location.length,
-        location.size_class,
-    ):
+    header = sealed_as(image, key, location)
+    if header is None:
         return None
     offset = offset_of(shm, location.slot, header)
     return None if offset is None else Spot(location.slot, image, header, offset)
+
+
+def sealed_as(image: bytes, key: Key, location: Location) -> Fields | None:
+    """What a header says, None unless it is SEALED, whole, and of that key and location."""
+    header = fields(image)
+    promised = (location.generation, key, location.length, location.size_class)
+    return header if header is not None and header[:4] == promised else None
 
 
 def offset_of(shape: Shape, slot_id: int, header: Fields) -> int | None:
