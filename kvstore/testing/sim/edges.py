@@ -174,6 +174,9 @@ def simulated(world: World) -> Iterator[None]:
     log.setLevel(logging.CRITICAL)  # trouble is what it is about
     try:
         for module, name, simulation in _edges(world):
+            # An edge that has moved would go on leading to the real machine.
+            declared = hasattr(module, name) or name in module.__annotations__
+            assert declared, f"{module.__name__} has no {name}: where is it now?"
             real.append((module, name, getattr(module, name, None)))
             setattr(module, name, simulation)
         yield
