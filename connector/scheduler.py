@@ -2,7 +2,8 @@
 
 Knows no engine. Called by the engine's scheduling thread alone, so it may not
 wait: lookups run on their own thread, and a step waits for all of them together
-at most `LOOKUP_WAIT_PER_STEP_S`.
+at most `LOOKUP_WAIT_PER_STEP_S`. One class, because loads, saves and their failures
+change the same requests: a little longer than other files.
 """
 
 from __future__ import annotations
