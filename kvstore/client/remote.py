@@ -43,6 +43,7 @@ REPORT_TIMEOUT_S = 0.25
 RETRY_AFTER_S = 0.25
 RETRY_AFTER_MAX_S = 5.0
 TOUCH_TIMEOUT_S = 0.05
+UNCHECKED_REASON = "it has no checksum and can be read in no way that makes one"
 
 
 class _Known:
@@ -228,6 +229,8 @@ class RemoteNodes:
     ) -> Sequence[Outcome]:
         """What fails one way is read the next way, for which half of the time is left."""
         (name, transport), *others = ways
+        if name == NIXL and not all(one.location.checksum for one in batch):
+            return self._read_apart(ways, word, batch, deadline)
         now = time.monotonic()
         until = now + (deadline - now) / 2 if others else deadline
         outcomes = self._counted(name, transport.submit(word, batch, until).wait(), batch)
@@ -240,6 +243,23 @@ class RemoteNodes:
         outcomes = list(outcomes)
         for i, outcome in zip(again, second, strict=True):
             outcomes[i] = outcome
+        return outcomes
+
+    def _read_apart(
+        self,
+        ways: Sequence[tuple[str, Transport]],
+        word: Announcement,
+        batch: Sequence[Wanted],
+        deadline: float,
+    ) -> Sequence[Outcome]:
+        """Not by the first way what has no checksum: only a stream computes one (rule 4)."""
+        outcomes = [Outcome(Read.MISS, UNCHECKED_REASON)] * len(batch)
+        for checked, its in ((True, ways), (False, ways[1:])):
+            which = [i for i, one in enumerate(batch) if bool(one.location.checksum) is checked]
+            if which and its:
+                read = self._read_by(its, word, [batch[i] for i in which], deadline)
+                for i, outcome in zip(which, read, strict=True):
+                    outcomes[i] = outcome
         return outcomes
 
     def _touch(

@@ -38,7 +38,7 @@ def node(redis_server, same_host):
 
 @pytest.fixture(scope="module")
 def writer(node):
-    with Client(**node.client_options) as client:
+    with Client(**node.client_options, verify="always") as client:
         yield client
 
 
@@ -82,6 +82,30 @@ def test_reads_go_by_stream_until_nixl_has_proved_itself(writer, reader):
     assert writer.get("k") == value
     assert counts(writer)["shm_hits"] == 1
     assert counts(writer)["shm_bytes"] == MIB
+
+
+def test_what_has_no_checksum_goes_by_stream_or_not_at_all(node, writer, reader, monkeypatch):
+    """Rule 4: where bytes cross a host, a checksum says that they are the right ones."""
+    writer.put("checked", b"c" * 1000)
+    with Client(**node.client_options) as careless:
+        assert careless.put("unchecked", b"u" * 1000)
+    read_through_nixl(reader, "checked", b"c" * 1000)
+    before = counts(reader)
+    both = reader.get_many(["unchecked", "checked"])
+    assert both == [b"u" * 1000, b"c" * 1000]
+    after = counts(reader)
+    assert after["stream_hits"] - before["stream_hits"] == 1
+    assert after["nixl_hits"] - before["nixl_hits"] == 1
+    monkeypatch.setattr(
+        reader.session.remote,
+        "_ways",
+        lambda word: [
+            way
+            for way in type(reader.session.remote)._ways(reader.session.remote, word)
+            if way[0] == "nixl"
+        ],
+    )
+    assert reader.get_many(["unchecked", "checked"]) == [None, b"c" * 1000]
 
 
 def test_it_can_be_forced_and_left_out(node, writer, monkeypatch):
