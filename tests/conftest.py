@@ -10,10 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from redis_servers import RedisCluster, RedisSentinel, RedisServer
 from stores import NodeProcess
 
 from kvstore import Client
+
+# A commit's result is the commit's, not luck's: the same examples each time. Others are
+# drawn by `scripts/nightly`. No example has a deadline: machines are shared.
+settings.register_profile("commit", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("night", deadline=None, print_blob=True)
+settings.load_profile("commit")
 
 
 def _missing() -> dict[str, str]:

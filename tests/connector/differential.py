@@ -9,9 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-differential = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+differential = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 NAMES = ["a", "b", "c"]
 ids = st.sets(st.sampled_from(NAMES), max_size=2)
 maybe = st.one_of(st.none(), st.lists(st.integers(0, 3), max_size=2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from connector import aggregate as aggregate_module
@@ -176,7 +176,6 @@ def test_output_of_a_worker_holds_everything_its_connector_has_to_say() -> None:
     assert output.kv_cache_events.get_all_events() == ["e"]
 
 
-@settings(deadline=None)  # machines are shared
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc")), max_size=30))
 def test_each_request_finishes_once_per_round_of_all_workers(
     reports: list[tuple[int, str]],

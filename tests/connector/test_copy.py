@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.copy import copy_kv_blocks
@@ -34,7 +34,6 @@ def nhd(tensor: Any, layout: str) -> Any:
 
 @pytest.mark.parametrize("src_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dst_layout", ["NHD", "HND"])
-@settings(deadline=None)  # machines are shared
 @given(
     pairs=st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=6, unique_by=lambda p: p[1]

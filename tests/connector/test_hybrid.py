@@ -165,7 +165,7 @@ def test_trap_a_lost_block_of_one_group_fails_the_request_and_bars_it(
     assert report.invalid_block_ids == set(), "an id would be one of either group's table"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_hybrid_geometry_byte_for_byte(data: st.DataObject) -> None:
     pytest.importorskip("torch")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from connector_parts import PATIENCE_S
 from fake_values import FakeValues
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.limits import LOOKUP_ENTRIES_MAX
@@ -104,7 +104,6 @@ def test_oldest_of_those_that_match_is_taken_and_the_others_stay() -> None:
     assert taken(consumer, 5) == 5
 
 
-@settings(deadline=None)  # machines are shared
 @given(
     st.lists(st.integers(0, 2), max_size=4),
     st.lists(st.integers(0, 2), max_size=4),

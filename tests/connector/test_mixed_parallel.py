@@ -234,9 +234,7 @@ def test_reset_clears_what_engines_of_other_sizes_saved_here(
     assert store.sealed() == []
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_geometry_any_pair_of_engines_byte_for_byte(data: st.DataObject) -> None:
     dtype, size = data.draw(

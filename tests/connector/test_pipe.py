@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from connector_parts import PATIENCE_S
 from fake_values import FakeValues
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from connector import parcels
@@ -80,7 +80,6 @@ def test_tensor_larger_than_one_part_is_cut_and_joined() -> None:
     assert torch.equal(receiver.recv_tensor(), sent)
 
 
-@settings(deadline=None)  # machines are shared
 @given(st.lists(st.one_of(st.none(), st.integers(0, 99)), max_size=20), st.integers(1, 4))
 def test_messages_come_in_order_and_none_is_lost_or_doubled(
     messages: list[int | None], ahead: int

@@ -13,7 +13,6 @@ from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
 
 EXAMPLES = settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 SEEDS = st.integers(0, 1 << 16)

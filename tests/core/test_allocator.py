@@ -149,7 +149,7 @@ def test_an_arena_size_that_is_no_power_of_two_in_range_is_refused_by_name(arena
         Allocator(1, arena_bytes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_under_random_pressure_every_slot_is_in_exactly_one_list(seed):
     rng = random.Random(seed)

@@ -179,7 +179,7 @@ def check_recovered(host: Host, core: NodeCore) -> None:
     assert core.outbox.publications_pending == len(expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32))
 def test_after_a_kill_at_any_store_exactly_the_sealed_blocks_are_there(seed):
     """Several starts in a row on the same memory; clients of earlier ones live on at times."""

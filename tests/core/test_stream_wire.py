@@ -167,7 +167,7 @@ def test_a_frame_with_one_bit_changed_is_refused():
             sw.frame_body(kind, bytes(rest))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_garbage_is_a_wire_error_for_every_parser(raw):
     for parse in (
@@ -184,7 +184,7 @@ def test_garbage_is_a_wire_error_for_every_parser(raw):
             parse(raw)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_requests_are_read_or_refused(data):
     offers = [Offer(bytes([i]) * 32, 1000, 1, 7, 5) for i in range(3)]
@@ -200,7 +200,7 @@ def test_damaged_requests_are_read_or_refused(data):
             parse(bytes(body[: data.draw(st.integers(0, len(body)))]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.data())
 def test_whatever_joints_come_a_reply_stays_within_what_was_asked(lengths, data):
     reply = ReadReply(lengths)

@@ -91,7 +91,7 @@ def calls(index) -> dict[str, object]:
 NAMES = sorted(calls(open_index("redis://127.0.0.1:1")))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(
     says=replies,
     name=st.sampled_from(NAMES),

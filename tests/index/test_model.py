@@ -70,13 +70,13 @@ def agree(redis_index: RedisIndex, sequence: list[tuple[str, tuple]]) -> None:
     redis_index.close()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(sequence=calls)
 def test_one_server_agrees_with_the_model(on_one_server, sequence) -> None:
     agree(on_one_server(), sequence)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sequence=calls)
 def test_a_cluster_agrees_with_the_model(on_cluster, sequence) -> None:
     agree(on_cluster(), sequence)
