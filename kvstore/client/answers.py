@@ -8,7 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.core.record import RECORD_BYTES, SIGNED_RECORD_BYTES
-from kvstore.types import Key
+from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, PutResult, rejected
+
+NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
+CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
 
 
 def whole(value: Any) -> int:
@@ -22,6 +25,22 @@ def _seconds(value: Any) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"no time: {str(value)[:40]!r}")
     return float(value)
+
+
+def outcome(answer: Any) -> PutResult:
+    """RESERVE and COMMIT: what became of a block, by its code or in words."""
+    if type(answer) is int and answer in CODES:
+        return CODES[answer]
+    if type(answer) is not str:
+        raise ValueError(f"no outcome: {str(answer)[:40]!r}")
+    return rejected(answer)
+
+
+def outcomes(count: int, body: Any) -> list[PutResult]:
+    """COMMIT: one for each of `count` blocks."""
+    if len(body) != count:
+        raise ValueError(f"{len(body)} outcomes of {count}")
+    return [outcome(answer) for answer in body]
 
 
 def counters(body: Any) -> dict[str, int | float]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvstore.client import tensors
-from kvstore.client.base import Question
-from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
+from kvstore.client.explanation import Explanation, Missing, MissReason
 from kvstore.client.fetching import Away, fetch_values
 from kvstore.client.pinned import Match, Pinned
+from kvstore.client.questions import about_block, about_value
 from kvstore.client.reader import Place
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
@@ -28,9 +28,6 @@ from kvstore.segment.copying import copy
 from kvstore.transport import stream_requests
 from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key, Kind, PutResult, rejected
-
-BLOCK_TOKENS_TRIED = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""Block sizes that `explain` looks for beside the client's own."""
 
 log = logging.getLogger("kvstore.client")
 
@@ -255,7 +252,7 @@ class Client:
         if out is not None:
             target = tensors.target_of(out, data_bytes)
             copy(target, data)
-            value = target if place.kind != Kind.TORCH or not _is_tensor(out) else out
+            value = target if place.kind != Kind.TORCH or not tensors.is_tensor(out) else out
         elif place.kind in (Kind.BYTES, Kind.BLOCK):
             value = target = data.tobytes()
         else:
@@ -334,56 +331,37 @@ class Client:
         milliseconds; at most twice the deadline of a request when one of them hangs.
         """
         keys = self.namespace.block_keys(tokens, self.block_tokens)
+        hit, missing = self._first_missing(tokens, keys)
+        if missing is not None:
+            self._count_reason(missing)
+        return Explanation(
+            possible_tokens=len(keys) * self.block_tokens,
+            hit_tokens=hit * self.block_tokens,
+            first_missing=missing,
+        )
+
+    def _first_missing(
+        self, tokens: Sequence[int], keys: Sequence[Key]
+    ) -> tuple[int, Missing | None]:
+        """How many leading blocks are there, and why not the next one."""
         if not keys:
             detail = f"{len(tokens)} tokens do not fill one block of {self.block_tokens}"
-            short = Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
-            return self._told(Explanation(possible_tokens=0, hit_tokens=0, first_missing=short))
+            return 0, Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
         found = self._reader.search(keys)
         hit = next((i for i in range(len(keys)) if not found.present(i)), len(keys))
-        missing = None
-        if hit < len(keys):
-            head = tokens[: self.block_tokens]
-            question = Question(
-                hit,
-                keys[hit],
-                self.namespace,
-                lambda namespace: namespace.block_keys(head, self.block_tokens)[0],
-                self._other_block_sizes(tokens) if hit == 0 else (),
-            )
-            missing = self.session.why_missing(question)
-        return self._told(
-            Explanation(
-                possible_tokens=len(keys) * self.block_tokens,
-                hit_tokens=hit * self.block_tokens,
-                first_missing=missing,
-            )
-        )
+        if hit == len(keys):
+            return hit, None
+        question = about_block(hit, keys[hit], tokens, self.namespace, self.block_tokens)
+        return hit, self.session.why_missing(question)
 
     def explain_key(self, key: str | bytes) -> Missing | None:
         """Why a get of `key` would miss now; None when it would hit. As `explain` otherwise."""
         raw_key = self.namespace.value_key(key)
         if self._reader.search((raw_key,)).present(0):
             return None
-        question = Question(0, raw_key, self.namespace, lambda other: other.value_key(key))
-        missing = self.session.why_missing(question)
+        missing = self.session.why_missing(about_value(key, self.namespace))
         self._count_reason(missing)
         return missing
-
-    def _other_block_sizes(self, tokens: Sequence[int]) -> list[tuple[FieldDifference, Key]]:
-        """The first block of `tokens` as clients with another `block_tokens` name it."""
-        return [
-            (
-                FieldDifference("block_tokens", self.block_tokens, size),
-                self.namespace.block_keys(tokens[:size], size)[0],
-            )
-            for size in BLOCK_TOKENS_TRIED
-            if size != self.block_tokens and size <= len(tokens)
-        ]
-
-    def _told(self, explanation: Explanation) -> Explanation:
-        if explanation.first_missing is not None:
-            self._count_reason(explanation.first_missing)
-        return explanation
 
     def _count_reason(self, missing: Missing) -> None:
         name = missing.reason.value
@@ -429,7 +407,3 @@ class Client:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _is_tensor(out: Any) -> bool:
-    return type(out).__module__.startswith("torch")

@@ -72,7 +72,7 @@ def _value(away: Away, payload: memoryview, outcome: Outcome) -> Any:
         tensors.check_room(room, data_bytes)
         if room.nbytes < payload.nbytes:  # it went elsewhere first
             copy(room[:data_bytes], data)
-        if outcome.kind == Kind.TORCH and type(away.out).__module__.startswith("torch"):
+        if outcome.kind == Kind.TORCH and tensors.is_tensor(away.out):
             return away.out
         return room[:data_bytes]
     if outcome.kind in (Kind.BYTES, Kind.BLOCK):

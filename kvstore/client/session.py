@@ -21,7 +21,8 @@ from kvstore.client.spawn import start_embedded_node
 from kvstore.client.suspect import Suspicion
 from kvstore.client.upkeep import Upkeep
 from kvstore.client.vram import VramNodes
-from kvstore.client.writer import Want, Writer
+from kvstore.client.wants import Want
+from kvstore.client.writer import Writer
 from kvstore.core.record import RecordSigner
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError

@@ -93,6 +93,11 @@ def as_bytes(field: str, value: Any) -> memoryview:
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether it is torch's, without importing torch."""
+    return type(value).__module__.startswith("torch")
+
+
 def room_of(out: Any) -> memoryview:
     """All bytes of `out`, writable. Raises `UsageError` when it cannot be written."""
     torch = sys.modules.get("torch")

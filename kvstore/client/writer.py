@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
-from kvstore.client.answers import block_rows, counters, flags, pins, whole
+from kvstore.client.answers import block_rows, counters, flags, outcome, outcomes, pins, whole
 from kvstore.client.base import Reservation
 from kvstore.client.control import ControlChannel, Ticket, as_it_is
 from kvstore.client.link import Holdings, NodeLink
 from kvstore.client.nodes import LocalNodes
-from kvstore.core.record import unpack_record
+from kvstore.client.wants import Want, reserve_arguments
+from kvstore.core.record import slot_of, unpack_record
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import (
     IndexUnavailableError,
@@ -30,28 +31,14 @@ from kvstore.errors import (
 )
 from kvstore.hashing import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
-from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
+from kvstore.types import Key, Location, PutResult
 
 NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
-NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
-CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
-"""What a node's answers mean."""
 Later = Callable[[], list[Any]]
 """What becomes of each of the blocks of a request that was sent."""
-
-
-class Want(NamedTuple):
-    """One block to save; `value`, when given, travels in the request."""
-
-    key: Key
-    size_bytes: int
-    kind: int
-    meta_length: int
-    value: bytes | None
-    checksum: int
 
 
 class Writer:
@@ -187,7 +174,7 @@ class Writer:
 
     def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
         self._may_save()
-        arguments = self._reserve_arguments(wants, namespace_id)
+        arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
         answers: list[Reservation | PutResult] = self._ask(
             Op.RESERVE, *arguments, accept=partial(self._granted, wants)
         )
@@ -223,22 +210,10 @@ class Writer:
         Call it, or the slots stay reserved; the link is not looked for again.
         """
         link = self._may_save()
-        arguments = self._reserve_arguments(wants, namespace_id)
+        arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
         accept = partial(self._granted, wants, link)
         ticket = link.control.post(Op.RESERVE, *arguments, accept=accept)
         return partial(self._collect, link, ticket)
-
-    def _reserve_arguments(self, wants: Sequence[Want], namespace_id: int) -> tuple[Any, ...]:
-        keys, sizes, kinds, meta_lengths, values, checksums = zip(*wants, strict=True)
-        return (
-            namespace_id,
-            join_keys(keys),
-            sizes,
-            kinds,
-            meta_lengths,
-            values if any(value is not None for value in values) else None,
-            checksums if self._checksums else 0,
-        )
 
     def _granted(
         self, wants: Sequence[Want], link: NodeLink, raw: list[Any]
@@ -260,7 +235,7 @@ class Writer:
                     Reservation(want.key, buffer, word.node_id, word.epoch, slot, generation)
                 )
             else:
-                answers.append(CODES[answer] if type(answer) is int else rejected(answer))
+                answers.append(outcome(answer))
         return answers
 
     def _collect(self, link: NodeLink, ticket: Ticket) -> Any:
@@ -288,7 +263,7 @@ class Writer:
         if any((r.node_id, r.epoch) != node for r in reservations):
             raise NodeUnavailableError("the node that reserved these slots is gone")
         try:
-            ticket = link.control.post(Op.COMMIT, items, accept=partial(_outcomes, len(items)))
+            ticket = link.control.post(Op.COMMIT, items, accept=partial(outcomes, len(items)))
         except NodeUnavailableError:
             self._drop(link)
             raise
@@ -335,7 +310,7 @@ class Writer:
         with self._lock:
             for record in pins(raw):
                 if isinstance(record, bytes):
-                    handle = _handle(record)
+                    handle = slot_of(record)
                     pinned[handle] = pinned.get(handle, 0) + 1
         return raw
 
@@ -418,17 +393,6 @@ class Writer:
             self._link, self._former = None, []
         for link in links:
             link.control.close()
-
-
-def _handle(record: bytes) -> tuple[int, int]:
-    """(slot, generation) of a record."""
-    return int.from_bytes(record[24:28], "little"), int.from_bytes(record[16:24], "little")
-
-
-def _outcomes(count: int, raw: list[Any]) -> list[PutResult]:
-    if len(raw) != count:
-        raise ValueError(f"{len(raw)} outcomes of {count}")
-    return [CODES[a] if type(a) is int else rejected(a) for a in raw]
 
 
 def _no_checksum(buffer: memoryview) -> int:

@@ -59,6 +59,12 @@ def unpack_record(key: Key, record: bytes) -> Location | None:
     return Location(node_id, epoch, segment, slot, generation, size_class, length, checksum)
 
 
+def slot_of(record: bytes) -> tuple[int, int]:
+    """(slot, generation) in a record that a node has just made; nothing is checked."""
+    _, _, _, _, _, generation, slot, _, _ = _BODY.unpack_from(record)
+    return slot, generation
+
+
 class RecordSigner:
     """Signs records of one tenant, and tells right signatures from wrong ones.
 

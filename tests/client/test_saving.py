@@ -9,7 +9,8 @@ from kvstore.client import saving
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.tensors import encode
-from kvstore.client.writer import Want, Writer
+from kvstore.client.wants import Want
+from kvstore.client.writer import Writer
 from kvstore.core.wire import Op
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.index.memory import MemoryIndex

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.client.nodes import LocalNodes
-from kvstore.client.writer import Want, Writer
+from kvstore.client.wants import Want
+from kvstore.client.writer import Writer
 from kvstore.core.record import unpack_record
 from kvstore.errors import UsageError
 from kvstore.index.memory import MemoryIndex

@@ -8,6 +8,7 @@ from kvstore.core.record import (
     SIGNED_RECORD_BYTES,
     RecordSigner,
     pack_record,
+    slot_of,
     unpack_record,
 )
 from kvstore.types import Location
@@ -29,6 +30,11 @@ locations = st.builds(
 @given(locations)
 def test_a_record_gives_back_the_location_it_was_made_of(location):
     assert unpack_record(KEY, pack_record(KEY, location)) == location
+
+
+@given(locations)
+def test_a_record_tells_its_slot_without_its_key(location):
+    assert slot_of(pack_record(KEY, location)) == (location.slot, location.generation)
 
 
 def test_a_record_stays_small_enough_for_embstr():

@@ -19,7 +19,8 @@ from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.remote import RemoteNodes
-from kvstore.client.writer import Want, Writer
+from kvstore.client.wants import Want
+from kvstore.client.writer import Writer
 from kvstore.core import wire
 from kvstore.core.wire import Op
 from kvstore.index.memory import MemoryIndex

@@ -263,7 +263,8 @@ def test_an_address_says_what_it_was_made_of():
 
 
 def test_nobody_but_the_owner_writes(place, tmp_path):
-    from kvstore.client.writer import Want, Writer
+    from kvstore.client.wants import Want
+    from kvstore.client.writer import Writer
     from kvstore.errors import KVStoreError
 
     writer = Writer(
