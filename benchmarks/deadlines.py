@@ -9,18 +9,14 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import redis
 
-from benchmarks.processes import NodeProcess
+from benchmarks.processes import NodeProcess, lone_node
 from benchmarks.report import Row, machine, percentile
 from kvstore import Client
-from kvstore.index.embedded import EmbeddedRedis
 from kvstore.limits import Limits
-from kvstore.nodedir import sweep
 
 SIZE_BYTES = 256 << 20
 BETWEEN_CALLS_S = 0.001
@@ -35,37 +31,28 @@ def arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     limits = Limits()
-    with TemporaryDirectory(prefix="kvb-") as where:
-        run_dir = Path(where)
-        server = EmbeddedRedis.acquire(run_dir)
-        node = NodeProcess(server.url, run_dir, SIZE_BYTES)
-        try:
-            about = machine(server.url)
-            node.wait_ready()
-            redis_pid = int(redis.Redis.from_url(server.url).info("server")["process_id"])
-            pids = {"redis": redis_pid, "node": node.process.pid}
-            deadlines_s = {
-                ("redis", "get"): limits.redis_timeout_s,
-                ("redis", "put"): limits.publish_timeout_s,  # the node's, for the first alone
-                ("node", "get"): 0.0,  # reading asks no node
-                ("node", "put"): limits.request_timeout_s,
-            }
-            rows = [
-                {"stopped": stopped, "op": op, "deadline_ms": round(deadline_s * 1e3)}
-                | _stop(pids[stopped], op, f"{stopped}-{op}", server.url, run_dir, options.seconds)
-                for (stopped, op), deadline_s in deadlines_s.items()
-            ]
-        finally:
-            node.stop(signal.SIGTERM)
-            sweep(run_dir, kept=True)
-            server.close()
-    return about, rows
+    with lone_node(SIZE_BYTES) as node:
+        about = machine(node.url)
+        redis_pid = int(redis.Redis.from_url(node.url).info("server")["process_id"])
+        pids = {"redis": redis_pid, "node": node.process.pid}
+        deadlines_s = {
+            ("redis", "get"): limits.redis_timeout_s,
+            ("redis", "put"): limits.publish_timeout_s,  # the node's, for the first alone
+            ("node", "get"): 0.0,  # reading asks no node
+            ("node", "put"): limits.request_timeout_s,
+        }
+        rows = [
+            {"stopped": stopped, "op": op, "deadline_ms": round(deadline_s * 1e3)}
+            | _stop(pids[stopped], op, f"{stopped}-{op}", node, options.seconds)
+            for (stopped, op), deadline_s in deadlines_s.items()
+        ]
+        return about, rows
 
 
-def _stop(pid: int, op: str, name: str, url: str, run_dir: Path, seconds: float) -> Row:
+def _stop(pid: int, op: str, name: str, node: NodeProcess, seconds: float) -> Row:
     """Calls one after the other, each with a key that nobody has used, while `pid` stands still."""
     numbers = count()
-    with Client(url, run_dir=run_dir) as client:
+    with Client(node.url, run_dir=node.run_dir) as client:
 
         def call() -> None:
             key = f"{name}-{next(numbers)}"

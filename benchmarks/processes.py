@@ -22,7 +22,7 @@ from kvstore.index.breaker import GuardedIndex
 from kvstore.index.embedded import EmbeddedRedis
 from kvstore.index.redis import open_index
 from kvstore.node import Node, NodeConfig
-from kvstore.nodedir import NodeDir
+from kvstore.nodedir import NodeDir, sweep
 
 ANSWER_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -157,10 +157,28 @@ def house(node_bytes: int) -> Iterator[House]:
             server.close()
 
 
+@contextlib.contextmanager
+def lone_node(size_bytes: int) -> Iterator[NodeProcess]:
+    """A Redis, and a node of `size_bytes` that is ready and may be stopped and killed."""
+    with tempfile.TemporaryDirectory(prefix="kvb-") as where:
+        run_dir = Path(where)
+        server = EmbeddedRedis.acquire(run_dir)
+        node = NodeProcess(server.url, run_dir, size_bytes)
+        try:
+            node.wait_ready()
+            yield node
+        finally:
+            node.stop(signal.SIGTERM)
+            sweep(run_dir, kept=True)
+            server.close()
+
+
 class NodeProcess:
     """`kvstore node` as a process of its own."""
 
     def __init__(self, url: str, run_dir: Path, size_bytes: int) -> None:
+        self.url = url
+        self.run_dir = run_dir
         self.directory = NodeDir(run_dir, "node")
         self._command = [sys.executable, "-m", "kvstore.cli", "node", "--url", url]
         self._command += ["--run-dir", str(run_dir), "--size", str(size_bytes)]

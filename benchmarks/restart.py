@@ -7,22 +7,18 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import redis
 
 from benchmarks.local_workers import PATIENT
-from benchmarks.processes import NodeProcess
+from benchmarks.processes import NodeProcess, lone_node
 from benchmarks.report import Row, machine, percentile
 from kvstore import Client
 from kvstore import Namespace as KeyNamespace
 from kvstore.client.control import ControlChannel
 from kvstore.core.wire import Op
-from kvstore.index.embedded import EmbeddedRedis
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.nodedir import sweep
 from kvstore.types import Key
 
 TIMEOUT_S = 120.0
@@ -43,41 +39,30 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     keys = [namespace.value_key(name) for name in names]
     # Room for a quarter more than the slots need: nothing is evicted.
     size_bytes = max(options.blocks * options.block_bytes * 3 // 2, 256 << 20)
-    with TemporaryDirectory(prefix="kvb-") as where:
-        run_dir = Path(where)
-        server = EmbeddedRedis.acquire(run_dir)
-        node = NodeProcess(server.url, run_dir, size_bytes)
-        try:
-            about = machine(server.url)
-            node.wait_ready()
-            value = bytes(options.block_bytes)
-            with _client(server.url, run_dir) as client:
-                for start in range(0, len(names), 1000):
-                    batch = names[start : start + 1000]
-                    assert all(client.put_many((name, value) for name in batch))
-            for step in (_restarted, _emptied):
-                for _ in range(options.repetitions):
-                    row = step(node, server.url, run_dir, keys)
-                    rows.append(row)
-        finally:
-            node.stop(signal.SIGTERM)
-            sweep(run_dir, kept=True)
-            server.close()
-    return about, rows
+    with lone_node(size_bytes) as node:
+        about = machine(node.url)
+        value = bytes(options.block_bytes)
+        with _client(node) as client:
+            for start in range(0, len(names), 1000):
+                batch = names[start : start + 1000]
+                assert all(client.put_many((name, value) for name in batch))
+        for step in (_restarted, _emptied):
+            rows += [step(node, keys) for _ in range(options.repetitions)]
+        return about, rows
 
 
-def _client(url: str, run_dir: Path) -> Client:
-    return Client(url, run_dir=run_dir, limits=PATIENT)
+def _client(node: NodeProcess) -> Client:
+    return Client(node.url, run_dir=node.run_dir, limits=PATIENT)
 
 
-def _restarted(node: NodeProcess, url: str, run_dir: Path, keys: list[Key]) -> Row:
+def _restarted(node: NodeProcess, keys: list[Key]) -> Row:
     """From the start of the process until the index names every block at its new place."""
     node.stop(signal.SIGKILL)
     started = time.perf_counter()
     node.start()
     node.wait_ready()
     ready_s = time.perf_counter() - started
-    with _client(url, run_dir) as client:
+    with _client(node) as client:
         _wait(_Search(client, keys).over)
         indexed_s = time.perf_counter() - started
         read = sum(client.session.view(found) is not None for found in _found(client, keys))
@@ -85,7 +70,7 @@ def _restarted(node: NodeProcess, url: str, run_dir: Path, keys: list[Key]) -> R
     return _row("restart", keys, ready_s, indexed_s, [])
 
 
-def _emptied(node: NodeProcess, url: str, run_dir: Path, keys: list[Key]) -> Row:
+def _emptied(node: NodeProcess, keys: list[Key]) -> Row:
     """FLUSHALL until every record is back; meanwhile the node is asked something all the time."""
     word = node.directory.announcement()
     assert word is not None
@@ -102,8 +87,8 @@ def _emptied(node: NodeProcess, url: str, run_dir: Path, keys: list[Key]) -> Row
             took.append(time.perf_counter() - asked)
 
     asking = threading.Thread(target=ask)
-    with _client(url, run_dir) as client:
-        bare = redis.Redis.from_url(url)
+    with _client(node) as client:
+        bare = redis.Redis.from_url(node.url)
         asking.start()
         try:
             started = time.perf_counter()

@@ -3,9 +3,11 @@ to connect (NIXL wants a transport that notices a peer's death, as RDMA's do).""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 from contract.transport import PATIENCE_S, SECURITY, Place
@@ -15,7 +17,14 @@ from kvstore.transport.nixl import NixlTransport
 from kvstore.transport.nixl_process import installed
 from kvstore.transport.stream import StreamTransport
 
-SAME_HOST = {"UCX_TLS": "tcp,cma,self", "UCX_NET_DEVICES": "lo"}
+
+@contextlib.contextmanager
+def same_host() -> Iterator[pytest.MonkeyPatch]:
+    """UCX chooses so, in this process and in those that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp,cma,self")
+        patch.setenv("UCX_NET_DEVICES", "lo")
+        yield patch
 
 
 def why_not() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from damage import flip
 from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
@@ -15,7 +16,6 @@ from kvstore.core.record import RecordSigner
 from kvstore.core.wire import Op
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis import open_index
-from kvstore.segment.header import fields
 
 SECRET = "thirty-two random characters.."
 SIZES = (100, 40_000, 1_000_000)
@@ -28,19 +28,6 @@ def careful(node: NodeProcess) -> Iterator[Client]:
         yield client
 
 
-def flip(client: Client, key: str, rng: random.Random) -> int:
-    """Flip one bit of a value where it lies; its place. Only a writer's mapping can."""
-    raw_key = client.namespace.value_key(key)
-    (place,) = client.session.reader.find([raw_key])
-    shm = place.attached.shm
-    arena, position = divmod(place.slot_id, shm.slots_per_arena)
-    size_class = fields(place.image)[3]
-    start = arena * shm.superblock.arena_bytes + position * shm.slot_bytes[size_class]
-    at = start + rng.randrange(len(place.payload))
-    client.session.writer.link().payload[at] ^= 1 << rng.randrange(8)
-    return at
-
-
 @pytest.mark.parametrize("size_bytes", SIZES)
 def test_a_flipped_bit_is_a_miss_and_the_node_drops_the_block(
     node: NodeProcess, careful: Client, size_bytes: int
@@ -51,7 +38,7 @@ def test_a_flipped_bit_is_a_miss_and_the_node_drops_the_block(
     value = rng.randbytes(size_bytes)
     assert careful.put("k", value)
     assert careful.get("k") == value
-    flip(careful, "k", rng)
+    flip(careful, careful.namespace.value_key("k"), rng)
     assert careful.get("k") is None
     assert careful.stats()["missed"]["corrupt"] >= 1
     wait_until(lambda: careful.stats()["node"]["corrupt"] == 1, "the node dropped it")
@@ -93,7 +80,7 @@ def test_every_way_of_reading_sees_it(node: NodeProcess, careful: Client) -> Non
     def damaged() -> str:
         key = f"k{rng.random()}"
         assert careful.put(key, array)
-        flip(careful, key, rng)
+        flip(careful, careful.namespace.value_key(key), rng)
         return key
 
     assert careful.get(damaged()) is None

@@ -6,33 +6,29 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from nixl_places import SAME_HOST, needs_nixl
+from nixl_places import needs_nixl, same_host
 from redis_servers import wait_until
-from stores import MIB, NodeProcess
+from stores import MIB
+from two_hosts import PATIENT, SECRET, client_of, listening_node
 
-from kvstore import Client, Limits
+from kvstore import Client
 from kvstore.client import remote
 from kvstore.core.wire import Op
 from kvstore.transport.security import StreamSecurity
 
 pytestmark = needs_nixl
-SECRET = "a secret that both sides know"
-PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=10.0)
 LONG_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
-def same_host():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SAME_HOST.items():
-            patch.setenv(name, value)
+def on_same_host():
+    with same_host():
         yield
 
 
 @pytest.fixture(scope="module")
-def node(redis_server, same_host):
-    options = ("--listen", "127.0.0.1:0", "--nixl")
-    with NodeProcess(redis_server, options=options, environment={"KVSTORE_SECRET": SECRET}) as node:
+def node(redis_server, on_same_host):
+    with listening_node(redis_server, "--nixl") as node:
         yield node
 
 
@@ -45,10 +41,11 @@ def writer(node):
 @pytest.fixture(scope="module")
 def reader(node):
     """On another host: nothing of the node's run directory is there."""
-    with tempfile.TemporaryDirectory(prefix="kve-") as elsewhere:
-        options = {**node.client_options, "run_dir": Path(elsewhere), "limits": PATIENT}
-        with Client(**options, security=StreamSecurity(secret=SECRET.encode())) as client:
-            yield client
+    with (
+        tempfile.TemporaryDirectory(prefix="kve-") as elsewhere,
+        client_of(node, Path(elsewhere)) as client,
+    ):
+        yield client
 
 
 def counts(client):

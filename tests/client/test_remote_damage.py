@@ -1,51 +1,41 @@
 """Bytes that reach another host wrong: a miss; the block goes only if the node's own are wrong."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from damage import flip
 from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
+from two_hosts import PATIENT, client_of, listening_node
 
-from kvstore import Client, Limits, MissReason
+from kvstore import Client, MissReason
 from kvstore.core.stream_wire import JOINT_BYTES
 from kvstore.core.wire import Op
-from kvstore.segment.header import fields
 from kvstore.testing.proxy import FaultyProxy
 from kvstore.transport.address import Address
-from kvstore.transport.security import StreamSecurity
 from kvstore.transport.stream_requests import tell
 
-SECRET = "a secret that both sides know"
-PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=10.0)
 SIZES = (100, 300_000)
 """Copied by the node before it is sent, and sent in place."""
+RNG = random.Random(7)
 
 
 @pytest.fixture(scope="module")
 def node(redis_server: RedisServer) -> Iterator[NodeProcess]:
-    listen = ("--listen", "127.0.0.1:0")
-    with NodeProcess(
-        redis_server, options=listen, environment={"KVSTORE_SECRET": SECRET}
-    ) as process:
+    with listening_node(redis_server) as process:
         yield process
 
 
 @pytest.fixture
-def reader(node: NodeProcess) -> Iterator[Client]:
+def reader(node: NodeProcess, elsewhere: Path) -> Iterator[Client]:
     """On another host."""
-    security = StreamSecurity(secret=SECRET.encode())
-    with tempfile.TemporaryDirectory(prefix="kve-") as directory:
-        options = {**node.client_options, "run_dir": Path(directory), "limits": PATIENT}
-        with Client(**options, security=security) as client:
-            yield client
+    with client_of(node, elsewhere) as client:
+        yield client
 
 
 @pytest.fixture(params=["always", "never"])
@@ -55,17 +45,6 @@ def writer(node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Client
     with Client(**node.client_options, verify=request.param) as client:
         client.session.writer.clear(client.namespace.id)
         yield client
-
-
-def flip(writer: Client, raw_key: bytes) -> None:
-    """One bit of a block where it lies."""
-    (place,) = writer.session.reader.find([raw_key])
-    shm = place.attached.shm
-    arena, position = divmod(place.slot_id, shm.slots_per_arena)
-    size_class = fields(place.image)[3]
-    start = arena * shm.superblock.arena_bytes + position * shm.slot_bytes[size_class]
-    at = start + random.randrange(len(place.payload))
-    writer.session.writer.link().payload[at] ^= 1 << random.randrange(8)
 
 
 def corrupt(writer: Client) -> int:
@@ -85,7 +64,7 @@ def test_a_bit_flipped_in_the_nodes_memory_is_a_miss_and_the_block_is_dropped(
     before = corrupt(writer)
     assert writer.put_many([("k", value), ("other", value)])
     assert reader.get_many(["k", "other"]) == [value] * 2
-    flip(writer, writer.namespace.value_key("k"))
+    flip(writer, writer.namespace.value_key("k"), RNG)
     assert reader.get("k") is None
     assert damaged(reader) >= 1
     wait_until(lambda: corrupt(writer) == before + 1, "the node looked and dropped it")
@@ -140,7 +119,7 @@ def test_a_connector_s_read_of_a_damaged_block_drops_it_too(writer: Client, read
     before = corrupt(writer)
     assert all(writer.put_blocks(tokens, blocks))
     keys = writer.namespace.block_keys(tokens, 256)
-    flip(writer, keys[1])
+    flip(writer, keys[1], RNG)
     found = reader.session.match(keys)
     views = list(reader.session.views(found, None, 10.0))
     assert [view and bytes(view.buffer) for view in views] == [blocks[0], None, blocks[2]]
@@ -172,10 +151,10 @@ def test_what_a_block_without_a_checksum_was_before_its_first_reading_nobody_kno
     """The limit of what is checked without `verify="always"` where blocks are saved."""
     before = corrupt(writer)
     assert writer.put("k", bytes(100_000))
-    flip(writer, writer.namespace.value_key("k"))
+    flip(writer, writer.namespace.value_key("k"), RNG)
     changed = reader.get("k")
     assert changed is not None
     assert changed != bytes(100_000)
-    flip(writer, writer.namespace.value_key("k"))
+    flip(writer, writer.namespace.value_key("k"), RNG)
     assert reader.get("k") is None
     wait_until(lambda: corrupt(writer) == before + 1, "the node looked and dropped it")

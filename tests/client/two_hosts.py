@@ -16,9 +16,9 @@ LISTEN = ("--listen", "127.0.0.1:0")
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=10.0)
 
 
-def listening_node(redis_server: RedisServer, **options: Any) -> NodeProcess:
+def listening_node(redis_server: RedisServer, *options: str, **more: Any) -> NodeProcess:
     environment = {"KVSTORE_SECRET": SECRET}
-    return NodeProcess(redis_server, options=LISTEN, environment=environment, **options)
+    return NodeProcess(redis_server, options=(*LISTEN, *options), environment=environment, **more)
 
 
 def client_of(node: NodeProcess, run_dir: Path | None = None, **options: Any) -> Client:

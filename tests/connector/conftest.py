@@ -1,5 +1,5 @@
-"""Engines around vLLM's own scheduler (vllm_model_engine.py), and where the code is that
-starts real ones (scripts/lib), for tests and their processes."""
+"""Both sides over the model of a store (connector_parts.py), engines around vLLM's own scheduler
+(vllm_model_engine.py), and where the code is that starts real ones (scripts/lib)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from connector_parts import Side, Worker
 from vllm_model_config import BLOCK
 from vllm_model_engine import MakeEngine, ModelEngine
 
@@ -27,6 +28,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store() -> MemoryBlockStore:
     return MemoryBlockStore()
+
+
+@pytest.fixture
+def side(store: MemoryBlockStore) -> Iterator[Side]:
+    side = Side(store)
+    yield side
+    side.core.close()
+
+
+@pytest.fixture
+def worker(store: MemoryBlockStore) -> Iterator[Worker]:
+    pytest.importorskip("torch")
+    worker = Worker(store)
+    yield worker
+    worker.core.close()
 
 
 @pytest.fixture

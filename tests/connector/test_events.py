@@ -16,11 +16,6 @@ from kvstore.testing.blockstore import MemoryBlockStore
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def side(store: MemoryBlockStore) -> Iterator[Side]:
     side = Side(store, events=True)
     yield side

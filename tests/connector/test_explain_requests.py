@@ -7,7 +7,6 @@ each reason a request may have, in one file so that a missing one shows.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 from connector_parts import (
@@ -37,18 +36,6 @@ from connector.limits import (
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from kvstore import Explanation, Missing, MissReason, UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
-
-
-@pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
-def side(store: MemoryBlockStore) -> Iterator[Side]:
-    side = Side(store)
-    yield side
-    side.core.close()
 
 
 def load(side: Side, request: FakeRequest, computed: int = 0, tokens: int | None = None) -> None:

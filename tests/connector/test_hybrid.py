@@ -98,11 +98,6 @@ def test_trap_blocks_that_left_the_window_are_not_saved() -> None:
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def make(store: MemoryBlockStore) -> Iterator[Make]:
     pytest.importorskip("torch")
     engines: list[TpEngine] = []

@@ -35,11 +35,6 @@ Make = Callable[..., Worker]
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def make(store: MemoryBlockStore) -> Iterator[Make]:
     workers: list[Worker] = []
 

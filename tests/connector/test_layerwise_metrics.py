@@ -30,11 +30,6 @@ SOON_S = 0.1
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def worker(store: MemoryBlockStore) -> Iterator[Worker]:
     worker = Worker(store, kind=LayerwiseWorker)
     yield worker

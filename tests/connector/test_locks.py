@@ -26,11 +26,6 @@ def saved(store: MemoryBlockStore, count: int) -> list[Key]:
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def clock() -> Clock:
     return Clock()
 

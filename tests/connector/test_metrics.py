@@ -34,23 +34,11 @@ BLOCK_BYTES = GEOMETRY.token_bytes * BLOCK
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def worker(store: MemoryBlockStore) -> Iterator[Worker]:
     pytest.importorskip("torch")
     worker = Worker(store)
     yield worker
     worker.core.close()
-
-
-@pytest.fixture
-def side(store: MemoryBlockStore) -> Iterator[Side]:
-    side = Side(store)
-    yield side
-    side.core.close()
 
 
 class TestTable:

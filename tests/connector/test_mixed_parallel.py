@@ -20,11 +20,6 @@ Make = Callable[..., TpEngine]
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def make(store: MemoryBlockStore) -> Iterator[Make]:
     engines: list[TpEngine] = []
 

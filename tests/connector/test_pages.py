@@ -29,11 +29,6 @@ def names(count: int) -> list[bytes]:
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def pages(store: MemoryBlockStore) -> Pages:
     return Pages(store, NAMESPACE)
 

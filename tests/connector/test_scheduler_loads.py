@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
-import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, Clock, FakeRequest, Hold, Side, prompt, wait_for
 
 from connector.base import WorkerReport
 from connector.geometry import ShardTopology
 from connector.limits import LOAD_ATTEMPTS_MAX, LOOKUP_TTL_S, LOOKUP_WAIT_PER_STEP_S
 from kvstore.testing.blockstore import MemoryBlockStore
-
-
-@pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
-def side(store: MemoryBlockStore) -> Iterator[Side]:
-    side = Side(store)
-    yield side
-    side.core.close()
 
 
 def load(side: Side, request: FakeRequest, computed: int = 0, tokens: int | None = None):

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side
 
 from connector.base import StepPlan, WorkerReport
 from connector.geometry import ShardTopology
 from connector.limits import SAVE_JOB_BLOCKS_MAX, SAVE_JOBS_MAX
 from kvstore.testing.blockstore import MemoryBlockStore
-
-
-@pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
-def side(store: MemoryBlockStore) -> Iterator[Side]:
-    side = Side(store)
-    yield side
-    side.core.close()
 
 
 def prompt(side: Side, blocks: int, extra: int = 2, first_block_id: int = 101) -> FakeRequest:

@@ -19,11 +19,6 @@ BAD = WorkerReport(ended_loads={0: 1}, failed_blocks={0: 1})
 
 
 @pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
 def side(store: MemoryBlockStore) -> Iterator[Side]:
     side = Side(store, layerwise=True)
     yield side

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from vllm_model_engine import (
     prompt,
 )
 
-from connector.base import SaveBlock, StateBlock
+from connector.base import LoadBlock, SaveBlock, StateBlock
 from connector.chain import extend
 from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -45,31 +46,24 @@ def state_slots(engine: ModelEngine, store: MemoryBlockStore) -> list[Any]:
     return [slot for slot in store._slots.values() if slot.namespace_id == namespace.id]
 
 
+def loads(engine: ModelEngine, group: int) -> list[LoadBlock]:
+    jobs = [job for metadata in engine.metadata for job in metadata.plan.loads]
+    return [block for job in jobs for block in job.blocks if block.group == group]
+
+
 def saves(engine: ModelEngine, group: int) -> list[SaveBlock]:
-    return [
-        block
-        for metadata in engine.metadata
-        for job in metadata.plan.saves
-        for block in job.blocks
-        if block.group == group
-    ]
+    jobs = [job for metadata in engine.metadata for job in metadata.plan.saves]
+    return [block for job in jobs for block in job.blocks if block.group == group]
+
+
+def ids(blocks: Iterable[LoadBlock | SaveBlock]) -> list[int]:
+    return [block_id for block in blocks for block_id in block.block_ids]
 
 
 def run(engine: ModelEngine, tokens: list[int], name: str = "a", count: int = 4) -> None:
     engine.add(name, tokens, max_tokens=count)
     engine.run()
     assert engine.outputs[name] == expected_output(tokens, count, recurrent=True)
-
-
-def loaded_blocks(engine: ModelEngine, group: int) -> list[int]:
-    return [
-        block_id
-        for metadata in engine.metadata
-        for job in metadata.plan.loads
-        for block in job.blocks
-        if block.group == group
-        for block_id in block.block_ids
-    ]
 
 
 class TestSharing:
@@ -81,7 +75,7 @@ class TestSharing:
         assert producer.loaded_tokens == 0
         assert consumer.loaded_tokens == 6 * BLOCK
         assert consumer.computed_tokens == 5 + 3
-        assert len(loaded_blocks(consumer, 1)) == 1, "the state at the end of the prefix only"
+        assert len(ids(loads(consumer, 1))) == 1, "the state at the end of the prefix only"
 
     def test_negative_control_a_wrong_byte_in_a_state_changes_the_output(
         self, make: MakeEngine, store: MemoryBlockStore
@@ -180,7 +174,7 @@ class TestWhatIsSaved:
         engine.step()
         engine.step()
         pool = engine.scheduler.kv_cache_manager.block_pool
-        held = [block_id for block in saves(engine, 1) for block_id in block.block_ids]
+        held = ids(saves(engine, 1))
         assert held
         assert [pool.blocks[i].ref_cnt for i in held] == [1] * len(held), "the request is done"
         gate.set()
@@ -192,14 +186,9 @@ class TestWhatIsSaved:
         tokens = prompt(6 * BLOCK + 5)
         for engine in (producer, consumer):
             run(engine, tokens)
-            blocks = [
-                block
-                for m in engine.metadata
-                for job in (*m.plan.loads, *m.plan.saves)
-                for block in job.blocks
-            ]
+            blocks = [b for group in (0, 1) for b in (*loads(engine, group), *saves(engine, group))]
             assert blocks
-            assert not any(0 in block.block_ids for block in blocks)
+            assert 0 not in ids(blocks)
 
     def test_trap_states_after_drafts_are_not_final_in_their_step(self) -> None:
         from connector.adapters.vllm_states import completed_states

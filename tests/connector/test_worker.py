@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 from connector_parts import (
@@ -33,18 +32,6 @@ from kvstore.testing.blockstore import MemoryBlockStore, timed_out
 
 torch = pytest.importorskip("torch")
 PER_KEY = BLOCK // ENGINE_BLOCK
-
-
-@pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
-def worker(store: MemoryBlockStore) -> Iterator[Worker]:
-    worker = Worker(store)
-    yield worker
-    worker.core.close()
 
 
 def test_what_one_worker_saves_another_loads(store: MemoryBlockStore) -> None:

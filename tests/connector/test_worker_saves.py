@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from connector_parts import Clock, Hold, Worker, keys, save, save_job, wait_for
 
@@ -11,18 +9,6 @@ from connector.base import SaveBlock, SaveJob
 from kvstore.testing.blockstore import MemoryBlockStore
 
 torch = pytest.importorskip("torch")
-
-
-@pytest.fixture
-def store() -> MemoryBlockStore:
-    return MemoryBlockStore()
-
-
-@pytest.fixture
-def worker(store: MemoryBlockStore) -> Iterator[Worker]:
-    worker = Worker(store)
-    yield worker
-    worker.core.close()
 
 
 def test_an_unreachable_node_drops_the_save(store: MemoryBlockStore, worker: Worker) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -29,6 +29,24 @@ def prefix_keys(count: int) -> list[bytes]:
 
 def records_of(keys: list[bytes]) -> list[KeyRecord]:
     return [KeyRecord(key, os.urandom(44)) for key in keys]
+
+
+def every_call(index: Index, records: Sequence[KeyRecord]) -> dict[str, Callable[[], object]]:
+    """All that an index can be asked and told, by name."""
+    keys = [key for key, _ in records]
+    return {
+        "match": lambda: index.match(keys),
+        "lookup": lambda: index.lookup(keys),
+        "touch": lambda: index.touch(keys),
+        "node": lambda: index.node(1),
+        "nodes": index.nodes,
+        "ping": index.ping,
+        "publish": lambda: index.publish(records),
+        "remove": lambda: index.remove(records),
+        "announce": lambda: index.announce(1, b"", 1),
+        "withdraw": lambda: index.withdraw(1),
+        "incarnation": index.incarnation,
+    }
 
 
 class IndexContract:

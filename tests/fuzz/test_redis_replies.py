@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from contract.index import every_call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -73,22 +74,7 @@ replies = st.one_of(
 )
 
 
-def calls(index) -> dict[str, object]:
-    return {
-        "match": lambda: index.match(KEYS),
-        "lookup": lambda: index.lookup(KEYS),
-        "touch": lambda: index.touch(KEYS),
-        "node": lambda: index.node(1),
-        "nodes": index.nodes,
-        "ping": index.ping,
-        "publish": lambda: index.publish(RECORDS),
-        "remove": lambda: index.remove(RECORDS),
-        "announce": lambda: index.announce(1, b"", 1),
-        "incarnation": index.incarnation,
-    }
-
-
-NAMES = sorted(calls(open_index("redis://127.0.0.1:1")))
+NAMES = sorted(every_call(open_index("redis://127.0.0.1:1"), RECORDS))
 
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
@@ -103,7 +89,7 @@ def test_any_bytes_are_an_answer_or_an_unavailable_index(peer: Peer, says, name,
         f"{scheme}127.0.0.1:{peer.port}", timeout_s=TIMEOUT_S, publish_timeout_s=TIMEOUT_S
     )
     try:
-        answer = calls(index)[name]()
+        answer = every_call(index, RECORDS)[name]()
     except IndexUnavailableError:
         return
     finally:

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from contract.index import every_call
 from redis_servers import RedisCluster, RedisServer, free_port, stopped, wait_until
 
 from kvstore.errors import IndexUnavailableError
@@ -25,24 +26,8 @@ def server():
         yield server
 
 
-def every_call(index: RedisIndex) -> dict[str, object]:
-    return {
-        "match": lambda: index.match(KEYS),
-        "lookup": lambda: index.lookup(KEYS),
-        "touch": lambda: index.touch(KEYS),
-        "node": lambda: index.node(1),
-        "nodes": index.nodes,
-        "ping": index.ping,
-        "publish": lambda: index.publish(RECORDS),
-        "remove": lambda: index.remove(RECORDS),
-        "announce": lambda: index.announce(1, b"", 1),
-        "withdraw": lambda: index.withdraw(1),
-        "incarnation": index.incarnation,
-    }
-
-
 def all_fail(index: RedisIndex, within_s: float) -> None:
-    for name, call in every_call(index).items():
+    for name, call in every_call(index, RECORDS).items():
         begun = time.monotonic()
         with pytest.raises(IndexUnavailableError):
             call()

@@ -1,18 +1,13 @@
 """`scripts/chaos`: its plan, its verdict, and a short run of it without an engine."""
 
 import itertools
-import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import chaos
 import chaos_plan as plan
 import pytest
+from script_runs import run_without_engine
 
-ROOT = Path(__file__).parents[2]
 RIGHT = {(1,): [7, 8], (2,): [9]}
 FAULT = plan.Window(plan.Fault(10.0, "node", "kill", 2.0), 10.0, 12.5)
 
@@ -101,17 +96,7 @@ def test_redis_is_up_once_it_answers_whatever_sockets_lie_about(tmp_path):
 
 def test_a_short_run_without_an_engine_passes(tmp_path):
     pytest.importorskip("matplotlib", reason="the demo extra is not installed")
-    command = [sys.executable, "scripts/lib/chaos.py", "--no-engine", "--out", str(tmp_path)]
-    run = subprocess.run(
-        [*command, "--seed", "1", "--seconds", "14"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    summary = json.loads(run.stdout.splitlines()[-1])
+    options = ("--out", str(tmp_path), "--seed", "1", "--seconds", "14")
+    summary, _ = run_without_engine("chaos.py", *options)
     assert summary["answered"] == summary["identical"] == summary["requests"] > 0
     assert (tmp_path / "chaos.png").stat().st_size > 10_000

@@ -2,21 +2,19 @@
 
 import pytest
 from contract.transport import TransportContract
-from nixl_places import SAME_HOST, NixlPlace, needs_nixl
+from nixl_places import NixlPlace, needs_nixl, same_host
 
 pytestmark = needs_nixl
 
 
 @pytest.fixture(scope="module", autouse=True)
-def same_host():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SAME_HOST.items():
-            patch.setenv(name, value)
+def on_same_host():
+    with same_host():
         yield
 
 
 @pytest.fixture(scope="module")
-def shared(same_host, tmp_path_factory):
+def shared(on_same_host, tmp_path_factory):
     """Starting both processes takes seconds: one place for all tests that leave it whole."""
     place = NixlPlace(tmp_path_factory.mktemp("run"))
     yield place

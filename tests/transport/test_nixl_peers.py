@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from contract.transport import MIB, PATIENCE_S, SECURITY, reads
-from nixl_places import SAME_HOST, NixlPlace, needs_nixl, nixl_transport
+from nixl_places import NixlPlace, needs_nixl, nixl_transport, same_host
 from redis_servers import wait_until
 
 from kvstore.errors import UsageError
@@ -36,9 +36,7 @@ SOON_S = 5.0
 @pytest.fixture(scope="module", autouse=True)
 def quick():
     """On the same host, and what waits before it tries again does not wait long."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SAME_HOST.items():
-            patch.setenv(name, value)
+    with same_host() as patch:
         patch.setattr(nixl_module, "PEER_RETRY_AFTER_S", 0.1)
         patch.setattr(nixl_module, "PEER_RETRY_AFTER_MAX_S", 1.0)
         patch.setattr(nixl_module, "START_RETRY_AFTER_S", 0.1)
