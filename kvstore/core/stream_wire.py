@@ -11,7 +11,7 @@ same secret (HMAC-SHA256 over both sides' nonces; the secret itself never travel
 Then the client asks, one request at a time, in frames: type, length, body,
 CRC.
 
-    READ     which blocks; answered by joints and payloads (`ReadReply`)
+    READ     which blocks; answered by heads, payloads and tails (`ReadReply`)
     PUT      which blocks the client has; answered by ANSWERS. The node then takes the
              payload of each one it granted, in order, and says ANSWERS again
     CONTROL  one message of core/wire.py; answered by ANSWERS
@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import hmac
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -49,7 +49,7 @@ class WireError(PeerError):
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-_MAGIC = b"kvstream1"
+_MAGIC = b"kvstream2"
 _CLIENT_HELLO = struct.Struct(f"<9sB{NONCE_BYTES}s")
 _NODE_HELLO = struct.Struct(f"<9sBQI{NONCE_BYTES}s")
 CLIENT_HELLO_BYTES = _CLIENT_HELLO.size
@@ -59,7 +59,7 @@ ACCEPTED = 1
 
 
 def _proof(secret: bytes | None, who: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret or b"", b"kvstore stream 1 " + who + transcript, "sha256")
+    return hmac.digest(secret or b"", b"kvstore stream 2 " + who + transcript, "sha256")
 
 
 class ClientHandshake:
@@ -212,46 +212,78 @@ def _seconds(body: bytes) -> float:
     return int(_unpacked(_READ, body[: _READ.size])[0]) / 1000
 
 
+GROUP_BYTES = 4 << 20
+"""Payloads that travel together and are judged together; a larger one travels alone. Part of
+the protocol: both sides divide a reply by it."""
+
+
 class Sent(enum.IntEnum):
     """What a node says about one block, before its payload and after it."""
 
-    NOTHING = 0
-    """After a block that had no payload, and after the last one."""
     GOOD = 1
     MISS = 2
 
 
-_JOINT = struct.Struct("<BBBBHxxQI")
-JOINT_BYTES = _JOINT.size + _CRC.size
-"""Between two payloads: the verdict on the one before, with its checksum, and what is known of
-the next one: its length, kind and meta length. At its end the CRC-32 of all that."""
+_HEAD = struct.Struct("<BBH")
+_TAIL = struct.Struct("<BxxxQ")
 
 
-class Joint(NamedTuple):
+class Head(NamedTuple):
+    """What is known of a block before its payload."""
+
+    follows: int
+    """GOOD: its payload comes, as long as the location says; MISS: it is not here."""
+    kind: int = 0
+    meta_length: int = 0
+
+
+class Tail(NamedTuple):
+    """What is known of a block after its payload."""
+
     verdict: int
     """GOOD: the block was in place, the same from before its first byte to after its last.
-    MISS: what was sent is not this block. NOTHING when no payload came before."""
+    MISS: what was sent is not this block."""
     checksum: int
-    """xxh3-64 of the payload before."""
-    follows: int
-    """GOOD: the next block's payload comes now; MISS: it is not here; NOTHING: it was the last."""
-    kind: int
-    meta_length: int
-    length: int
+    """xxh3-64 of the payload."""
 
 
-def pack_joint(joint: Joint) -> bytes:
-    verdict, checksum, follows, kind, meta_length, length = joint
-    raw = _JOINT.pack(verdict, follows, kind, 0, meta_length, checksum, length)
+def heads_bytes(blocks: int) -> int:
+    return blocks * _HEAD.size + _CRC.size
+
+
+def tails_bytes(blocks: int) -> int:
+    return blocks * _TAIL.size + _CRC.size
+
+
+def pack_heads(heads: Sequence[Head]) -> bytes:
+    return _sealed(b"".join(_HEAD.pack(*head) for head in heads))
+
+
+def pack_tails(tails: Sequence[Tail]) -> bytes:
+    return _sealed(b"".join(_TAIL.pack(*tail) for tail in tails))
+
+
+def _sealed(raw: bytes) -> bytes:
     return raw + _CRC.pack(crc32(raw))
 
 
-def unpack_joint(raw: bytes) -> Joint:
-    """Raises `WireError` when it is damaged."""
-    if len(raw) != JOINT_BYTES or _CRC.unpack_from(raw, _JOINT.size)[0] != crc32(raw[:-4]):
-        raise WireError("a joint that is damaged")
-    verdict, follows, kind, _, meta_length, checksum, length = _JOINT.unpack_from(raw)
-    return Joint(verdict, checksum, follows, kind, meta_length, length)
+def _opened(raw: bytes, size_bytes: int) -> bytes:
+    if len(raw) != size_bytes or raw[-_CRC.size :] != _CRC.pack(crc32(raw[: -_CRC.size])):
+        raise WireError("a reply that is damaged")
+    return raw[: -_CRC.size]
+
+
+def grouped(blocks: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """The numbers of (number, length) in groups that travel together."""
+    groups: list[list[int]] = []
+    room = 0
+    for number, length in blocks:
+        if not groups or length > room:
+            groups.append([])
+            room = GROUP_BYTES
+        groups[-1].append(number)
+        room -= length
+    return groups
 
 
 class BlockReply(NamedTuple):
@@ -264,53 +296,54 @@ class BlockReply(NamedTuple):
 
 
 class ReadReply:
-    """Follows the answer to one READ: joint, payload, joint, payload, ..., joint."""
+    """Follows the answer to one READ: a head for each block, then for each group of those that
+    come their payloads and a tail for each."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
-        self._at = 0
-        self._coming: Joint | None = None
-        """What was said of the payload under way."""
-        self.replies: list[BlockReply] = []
-        """Of the blocks that are through, in order."""
+        self._heads: list[Head] = []
+        self._groups: list[list[int]] = []
+        """Of blocks that were not judged yet."""
+        self.replies: list[BlockReply | None] = [None] * len(lengths)
+        """None while nothing is known of a block."""
 
     @property
     def done(self) -> bool:
-        return len(self.replies) == len(self._lengths) and self._at > len(self._lengths)
+        return None not in self.replies
 
-    def joint(self, raw: bytes) -> int | None:
-        """Take a joint; the number of the block whose payload comes now, None when none does."""
-        seen = unpack_joint(raw)
-        if self.done:
+    def heads(self, raw: bytes) -> Sequence[Sequence[int]]:
+        """Take the heads; the blocks that come, in the groups in which they do."""
+        body = _opened(raw, heads_bytes(len(self._lengths)))
+        self._heads = [Head(*item) for item in _HEAD.iter_unpack(body)]
+        coming = []
+        for block, (head, length) in enumerate(zip(self._heads, self._lengths, strict=True)):
+            if head.follows == Sent.MISS:
+                self.replies[block] = BlockReply(good=False)
+                continue
+            if head.follows != Sent.GOOD:
+                raise WireError(f"{head.follows} where a payload or none was due")
+            if head.kind not in _KINDS or head.meta_length > min(length, META_BYTES_MAX):
+                raise WireError(
+                    f"a block of kind {head.kind} with {head.meta_length} bytes of meta"
+                )
+            coming.append((block, length))
+        self._groups = grouped(coming)
+        return list(self._groups)
+
+    def tails(self, raw: bytes) -> None:
+        """Take the tails of the next group."""
+        if not self._groups:
             raise WireError("more than was asked for")
-        self._judge(seen)
-        block, self._at = self._at, self._at + 1
-        if block == len(self._lengths):
-            if seen.follows != Sent.NOTHING:
-                raise WireError("more blocks than were asked for")
-            return None
-        if seen.follows == Sent.MISS:
-            self.replies.append(BlockReply(good=False))
-            return None
-        if seen.follows != Sent.GOOD or seen.length != self._lengths[block]:
-            raise WireError(f"a block of {seen.length} bytes where {self._lengths[block]} were due")
-        if seen.kind not in _KINDS or seen.meta_length > min(seen.length, META_BYTES_MAX):
-            raise WireError(f"a block of kind {seen.kind} with {seen.meta_length} bytes of meta")
-        self._coming = seen
-        return block
-
-    def _judge(self, seen: Joint) -> None:
-        coming, self._coming = self._coming, None
-        if coming is None:
-            if seen.verdict != Sent.NOTHING:
-                raise WireError("a verdict on nothing")
-        elif seen.verdict == Sent.GOOD:
-            reply = BlockReply(True, coming.kind, coming.meta_length, seen.checksum)
-            self.replies.append(reply)
-        elif seen.verdict == Sent.MISS:
-            self.replies.append(BlockReply(good=False))
-        else:
-            raise WireError(f"verdict {seen.verdict} on a payload")
+        group = self._groups[0]
+        judged = []
+        for verdict, checksum in _TAIL.iter_unpack(_opened(raw, tails_bytes(len(group)))):
+            if verdict not in (Sent.GOOD, Sent.MISS):
+                raise WireError(f"verdict {verdict} on a payload")
+            judged.append((verdict == Sent.GOOD, checksum))
+        for block, (good, checksum) in zip(self._groups.pop(0), judged, strict=True):
+            _, kind, meta_length = self._heads[block]
+            reply = BlockReply(True, kind, meta_length, checksum) if good else BlockReply(False)
+            self.replies[block] = reply
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
