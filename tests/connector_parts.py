@@ -64,6 +64,12 @@ class FakeRequest:
         return hashes_of(self.tokens)
 
 
+def prompt(blocks: int, extra: int = 2, seed: int = 0) -> FakeRequest:
+    """Tokens of `seed` alone that fill so many store blocks, and `extra` more."""
+    tokens = [seed * 1000 + i for i in range(blocks * BLOCK + extra)]
+    return FakeRequest(f"r{seed}", tokens)
+
+
 @dataclass
 class FakePins:
     """Counts references per engine block, as an engine's pool does."""

@@ -1,26 +1,25 @@
 """Why a request did not hit: what the scheduler side says of it, counts and logs.
 
-One test for each reason a request may have, in one file so that a missing one shows.
+Over the model of a store (test_explain_requests_nodes.py: over real nodes). One test for
+each reason a request may have, in one file so that a missing one shows.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 from connector_parts import (
     BLOCK,
     ENGINE_BLOCK,
-    GEOMETRY,
     PATIENCE_S,
     Clock,
     FakeRequest,
     Hold,
     Side,
     layout,
+    prompt,
     wait_for,
 )
 
@@ -36,21 +35,8 @@ from connector.limits import (
     EXPLAIN_REQUESTS_MAX,
 )
 from connector.scheduler import SchedulerCore, SchedulerSettings
-from kvstore import (
-    BlockSession,
-    Client,
-    Explanation,
-    Missing,
-    MissReason,
-    Reservation,
-    UsageError,
-)
+from kvstore import Explanation, Missing, MissReason, UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
-
-if TYPE_CHECKING:
-    from stores import NodeProcess
-
-BLOCK_BYTES = GEOMETRY.token_bytes * BLOCK
 
 
 @pytest.fixture
@@ -63,10 +49,6 @@ def side(store: MemoryBlockStore) -> Iterator[Side]:
     side = Side(store)
     yield side
     side.core.close()
-
-
-def prompt(blocks: int, extra: int = 2, seed: int = 0) -> FakeRequest:
-    return FakeRequest(f"r{seed}", [seed * 1000 + i for i in range(blocks * BLOCK + extra)])
 
 
 def load(side: Side, request: FakeRequest, computed: int = 0, tokens: int | None = None) -> None:
@@ -374,116 +356,3 @@ def test_a_rate_counts_what_it_refuses() -> None:
     rate = Rate(2, 10.0)
     assert [rate.allows(t) for t in (0.0, 1.0, 2.0, 9.9, 10.0)] == [True, True, False, False, True]
     assert rate.refused == 2
-
-
-# --- for real -----------------------------------------------------------------------------
-
-
-class Real:
-    """A scheduler side over a real node, and a session that saves as its worker would."""
-
-    def __init__(self, node: NodeProcess, **fields: object) -> None:
-        self.layout = layout(**fields)
-        self.session = BlockSession(**node.client_options)
-        self.session.introduce(tuple(self.layout.all_namespaces()))
-        settings = SchedulerSettings(lookup_timeout_s=PATIENCE_S)
-        self.core = SchedulerCore(
-            LazyStore(lambda: BlockSession(**node.client_options)), self.layout, settings
-        )
-
-    def save(self, request: FakeRequest, block_bytes: int = BLOCK_BYTES) -> None:
-        namespace = self.layout.groups[0].namespaces[0]
-        keys = namespace.engine_keys(request.block_hashes, self.layout.hashes_per_key)
-        reservations = self.session.reserve(keys, block_bytes, namespace.id)
-        slots = [slot for slot in reservations if isinstance(slot, Reservation)]
-        assert all(self.session.commit(slots))
-
-    def match(self, request: FakeRequest) -> int:
-        answers: list[int | None] = []
-
-        def asked() -> bool:
-            answers.append(self.core.match(request, 0))
-            self.core.plan_step([], [], lambda _: None)
-            return answers[-1] is not None
-
-        wait_for(asked, "an answer")
-        return answers[-1] or 0
-
-    def explain(self, request: FakeRequest, reason: MissReason) -> Missing:
-        def told() -> Missing:
-            explanation = self.core.explain(request.request_id)
-            assert explanation is not None
-            return why(explanation)
-
-        wait_for(lambda: told().reason is reason, f"{reason}, not {told()}")
-        return told()
-
-    def close(self) -> None:
-        self.core.close()
-        self.session.close()
-
-
-def pressure(node: NodeProcess) -> None:
-    """More than the node holds."""
-    with Client(**node.client_options) as client:
-        for i in range(80):
-            assert client.put(f"pressure{i}", os.urandom(1 << 20))
-
-
-def test_a_prompt_evicted_by_pressure_is_told_with_node_and_age(node: NodeProcess) -> None:
-    real = Real(node)
-    request = prompt(2)
-    real.save(request)
-    pressure(node)
-    wait_for(lambda: real.match(request) == 0, "the removal")
-    missing = real.explain(request, MissReason.EVICTED)
-    assert missing.node == "node"
-    assert missing.age_s is not None
-    real.close()
-
-
-def test_a_slot_reused_between_lookup_and_load_is_a_failed_load_that_says_evicted(
-    node: NodeProcess,
-) -> None:
-    real = Real(node)
-    request = prompt(2)
-    real.save(request)
-    assert real.match(request) == 2 * BLOCK
-    real.core.allocated(request, lambda: (list(range(101, 110)),), 2 * BLOCK)
-    (job,) = real.core.plan_step([], [], lambda _: None).loads
-    pressure(node)
-    assert real.session.view(job.blocks[0].found[0]) is None, "so a worker reports it as failed"
-    real.core.report(WorkerReport(failed_blocks={job.job_id: 0}))
-    real.core.loads_ended([request.request_id])
-    missing = real.explain(request, MissReason.LOAD_FAILED)
-    assert missing.block == 0
-    wait_for(
-        lambda: "evicted it" in real.explain(request, MissReason.LOAD_FAILED).detail,
-        "the node's word",
-    )
-    real.close()
-
-
-def test_the_same_prompt_of_an_engine_with_another_dtype_names_the_field(
-    node: NodeProcess,
-) -> None:
-    other, real = Real(node, dtype="float16"), Real(node, dtype="bfloat16")
-    request = prompt(2)
-    other.save(request)
-    assert real.match(request) == 0
-    missing = real.explain(request, MissReason.DIFFERENT_FINGERPRINT)
-    assert "the same tokens are there under other fields" in missing.detail
-    assert [d.field for d in missing.differing_fields] == ["dtype"]
-    other.close()
-    real.close()
-
-
-def test_a_killed_node_is_told(node: NodeProcess) -> None:
-    real = Real(node)
-    request = prompt(2)
-    real.save(request)
-    node.kill()
-    assert real.match(request) == 0
-    missing = real.explain(request, MissReason.NODE_DEAD)
-    assert "which had it" in missing.detail
-    real.close()

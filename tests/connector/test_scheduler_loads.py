@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from connector_parts import BLOCK, ENGINE_BLOCK, Clock, FakeRequest, Hold, Side, wait_for
+from connector_parts import BLOCK, ENGINE_BLOCK, Clock, FakeRequest, Hold, Side, prompt, wait_for
 
 from connector.base import WorkerReport
 from connector.geometry import ShardTopology
@@ -24,11 +24,6 @@ def side(store: MemoryBlockStore) -> Iterator[Side]:
     side = Side(store)
     yield side
     side.core.close()
-
-
-def prompt(blocks: int, extra: int = 2, seed: int = 0) -> FakeRequest:
-    tokens = [seed * 1000 + i for i in range(blocks * BLOCK + extra)]
-    return FakeRequest(f"r{seed}", tokens)
 
 
 def load(side: Side, request: FakeRequest, computed: int = 0, tokens: int | None = None):

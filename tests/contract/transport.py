@@ -81,6 +81,11 @@ def room(location: Location) -> memoryview:
     return memoryview(bytearray(location.length))
 
 
+def far() -> float:
+    """A deadline that no test reaches."""
+    return time.monotonic() + PATIENCE_S
+
+
 def reads(outcomes: list[Outcome]) -> list[Read]:
     return [outcome.read for outcome in outcomes]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,113 +18,29 @@ from redis_servers import RedisServer
 from stores import PATIENT, NodeProcess
 
 from connector import PromptKeys
-from connector.chain import ALGORITHM, extend
-from kvstore import BlockSession, Locator, Namespace, Reservation
+from kvstore import BlockSession, Locator
 
 aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
 from aiohttp import web  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
+from fake_engines import (  # noqa: E402
+    SSE,
+    TOKENS,
+    Answer,
+    FakeEngine,
+    dies_after,
+    fails_with,
+    saver,
+    talk,
+)
 
 from examples.router.discovery import Name  # noqa: E402
 from examples.router.prefix import Prefixes  # noqa: E402
 from examples.router.routing import Engine, Fleet, Role  # noqa: E402
 from examples.router.server import Router, RouterSettings, prefill_body  # noqa: E402
 
-KEYS = PromptKeys(16, Namespace({"model": "m", "hash_algorithm": ALGORITHM}))
-TOKENS = list(range(100, 100 + 3 * 16 + 2))
 FOUND, PREFILL, DECODE = "X-KVStore-Found-Tokens", "X-KVStore-Prefill", "X-KVStore-Decode"
-SSE = [b'data: {"choices": [{"text": "a"}]}\n\n', b"data: [DONE]\n\n"]
 PATIENCE_S = 20.0
-
-Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
-
-
-class FakeEngine:
-    """Answers completions as `answer` says, and remembers what it was asked."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self._answer = answer
-        app = web.Application()
-        app.add_routes(
-            [
-                web.post("/v1/completions", self._complete),
-                web.post("/v1/chat/completions", self._complete),
-                web.post("/tokenize", self._tokenize),
-                web.get("/health", self._health),
-                web.get("/v1/models", self._health),
-            ]
-        )
-        self.server = TestServer(app)
-
-    @property
-    def url(self) -> str:
-        return str(self.server.make_url("")).rstrip("/")
-
-    @property
-    def prompts(self) -> int:
-        return sum(path.startswith("/v1") for path, _ in self.asked)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.asked.append((request.path, body))
-        return await self._answer(request, body)
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        self.asked.append((request.path, await request.json()))
-        return web.json_response({"tokens": TOKENS, "count": len(TOKENS)})
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": []})
-
-
-def saver(store: BlockSession, *, saves: bool = True) -> Answer:
-    """A prefill engine: computes, saves, tells its keys."""
-
-    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        assert body["max_tokens"] == 1
-        assert body["stream"] is False
-        prompt = body["prompt"] if isinstance(body.get("prompt"), list) else TOKENS
-        hashes = extend([], prompt, KEYS.block_tokens, lambda first, end: None)
-        if saves:
-            reserved = store.reserve(KEYS.of_hashes(hashes), 8192, KEYS.namespace.id)
-            store.commit([slot for slot in reserved if isinstance(slot, Reservation)])
-        told = KEYS.answer(hashes) if body["kv_transfer_params"][PromptKeys.ASKED] else None
-        return web.json_response({"kv_transfer_params": {PromptKeys.ASKED: told}})
-
-    return answer
-
-
-async def talk(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """A decode engine."""
-    if not body.get("stream"):
-        return web.json_response({"choices": [{"text": "a"}]})
-    out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await out.prepare(request)
-    for part in SSE:
-        await out.write(part)
-    return out
-
-
-def fails_with(status: int) -> Answer:
-    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"error": "no"}, status=status)
-
-    return answer
-
-
-def dies_after(parts: int) -> Answer:
-    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        out = web.StreamResponse()
-        await out.prepare(request)
-        for part in SSE[:parts]:
-            await out.write(part)
-        await asyncio.sleep(0.1)  # so that what was written leaves before the connection breaks
-        assert request.transport is not None
-        request.transport.abort()
-        return out
-
-    return answer
 
 
 class Setup:
