@@ -11,11 +11,12 @@ from kvstore.core import stream_wire as sw
 from kvstore.core.stream_wire import (
     ClientHandshake,
     Frame,
-    Joint,
+    Head,
     NodeHandshake,
     Offer,
     ReadReply,
     Sent,
+    Tail,
     WireError,
 )
 from kvstore.limits import STREAM_BLOCKS_MAX, STREAM_FRAME_BYTES_MAX
@@ -108,18 +109,23 @@ def test_the_largest_requests_fit_a_frame():
         sw.unpack_read(body_of(sw.pack_read([*asked, asked[0]], 1.0), Frame.READ), 1)
 
 
-def joint(verdict=Sent.NOTHING, follows=Sent.GOOD, length=10, *, kind=0, meta=0, checksum=0):
-    return sw.pack_joint(Joint(verdict, checksum, follows, kind, meta, length))
+def heads(*heads):
+    return sw.pack_heads([Head(*head) for head in heads])
+
+
+def tails(*tails):
+    return sw.pack_tails([Tail(*tail) for tail in tails])
+
+
+GOOD, MISS = (Sent.GOOD,), (Sent.MISS,)
 
 
 def test_a_reply_says_what_comes_and_what_came():
     reply = ReadReply([10, 20, 30, 40])
-    assert reply.joint(joint(length=10, kind=2, meta=3)) == 0
-    assert reply.joint(joint(Sent.GOOD, Sent.MISS, checksum=5)) is None
-    assert reply.joint(joint(length=30)) == 2
-    assert reply.joint(joint(Sent.MISS, Sent.GOOD, length=40)) == 3
+    assert reply.heads(heads((Sent.GOOD, 2, 3), MISS, GOOD, GOOD)) == [[0, 2, 3]]
+    assert reply.replies == [None, (False, 0, 0, 0), None, None]
     assert not reply.done
-    assert reply.joint(joint(Sent.GOOD, Sent.NOTHING, checksum=6)) is None
+    reply.tails(tails((Sent.GOOD, 5), (Sent.MISS, 7), (Sent.GOOD, 6)))
     assert reply.done
     assert [tuple(r) for r in reply.replies] == [
         (True, 2, 3, 5),
@@ -129,32 +135,61 @@ def test_a_reply_says_what_comes_and_what_came():
     ]
 
 
+def test_a_reply_of_misses_is_done_with_its_heads():
+    reply = ReadReply([10, 20])
+    assert reply.heads(heads(MISS, MISS)) == []
+    assert reply.done
+
+
+def test_blocks_are_judged_group_by_group():
+    half = sw.GROUP_BYTES // 2
+    reply = ReadReply([half, half, 1])
+    assert reply.heads(heads(GOOD, GOOD, GOOD)) == [[0, 1], [2]]
+    reply.tails(tails((Sent.GOOD, 5), (Sent.GOOD, 6)))
+    assert [r is not None for r in reply.replies] == [True, True, False]
+    reply.tails(tails((Sent.GOOD, 7)))
+    assert reply.done
+
+
+@given(st.lists(st.integers(0, 2 * sw.GROUP_BYTES), max_size=20))
+def test_every_block_is_in_one_group_in_its_order_and_only_a_single_one_is_larger(lengths):
+    groups = sw.grouped(enumerate(lengths))
+    assert [i for group in groups for i in group] == list(range(len(lengths)))
+    for group in groups:
+        assert group
+        assert len(group) == 1 or sum(lengths[i] for i in group) <= sw.GROUP_BYTES
+
+
 @pytest.mark.parametrize(
     "said",
     [
-        [joint(length=11)],
-        [joint(Sent.GOOD)],
-        [joint(follows=Sent.NOTHING)],
-        [joint(follows=7)],
-        [joint(kind=9)],
-        [joint(meta=11)],
-        [joint(), joint(Sent.NOTHING, Sent.NOTHING)],
-        [joint(), joint(9, Sent.NOTHING)],
-        [joint(), joint(Sent.GOOD, Sent.GOOD)],
-        [joint(), joint(Sent.GOOD, Sent.NOTHING), joint(Sent.NOTHING, Sent.NOTHING)],
+        [heads((0,))],
+        [heads((7,))],
+        [heads((Sent.GOOD, 9))],
+        [heads((Sent.GOOD, 0, 11))],
+        [heads(GOOD, GOOD)],
+        [heads()],
         [b""],
-        [bytes(23)],
-        [bytes(25)],
+        [bytes(7)],
+        [bytes(8)],
+        [heads(GOOD), tails((0, 0))],
+        [heads(GOOD), tails((9, 0))],
+        [heads(GOOD), tails((Sent.GOOD, 1), (Sent.GOOD, 1))],
+        [heads(GOOD), tails()],
+        [heads(GOOD), b""],
+        [heads(GOOD), bytes(16)],
+        [heads(MISS), tails((Sent.GOOD, 1))],
+        [heads(GOOD), tails((Sent.GOOD, 1)), tails((Sent.GOOD, 1))],
     ],
-    ids=range(13),
+    ids=range(17),
 )
 def test_a_reply_that_breaks_the_rules_is_refused(said):
     reply = ReadReply([10])
-    *fine, last = said
-    for raw in fine:
-        reply.joint(raw)
+    takes = [reply.heads, reply.tails, reply.tails]
+    for take, raw in zip(takes, said[:-1], strict=False):
+        take(raw)
     with pytest.raises(WireError):
-        reply.joint(last)
+        takes[len(said) - 1](said[-1])
 
 
 def test_a_frame_with_one_bit_changed_is_refused():
@@ -201,21 +236,18 @@ def test_damaged_requests_are_read_or_refused(data):
 
 
 @settings(max_examples=300)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.data())
-def test_whatever_joints_come_a_reply_stays_within_what_was_asked(lengths, data):
+@given(st.lists(st.integers(1, 3 << 20), min_size=1, max_size=5), st.data())
+def test_whatever_a_reply_says_it_stays_within_what_was_asked(lengths, data):
     reply = ReadReply(lengths)
     numbers = st.integers(0, 3)
     try:
-        for _ in range(10):
-            raw = joint(
-                data.draw(numbers),
-                data.draw(numbers),
-                data.draw(st.sampled_from(lengths)),
-                kind=data.draw(st.integers(0, 4)),
-                meta=data.draw(st.integers(0, 3)),
-            )
-            coming = reply.joint(raw)
-            assert coming is None or 0 <= coming < len(lengths)
+        said = [Head(data.draw(numbers), data.draw(numbers), data.draw(numbers)) for _ in lengths]
+        groups = reply.heads(sw.pack_heads(said))
+        assert sorted(i for group in groups for i in group) == [
+            i for i, head in enumerate(said) if head.follows == Sent.GOOD
+        ]
+        for group in groups:
+            reply.tails(sw.pack_tails([Tail(data.draw(numbers), 0) for _ in group]))
+        assert reply.done
     except WireError:
-        pass
-    assert len(reply.replies) <= len(lengths)
+        assert len(reply.replies) == len(lengths)
