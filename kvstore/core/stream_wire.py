@@ -247,12 +247,21 @@ class Tail(NamedTuple):
     """xxh3-64 of the payload."""
 
 
+_LINE_BYTES = 64
+"""Heads and tails fill whole cache lines, and so payloads stay aligned: processors copy what is 8
+or 16 bytes off at half the speed."""
+
+
 def heads_bytes(blocks: int) -> int:
-    return blocks * _HEAD.size + _CRC.size
+    return _lines_bytes(blocks * _HEAD.size)
 
 
 def tails_bytes(blocks: int) -> int:
-    return blocks * _TAIL.size + _CRC.size
+    return _lines_bytes(blocks * _TAIL.size)
+
+
+def _lines_bytes(size_bytes: int) -> int:
+    return -(-(size_bytes + _CRC.size) // _LINE_BYTES) * _LINE_BYTES
 
 
 def pack_heads(heads: Sequence[Head]) -> bytes:
@@ -264,13 +273,18 @@ def pack_tails(tails: Sequence[Tail]) -> bytes:
 
 
 def _sealed(raw: bytes) -> bytes:
+    raw = raw.ljust(_lines_bytes(len(raw)) - _CRC.size, b"\0")
     return raw + _CRC.pack(crc32(raw))
 
 
 def _opened(raw: bytes, size_bytes: int) -> bytes:
-    if len(raw) != size_bytes or raw[-_CRC.size :] != _CRC.pack(crc32(raw[: -_CRC.size])):
+    """The first `size_bytes` of what `_sealed` made of as many."""
+    body, crc = raw[: -_CRC.size], raw[-_CRC.size :]
+    if len(raw) != _lines_bytes(size_bytes) or crc != _CRC.pack(crc32(body)):
         raise WireError("a reply that is damaged")
-    return raw[: -_CRC.size]
+    if any(body[size_bytes:]):
+        raise WireError("a reply of more blocks than were asked for")
+    return body[:size_bytes]
 
 
 def grouped(blocks: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -313,7 +327,7 @@ class ReadReply:
 
     def heads(self, raw: bytes) -> Sequence[Sequence[int]]:
         """Take the heads; the blocks that come, in the groups in which they do."""
-        body = _opened(raw, heads_bytes(len(self._lengths)))
+        body = _opened(raw, len(self._lengths) * _HEAD.size)
         self._heads = [Head(*item) for item in _HEAD.iter_unpack(body)]
         coming = []
         for block, (head, length) in enumerate(zip(self._heads, self._lengths, strict=True)):
@@ -336,7 +350,7 @@ class ReadReply:
             raise WireError("more than was asked for")
         group = self._groups[0]
         judged = []
-        for verdict, checksum in _TAIL.iter_unpack(_opened(raw, tails_bytes(len(group)))):
+        for verdict, checksum in _TAIL.iter_unpack(_opened(raw, len(group) * _TAIL.size)):
             if verdict not in (Sent.GOOD, Sent.MISS):
                 raise WireError(f"verdict {verdict} on a payload")
             judged.append((verdict == Sent.GOOD, checksum))

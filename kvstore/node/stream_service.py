@@ -58,9 +58,13 @@ IDLE_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 2.0
 """For all bytes of a request's frame, once it has begun."""
 TRANSFER_TIMEOUT_MAX_S = 60.0
+SNAPSHOT_BYTES = 64 << 10
+"""A group up to this size is copied first, and then all of it leaves in one call."""
 CHECKSUMS_KEPT_MAX = 1 << 16
 CONTROL_EVENTS = (Stat, Explain, Touch, Suspect)
 """What a client on another host may ask of the core besides reading and saving."""
+Part = memoryview | bytes
+"""Of what is sent."""
 CHECKSUM_WRONG = "its bytes arrived with another checksum"
 
 
@@ -127,56 +131,56 @@ class StreamService:
         """What comes between two sends is as little as can be: a group of payloads leaves
         nothing of this code in the processor's cache."""
         spots = [self._spot(key, location) for key, location in asked]
-        out: list[memoryview | bytes] = [
-            pack_heads(
-                [
-                    Head(Sent.MISS) if spot is None else Head(Sent.GOOD, *spot.header[4:6])
-                    for spot in spots
-                ]
-            )
+        heads = [
+            Head(Sent.MISS) if spot is None else Head(Sent.GOOD, *spot.header[4:6])
+            for spot in spots
         ]
         there = {i: spot for i, spot in enumerate(spots) if spot is not None}
+        out: list[Part] = [pack_heads(heads)]
         for group in grouped((i, spot.header[2]) for i, spot in there.items()):
-            mine = [(asked[i].key, there[i]) for i in group]
-            out = [pack_tails(self._send_group(channel, out, mine, deadline))]
+            out = self._group(channel, out, [(asked[i].key, there[i]) for i in group], deadline)
         channel.send(out, deadline)
         if there:
             self._inside.tell(Touch(0, [asked[i].key for i in there]))
 
-    def _send_group(
+    def _group(
         self,
         channel: Channel,
-        before: Sequence[memoryview | bytes],
+        before: list[Part],
         group: Sequence[tuple[Key, Spot]],
         deadline: float,
-    ) -> list[Tail]:
-        """Send `before` and the payloads, in place; what is to be said of them."""
+    ) -> list[Part]:
+        """Send `before` and the payloads, in place; what is to be sent next."""
         lengths = [spot.header[2] for _, spot in group]
         payloads = [
             self._shm.payload[spot.offset : spot.offset + length]
             for (_, spot), length in zip(group, lengths, strict=True)
         ]
-        checksums = [spot.header[6] or self._served_checksum(key, spot) for key, spot in group]
-        known = list(checksums)
-        if all(known):
-            channel.send([*before, *payloads], deadline)
-        else:
-            digests = Digests(lengths)
-            for chunk in chunked([[payload] for payload in payloads]):
+        known = [spot.header[6] or self._served_checksum(key, spot) for key, spot in group]
+        snapshot = sum(lengths) <= SNAPSHOT_BYTES
+        if snapshot:
+            payloads = [memoryview(payload.tobytes()) for payload in payloads]
+        digests = None if all(known) else Digests(lengths)
+        for chunk in chunked([[payload] for payload in payloads]):
+            if digests is not None:
                 digests.update(chunk)
-                channel.send([*before, *chunk.pieces], deadline)
-                before = ()
-            checksums = [seen or digests.value(i) for i, seen in enumerate(known)]
+            before += chunk.pieces
+            if not snapshot:
+                channel.send(before, deadline)
+                before = []
+        checksums = [
+            seen if digests is None else seen or digests.value(i) for i, seen in enumerate(known)
+        ]
         tails = []
         for (key, spot), seen, checksum in zip(group, known, checksums, strict=True):
-            # After the last byte was copied by the kernel.
+            # After the last byte was copied, be it by the kernel.
             same = self._shm.header(spot.slot_id) == spot.image
             tails.append(Tail(Sent.GOOD if same else Sent.MISS, checksum))
             if same and not seen:
                 generation, _, length = spot.header[:3]
                 served = Served(spot.slot_id, generation, spot.offset, length, checksum)
                 self._remember(key, served)
-        return tails
+        return [*before, pack_tails(tails)]
 
     def _served_checksum(self, key: Key, spot: Spot) -> int:
         """0 when it was not served before."""
