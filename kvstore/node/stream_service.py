@@ -22,22 +22,17 @@ from kvstore.core.events import (
     Touch,
 )
 from kvstore.core.namespaces import namespace_of
+from kvstore.core.stream_reply import Head, Sent, Tail, grouped, pack_heads, pack_tails
 from kvstore.core.stream_wire import (
     FRAME_HEAD_BYTES,
     GRANTED,
     Asked,
     Frame,
-    Head,
     Offer,
-    Sent,
-    Tail,
     WireError,
     frame_body,
     frame_head,
-    grouped,
     pack_answers,
-    pack_heads,
-    pack_tails,
     unpack_answers,
     unpack_put,
     unpack_read,

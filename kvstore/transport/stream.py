@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore import tcp
+from kvstore.core.stream_reply import ReadReply, heads_bytes, tails_bytes
 from kvstore.core.stream_wire import (
     FRAME_HEAD_BYTES,
     NODE_HELLO_BYTES,
@@ -15,13 +16,10 @@ from kvstore.core.stream_wire import (
     VERDICT_BYTES,
     ClientHandshake,
     Frame,
-    ReadReply,
     WireError,
     frame_body,
     frame_head,
-    heads_bytes,
     pack_read,
-    tails_bytes,
 )
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE

@@ -15,7 +15,7 @@ from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
 from kvstore import Client, Limits, MissReason
-from kvstore.core.stream_wire import heads_bytes
+from kvstore.core.stream_reply import heads_bytes
 from kvstore.core.wire import Op
 from kvstore.segment.header import fields
 from kvstore.testing.proxy import FaultyProxy

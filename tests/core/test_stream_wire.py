@@ -11,12 +11,8 @@ from kvstore.core import stream_wire as sw
 from kvstore.core.stream_wire import (
     ClientHandshake,
     Frame,
-    Head,
     NodeHandshake,
     Offer,
-    ReadReply,
-    Sent,
-    Tail,
     WireError,
 )
 from kvstore.limits import STREAM_BLOCKS_MAX, STREAM_FRAME_BYTES_MAX
@@ -109,89 +105,6 @@ def test_the_largest_requests_fit_a_frame():
         sw.unpack_read(body_of(sw.pack_read([*asked, asked[0]], 1.0), Frame.READ), 1)
 
 
-def heads(*heads):
-    return sw.pack_heads([Head(*head) for head in heads])
-
-
-def tails(*tails):
-    return sw.pack_tails([Tail(*tail) for tail in tails])
-
-
-GOOD, MISS = (Sent.GOOD,), (Sent.MISS,)
-
-
-def test_a_reply_says_what_comes_and_what_came():
-    reply = ReadReply([10, 20, 30, 40])
-    assert reply.heads(heads((Sent.GOOD, 2, 3), MISS, GOOD, GOOD)) == [[0, 2, 3]]
-    assert reply.replies == [None, (False, 0, 0, 0), None, None]
-    assert not reply.done
-    reply.tails(tails((Sent.GOOD, 5), (Sent.MISS, 7), (Sent.GOOD, 6)))
-    assert reply.done
-    assert [tuple(r) for r in reply.replies] == [
-        (True, 2, 3, 5),
-        (False, 0, 0, 0),
-        (False, 0, 0, 0),
-        (True, 0, 0, 6),
-    ]
-
-
-def test_a_reply_of_misses_is_done_with_its_heads():
-    reply = ReadReply([10, 20])
-    assert reply.heads(heads(MISS, MISS)) == []
-    assert reply.done
-
-
-def test_blocks_are_judged_group_by_group():
-    half = sw.GROUP_BYTES // 2
-    reply = ReadReply([half, half, 1])
-    assert reply.heads(heads(GOOD, GOOD, GOOD)) == [[0, 1], [2]]
-    reply.tails(tails((Sent.GOOD, 5), (Sent.GOOD, 6)))
-    assert [r is not None for r in reply.replies] == [True, True, False]
-    reply.tails(tails((Sent.GOOD, 7)))
-    assert reply.done
-
-
-@given(st.lists(st.integers(0, 2 * sw.GROUP_BYTES), max_size=20))
-def test_every_block_is_in_one_group_in_its_order_and_only_a_single_one_is_larger(lengths):
-    groups = sw.grouped(enumerate(lengths))
-    assert [i for group in groups for i in group] == list(range(len(lengths)))
-    for group in groups:
-        assert group
-        assert len(group) == 1 or sum(lengths[i] for i in group) <= sw.GROUP_BYTES
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        [heads((0,))],
-        [heads((7,))],
-        [heads((Sent.GOOD, 9))],
-        [heads((Sent.GOOD, 0, 11))],
-        [heads(GOOD, GOOD)],
-        [heads()],
-        [b""],
-        [bytes(7)],
-        [bytes(8)],
-        [heads(GOOD), tails((0, 0))],
-        [heads(GOOD), tails((9, 0))],
-        [heads(GOOD), tails((Sent.GOOD, 1), (Sent.GOOD, 1))],
-        [heads(GOOD), tails()],
-        [heads(GOOD), b""],
-        [heads(GOOD), bytes(16)],
-        [heads(MISS), tails((Sent.GOOD, 1))],
-        [heads(GOOD), tails((Sent.GOOD, 1)), tails((Sent.GOOD, 1))],
-    ],
-    ids=range(17),
-)
-def test_a_reply_that_breaks_the_rules_is_refused(said):
-    reply = ReadReply([10])
-    takes = [reply.heads, reply.tails, reply.tails]
-    for take, raw in zip(takes, said[:-1], strict=False):
-        take(raw)
-    with pytest.raises(WireError):
-        takes[len(said) - 1](said[-1])
-
-
 def test_a_frame_with_one_bit_changed_is_refused():
     raw = sw.pack_answers([1, "no"])
     kind, size = sw.frame_head(raw[: sw.FRAME_HEAD_BYTES])
@@ -233,21 +146,3 @@ def test_damaged_requests_are_read_or_refused(data):
             body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
         with contextlib.suppress(WireError):
             parse(bytes(body[: data.draw(st.integers(0, len(body)))]))
-
-
-@settings(max_examples=300)
-@given(st.lists(st.integers(1, 3 << 20), min_size=1, max_size=5), st.data())
-def test_whatever_a_reply_says_it_stays_within_what_was_asked(lengths, data):
-    reply = ReadReply(lengths)
-    numbers = st.integers(0, 3)
-    try:
-        said = [Head(data.draw(numbers), data.draw(numbers), data.draw(numbers)) for _ in lengths]
-        groups = reply.heads(sw.pack_heads(said))
-        assert sorted(i for group in groups for i in group) == [
-            i for i, head in enumerate(said) if head.follows == Sent.GOOD
-        ]
-        for group in groups:
-            reply.tails(sw.pack_tails([Tail(data.draw(numbers), 0) for _ in group]))
-        assert reply.done
-    except WireError:
-        assert len(reply.replies) == len(lengths)

@@ -14,8 +14,10 @@ import pytest
 import xxhash
 from contract.transport import SECURITY, Place, far, reads
 
+from kvstore.core import stream_reply as sr
 from kvstore.core import stream_wire as sw
-from kvstore.core.stream_wire import Head, NodeHandshake, Sent, Tail
+from kvstore.core.stream_reply import Head, Sent, Tail
+from kvstore.core.stream_wire import NodeHandshake
 from kvstore.errors import PeerError
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.channel import Channel
@@ -104,11 +106,11 @@ def read_from(word, answer, *, checksum=0, count=1, deadline_s=DEADLINE_S, **opt
 
 
 def heads(count=1, follows=Sent.GOOD):
-    return sw.pack_heads([Head(follows)] * count)
+    return sr.pack_heads([Head(follows)] * count)
 
 
 def tails(*verdicts, checksum=None):
-    return sw.pack_tails([Tail(v, GOOD if checksum is None else checksum) for v in verdicts])
+    return sr.pack_tails([Tail(v, GOOD if checksum is None else checksum) for v in verdicts])
 
 
 def say(*parts):
@@ -206,14 +208,14 @@ def test_a_peer_that_trickles_costs_one_deadline(word):
 
 
 def test_what_came_whole_before_the_peer_fell_silent_is_a_hit(word):
-    whole = sw.GROUP_BYTES // LENGTH
+    whole = sr.GROUP_BYTES // LENGTH
     answer = say(heads(whole + 1), PAYLOAD * whole, tails(*[Sent.GOOD] * whole), PAYLOAD[:10])
     outcomes, _ = read_from(word, answer, count=whole + 1)
     assert reads(outcomes) == [Read.HIT] * whole + [Read.FAILED]
 
 
 def test_what_is_not_there_is_a_miss_also_when_the_peer_falls_silent_then(word):
-    said = sw.pack_heads([Head(Sent.GOOD), Head(Sent.MISS)])
+    said = sr.pack_heads([Head(Sent.GOOD), Head(Sent.MISS)])
     outcomes, _ = read_from(word, say(said), count=2)
     assert reads(outcomes) == [Read.FAILED, Read.MISS]
 

@@ -18,6 +18,7 @@ from stores import NodeProcess
 from kvstore import Client
 from kvstore.core import stream_wire as sw
 from kvstore.core.record import unpack_record
+from kvstore.core.stream_reply import heads_bytes, tails_bytes
 from kvstore.core.stream_wire import Frame
 from kvstore.errors import NodeUnavailableError, PeerError
 from kvstore.limits import STREAM_FRAME_BYTES_MAX
@@ -147,9 +148,7 @@ def test_a_byte_flipped_on_the_wire_is_never_a_wrong_hit(place, wire, size):
     blocks = [place.save(payload) for payload in payloads]
     outcomes, got = read_over(word, blocks)
     assert reads(outcomes) == [Read.HIT] * 3
-    total = (
-        sw.NODE_HELLO_BYTES + sw.VERDICT_BYTES + sw.heads_bytes(3) + sw.tails_bytes(3) + 3 * size
-    )
+    total = sw.NODE_HELLO_BYTES + sw.VERDICT_BYTES + heads_bytes(3) + tails_bytes(3) + 3 * size
     refused = 0
     for at in [*range(0, 150, 7), *range(150, total, total // 25)]:
         left = [at]
