@@ -11,7 +11,7 @@ same secret (HMAC-SHA256 over both sides' nonces; the secret itself never travel
 Then the client asks, one request at a time, in frames: type, length, body,
 CRC.
 
-    READ     which blocks; answered by joints and payloads (`ReadReply`)
+    READ     which blocks; answered by heads, payloads and tails (stream_reply.py)
     PUT      which blocks the client has; answered by ANSWERS. The node then takes the
              payload of each one it granted, in order, and says ANSWERS again
     CONTROL  one message of core/wire.py; answered by ANSWERS
@@ -40,6 +40,8 @@ from kvstore.limits import (
 )
 from kvstore.types import Key, Kind, Location
 
+KINDS = frozenset(int(kind) for kind in Kind)
+
 
 class WireError(PeerError):
     """The other side does not speak this protocol, or not with our secret."""
@@ -49,7 +51,7 @@ class WireError(PeerError):
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-_MAGIC = b"kvstream1"
+_MAGIC = b"kvstream2"
 _CLIENT_HELLO = struct.Struct(f"<9sB{NONCE_BYTES}s")
 _NODE_HELLO = struct.Struct(f"<9sBQI{NONCE_BYTES}s")
 CLIENT_HELLO_BYTES = _CLIENT_HELLO.size
@@ -59,7 +61,7 @@ ACCEPTED = 1
 
 
 def _proof(secret: bytes | None, who: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret or b"", b"kvstore stream 1 " + who + transcript, "sha256")
+    return hmac.digest(secret or b"", b"kvstore stream 2 " + who + transcript, "sha256")
 
 
 class ClientHandshake:
@@ -212,109 +214,6 @@ def _seconds(body: bytes) -> float:
     return int(_unpacked(_READ, body[: _READ.size])[0]) / 1000
 
 
-class Sent(enum.IntEnum):
-    """What a node says about one block, before its payload and after it."""
-
-    NOTHING = 0
-    """After a block that had no payload, and after the last one."""
-    GOOD = 1
-    MISS = 2
-
-
-_JOINT = struct.Struct("<BBBBHxxQI")
-JOINT_BYTES = _JOINT.size + _CRC.size
-"""Between two payloads: the verdict on the one before, with its checksum, and what is known of
-the next one: its length, kind and meta length. At its end the CRC-32 of all that."""
-
-
-class Joint(NamedTuple):
-    verdict: int
-    """GOOD: the block was in place, the same from before its first byte to after its last.
-    MISS: what was sent is not this block. NOTHING when no payload came before."""
-    checksum: int
-    """xxh3-64 of the payload before."""
-    follows: int
-    """GOOD: the next block's payload comes now; MISS: it is not here; NOTHING: it was the last."""
-    kind: int
-    meta_length: int
-    length: int
-
-
-def pack_joint(joint: Joint) -> bytes:
-    verdict, checksum, follows, kind, meta_length, length = joint
-    raw = _JOINT.pack(verdict, follows, kind, 0, meta_length, checksum, length)
-    return raw + _CRC.pack(crc32(raw))
-
-
-def unpack_joint(raw: bytes) -> Joint:
-    """Raises `WireError` when it is damaged."""
-    if len(raw) != JOINT_BYTES or _CRC.unpack_from(raw, _JOINT.size)[0] != crc32(raw[:-4]):
-        raise WireError("a joint that is damaged")
-    verdict, follows, kind, _, meta_length, checksum, length = _JOINT.unpack_from(raw)
-    return Joint(verdict, checksum, follows, kind, meta_length, length)
-
-
-class BlockReply(NamedTuple):
-    """One block as the node sent it; `checksum` is what its bytes must have."""
-
-    good: bool
-    kind: int = 0
-    meta_length: int = 0
-    checksum: int = 0
-
-
-class ReadReply:
-    """Follows the answer to one READ: joint, payload, joint, payload, ..., joint."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = lengths
-        self._at = 0
-        self._coming: Joint | None = None
-        """What was said of the payload under way."""
-        self.replies: list[BlockReply] = []
-        """Of the blocks that are through, in order."""
-
-    @property
-    def done(self) -> bool:
-        return len(self.replies) == len(self._lengths) and self._at > len(self._lengths)
-
-    def joint(self, raw: bytes) -> int | None:
-        """Take a joint; the number of the block whose payload comes now, None when none does."""
-        seen = unpack_joint(raw)
-        if self.done:
-            raise WireError("more than was asked for")
-        self._judge(seen)
-        block, self._at = self._at, self._at + 1
-        if block == len(self._lengths):
-            if seen.follows != Sent.NOTHING:
-                raise WireError("more blocks than were asked for")
-            return None
-        if seen.follows == Sent.MISS:
-            self.replies.append(BlockReply(good=False))
-            return None
-        if seen.follows != Sent.GOOD or seen.length != self._lengths[block]:
-            raise WireError(f"a block of {seen.length} bytes where {self._lengths[block]} were due")
-        if seen.kind not in _KINDS or seen.meta_length > min(seen.length, META_BYTES_MAX):
-            raise WireError(f"a block of kind {seen.kind} with {seen.meta_length} bytes of meta")
-        self._coming = seen
-        return block
-
-    def _judge(self, seen: Joint) -> None:
-        coming, self._coming = self._coming, None
-        if coming is None:
-            if seen.verdict != Sent.NOTHING:
-                raise WireError("a verdict on nothing")
-        elif seen.verdict == Sent.GOOD:
-            reply = BlockReply(True, coming.kind, coming.meta_length, seen.checksum)
-            self.replies.append(reply)
-        elif seen.verdict == Sent.MISS:
-            self.replies.append(BlockReply(good=False))
-        else:
-            raise WireError(f"verdict {seen.verdict} on a payload")
-
-
-_KINDS = frozenset(int(kind) for kind in Kind)
-
 # --- saving ----------------------------------------------------------------------
 
 _PUT = struct.Struct("<IIH")
@@ -346,7 +245,7 @@ def unpack_put(body: bytes) -> tuple[float, int, bytes, list[Offer]]:
     start = _PUT.size + fields_bytes
     offers = [Offer(*item) for item in _items(_OFFER, body[start:])]
     for offer in offers:
-        if offer.kind not in _KINDS or offer.meta_length > min(offer.size_bytes, META_BYTES_MAX):
+        if offer.kind not in KINDS or offer.meta_length > min(offer.size_bytes, META_BYTES_MAX):
             raise WireError(f"kind {offer.kind} with {offer.meta_length} bytes of meta")
     return timeout_ms / 1000, namespace_id, body[_PUT.size : start], offers
 

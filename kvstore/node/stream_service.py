@@ -22,19 +22,17 @@ from kvstore.core.events import (
     Touch,
 )
 from kvstore.core.namespaces import namespace_of
+from kvstore.core.stream_reply import Head, Sent, Tail, grouped, pack_heads, pack_tails
 from kvstore.core.stream_wire import (
     FRAME_HEAD_BYTES,
     GRANTED,
     Asked,
     Frame,
-    Joint,
     Offer,
-    Sent,
     WireError,
     frame_body,
     frame_head,
     pack_answers,
-    pack_joint,
     unpack_answers,
     unpack_put,
     unpack_read,
@@ -47,7 +45,7 @@ from kvstore.segment.header import fields
 from kvstore.segment.locate import Spot, locate
 from kvstore.segment.shm import AttachedShm
 from kvstore.transport.channel import Channel
-from kvstore.transport.chunks import Digest, chunked
+from kvstore.transport.chunks import Digests, chunked
 from kvstore.types import Key, Location
 
 IDLE_TIMEOUT_S = 600.0
@@ -56,11 +54,12 @@ REQUEST_TIMEOUT_S = 2.0
 """For all bytes of a request's frame, once it has begun."""
 TRANSFER_TIMEOUT_MAX_S = 60.0
 SNAPSHOT_BYTES = 64 << 10
-"""Blocks up to this size are copied before they are sent, and then many travel at once."""
-FLUSH_BYTES = 256 << 10
+"""A group up to this size is copied first, and then all of it leaves in one call."""
 CHECKSUMS_KEPT_MAX = 1 << 16
 CONTROL_EVENTS = (Stat, Explain, Touch, Suspect)
 """What a client on another host may ask of the core besides reading and saving."""
+Part = memoryview | bytes
+"""Of what is sent."""
 CHECKSUM_WRONG = "its bytes arrived with another checksum"
 
 
@@ -124,47 +123,65 @@ class StreamService:
     # --- reading ------------------------------------------------------------
 
     def _read(self, channel: Channel, asked: Sequence[Asked], deadline: float) -> None:
-        out: list[memoryview | bytes] = []
-        waiting_bytes = 0
-        verdict, checksum = Sent.NOTHING, 0
-        used: list[bytes] = []
-        for key, location in asked:
-            spot = self._spot(key, location)
-            if spot is None:
-                out.append(pack_joint(Joint(verdict, checksum, Sent.MISS, 0, 0, 0)))
-                verdict, checksum = Sent.NOTHING, 0
-                continue
-            used.append(key)
-            generation, _, length, _, kind, meta_length, stored, _ = spot.header
-            known = stored or self._served_checksum(key, spot.slot_id, generation)
-            out.append(pack_joint(Joint(verdict, checksum, Sent.GOOD, kind, meta_length, length)))
-            payload = self._shm.payload[spot.offset : spot.offset + length]
-            if length <= SNAPSHOT_BYTES:
-                copied = payload.tobytes()
-                out.append(copied)
-                waiting_bytes += length
-                checksum = known or xxhash.xxh3_64_intdigest(copied)
-            else:
-                checksum = self._send_large(channel, out, payload, known, deadline)
-                out, waiting_bytes = [], 0
+        """What comes between two sends is as little as can be: a group of payloads leaves
+        nothing of this code in the processor's cache."""
+        spots = [self._spot(key, location) for key, location in asked]
+        heads = [
+            Head(Sent.MISS) if spot is None else Head(Sent.GOOD, *spot.header[4:6])
+            for spot in spots
+        ]
+        there = {i: spot for i, spot in enumerate(spots) if spot is not None}
+        out: list[Part] = [pack_heads(heads)]
+        for group in grouped((i, spot.header[2]) for i, spot in there.items()):
+            out = self._group(channel, out, [(asked[i].key, there[i]) for i in group], deadline)
+        channel.send(out, deadline)
+        if there:
+            self._inside.tell(Touch(0, [asked[i].key for i in there]))
+
+    def _group(
+        self,
+        channel: Channel,
+        before: list[Part],
+        group: Sequence[tuple[Key, Spot]],
+        deadline: float,
+    ) -> list[Part]:
+        """Send `before` and the payloads, in place; what is to be sent next."""
+        lengths = [spot.header[2] for _, spot in group]
+        payloads = [
+            self._shm.payload[spot.offset : spot.offset + length]
+            for (_, spot), length in zip(group, lengths, strict=True)
+        ]
+        known = [spot.header[6] or self._served_checksum(key, spot) for key, spot in group]
+        snapshot = sum(lengths) <= SNAPSHOT_BYTES
+        if snapshot:
+            payloads = [memoryview(payload.tobytes()) for payload in payloads]
+        digests = None if all(known) else Digests(lengths)
+        for chunk in chunked([[payload] for payload in payloads]):
+            if digests is not None:
+                digests.update(chunk)
+            before += chunk.pieces
+            if not snapshot:
+                channel.send(before, deadline)
+                before = []
+        checksums = [
+            seen if digests is None else seen or digests.value(i) for i, seen in enumerate(known)
+        ]
+        tails = []
+        for (key, spot), seen, checksum in zip(group, known, checksums, strict=True):
             # After the last byte was copied, be it by the kernel.
             same = self._shm.header(spot.slot_id) == spot.image
-            verdict = Sent.GOOD if same else Sent.MISS
-            if same and not known:
+            tails.append(Tail(Sent.GOOD if same else Sent.MISS, checksum))
+            if same and not seen:
+                generation, _, length = spot.header[:3]
                 served = Served(spot.slot_id, generation, spot.offset, length, checksum)
                 self._remember(key, served)
-            if waiting_bytes >= FLUSH_BYTES:
-                channel.send(out, deadline)
-                out, waiting_bytes = [], 0
-        out.append(pack_joint(Joint(verdict, checksum, Sent.NOTHING, 0, 0, 0)))
-        channel.send(out, deadline)
-        if used:
-            self._inside.tell(Touch(0, used))
+        return [*before, pack_tails(tails)]
 
-    def _served_checksum(self, key: Key, slot_id: int, generation: int) -> int:
+    def _served_checksum(self, key: Key, spot: Spot) -> int:
         """0 when it was not served before."""
         served = self._served.get(key)
-        return served.checksum if served and served[:2] == (slot_id, generation) else 0
+        same = served is not None and served[:2] == (spot.slot_id, spot.header[0])
+        return served.checksum if served is not None and same else 0
 
     def _remember(self, key: Key, served: Served) -> None:
         if len(self._served) >= CHECKSUMS_KEPT_MAX:
@@ -173,24 +190,6 @@ class StreamService:
 
     def _spot(self, key: bytes, location: Location) -> Spot | None:
         return locate(self._shm, key, location) if location.epoch == self._node[1] else None
-
-    @staticmethod
-    def _send_large(
-        channel: Channel,
-        before: list[memoryview | bytes],
-        payload: memoryview,
-        known: int,
-        deadline: float,
-    ) -> int:
-        """Send what waits and then `payload`, in place; its checksum, computed unless `known`."""
-        chunks = chunked([payload])
-        hasher = Digest(chunks)
-        for chunk in chunks:
-            if not known:
-                hasher.update(chunk)
-            channel.send([*before, *chunk], deadline)
-            before = []
-        return known or hasher.value()
 
     # --- saving -------------------------------------------------------------
 
@@ -263,12 +262,11 @@ class StreamService:
 
     def _receive(self, channel: Channel, offset: int, offer: Offer, deadline: float) -> bool:
         """The payload of one offer into its slot; whether it is what was offered."""
-        chunks = chunked([self._shm.payload[offset : offset + offer.size_bytes]])
-        hasher = Digest(chunks)
-        for chunk in chunks:
-            channel.receive(list(chunk), deadline)
-            hasher.update(chunk)
-        return hasher.value() == offer.checksum
+        digests = Digests([offer.size_bytes])
+        for chunk in chunked([[self._shm.payload[offset : offset + offer.size_bytes]]]):
+            channel.receive(list(chunk.pieces), deadline)
+            digests.update(chunk)
+        return digests.value() == offer.checksum
 
     # --- the rest -----------------------------------------------------------
 

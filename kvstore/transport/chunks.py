@@ -3,47 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import xxhash
 
 CHUNK_BYTES = 1 << 20
+_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
-class Digest:
-    """xxh3-64 over the `chunks` of one payload. A single piece is hashed in one go: 17 us a MiB
-    instead of 26."""
+class Chunk(NamedTuple):
+    """At most `CHUNK_BYTES` of payloads that follow each other."""
 
-    __slots__ = ("_hasher", "_value")
-
-    def __init__(self, chunks: Sequence[Sequence[memoryview]]) -> None:
-        whole = len(chunks) == 1 and len(chunks[0]) == 1
-        self._hasher = None if whole else xxhash.xxh3_64()
-        self._value = 0
-
-    def update(self, chunk: Sequence[memoryview]) -> None:
-        """The next of the chunks."""
-        if self._hasher is None:
-            self._value = xxhash.xxh3_64_intdigest(chunk[0])
-            return
-        for piece in chunk:
-            self._hasher.update(piece)
-
-    def value(self) -> int:
-        return self._value if self._hasher is None else self._hasher.intdigest()
+    pieces: list[memoryview]
+    payloads: list[int]
+    """The payload that each piece is of, by its number."""
 
 
-def chunked(pieces: Sequence[memoryview]) -> list[list[memoryview]]:
-    """`pieces` in runs of at most `CHUNK_BYTES`; a larger piece is cut."""
-    chunks: list[list[memoryview]] = [[]]
-    room = CHUNK_BYTES
-    for piece in pieces:
-        start = 0
-        while start < piece.nbytes:
-            if room == 0:
-                chunks.append([])
-                room = CHUNK_BYTES
-            part = piece[start : start + room]
-            chunks[-1].append(part)
-            start += part.nbytes
-            room -= part.nbytes
+def chunked(payloads: Sequence[Sequence[memoryview]]) -> list[Chunk]:
+    """The pieces of all `payloads`, in order; a larger piece is cut."""
+    chunks: list[Chunk] = []
+    room = 0
+    for number, pieces in enumerate(payloads):
+        for piece in pieces:
+            start = 0
+            while start < piece.nbytes:
+                if room == 0:
+                    chunks.append(Chunk([], []))
+                    room = CHUNK_BYTES
+                part = piece[start : start + room]
+                chunks[-1].pieces.append(part)
+                chunks[-1].payloads.append(number)
+                start += part.nbytes
+                room -= part.nbytes
     return chunks
+
+
+class Digests:
+    """xxh3-64 of payloads of those lengths, whose chunks come in order. What comes in a single
+    piece is hashed in one go: 17 us a MiB instead of 26."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self._values: dict[int, int] = {}
+        self._hashers: dict[int, Any] = {}
+
+    def update(self, chunk: Chunk) -> None:
+        for piece, number in zip(*chunk, strict=True):
+            if piece.nbytes == self._lengths[number]:
+                self._values[number] = xxhash.xxh3_64_intdigest(piece)
+                continue
+            hasher = self._hashers.get(number)
+            if hasher is None:
+                hasher = self._hashers[number] = xxhash.xxh3_64()
+            hasher.update(piece)
+
+    def value(self, number: int = 0) -> int:
+        """Of a payload whose chunks have all come."""
+        hasher = self._hashers.get(number)
+        if hasher is None:
+            return self._values.get(number, _OF_NOTHING)
+        return int(hasher.intdigest())

@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore import tcp
+from kvstore.core.stream_reply import ReadReply, heads_bytes, tails_bytes
 from kvstore.core.stream_wire import (
     FRAME_HEAD_BYTES,
-    JOINT_BYTES,
     NODE_HELLO_BYTES,
     NONCE_BYTES,
     VERDICT_BYTES,
     ClientHandshake,
     Frame,
-    ReadReply,
     WireError,
     frame_body,
     frame_head,
@@ -28,7 +27,7 @@ from kvstore.nodedir import Announcement
 from kvstore.transport.address import Address, parse
 from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.channel import Channel
-from kvstore.transport.chunks import Digest, chunked
+from kvstore.transport.chunks import Digests, chunked
 from kvstore.transport.security import StreamSecurity
 
 NAME = "stream"
@@ -289,41 +288,38 @@ class StreamTransfer:
 
     def _fill(self) -> Iterator[list[memoryview]]:
         """The buffers to fill, one list after the other."""
-        joint = memoryview(bytearray(JOINT_BYTES))
-        yield [joint]
-        while True:
-            block = self._reply.joint(bytes(joint))
-            if self._reply.done:
-                return
-            if block is None:
-                yield [joint]
-                continue
-            chunks = chunked(self._wanted[block].into)
-            hasher = Digest(chunks)
-            for chunk in chunks[:-1]:
-                yield list(chunk)
-                hasher.update(chunk)
-            yield [*chunks[-1], joint]
-            hasher.update(chunks[-1])
-            self._digests[block] = hasher.value()
+        head = memoryview(bytearray(heads_bytes(len(self._wanted))))
+        yield [head]
+        for group in self._reply.heads(bytes(head)):
+            tail = memoryview(bytearray(tails_bytes(len(group))))
+            digests = Digests([self._wanted[block].location.length for block in group])
+            chunks = chunked([self._wanted[block].into for block in group])
+            for chunk in chunks:
+                yield [*chunk.pieces, tail] if chunk is chunks[-1] else list(chunk.pieces)
+                digests.update(chunk)
+            if not chunks:
+                yield [tail]
+            self._digests |= {block: digests.value(i) for i, block in enumerate(group)}
+            self._reply.tails(bytes(tail))
 
     def _end(self, reason: str) -> None:
         """All outcomes are known now: those that were not are FAILED, for `reason`."""
         if self._outcomes is not None:
             return
+        failed = Outcome(Read.FAILED, reason)
         outcomes: list[Outcome] = []
         for block, (wanted, reply) in enumerate(
-            zip(self._wanted, self._reply.replies, strict=False)
+            zip(self._wanted, self._reply.replies, strict=True)
         ):
             seen = self._digests.get(block, 0)
-            if not reply.good:
+            if reply is None:
+                outcomes.append(failed)
+            elif not reply.good:
                 outcomes.append(Outcome(Read.MISS, NOT_THERE_REASON))
             elif seen != reply.checksum or wanted.location.checksum not in (0, seen):
                 outcomes.append(Outcome(Read.MISS, CHECKSUM_REASON))
             else:
                 outcomes.append(Outcome(Read.HIT, "", reply.kind, reply.meta_length))
-        failed = Outcome(Read.FAILED, reason)
-        outcomes += [failed] * (len(self._wanted) - len(outcomes))
         self._outcomes = outcomes
         channel, self._channel = self._channel, None
         if channel is not None and self._give is not None:

@@ -22,7 +22,7 @@ from kvstore.core.stream_wire import (
 )
 from kvstore.nodedir import Announcement
 from kvstore.transport.channel import Channel
-from kvstore.transport.chunks import Digest, chunked
+from kvstore.transport.chunks import Digests, chunked
 from kvstore.transport.stream import StreamTransport, receive_frame
 from kvstore.types import Key
 
@@ -128,11 +128,11 @@ def _asked(
 
 
 def _offer(payload: Payload) -> Offer:
-    chunks = chunked(payload.pieces)
-    digest = Digest(chunks)
-    for chunk in chunks:
-        digest.update(chunk)
-    return Offer(payload.key, payload.size_bytes, payload.kind, payload.meta_length, digest.value())
+    digests = Digests([payload.size_bytes])
+    for chunk in chunked([payload.pieces]):
+        digests.update(chunk)
+    checksum = digests.value()
+    return Offer(payload.key, payload.size_bytes, payload.kind, payload.meta_length, checksum)
 
 
 def _answers(channel: Channel, count: int | None, deadline: float) -> list[Any]:

@@ -14,7 +14,7 @@ from stores import NodeProcess
 from two_hosts import PATIENT, client_of, listening_node
 
 from kvstore import Client, MissReason
-from kvstore.core.stream_wire import JOINT_BYTES
+from kvstore.core.stream_reply import heads_bytes
 from kvstore.core.wire import Op
 from kvstore.testing.proxy import FaultyProxy
 from kvstore.transport.address import Address
@@ -93,7 +93,7 @@ def test_a_bit_flipped_on_the_wire_is_a_miss_and_the_block_is_kept(
 
         def flip_once(chunk: bytearray) -> None:
             proxy.flip = None
-            chunk[JOINT_BYTES + 50] ^= 4
+            chunk[heads_bytes(1) + 50] ^= 4
 
         proxy.flip = flip_once
         # A failed block of a place that was remembered is asked for once more.

@@ -101,7 +101,7 @@ def test_a_writer_that_dies_half_way_leaves_nothing(far, writer, reader):
 def test_bytes_that_arrive_wrong_are_not_stored(far, writer, reader, monkeypatch):
     from kvstore.transport import stream_requests
 
-    monkeypatch.setattr(stream_requests.Digest, "value", lambda self: 12345)
+    monkeypatch.setattr(stream_requests.Digests, "value", lambda self: 12345)
     result = reader.put("k", os.urandom(100_000))
     assert result.status is PutStatus.REJECTED
     assert "checksum" in result.reason

@@ -11,11 +11,8 @@ from kvstore.core import stream_wire as sw
 from kvstore.core.stream_wire import (
     ClientHandshake,
     Frame,
-    Joint,
     NodeHandshake,
     Offer,
-    ReadReply,
-    Sent,
     WireError,
 )
 from kvstore.limits import STREAM_BLOCKS_MAX, STREAM_FRAME_BYTES_MAX
@@ -108,55 +105,6 @@ def test_the_largest_requests_fit_a_frame():
         sw.unpack_read(body_of(sw.pack_read([*asked, asked[0]], 1.0), Frame.READ), 1)
 
 
-def joint(verdict=Sent.NOTHING, follows=Sent.GOOD, length=10, *, kind=0, meta=0, checksum=0):
-    return sw.pack_joint(Joint(verdict, checksum, follows, kind, meta, length))
-
-
-def test_a_reply_says_what_comes_and_what_came():
-    reply = ReadReply([10, 20, 30, 40])
-    assert reply.joint(joint(length=10, kind=2, meta=3)) == 0
-    assert reply.joint(joint(Sent.GOOD, Sent.MISS, checksum=5)) is None
-    assert reply.joint(joint(length=30)) == 2
-    assert reply.joint(joint(Sent.MISS, Sent.GOOD, length=40)) == 3
-    assert not reply.done
-    assert reply.joint(joint(Sent.GOOD, Sent.NOTHING, checksum=6)) is None
-    assert reply.done
-    assert [tuple(r) for r in reply.replies] == [
-        (True, 2, 3, 5),
-        (False, 0, 0, 0),
-        (False, 0, 0, 0),
-        (True, 0, 0, 6),
-    ]
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        [joint(length=11)],
-        [joint(Sent.GOOD)],
-        [joint(follows=Sent.NOTHING)],
-        [joint(follows=7)],
-        [joint(kind=9)],
-        [joint(meta=11)],
-        [joint(), joint(Sent.NOTHING, Sent.NOTHING)],
-        [joint(), joint(9, Sent.NOTHING)],
-        [joint(), joint(Sent.GOOD, Sent.GOOD)],
-        [joint(), joint(Sent.GOOD, Sent.NOTHING), joint(Sent.NOTHING, Sent.NOTHING)],
-        [b""],
-        [bytes(23)],
-        [bytes(25)],
-    ],
-    ids=range(13),
-)
-def test_a_reply_that_breaks_the_rules_is_refused(said):
-    reply = ReadReply([10])
-    *fine, last = said
-    for raw in fine:
-        reply.joint(raw)
-    with pytest.raises(WireError):
-        reply.joint(last)
-
-
 def test_a_frame_with_one_bit_changed_is_refused():
     raw = sw.pack_answers([1, "no"])
     kind, size = sw.frame_head(raw[: sw.FRAME_HEAD_BYTES])
@@ -198,24 +146,3 @@ def test_damaged_requests_are_read_or_refused(data):
             body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
         with contextlib.suppress(WireError):
             parse(bytes(body[: data.draw(st.integers(0, len(body)))]))
-
-
-@settings(max_examples=300)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.data())
-def test_whatever_joints_come_a_reply_stays_within_what_was_asked(lengths, data):
-    reply = ReadReply(lengths)
-    numbers = st.integers(0, 3)
-    try:
-        for _ in range(10):
-            raw = joint(
-                data.draw(numbers),
-                data.draw(numbers),
-                data.draw(st.sampled_from(lengths)),
-                kind=data.draw(st.integers(0, 4)),
-                meta=data.draw(st.integers(0, 3)),
-            )
-            coming = reply.joint(raw)
-            assert coming is None or 0 <= coming < len(lengths)
-    except WireError:
-        pass
-    assert len(reply.replies) <= len(lengths)

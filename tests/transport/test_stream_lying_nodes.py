@@ -14,8 +14,10 @@ import pytest
 import xxhash
 from contract.transport import SECURITY, Place, far, reads
 
+from kvstore.core import stream_reply as sr
 from kvstore.core import stream_wire as sw
-from kvstore.core.stream_wire import Joint, NodeHandshake, Sent
+from kvstore.core.stream_reply import Head, Sent, Tail
+from kvstore.core.stream_wire import NodeHandshake
 from kvstore.errors import PeerError
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.channel import Channel
@@ -103,8 +105,12 @@ def read_from(word, answer, *, checksum=0, count=1, deadline_s=DEADLINE_S, **opt
         liar.close()
 
 
-def joint(verdict=Sent.NOTHING, follows=Sent.GOOD, *, checksum=0, length=LENGTH):
-    return sw.pack_joint(Joint(verdict, checksum, follows, 0, 0, length))
+def heads(count=1, follows=Sent.GOOD):
+    return sr.pack_heads([Head(follows)] * count)
+
+
+def tails(*verdicts, checksum=None):
+    return sr.pack_tails([Tail(v, GOOD if checksum is None else checksum) for v in verdicts])
 
 
 def say(*parts):
@@ -119,49 +125,49 @@ def hang_up_after(*parts):
     return answer
 
 
-END = joint(Sent.GOOD, Sent.NOTHING, checksum=GOOD)
+BEGIN, END = heads(), tails(Sent.GOOD)
 FLIPPED = PAYLOAD[:1000] + bytes([PAYLOAD[1000] ^ 1]) + PAYLOAD[1001:]
 
 
 def test_a_peer_that_tells_the_truth_is_believed(word):
-    outcomes, _ = read_from(word, say(joint(), PAYLOAD, END))
+    outcomes, _ = read_from(word, say(BEGIN, PAYLOAD, END))
     assert reads(outcomes) == [Read.HIT]
 
 
 def test_a_flipped_byte_is_a_miss_that_says_so(word):
-    (outcome,), _ = read_from(word, say(joint(), FLIPPED, END))
+    (outcome,), _ = read_from(word, say(BEGIN, FLIPPED, END))
     assert outcome.read is Read.MISS
     assert "checksum" in outcome.reason
 
 
 def test_a_checksum_that_is_not_the_recorded_one_is_a_miss(word):
-    lie = joint(Sent.GOOD, Sent.NOTHING, checksum=xxhash.xxh3_64_intdigest(FLIPPED))
-    (outcome,), _ = read_from(word, say(joint(), FLIPPED, lie), checksum=GOOD)
+    lie = tails(Sent.GOOD, checksum=xxhash.xxh3_64_intdigest(FLIPPED))
+    (outcome,), _ = read_from(word, say(BEGIN, FLIPPED, lie), checksum=GOOD)
     assert outcome.read is Read.MISS
     assert "checksum" in outcome.reason
 
 
 def test_a_payload_that_turns_out_torn_is_a_miss_and_the_next_one_a_hit(word):
-    torn = joint(Sent.MISS, Sent.GOOD)
-    outcomes, _ = read_from(word, say(joint(), FLIPPED, torn, PAYLOAD, END), count=2)
+    answer = say(heads(2), FLIPPED, PAYLOAD, tails(Sent.MISS, Sent.GOOD))
+    outcomes, _ = read_from(word, answer, count=2)
     assert reads(outcomes) == [Read.MISS, Read.HIT]
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        say(joint(length=len(PAYLOAD) + 1), PAYLOAD, END),
-        say(joint(length=len(PAYLOAD) - 1), PAYLOAD, END),
-        say(joint(length=0), END),
-        say(joint(follows=Sent.NOTHING)),
-        say(joint(follows=9)),
-        say(joint(), PAYLOAD, joint(Sent.NOTHING, Sent.NOTHING)),
+        say(BEGIN, PAYLOAD + b"x", END),
+        hang_up_after(BEGIN, PAYLOAD[:-1], END),
+        say(heads(2), PAYLOAD, PAYLOAD, tails(Sent.GOOD, Sent.GOOD)),
+        say(heads(0), PAYLOAD, END),
+        say(heads(follows=9)),
+        say(BEGIN, PAYLOAD, tails(0)),
         say(os.urandom(5000)),
         hang_up_after(),
-        hang_up_after(joint()),
-        hang_up_after(joint(), PAYLOAD[:1000]),
-        hang_up_after(joint(), PAYLOAD),
-        hang_up_after(joint(), PAYLOAD, END[:-1]),
+        hang_up_after(BEGIN),
+        hang_up_after(BEGIN, PAYLOAD[:1000]),
+        hang_up_after(BEGIN, PAYLOAD),
+        hang_up_after(BEGIN, PAYLOAD, END[:-1]),
     ],
     ids=range(12),
 )
@@ -176,10 +182,10 @@ def test_what_breaks_the_rules_or_off_fails(word, answer):
     "answer",
     [
         say(),
-        say(joint()[:10]),
-        say(joint()),
-        say(joint(), PAYLOAD[:1000]),
-        say(joint(), PAYLOAD),
+        say(BEGIN[:10]),
+        say(BEGIN),
+        say(BEGIN, PAYLOAD[:1000]),
+        say(BEGIN, PAYLOAD),
     ],
     ids=range(5),
 )
@@ -191,7 +197,7 @@ def test_a_peer_that_falls_silent_costs_one_deadline(word, answer):
 
 def test_a_peer_that_trickles_costs_one_deadline(word):
     def trickle(channel):
-        channel.send([joint()], far())
+        channel.send([BEGIN], far())
         for byte in PAYLOAD:
             channel.send([bytes([byte])], far())
             time.sleep(0.01)
@@ -202,9 +208,16 @@ def test_a_peer_that_trickles_costs_one_deadline(word):
 
 
 def test_what_came_whole_before_the_peer_fell_silent_is_a_hit(word):
-    answer = say(joint(), PAYLOAD, joint(Sent.GOOD, Sent.GOOD, checksum=GOOD), PAYLOAD[:10])
-    outcomes, _ = read_from(word, answer, count=2)
-    assert reads(outcomes) == [Read.HIT, Read.FAILED]
+    whole = sr.GROUP_BYTES // LENGTH
+    answer = say(heads(whole + 1), PAYLOAD * whole, tails(*[Sent.GOOD] * whole), PAYLOAD[:10])
+    outcomes, _ = read_from(word, answer, count=whole + 1)
+    assert reads(outcomes) == [Read.HIT] * whole + [Read.FAILED]
+
+
+def test_what_is_not_there_is_a_miss_also_when_the_peer_falls_silent_then(word):
+    said = sr.pack_heads([Head(Sent.GOOD), Head(Sent.MISS)])
+    outcomes, _ = read_from(word, say(said), count=2)
+    assert reads(outcomes) == [Read.FAILED, Read.MISS]
 
 
 @pytest.mark.parametrize(
@@ -220,14 +233,13 @@ def test_what_came_whole_before_the_peer_fell_silent_is_a_hit(word):
     ids=range(6),
 )
 def test_a_peer_that_is_not_the_node_is_refused(word, options, reason):
-    (outcome,), _ = read_from(word, say(joint(), PAYLOAD, END), deadline_s=2, **options)
+    (outcome,), _ = read_from(word, say(BEGIN, PAYLOAD, END), deadline_s=2, **options)
     assert outcome.read is Read.FAILED
     assert re.search(reason, outcome.reason), outcome.reason
 
 
 def test_more_blocks_than_were_asked_for_end_the_connection(word):
-    more = joint(Sent.GOOD, Sent.GOOD, checksum=GOOD)
-    liar = Liar(say(joint(), PAYLOAD, more, PAYLOAD, END))
+    liar = Liar(say(BEGIN, PAYLOAD, END, PAYLOAD, END))
     transport = StreamTransport(SECURITY)
     location = Location(NODE_ID, EPOCH, 0, 1, 1, 3, len(PAYLOAD), 0)
     node = dataclasses.replace(word, transports={NAME: liar.address})

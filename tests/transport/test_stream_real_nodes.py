@@ -18,6 +18,7 @@ from stores import NodeProcess
 from kvstore import Client
 from kvstore.core import stream_wire as sw
 from kvstore.core.record import unpack_record
+from kvstore.core.stream_reply import heads_bytes, tails_bytes
 from kvstore.core.stream_wire import Frame
 from kvstore.errors import NodeUnavailableError, PeerError
 from kvstore.limits import STREAM_FRAME_BYTES_MAX
@@ -141,13 +142,13 @@ def read_over(wire_word, blocks, deadline_s=20.0):
 
 @pytest.mark.parametrize("size", [1000, 300_000])
 def test_a_byte_flipped_on_the_wire_is_never_a_wrong_hit(place, wire, size):
-    """Wherever it is: in the handshake, in a joint, in a payload."""
+    """Wherever it is: in the handshake, in a head, in a payload, in a tail."""
     proxy, word = wire
     payloads = [os.urandom(size) for _ in range(3)]
     blocks = [place.save(payload) for payload in payloads]
     outcomes, got = read_over(word, blocks)
     assert reads(outcomes) == [Read.HIT] * 3
-    total = sw.NODE_HELLO_BYTES + sw.VERDICT_BYTES + 4 * sw.JOINT_BYTES + 3 * size
+    total = sw.NODE_HELLO_BYTES + sw.VERDICT_BYTES + heads_bytes(3) + tails_bytes(3) + 3 * size
     refused = 0
     for at in [*range(0, 150, 7), *range(150, total, total // 25)]:
         left = [at]
