@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 from redis_servers import RedisServer, wait_until
-from stores import PATIENT, NodeProcess
+from stores import NodeProcess
 
-from kvstore import BlockSession, Client, NodeUnavailableError, PutStatus
+from kvstore import BlockSession, Client, NodeUnavailableError
 from kvstore.client.base import Reservation
-from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.types import Key
 
 LENGTH = 100_000
@@ -91,3 +89,27 @@ def test_what_a_dead_node_granted_is_not_given_back_to_the_next_one(
     assert open_reservations(mortal) == 1
     new.buffer[:] = bytes(LENGTH)
     assert all(session.commit([new]))
+
+
+def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    assert session.no_local_node() is None
+    session.abort([reserved(session, KEYS[0])])
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    mortal.signal(signal.SIGSTOP)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            session.reserve([KEYS[1]], LENGTH, 1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        mortal.signal(signal.SIGCONT)
+    assert reserved(session, KEYS[1])
