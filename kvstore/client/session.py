@@ -139,7 +139,7 @@ class BlockSession:
             checksums=verify == "always",
             start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
         )
-        self.remote_writer = RemoteWriter(self.remote, self.index)
+        self.remote_writer = RemoteWriter(self.remote, self.index, self.reader.readable)
         self._explainer = Explainer(
             self.index,
             self.remote,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from redis_servers import RedisServer, wait_until
@@ -12,8 +13,10 @@ from stores import NodeProcess
 
 from kvstore import BlockSession, Client, NodeUnavailableError
 from kvstore.client.base import Reservation
+from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key
 
+SECRET = "a secret that both sides know"
 LENGTH = 100_000
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
@@ -113,3 +116,34 @@ def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
         signal.signal(signal.SIGALRM, before)
         mortal.signal(signal.SIGCONT)
     assert reserved(session, KEYS[1])
+
+
+def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """No other node can replace the record: without a save it would be a miss for ever."""
+    listens = {"options": ("--listen", "127.0.0.1:0"), "environment": {"KVSTORE_SECRET": SECRET}}
+    with (
+        NodeProcess(redis_server, **listens) as dies,
+        NodeProcess(redis_server, key_prefix=dies.key_prefix, **listens) as lives,
+    ):
+        with closing(BlockSession(**dies.client_options)) as neighbour:
+            slot = reserved(neighbour, KEYS[0])
+            slot.buffer[:] = bytes(LENGTH)
+            assert all(neighbour.commit([slot]))
+        word = dies.directory.announcement()
+        assert word is not None
+        dies.kill()
+        away = {**dies.client_options, "run_dir": tmp_path}
+        with closing(
+            BlockSession(**away, security=StreamSecurity(secret=SECRET.encode()))
+        ) as session:
+            # What comes about by itself when its heartbeats are over.
+            redis_server.admin().delete(f"{dies.key_prefix}:node:{word.node_id:016x}")
+            wait_until(lambda: not session.match([KEYS[0]]), "the node is known to be gone")
+            slot = reserved(session, KEYS[0])
+            slot.buffer[:] = bytes(LENGTH)
+            assert all(session.commit([slot]))
+            wait_until(lambda: session.match([KEYS[0]]), "it is there again")
+            assert session.view(session.match([KEYS[0]])[0])
+        assert open_reservations(lives) == 0

@@ -7,15 +7,18 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 import pytest
-from redis_servers import RedisCluster
 
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis import open_index
 from kvstore.index.redis_cluster import ClusterRoute
 from kvstore.index.redis_wire import command
+
+if TYPE_CHECKING:
+    from redis_servers import RedisCluster
 
 KEYS = [os.urandom(32) for _ in range(30)]
 RECORDS = [KeyRecord(key, b"record") for key in KEYS]
