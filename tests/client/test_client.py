@@ -307,3 +307,14 @@ def test_a_client_carried_over_a_fork_refuses_to_speak_for_its_parent(client):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert client.put("y", b"3")
+
+
+def test_an_out_for_the_value_that_is_there_now_fits_whatever_was_there_before(client, node):
+    with Client(**node.client_options) as other:
+        client.put("k", b"1" * 100)
+        assert other.get("k") == b"1" * 100
+        client.delete("k")
+        client.put("k", b"2" * 50)
+        assert bytes(other.get("k", bytearray(50))) == b"2" * 50
+        with pytest.raises(UsageError, match="out"):
+            other.get("k", bytearray(49))
