@@ -228,7 +228,7 @@ class Reader:
 
     def forget_away(self, keys: Sequence[Key]) -> bool:
         """Whether one of them was remembered on another host."""
-        return any([self._away.pop(key, None) is not None for key in keys])
+        return sum(self._away.pop(key, None) is not None for key in keys) > 0
 
     def is_remembered_away(self, key: Key) -> bool:
         return key in self._away
