@@ -221,10 +221,13 @@ class ControlChannel:
             self._disconnect()
 
     def close(self) -> None:
-        """Say goodbye: the node takes back whatever this client held."""
+        """Say goodbye: the node takes back whatever this client held. In a forked child it does
+        nothing: the parent may still write, and its lease says so (rule 5)."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             self._closed = True
-            if self._socket is not None and self._pid == os.getpid():
+            if self._socket is not None:
                 with contextlib.suppress(OSError):
                     self._socket.settimeout(CONNECT_TIMEOUT_S)
                     self._socket.sendall(wire.packed([Op.BYE, 0]))
