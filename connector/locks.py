@@ -79,6 +79,13 @@ class Locks:
                 ended.append(self._locks.pop(key).found)
         self._unpin(ended)
 
+    def lost(self, key: Key) -> None:
+        """The block could not be read where it is locked: who looks it up next hears of it. A
+        block that somebody always holds a lock of would else be found, and not read, for ever."""
+        lock = self._locks.pop(key, None)
+        if lock is not None:
+            self._unpin([lock.found])
+
     def borrow(self, keys: Sequence[Key]) -> tuple[list[Found | None], list[Found]]:
         """Where each block is, and what of it to give to `give_back` after reading.
 

@@ -164,7 +164,11 @@ class VramStore:
         granted, below = self._split(reservations)
         results: dict[Key, PutResult] = {}
         if granted and self.pool is not None:
-            committed = self.pool.commit(granted)
+            try:
+                committed = self.pool.commit(granted)
+            except BaseException:
+                self._store.abort(below)
+                raise
             results = {r.key: result for r, result in zip(granted, committed, strict=True)}
         if below:
             committed = self._store.commit(below)

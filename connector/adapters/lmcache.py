@@ -148,12 +148,16 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         number = self._tasks.number()
 
         def load() -> None:
-            where, borrowed = self._locks.borrow(self._pages.keys(_names(keys)))
+            names = self._pages.keys(_names(keys))
+            where, borrowed = self._locks.borrow(names)
             try:
                 loaded = [
                     found is not None and self._read(found, obj)
                     for found, obj in zip(where, objects, strict=True)
                 ]
+                for name, ok in zip(names, loaded, strict=True):
+                    if not ok:
+                        self._locks.lost(name)
             finally:
                 self._locks.give_back(borrowed)
             accessed = [key for key, ok in zip(keys, loaded, strict=True) if ok]

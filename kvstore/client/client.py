@@ -230,7 +230,13 @@ class Client:
             return values
         stale: list[int] = []
         aways = [Away(keys[i], at, None if out is None else out[i]) for i, at in found.away.items()]
-        for i, away, value in zip(found.away, aways, self._fetch(aways), strict=True):
+        try:
+            fetched = self._fetch(aways)
+        except UsageError:  # an `out` is too small, perhaps for what is there no more
+            if not self._reader.forget_away([away.key for away in aways]):
+                raise
+            return self._look(keys, out)
+        for i, away, value in zip(found.away, aways, fetched, strict=True):
             values[i] = value
             if value is not None:
                 self._reader.seen_away(away.key, away.location)
@@ -250,9 +256,13 @@ class Client:
         value: Any
         target: memoryview | bytes
         if out is not None:
-            target = tensors.target_of(out, data_bytes)
-            copy(target, data)
-            value = target if place.kind != Kind.TORCH or not tensors.is_tensor(out) else out
+            room, value = tensors.room_of(out), None
+            # Too small for what was there before may be large enough for what is now.
+            if room.nbytes >= data_bytes or place.valid():
+                tensors.check_room(room, data_bytes)
+                target = room[:data_bytes]
+                copy(target, data)
+                value = target if place.kind != Kind.TORCH or not tensors.is_tensor(out) else out
         elif place.kind in (Kind.BYTES, Kind.BLOCK):
             value = target = data.tobytes()
         else:

@@ -125,6 +125,9 @@ class ControlChannel:
             except (DeadlineError, NodeUnavailableError):
                 self._failed()
                 raise
+            except BaseException:  # interrupted: half of the message may be on its way
+                self._disconnect()
+                raise
         finally:
             self._lock.release()
 
@@ -139,6 +142,9 @@ class ControlChannel:
             except (DeadlineError, NodeUnavailableError):
                 self._failed()
                 raise
+            except BaseException:  # interrupted: nobody would hold what the answer grants
+                self._disconnect()
+                raise
             finally:
                 self._lock.release()
         if ticket.error is not None:
@@ -146,10 +152,15 @@ class ControlChannel:
         return ticket.answer
 
     def _acquire(self, give_up_at: float) -> None:
-        if not self._lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0)):
-            # The answer to what was sent may still come and grant what nobody then
-            # holds, and what was not sent may be to give something back.
-            self._out_of_step = True
+        acquired = False
+        try:
+            acquired = self._lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0))
+        finally:
+            if not acquired:
+                # The answer to what was sent may still come and grant what nobody then
+                # holds, and what was not sent may be to give something back.
+                self._out_of_step = True
+        if not acquired:
             raise DeadlineError(
                 f"node {self.directory.name}: busy with this client's other requests"
             )
@@ -210,10 +221,13 @@ class ControlChannel:
             self._disconnect()
 
     def close(self) -> None:
-        """Say goodbye: the node takes back whatever this client held."""
+        """Say goodbye: the node takes back whatever this client held. In a forked child it does
+        nothing: the parent may still write, and its lease says so (rule 5)."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             self._closed = True
-            if self._socket is not None and self._pid == os.getpid():
+            if self._socket is not None:
                 with contextlib.suppress(OSError):
                     self._socket.settimeout(CONNECT_TIMEOUT_S)
                     self._socket.sendall(wire.packed([Op.BYE, 0]))
@@ -302,7 +316,7 @@ class ControlChannel:
         except OSError as e:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
         except _NONSENSE as e:
-            raise NodeUnavailableError(f"node {self.directory.name} speaks no sense: {e}") from e
+            raise self._nonsense(e) from e
 
     def _accept(self, number: int, good: Any, body: Any) -> None:
         ticket = self._awaited.pop(number, None)
@@ -311,7 +325,14 @@ class ControlChannel:
         if good is not True:
             ticket.end(None, UsageError("request", "refused", str(body)))
             return
-        ticket.end(ticket.accept(body), None)
+        try:
+            ticket.end(ticket.accept(body), None)
+        except _NONSENSE as e:  # raised for the one who reads; the ticket may be another's
+            ticket.end(None, self._nonsense(e))
+            raise
+
+    def _nonsense(self, error: Exception) -> NodeUnavailableError:
+        return NodeUnavailableError(f"node {self.directory.name} speaks no sense: {error}")
 
     def _too_late(self) -> DeadlineError:
         return DeadlineError(f"node {self.directory.name} did not answer in time")

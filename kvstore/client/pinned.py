@@ -33,10 +33,14 @@ class Pinned:
         """The value's bytes, read-only, format 'B', no copy."""
 
     def close(self) -> None:
-        """Release the view and let the block go. Safe to call twice."""
+        """Release the view and let the block go. Safe to call twice.
+
+        Raises `BufferError`, and lets nothing go, while somebody holds `buffer` by the buffer
+        protocol: close again when that is over.
+        """
+        self.buffer.release()
         record, self._record = self._record, None
         if record is not None:
-            self.buffer.release()
             self._writer.unpin(self._key, record)
 
     def __enter__(self) -> Self:

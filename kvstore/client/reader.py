@@ -226,6 +226,10 @@ class Reader:
             self._away.pop(next(iter(self._away)), None)
         self._away[key] = location
 
+    def forget_away(self, keys: Sequence[Key]) -> bool:
+        """Whether one of them was remembered on another host."""
+        return sum(self._away.pop(key, None) is not None for key in keys) > 0
+
     def is_remembered_away(self, key: Key) -> bool:
         return key in self._away
 

@@ -40,6 +40,9 @@ NODES_AT_ONCE = 8
 """Nodes that one call reads from at the same time."""
 REPORT_TIMEOUT_S = 0.25
 """For saying that a block is damaged, over a connection that has just been used."""
+HURRIED_MAX = 3
+"""Reads in a row that had less time than a node may take, and failed for it: it is then left
+alone for a while, as after one that had its time."""
 RETRY_AFTER_S = 0.25
 RETRY_AFTER_MAX_S = 5.0
 TOUCH_TIMEOUT_S = 0.05
@@ -57,7 +60,9 @@ class _Known:
         self.confirmed_at = float("-inf")
         # One failure costs a whole deadline: the next calls must not.
         self.breaker = Breaker(
-            failures_max=1, retry_after_s=RETRY_AFTER_S, retry_after_max_s=RETRY_AFTER_MAX_S
+            failures_max=HURRIED_MAX,
+            retry_after_s=RETRY_AFTER_S,
+            retry_after_max_s=RETRY_AFTER_MAX_S,
         )
 
 
@@ -193,21 +198,26 @@ class RemoteNodes:
         location = batch[0].location
         word = self.node(location.node_id, location.epoch, now)
         known = self._known.get(location.node_id)
+        left_s = self.timeout_s(sum(one.location.length for one in batch))
+        if deadline is not None:
+            left_s = min(left_s, deadline - now)
         with self._lock:
-            ready = word is not None and known is not None and known.breaker.allows(now)
+            ready = (
+                word is not None and known is not None and left_s > 0 and known.breaker.allows(now)
+            )
         if word is None or known is None or not ready:
             unreached = [Outcome(Read.FAILED, "the node cannot be reached")] * len(batch)
             return self._counted(STREAM if STREAM in self._allowed else NIXL, unreached, batch)
-        give_up_at = now + self.timeout_s(sum(one.location.length for one in batch))
-        if deadline is not None:
-            give_up_at = min(give_up_at, deadline)
+        give_up_at = now + left_s
         outcomes = self._read_by(self._ways(word), word, batch, give_up_at)
         failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
         if failed is not None:
             log.warning("node %s on %s cannot be read for now: %s", word.name, word.host, failed)
         with self._lock:
             if failed is not None:
-                known.breaker.failed(time.monotonic())
+                ended_at = time.monotonic()
+                hurried = left_s < self._timeout_s and ended_at >= give_up_at
+                known.breaker.failed(ended_at, hung=not hurried)
                 known.asked_at = float("-inf")
             else:
                 known.breaker.succeeded()
@@ -287,7 +297,7 @@ class RemoteNodes:
         with self._lock:
             known = self._known.get(node_id)
             if known is not None:
-                known.breaker.failed(time.monotonic())
+                known.breaker.failed(time.monotonic(), hung=True)
                 known.asked_at = float("-inf")
 
     def timeout_s(self, size_bytes: int) -> float:

@@ -10,14 +10,14 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.client.answers import CODES
 from kvstore.client.base import Reservation
 from kvstore.client.remote import RemoteNodes
 from kvstore.core.placement import Candidate, emptiest_first
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
-from kvstore.index.base import Index
+from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
 from kvstore.transport.stream_requests import Payload, put
@@ -37,9 +37,16 @@ NOBODY = (
 class RemoteWriter:
     """Thread-safe."""
 
-    def __init__(self, remote: RemoteNodes, index: Index) -> None:
+    def __init__(
+        self,
+        remote: RemoteNodes,
+        index: Index,
+        readable: Callable[[Sequence[Key]], Sequence[Record | None]],
+    ) -> None:
+        """`readable` gives the records of blocks that can be read from here (`Reader.readable`)."""
         self._remote = remote
         self._index = index
+        self._readable = readable
         self._salt = random.getrandbits(64)
         self._lock = threading.Lock()
         self._nodes: dict[int, Announcement] = {}
@@ -127,14 +134,15 @@ class RemoteWriter:
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[Reservation | PutResult]:
-        """Memory for each of `keys` that the index does not have.
+        """Memory for each of `keys` that cannot be read from here: a record that a dead node
+        left would keep its block away for ever.
 
         Raises `NodeUnavailableError` when no node can be reached.
         """
         if not self._targets():
             raise NodeUnavailableError(NOBODY)
         try:
-            records = self._index.lookup(keys)
+            records = self._readable(keys)
         except IndexUnavailableError:
             records = [None] * len(keys)
         answers: list[Reservation | PutResult] = []

@@ -55,6 +55,15 @@ def _mapping(shm: AttachedShm, *, writable: bool) -> list[PoolMapping]:
     return [PoolMapping(memory, block.arena_bytes, writable, block.node_id, block.epoch)]
 
 
+def _by_place(
+    reservations: Sequence[Reservation],
+) -> tuple[list[Reservation], list[Reservation]]:
+    """Those of this host's node, and those for another host's. There are both when a node of
+    this host came or went between two reserves."""
+    away = [r for r in reservations if r.slot == AWAY_SLOT]
+    return [r for r in reservations if r.slot != AWAY_SLOT] if away else list(reservations), away
+
+
 class BlockSession:
     """Implements `kvstore.client.base.BlockStore`. Lookups are lazy: nothing is contacted yet.
 
@@ -131,7 +140,7 @@ class BlockSession:
             checksums=verify == "always",
             start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
         )
-        self.remote_writer = RemoteWriter(self.remote, self.index)
+        self.remote_writer = RemoteWriter(self.remote, self.index, self.reader.readable)
         self._explainer = Explainer(
             self.index,
             self.remote,
@@ -323,15 +332,22 @@ class BlockSession:
         return None
 
     def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
-        if reservations and reservations[0].slot == AWAY_SLOT:
-            return self.remote_writer.commit(reservations, self.writer.introductions)
-        return self.writer.commit(reservations)
+        here, away = _by_place(reservations)
+        if not away:
+            return self.writer.commit(here)
+        try:
+            local = iter(self.writer.commit(here) if here else ())
+        except BaseException:
+            self.remote_writer.abort(away)
+            raise
+        remote = iter(self.remote_writer.commit(away, self.writer.introductions))
+        return [next(remote if r.slot == AWAY_SLOT else local) for r in reservations]
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
-        if reservations and reservations[0].slot == AWAY_SLOT:
-            self.remote_writer.abort(reservations)
-        else:
-            self.writer.abort(reservations)
+        here, away = _by_place(reservations)
+        self.remote_writer.abort(away)
+        if here:
+            self.writer.abort(here)
 
     def touch(self, keys: Sequence[Key]) -> None:
         self.writer.touch(keys, time.monotonic())

@@ -168,8 +168,12 @@ class Writer:
     def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
         """A slot, or what became of it, for each of `wants`; one request per `BATCH_KEYS_MAX`."""
         answers: list[Reservation | PutResult] = []
-        for start in range(0, len(wants), BATCH_KEYS_MAX):
-            answers += self._reserve(wants[start : start + BATCH_KEYS_MAX], namespace_id)
+        try:
+            for start in range(0, len(wants), BATCH_KEYS_MAX):
+                answers += self._reserve(wants[start : start + BATCH_KEYS_MAX], namespace_id)
+        except BaseException:
+            self.abort([answer for answer in answers if isinstance(answer, Reservation)])
+            raise
         return answers
 
     def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
@@ -248,19 +252,22 @@ class Writer:
     def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
         """Seal and publish."""
         results: list[PutResult] = []
-        for start in range(0, len(reservations), BATCH_KEYS_MAX):
-            results += self.commit_later(reservations[start : start + BATCH_KEYS_MAX])()
+        try:
+            for start in range(0, len(reservations), BATCH_KEYS_MAX):
+                results += self.commit_later(reservations[start : start + BATCH_KEYS_MAX])()
+        except BaseException:
+            self.abort(reservations[len(results) :])
+            raise
         return results
 
     def commit_later(self, reservations: Sequence[Reservation]) -> Later:
         """`commit` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called."""
         checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
         items = [(r.slot, r.generation, checksum(r.buffer)) for r in reservations]
-        link = self.link()
-        node = (link.word.node_id, link.word.epoch)
         # Whatever becomes of the request: these buffers are not written any more.
         self._forget(reservations)
-        if any((r.node_id, r.epoch) != node for r in reservations):
+        link = self.link()
+        if len(_of_node(link, reservations)) < len(reservations):
             raise NodeUnavailableError("the node that reserved these slots is gone")
         try:
             ticket = link.control.post(Op.COMMIT, items, accept=partial(outcomes, len(items)))
@@ -272,21 +279,20 @@ class Writer:
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """Give slots back; what cannot be said now is said by the next reconnect."""
         self._forget(reservations)
-        self._give_back(Op.ABORT, [(r.slot, r.generation) for r in reservations])
-
-    def _give_back(self, op: Op, items: list[tuple[int, int]]) -> None:
         link = self._link
-        if link is None:
-            return
+        if link is not None:
+            # Of it alone: a slot of a former node may be by now what another thread writes to.
+            self._give_back(link, Op.ABORT, _of_node(link, reservations))
+
+    @staticmethod
+    def _give_back(link: NodeLink, op: Op, items: Sequence[tuple[int, int]]) -> None:
         with suppress(PeerError):
-            link.control.request(op, items)
+            for start in range(0, len(items), BATCH_KEYS_MAX):
+                link.control.request(op, items[start : start + BATCH_KEYS_MAX])
 
     def _forget(self, reservations: Sequence[Reservation]) -> None:
         for link in self._links():
-            here = (link.word.node_id, link.word.epoch)
-            link.held.reserved.difference_update(
-                (r.slot, r.generation) for r in reservations if (r.node_id, r.epoch) == here
-            )
+            link.held.reserved.difference_update(_of_node(link, reservations))
         self._settle()
 
     def _links(self) -> list[NodeLink]:
@@ -335,24 +341,25 @@ class Writer:
 
     def unpin_many(self, pinned: Sequence[tuple[Key, bytes]]) -> None:
         """Let each go once."""
-        handles: list[tuple[int, int]] = []
+        handles: dict[NodeLink, list[tuple[int, int]]] = {}
         for key, record in pinned:
             location = unpack_record(key, record)
-            if location is not None and self._pin_released(location):
-                handles.append((location.slot, location.generation))
-        for start in range(0, len(handles), BATCH_KEYS_MAX):
-            self._give_back(Op.UNPIN, handles[start : start + BATCH_KEYS_MAX])
+            link = None if location is None else self._pin_released(location)
+            if location is not None and link is not None:
+                handles.setdefault(link, []).append((location.slot, location.generation))
+        for link, items in handles.items():
+            self._give_back(link, Op.UNPIN, items)
 
-    def _pin_released(self, location: Location) -> bool:
-        """Whether the node that lives is to be told."""
+    def _pin_released(self, location: Location) -> NodeLink | None:
+        """The node that is to be told, if it lives."""
         with self._lock:
             for link in self._links():
                 if (link.word.node_id, link.word.epoch) == (location.node_id, location.epoch):
                     link.held.unpin((location.slot, location.generation))
                     if link is self._link:
-                        return True
+                        return link
         self._settle()
-        return False
+        return None
 
     def touch(self, keys: Sequence[Key], now: float) -> None:
         """Remember that `keys` were used; tell the node now and then (design: the load path)."""
@@ -393,6 +400,12 @@ class Writer:
             self._link, self._former = None, []
         for link in links:
             link.control.close()
+
+
+def _of_node(link: NodeLink, reservations: Sequence[Reservation]) -> list[tuple[int, int]]:
+    """(slot, generation) of those that this start of this node has granted."""
+    node = (link.word.node_id, link.word.epoch)
+    return [(r.slot, r.generation) for r in reservations if (r.node_id, r.epoch) == node]
 
 
 def _no_checksum(buffer: memoryview) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -11,9 +12,16 @@ from typing import ParamSpec, TypeVar
 
 from kvstore import clock
 from kvstore.core.breaker import Breaker, BreakerState
-from kvstore.errors import IndexBreakerOpenError, IndexDeadlineError, IndexUnavailableError
+from kvstore.errors import (
+    IndexBreakerOpenError,
+    IndexDeadlineError,
+    IndexUnavailableError,
+    KVStoreError,
+)
 from kvstore.index.base import Index, KeyRecord, Record
 from kvstore.types import Key
+
+log = logging.getLogger("kvstore.index")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -53,7 +61,8 @@ class GuardedIndex:
     Reading and writing calls have a breaker each: a publish that is not allowed,
     or slow, says nothing about lookups. While one is open its calls raise
     `IndexUnavailableError` at once, and a daemon thread pings with growing delays;
-    the first answer closes it. Only `IndexUnavailableError` counts as a failure.
+    the first answer closes it. `IndexUnavailableError` counts as a failure, and what is
+    none of our errors becomes one.
     `ping` and `close` always go through.
     """
 
@@ -144,6 +153,13 @@ class GuardedIndex:
         except IndexUnavailableError as e:
             self._failed(side, hung=isinstance(e, IndexDeadlineError))
             raise
+        except KVStoreError:
+            raise
+        except Exception as e:
+            # Our bug, but a heartbeat or a lookup that ends with it would not be there again.
+            log.exception("an index call failed in an unforeseen way")
+            self._failed(side, hung=False)
+            raise IndexUnavailableError(f"the index failed: {e!r}") from e
         # A race that resets a count one failure early or late is fine; a lock per call is not.
         if not side.open:
             side.breaker.succeeded()

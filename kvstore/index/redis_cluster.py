@@ -28,6 +28,7 @@ from kvstore.index.redis_wire import command
 CLUSTER_ATTEMPTS_MAX = 3
 """How often a request is sent again after MOVED, each time with a new slot map."""
 CLUSTER_NODES_MAX = 1000
+PORT_DIGITS_MAX = 5
 READ_ALREADY_S = 0.002
 """For reading an answer that has come, when another shard used up the time."""
 
@@ -56,7 +57,8 @@ class ClusterRoute:
         self._closed = False
         self._shards: dict[Host, Shard] = {}
         self._away: dict[Links, Breaker] = {}
-        """One for each shard: what is not closed is away, and so are its keys."""
+        """One for each shard: what is not closed is away, and so are its keys. Replaced as a
+        whole: other threads look into it."""
         self._owner: list[Links | None] = []
         """By slot; empty when it must be fetched."""
 
@@ -139,8 +141,11 @@ class ClusterRoute:
         """What each shard answers, or why it does not; one that is away costs nothing."""
         answers: dict[Links, list[Reply] | IndexUnavailableError] = {}
         asked: _Wanted = {}
+        away = self._away
         for links, request in wanted.items():
-            if self._away[links].allows(monotonic()) or even_if_away:
+            if links not in away:  # another thread has fetched a newer map meanwhile
+                answers[links] = IndexUnavailableError(f"{links.label} has left the cluster")
+            elif away[links].allows(monotonic()) or even_if_away:
                 asked[links] = request
             else:
                 answers[links] = IndexBreakerOpenError(f"Redis at {links.label} failed lately")
@@ -149,18 +154,18 @@ class ClusterRoute:
         for links in asked:
             answer = answers[links] = _or_away(links, answers[links])
             if not isinstance(answer, IndexUnavailableError):
-                self._away[links].succeeded()
+                away[links].succeeded()
                 continue
             self.mistaken()
             hung = isinstance(answer, IndexDeadlineError)
             # The first one that hangs uses up the time of those that are read after it.
             if not (hung and late):
-                self._failed(links, answer, hung=hung)
+                self._failed(away[links], answer, hung=hung)
             late = late or hung
         return answers
 
-    def _failed(self, links: Links, why: IndexUnavailableError, *, hung: bool) -> None:
-        breaker = self._away[links]
+    @staticmethod
+    def _failed(breaker: Breaker, why: IndexUnavailableError, *, hung: bool) -> None:
         before = breaker.state
         breaker.failed(monotonic(), hung=hung)
         if before is BreakerState.CLOSED and breaker.state is BreakerState.OPEN:
@@ -174,8 +179,9 @@ class ClusterRoute:
         """Follow an ASK (the slot is on its way to another shard), once."""
         if not (isinstance(reply, ErrorReply) and str(reply).startswith("ASK ")):
             return reply
-        host, _, port = str(reply).split(" ")[2].rpartition(":")
-        shard = self._shards.get((host, int(port)))
+        host, _, port = str(reply).rpartition(" ")[2].rpartition(":")
+        number = int(port) if port.isdecimal() and len(port) <= PORT_DIGITS_MAX else -1
+        shard = self._shards.get((host, number))
         if shard is None:
             self.mistaken()
             return reply
@@ -237,9 +243,8 @@ class ClusterRoute:
         for host, shard in old.items():
             if host not in slots:
                 shard.links.close()
-                self._away.pop(shard.links, None)
-        for shard in self._shards.values():
-            self._away.setdefault(shard.links, Breaker())
+        links = [shard.links for shard in self._shards.values()]
+        self._away = {one: self._away.get(one) or Breaker() for one in links}
         owner: list[Links | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         for shard in self._shards.values():
             for slot in shard.slots:
@@ -295,7 +300,7 @@ def _scatter(
             try:
                 link.send(wanted[links][0], deadline)
                 sent[links] = link
-            except FAILURES:
+            except (RefusedError, *FAILURES):
                 continue  # the server closed an idle connection, or it is down: run() tells
         for links, link in sent.items():
             try:

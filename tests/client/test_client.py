@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import pickle
+import signal
 
 import pytest
 from redis_servers import wait_until
@@ -307,3 +309,46 @@ def test_a_client_carried_over_a_fork_refuses_to_speak_for_its_parent(client):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert client.put("y", b"3")
+
+
+def test_an_out_for_the_value_that_is_there_now_fits_whatever_was_there_before(client, node):
+    with Client(**node.client_options) as other:
+        client.put("k", b"1" * 100)
+        assert other.get("k") == b"1" * 100
+        client.delete("k")
+        client.put("k", b"2" * 50)
+        assert bytes(other.get("k", bytearray(50))) == b"2" * 50
+        with pytest.raises(UsageError, match="out"):
+            other.get("k", bytearray(49))
+
+
+def test_a_child_that_closes_its_parents_client_takes_nothing_from_it(client, node):
+    client.put("k", bytes(100_000))
+    leases = list(node.directory.leases.iterdir())
+    assert leases
+    with client.session.writer.link().control._lock:  # as a thread that waits for an answer has it
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(30)
+                client.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert list(node.directory.leases.iterdir()) == leases
+    assert client.get("k") == bytes(100_000)
+
+
+def test_a_pin_whose_view_is_in_use_is_kept_and_can_be_closed_later(client):
+    client.put("k", b"v" * 100_000)
+    pinned = client.pin("k")
+    in_use = pickle.PickleBuffer(pinned.buffer)
+    with pytest.raises(BufferError):
+        pinned.close()
+    assert client.stats()["node"]["pinned"] == 1
+    in_use.release()
+    pinned.close()
+    pinned.close()
+    assert client.stats()["node"]["pinned"] == 0

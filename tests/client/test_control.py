@@ -1,11 +1,15 @@
 """The channel to a node, to one that does not answer."""
 
+import contextlib
 import socket
+import threading
 import time
 
+import msgpack
 import pytest
 
 from kvstore.client.control import PROBE_TIMEOUT_S, ControlChannel
+from kvstore.core import wire
 from kvstore.core.wire import Op
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.nodedir import NodeDir
@@ -34,3 +38,33 @@ def test_asking_whether_a_stopped_node_answers_again_costs_no_whole_deadline(cha
     assert PROBE_TIMEOUT_S <= time.monotonic() - begun < TIMEOUT_S / 2
     with pytest.raises(NodeUnavailableError, match="did not answer lately"):
         channel.request(Op.STAT)
+
+
+def test_who_reads_nonsense_for_another_ends_that_ones_wait_too(tmp_path):
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+
+    def nonsense(body):
+        raise ValueError("no sense")
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory.socket))
+        server.listen(8)
+        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
+        threading.Thread(target=answer_all, args=(server,), daemon=True).start()
+        first = channel.post(Op.STAT, accept=nonsense)
+        second = channel.post(Op.STAT)
+        for ticket in (second, first):
+            with pytest.raises(NodeUnavailableError):
+                channel.collect(ticket)
+        channel.close()
+
+
+def answer_all(server):
+    connection, _ = server.accept()
+    unpacker = msgpack.Unpacker()
+    with connection, contextlib.suppress(OSError):
+        while data := connection.recv(1 << 16):
+            unpacker.feed(data)
+            for op, request, *_ in unpacker:
+                connection.sendall(wire.packed([request, True, [1, 1] if op == Op.HELLO else None]))

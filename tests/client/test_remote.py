@@ -260,3 +260,6 @@ def test_a_block_read_once_is_read_again_without_the_index_and_a_moved_one_is_fo
     writer.put("k", b"2" * 100_000)
     assert reader.get("k") == b"2" * 100_000
     assert len(asked) == 1
+    writer.delete("k")
+    writer.put("k", b"4" * 100)
+    assert bytes(reader.get("k", bytearray(100))) == b"4" * 100

@@ -1,15 +1,19 @@
 """Who is there on other hosts, by a clock of its own."""
 
+import time
+
 import pytest
 from stores import announcement
 
-from kvstore.client.remote import RemoteNodes
+from kvstore.client.remote import HURRIED_MAX, RemoteNodes
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
 from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S, HEARTBEAT_S, JITTER
+from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.stream import NAME as STREAM
+from kvstore.types import Location
 
 WORD = announcement(node_id=7, transports={STREAM: "tcp://there:7400"})
 MOMENT_S = 0.01
@@ -66,3 +70,43 @@ def test_while_the_index_is_away_a_node_is_believed_for_its_time_to_live(there, 
 
 def test_a_living_node_may_miss_two_heartbeats_in_a_row():
     assert 3 * HEARTBEAT_S * (1 + JITTER) < ANNOUNCEMENT_TTL_S
+
+
+class Transfer:
+    """Fails when its time is over, or before."""
+
+    def __init__(self, wanted, until):
+        self.outcomes = [Outcome(Read.FAILED, "too late")] * len(wanted)
+        self.until = until
+
+    def wait(self):
+        time.sleep(max(self.until - time.monotonic(), 0))
+        return self.outcomes
+
+
+@pytest.fixture
+def failing(index):
+    """Reads that fail: `failing(timeout_s)`; then whether the node is taken for alive."""
+    nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
+    nodes.stream.submit = lambda word, wanted, until: Transfer(wanted, until)
+    wanted = [Wanted(bytes(32), Location(7, WORD.epoch, 0, 0, 1, 0, 100, 1), (memoryview(b""),))]
+
+    def failing(timeout_s):
+        (outcome,) = nodes.read(wanted, time.monotonic() + timeout_s)
+        assert outcome.read is Read.FAILED
+        return nodes.node(WORD.node_id, WORD.epoch, time.monotonic()) is not None
+
+    yield failing
+    nodes.close()
+
+
+def test_a_read_whose_time_was_over_before_it_began_says_nothing_about_the_node(failing):
+    assert all(failing(0.0) for _ in range(10))
+
+
+def test_reads_that_were_cut_short_leave_a_node_alone_only_when_there_are_several(failing):
+    assert [failing(0.01) for _ in range(HURRIED_MAX)] == [True] * (HURRIED_MAX - 1) + [False]
+
+
+def test_one_read_that_had_its_time_and_failed_leaves_the_node_alone(failing):
+    assert not failing(2.0)

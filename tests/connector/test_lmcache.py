@@ -271,6 +271,26 @@ def test_a_node_that_dies_or_hangs_is_misses_and_no_waiting(
     assert adapter.report_status()["is_healthy"]
 
 
+def test_an_object_that_is_locked_all_the_time_and_lost_is_stored_and_loaded_again(
+    node: NodeProcess, adapter: Any
+) -> None:
+    keys = object_keys(1)
+    store(adapter, keys, objects([1]))
+    assert look_up(adapter, keys) == [True]  # by a request that goes on
+    node.kill()
+    node.forget()
+    node.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while load(adapter, keys, objects([0])) != [False]:  # until its death is noticed
+        assert time.monotonic() < deadline
+    while not store(adapter, keys, objects([2])).is_successful():
+        assert time.monotonic() < deadline
+    assert look_up(adapter, keys) == [True]
+    targets = objects([0])
+    assert load(adapter, keys, targets) == [True]
+    assert fills(targets) == [2]
+
+
 def test_closing_ends_what_waits_and_is_safe_twice(node: NodeProcess) -> None:
     adapter = adapter_of(node)
     for _ in range(10):

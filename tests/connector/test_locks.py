@@ -59,6 +59,18 @@ def test_a_key_that_is_locked_twice_is_unlocked_twice(
     assert len(locks) == 0
 
 
+def test_what_could_not_be_read_is_looked_for_anew_although_it_is_locked(
+    store: MemoryBlockStore, locks: Locks
+) -> None:
+    (a,) = saved(store, 1)
+    assert locks.lock([a]) == [True]
+    store.clear(1)
+    locks.lost(a)
+    locks.lost(a)
+    assert store.pins() == 0
+    assert locks.lock([a]) == [False]
+
+
 def test_beyond_the_most_locks_nothing_is_found(store: MemoryBlockStore, locks: Locks) -> None:
     keys = saved(store, 6)
     assert locks.lock(keys) == [True] * 4 + [False] * 2

@@ -12,6 +12,7 @@ from kvstore.core.breaker import BreakerState
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord
 from kvstore.index.breaker import GuardedIndex
+from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis import open_index
 
 KEY = os.urandom(32)
@@ -99,6 +100,17 @@ def test_a_usage_error_is_not_a_failure(server: RedisServer) -> None:
         guard.match([b"short"])
     assert guard.match([KEY]) == []
     assert guard.reading.failures == 0
+    guard.close()
+
+
+def test_an_error_that_nobody_foresaw_is_an_unavailable_index_that_is_probed() -> None:
+    class Broken(MemoryIndex):
+        def match(self, keys):
+            raise KeyError(keys)
+
+    guard = GuardedIndex(Broken(), failures_max=2)
+    fail(guard, 2)
+    assert guard.reading.opened == 1
     guard.close()
 
 

@@ -15,6 +15,7 @@ from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.index.base import KeyRecord
+from kvstore.index.breaker import GuardedIndex
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
@@ -154,6 +155,19 @@ def test_an_index_that_is_away_delays_no_put_and_learns_of_it_later(talker, inde
     assert len(index) == 0
     index.unavailable = False
     wait_until(lambda: len(index) == 1, "the publication", 5)
+
+
+@pytest.mark.parametrize("name", ["announce", "publish", "incarnation"])
+def test_an_error_that_nobody_foresaw_ends_nothing(tmp_path, index, monkeypatch, name):
+    def broken(*_):
+        monkeypatch.undo()
+        raise KeyError(name)
+
+    monkeypatch.setattr(index, name, broken)
+    with Node(NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB), GuardedIndex(index)) as node:
+        assert Talker(node).put(KEYS[0])[2] == [0]
+        wait_until(lambda: index.match([KEYS[0]]), "it is published")
+        wait_until(lambda: index.node(node.core.node_id), "it is announced")
 
 
 def test_an_index_that_lost_keys_before_it_was_first_reached_is_refilled(index):

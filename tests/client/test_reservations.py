@@ -1,0 +1,149 @@
+"""What a client was granted is given back, whatever becomes of its request."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from redis_servers import RedisServer, wait_until
+from stores import NodeProcess
+
+from kvstore import BlockSession, Client, NodeUnavailableError
+from kvstore.client.base import Reservation
+from kvstore.transport.security import StreamSecurity
+from kvstore.types import Key
+
+SECRET = "a secret that both sides know"
+LENGTH = 100_000
+KEYS = [bytes([i]) * 32 for i in range(4)]
+
+
+@pytest.fixture
+def mortal(redis_server: RedisServer) -> Iterator[NodeProcess]:
+    with NodeProcess(redis_server) as process:
+        yield process
+
+
+@pytest.fixture
+def session(mortal: NodeProcess) -> Iterator[BlockSession]:
+    with closing(BlockSession(**mortal.client_options)) as session:
+        yield session
+
+
+def reserved(session: BlockSession, key: Key) -> Reservation:
+    (slot,) = session.reserve([key], LENGTH, 1)
+    assert isinstance(slot, Reservation)
+    return slot
+
+
+def open_reservations(node: NodeProcess) -> int:
+    with Client(**node.client_options) as other:
+        return int(other.stats()["node"]["reserved"])
+
+
+def restart(node: NodeProcess, session: BlockSession) -> None:
+    node.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    node.start()
+    wait_until(lambda: session.no_local_node() is None, "the next start is found")
+
+
+def test_a_commit_while_no_node_is_there_lets_the_slots_go(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    slot = reserved(session, KEYS[0])
+    mortal.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    with pytest.raises(NodeUnavailableError):
+        session.commit([slot])
+    mortal.start()
+    wait_until(lambda: session.no_local_node() is None, "the next start is found")
+    # The next start keeps the slot for its writer until that is known not to write (rule 5).
+    wait_until(lambda: open_reservations(mortal) == 0, "the slot is free", 5.0)
+
+
+def test_a_commit_for_two_starts_of_a_node_lets_the_slots_of_both_go(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    slots = [reserved(session, KEYS[0])]
+    restart(mortal, session)
+    slots.append(reserved(session, KEYS[1]))
+    with pytest.raises(NodeUnavailableError):
+        session.commit(slots)
+    assert isinstance(session.reserve([KEYS[1]], LENGTH, 1)[0], Reservation)
+
+
+def test_what_a_dead_node_granted_is_not_given_back_to_the_next_one(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    """An empty node grants the same slots and generations as the one before it did."""
+    old = reserved(session, KEYS[0])
+    mortal.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    mortal.forget()
+    mortal.start()
+    wait_until(lambda: session.no_local_node() is None, "the next start is found")
+    new = reserved(session, KEYS[1])
+    assert new[-2:] == old[-2:]
+    session.abort([old])
+    assert open_reservations(mortal) == 1
+    new.buffer[:] = bytes(LENGTH)
+    assert all(session.commit([new]))
+
+
+def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    assert session.no_local_node() is None
+    session.abort([reserved(session, KEYS[0])])
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    mortal.signal(signal.SIGSTOP)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            session.reserve([KEYS[1]], LENGTH, 1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        mortal.signal(signal.SIGCONT)
+    assert reserved(session, KEYS[1])
+
+
+def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """No other node can replace the record: without a save it would be a miss for ever."""
+    listens = {"options": ("--listen", "127.0.0.1:0"), "environment": {"KVSTORE_SECRET": SECRET}}
+    with (
+        NodeProcess(redis_server, **listens) as dies,
+        NodeProcess(redis_server, key_prefix=dies.key_prefix, **listens) as lives,
+    ):
+        with closing(BlockSession(**dies.client_options)) as neighbour:
+            slot = reserved(neighbour, KEYS[0])
+            slot.buffer[:] = bytes(LENGTH)
+            assert all(neighbour.commit([slot]))
+        word = dies.directory.announcement()
+        assert word is not None
+        dies.kill()
+        away = {**dies.client_options, "run_dir": tmp_path}
+        with closing(
+            BlockSession(**away, security=StreamSecurity(secret=SECRET.encode()))
+        ) as session:
+            # What comes about by itself when its heartbeats are over.
+            redis_server.admin().delete(f"{dies.key_prefix}:node:{word.node_id:016x}")
+            wait_until(lambda: not session.match([KEYS[0]]), "the node is known to be gone")
+            slot = reserved(session, KEYS[0])
+            slot.buffer[:] = bytes(LENGTH)
+            assert all(session.commit([slot]))
+            wait_until(lambda: session.match([KEYS[0]]), "it is there again")
+            assert session.view(session.match([KEYS[0]])[0])
+        assert open_reservations(lives) == 0
