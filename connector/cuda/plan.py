@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 WORDS_BYTES = (16, 8, 4, 2, 1)
 """Widths that the kernel exists in; a device reads or writes a word of its own size's alignment."""
+KERNELS = tuple(f"{way}{width}" for way in ("gather", "scatter") for width in WORDS_BYTES)
+"""Names in paged_copy.cu; see `Launch.kernel`."""
 THREADS = 256
 WORDS_PER_CHUNK = 4096
 """kWordsPerChunk of paged_copy.cu."""

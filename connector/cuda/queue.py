@@ -13,7 +13,14 @@ from typing import Any
 
 from connector.cuda.blocks import DeviceQueue, HostMemory
 from connector.cuda.nvrtc import NoKernelError, compiled
-from connector.cuda.plan import PAGE_BYTES, STAGING_ALIGNMENT_BYTES, THREADS, HostPlace, Launch
+from connector.cuda.plan import (
+    KERNELS,
+    PAGE_BYTES,
+    STAGING_ALIGNMENT_BYTES,
+    THREADS,
+    HostPlace,
+    Launch,
+)
 from connector.cuda.pool import LockedPool
 from kvstore import InternalError
 
@@ -37,14 +44,34 @@ class Cuda:
 
         self.torch, self.driver, self.device = torch, driver, device
         self._entered = threading.local()
-        torch.empty(1, device=device)  # makes the context
-        with torch.cuda.device(device):
-            self._context = self.call(driver.cuCtxGetCurrent)
-            try:
-                self._module = self.call(driver.cuModuleLoadData, code)
-            except InternalError as e:
-                raise NoKernelError(f"the driver does not load the kernel: {e}") from e
-        self._kernels: dict[str, Any] = {}
+        torch.empty(1, device=device)  # starts CUDA
+        # Not the thread's current one: torch makes it current only when it has to call CUDA.
+        self._context = self.call(
+            driver.cuDevicePrimaryCtxRetain, self.call(driver.cuDeviceGet, device.index)
+        )
+        try:
+            self.kernels = self._loaded(code)
+        except InternalError as e:
+            raise NoKernelError(f"the driver does not load the kernel: {e}") from e
+
+    def _loaded(self, code: bytes) -> dict[str, Any]:
+        """All kernels: the driver loads one when it is first asked for it, and may wait for all
+        that runs on the device then."""
+        driver = self.driver
+        mode = self.call(driver.cuThreadExchangeStreamCaptureMode, self._relaxed())
+        self.call(driver.cuCtxPushCurrent, self._context)
+        try:
+            module = self.call(driver.cuModuleLoadData, code)
+            return {
+                name: self.call(driver.cuModuleGetFunction, module, name.encode())
+                for name in KERNELS
+            }
+        finally:
+            self.call(driver.cuCtxPopCurrent)
+            self.call(driver.cuThreadExchangeStreamCaptureMode, mode)
+
+    def _relaxed(self) -> Any:
+        return self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The value of a call into the driver. Raises `InternalError` for its error."""
@@ -63,16 +90,8 @@ class Cuda:
         if getattr(self._entered, "done", False):
             return
         self.call(self.driver.cuCtxSetCurrent, self._context)
-        relaxed = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self.call(self.driver.cuThreadExchangeStreamCaptureMode, relaxed)
+        self.call(self.driver.cuThreadExchangeStreamCaptureMode, self._relaxed())
         self._entered.done = True
-
-    def kernel(self, name: str) -> Any:
-        if name not in self._kernels:
-            self._kernels[name] = self.call(
-                self.driver.cuModuleGetFunction, self._module, name.encode()
-            )
-        return self._kernels[name]
 
     # `pool.Registrar`
 
@@ -129,7 +148,7 @@ class CudaQueue:
         arguments = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (layers, pages, shape)))
         cuda.call(
             driver.cuLaunchKernel,
-            cuda.kernel(launch.kernel),
+            cuda.kernels[launch.kernel],
             *(launch.blocks, 1, 1),
             *(THREADS, 1, 1),
             0,

@@ -1,12 +1,15 @@
-"""A CUDA device through cuda-python's runtime bindings, imported when one is first opened.
+"""A CUDA device through cuda-python's driver bindings, imported when one is first opened.
 
-The runtime's current device and capture mode belong to each thread and to whoever works in
-it: every call here puts back what it found.
+The driver's API and not the runtime's: the runtime inside cuda-python refuses a driver that
+is older than itself, and `cudaSetDevice` back to a device that a thread never used makes a
+context there, hundreds of MiB for each worker on the first device of a box. A context that
+is pushed is popped again and leaves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -16,45 +19,48 @@ from kvstore.cuda.base import IPC_HANDLE_BYTES, Copy
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
 
 INSTALL = "pip install 'kvstore[cuda]'"
+UUID_BYTES = 16
+ALLOCATION_BYTES = 2 << 20
+"""What is smaller the driver takes out of a larger piece, and a handle shares that piece."""
 
 
-def open_device(ordinal: int = 0, runtime: Any = None) -> BindingsDevice:
-    """The device of that number among those this process sees.
+def open_device(ordinal: int = 0, driver: Any = None) -> BindingsDevice:
+    """The device of that number among those this process sees, with its primary context (which
+    torch uses too), made now where there is none yet.
 
     Raises `DeviceError` when there is none, or no driver or no cuda-python to reach it
-    with. `runtime` stands in for `cuda.bindings.runtime`.
+    with. `driver` stands in for `cuda.bindings.driver`.
     """
-    if runtime is None:
+    if driver is None:
         try:
-            runtime = import_module("cuda.bindings.runtime")
+            driver = import_module("cuda.bindings.driver")
         except ImportError as e:
             raise DeviceError(f"no cuda.bindings ({e}): {INSTALL}") from e
-    calls = _Calls(runtime)
-    count = calls(runtime.cudaGetDeviceCount)
+    calls = _Calls(driver)
+    try:
+        calls(driver.cuInit, 0)
+    except RuntimeError as e:  # what cuda-python says without libcuda.so.1
+        raise DeviceError(f"no CUDA driver: {e}") from e
+    count = calls(driver.cuDeviceGetCount)
     if not 0 <= ordinal < count:
         raise DeviceError(f"there is no CUDA device {ordinal}: {count} are visible")
     return BindingsDevice(calls, ordinal, count)
 
 
 class _Calls:
-    """Calls of the runtime whose return codes are checked."""
+    """Calls of the driver whose return codes are checked."""
 
-    def __init__(self, runtime: Any) -> None:
-        self.runtime = runtime
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
 
     def __call__(self, function: Any, *args: Any) -> Any:
         error, *result = function(*args)
         if int(error) != 0:
-            self.fail(getattr(function, "__name__", str(function)), error)
+            self.fail(function.__name__, error)
         return result[0] if result else None
 
     def fail(self, name: str, error: Any) -> NoReturn:
-        # Or the next to ask for the last error takes ours for its own.
-        self.runtime.cudaGetLastError()
-        said = f"{name}: {error.name}"
-        if error == self.runtime.cudaError_t.cudaErrorMemoryAllocation:
-            raise NoSpaceError(f"{said}: the device has no room")
-        raise DeviceError(said)
+        raise DeviceError(f"{name}: {error.name}")
 
 
 class BindingsDevice:
@@ -62,43 +68,57 @@ class BindingsDevice:
 
     def __init__(self, calls: _Calls, ordinal: int, visible: int) -> None:
         self._calls = calls
-        self._runtime = calls.runtime
+        self._driver = calls.driver
         self._visible = visible
         self.ordinal = ordinal
         self.uuid = self._uuid_of(ordinal)
+        # Never released: it is the engine's, or ends with the process.
+        self._context = calls(self._driver.cuDevicePrimaryCtxRetain, self._device(ordinal))
         self._lock = threading.Lock()
         self._allocated: dict[int, bytes | None] = {}
         """Our own memory, and its handle when it was exported."""
 
+    def _device(self, ordinal: int) -> Any:
+        return self._calls(self._driver.cuDeviceGet, ordinal)
+
     def _uuid_of(self, ordinal: int) -> str:
-        properties = self._calls(self._runtime.cudaGetDeviceProperties, ordinal)
-        return bytes(properties.uuid.bytes).hex()
+        # In cuda-python 13 the first is what the second is in 12.
+        ask = getattr(self._driver, "cuDeviceGetUuid_v2", self._driver.cuDeviceGetUuid)
+        raw = self._calls(ask, self._device(ordinal))
+        return ctypes.string_at(raw.getPtr(), UUID_BYTES).hex()
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
         """Make calls on this device, and say that they have nothing to do with a CUDA graph
-        that another thread captures: else they fail, and end the capture with them."""
-        calls, runtime = self._calls, self._runtime
-        relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
-        mode = calls(runtime.cudaThreadExchangeStreamCaptureMode, relaxed)
-        before = calls(runtime.cudaGetDevice)
+        that another thread captures: else they fail, and end the capture with them.
+
+        Both belong to the thread and to whoever works in it: they are put back.
+        """
+        calls, driver = self._calls, self._driver
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = calls(driver.cuThreadExchangeStreamCaptureMode, relaxed)
         try:
-            if before != self.ordinal:
-                calls(runtime.cudaSetDevice, self.ordinal)
-            yield
+            calls(driver.cuCtxPushCurrent, self._context)
+            try:
+                yield
+            finally:
+                calls(driver.cuCtxPopCurrent)
         finally:
-            if before != self.ordinal:
-                calls(runtime.cudaSetDevice, before)
-            calls(runtime.cudaThreadExchangeStreamCaptureMode, mode)
+            calls(driver.cuThreadExchangeStreamCaptureMode, mode)
 
     def allocate(self, size_bytes: int) -> int:
         if size_bytes < 1:
             raise UsageError("size_bytes", size_bytes, "must be at least 1")
+        whole = -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
         with self._current():
-            address = int(self._calls(self._runtime.cudaMalloc, size_bytes))
+            error, address = self._driver.cuMemAlloc(whole)
+            if error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                raise NoSpaceError(f"cuMemAlloc: {error.name}: the device has no room")
+            if int(error) != 0:
+                self._calls.fail("cuMemAlloc", error)
         with self._lock:
-            self._allocated[address] = None
-        return address
+            self._allocated[int(address)] = None
+        return int(address)
 
     def free(self, address: int) -> None:
         with self._lock:
@@ -106,7 +126,7 @@ class BindingsDevice:
                 raise UsageError("address", hex(address), "must be what `allocate` returned")
             del self._allocated[address]
         with self._current():
-            self._calls(self._runtime.cudaFree, address)
+            self._calls(self._driver.cuMemFree, address)
 
     def export(self, address: int) -> bytes:
         with self._lock:
@@ -115,8 +135,9 @@ class BindingsDevice:
             handle = self._allocated[address]
             if handle is None:
                 with self._current():
-                    raw = self._calls(self._runtime.cudaIpcGetMemHandle, address)
-                handle = self._allocated[address] = bytes(raw.reserved)
+                    raw = self._calls(self._driver.cuIpcGetMemHandle, address)
+                handle = ctypes.string_at(raw.getPtr(), IPC_HANDLE_BYTES)
+                self._allocated[address] = handle
         return handle
 
     def open(self, handle: bytes) -> int:
@@ -125,11 +146,12 @@ class BindingsDevice:
         own = self._own(handle)
         if own is not None:
             return own
-        raw = self._runtime.cudaIpcMemHandle_t()
-        raw.reserved = handle
+        # cuda-python names no field of it in every version.
+        raw = self._driver.CUipcMemHandle()
+        ctypes.memmove(raw.getPtr(), handle, IPC_HANDLE_BYTES)
+        flags = int(self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         with self._current():
-            flags = self._runtime.cudaIpcMemLazyEnablePeerAccess
-            return int(self._calls(self._runtime.cudaIpcOpenMemHandle, raw, flags))
+            return int(self._calls(self._driver.cuIpcOpenMemHandle, raw, flags))
 
     def _own(self, handle: bytes) -> int | None:
         """The driver opens a handle in other processes than the one that exported it only."""
@@ -141,71 +163,65 @@ class BindingsDevice:
             if address in self._allocated:
                 return
         with self._current():
-            self._calls(self._runtime.cudaIpcCloseMemHandle, address)
+            self._calls(self._driver.cuIpcCloseMemHandle, address)
 
     def reaches(self, uuid: str) -> bool:
-        if uuid == self.uuid:
-            return True
-        with self._current():
-            for other in range(self._visible):
-                if other != self.ordinal and self._uuid_of(other) == uuid:
-                    ask = self._runtime.cudaDeviceCanAccessPeer
-                    return bool(self._calls(ask, self.ordinal, other))
+        for other in range(self._visible):
+            if other != self.ordinal and self._uuid_of(other) == uuid:
+                ask = self._driver.cuDeviceCanAccessPeer
+                return bool(self._calls(ask, self._device(self.ordinal), self._device(other)))
         return True
 
     def register_host(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
-        flags = self._runtime.cudaHostRegisterPortable
+        flags = int(self._driver.CU_MEMHOSTREGISTER_PORTABLE)
         if read_only:
-            flags |= self._runtime.cudaHostRegisterReadOnly
+            flags |= int(self._driver.CU_MEMHOSTREGISTER_READ_ONLY)
         with self._current():
-            self._calls(self._runtime.cudaHostRegister, address, size_bytes, flags)
+            self._calls(self._driver.cuMemHostRegister, address, size_bytes, flags)
 
     def unregister_host(self, address: int) -> None:
         with self._current():
-            self._calls(self._runtime.cudaHostUnregister, address)
+            self._calls(self._driver.cuMemHostUnregister, address)
 
     def stream(self) -> BindingsStream:
+        flags = int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         with self._current():
-            flags = self._runtime.cudaStreamNonBlocking
-            handle = self._calls(self._runtime.cudaStreamCreateWithFlags, flags)
-        return BindingsStream(self, handle)
+            return BindingsStream(self, self._calls(self._driver.cuStreamCreate, flags))
 
     # --- for its streams and events ------------------------------------------
 
     def queue(self, batch: Sequence[Copy], stream: Any) -> None:
-        runtime = self._runtime
-        copy, kind = runtime.cudaMemcpyAsync, runtime.cudaMemcpyKind.cudaMemcpyDefault
         with self._current():
             for to, source, size_bytes in batch:
-                self._calls(copy, to, source, size_bytes, kind, stream)
+                self._calls(self._driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def recorded(self, stream: Any) -> Any:
-        runtime = self._runtime
+    def recorded(self, stream: Any) -> BindingsEvent:
+        flags = int(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         with self._current():
-            flags = runtime.cudaEventDisableTiming
-            event = self._calls(runtime.cudaEventCreateWithFlags, flags)
-            self._calls(runtime.cudaEventRecord, event, stream)
+            event = BindingsEvent(self, self._calls(self._driver.cuEventCreate, flags))
+            self._calls(self._driver.cuEventRecord, event.handle, stream)
         return event
 
     def is_done(self, event: Any) -> bool:
         with self._current():
-            error, *_ = self._runtime.cudaEventQuery(event)
-        if error == self._runtime.cudaError_t.cudaErrorNotReady:
+            (error,) = self._driver.cuEventQuery(event)
+        if error == self._driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
         if int(error) != 0:
-            self._calls.fail("cudaEventQuery", error)
+            self._calls.fail("cuEventQuery", error)
         return True
 
     def forget_event(self, event: Any) -> None:
-        self._runtime.cudaEventDestroy(event)
+        with self._current():
+            self._driver.cuEventDestroy(event)
 
     def forget_stream(self, stream: Any) -> None:
         with self._current():
-            self._calls(self._runtime.cudaStreamDestroy, stream)
+            self._calls(self._driver.cuStreamDestroy, stream)
 
 
 EXPORTED_MUST = (
-    "must be what `allocate` returned: only whole allocations of cudaMalloc have IPC handles; "
+    "must be what `allocate` returned: only whole allocations of cuMemAlloc have IPC handles; "
     "VMM memory (cuMemCreate, torch's expandable_segments) and fabric handles are not supported"
 )
 
@@ -227,7 +243,7 @@ class BindingsStream:
     def record(self) -> BindingsEvent:
         with self._lock:
             self._check()
-            return BindingsEvent(self._device, self._device.recorded(self._handle))
+            return self._device.recorded(self._handle)
 
     def _check(self) -> None:
         if self._closed:
@@ -246,11 +262,11 @@ class BindingsEvent:
 
     def __init__(self, device: BindingsDevice, handle: Any) -> None:
         self._device = device
-        self._handle = handle
+        self.handle = handle
 
     def done(self) -> bool:
-        return self._device.is_done(self._handle)
+        return self._device.is_done(self.handle)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter or the driver is shutting down
-            self._device.forget_event(self._handle)
+            self._device.forget_event(self.handle)

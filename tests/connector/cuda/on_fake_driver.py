@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import types
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from contract.kvblocks import KVBlocksContract
 
 from connector.blocks import KVBlocks
 from connector.cuda.blocks import DeviceBlocks
-from connector.cuda.plan import layout_of
+from connector.cuda.plan import KERNELS, layout_of
 from connector.cuda.pool import LockedPool
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ def cuda() -> Any:
     torch.frombuffer = lambda data, dtype: Tensor(np.frombuffer(data, dtype))
     torch.cuda = types.SimpleNamespace(
         get_device_capability=lambda device: (9, 0),
-        device=lambda device: nullcontext(),
         Stream=lambda device: STREAM,
         current_stream=lambda device: STREAM,
         Event=Event,
@@ -71,7 +69,7 @@ def cuda() -> Any:
         patch.setitem(sys.modules, "torch", torch)
         # NVRTC looks into the driver, and finds out that this is none (see test_nvrtc.py).
         patch.setattr(queue, "compiled", lambda capability: b"\x7fELF")
-        yield queue.Cuda("cuda:0")
+        yield queue.Cuda(types.SimpleNamespace(index=0))
 
 
 class TestCudaQueue(KVBlocksContract):
@@ -94,6 +92,17 @@ def test_the_driver_says_whether_memory_is_locked(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, result: str, failure: str
 ) -> None:
     monkeypatch.setenv("FAKE_LOCK_RESULT", result)
-    assert cuda.lock(4096, 4096, True) == failure
-    assert cuda.lock(4096, 4096, False) == failure
+    for writable in (True, False):
+        assert cuda.lock(4096, 4096, writable) == failure
+        cuda.unlock(4096)
+
+
+def test_a_range_that_is_locked_is_not_locked_again(cuda: Any) -> None:
+    assert cuda.lock(4096, 4096, True) == ""
+    assert cuda.lock(8000, 4096, True) == "host_memory_already_registered"
     cuda.unlock(4096)
+
+
+def test_trap_every_kernel_is_loaded_before_the_engine_computes(cuda: Any) -> None:
+    """Loading one may wait for all that runs on the device."""
+    assert set(cuda.kernels) == set(KERNELS)

@@ -1,0 +1,68 @@
+"""Run by test_bindings.py, in a process whose libcuda.so.1 is tests/fake_driver.cpp: the suites
+that a real device runs too (tests/gpu), through the real cuda-python."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from contract.cuda import CudaContract, put
+
+from kvstore.cuda.bindings import ALLOCATION_BYTES, BindingsDevice, open_device
+from kvstore.errors import DeviceError
+
+
+class TestBindings(CudaContract):
+    @pytest.fixture
+    def device(self) -> BindingsDevice:
+        return open_device(0)
+
+    @pytest.fixture
+    def recipe(self) -> tuple[str, int]:
+        return ("bindings", 0)
+
+
+def context_and_mode() -> tuple[int, int]:
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)[1]
+    driver.cuThreadExchangeStreamCaptureMode(mode)
+    return int(driver.cuCtxGetCurrent()[1]), int(mode)
+
+
+def test_trap_a_thread_without_a_context_has_none_afterwards() -> None:
+    """One of device 0, made on the way, costs each worker of a box memory there."""
+    found = []
+
+    def work() -> None:
+        device = open_device(1)
+        memory = device.allocate(100)
+        put(device, memory, b"there")
+        with pytest.raises(DeviceError):
+            device.unregister_host(4096)
+        device.free(memory)
+        found.append(context_and_mode())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(0, 0)]
+
+
+def test_the_uuid_is_whole_whatever_bytes_it_has() -> None:
+    assert open_device(1).uuid == bytes([*(i % 5 * 60 for i in range(15)), 1]).hex()
+
+
+def test_another_visible_device_is_asked_about_and_a_hidden_one_is_not() -> None:
+    one, other = open_device(0), open_device(1)
+    assert one.reaches(one.uuid)
+    assert not one.reaches(other.uuid)
+    assert one.reaches("hidden")
+
+
+def test_an_allocation_shares_no_piece_of_memory_with_another() -> None:
+    device = open_device(0)
+    memory = device.allocate(1)
+    put(device, memory + ALLOCATION_BYTES - 5, b"there")
+    device.free(memory)
