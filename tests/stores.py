@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from redis_servers import RedisServer, wait_until
+from warm_processes import WarmProcess, command
 
 from kvstore import Limits
 from kvstore.index.open import open_guarded
@@ -86,14 +85,11 @@ class NodeProcess:
 
     def start(self, *options: str) -> None:
         """`options` are of this start alone; the last of its name counts."""
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "kvstore.cli", "node", "--url", self.redis.url),
-                *("--run-dir", str(self.run_dir), "--key-prefix", self.key_prefix),
-                *("--end-with-parent", str(os.getpid()), *self._options, *options),
-            ],
-            stdout=subprocess.DEVNULL,
-            env=self._environment,
+        self.process = WarmProcess(
+            command,
+            *("node", "--url", self.redis.url, "--run-dir", str(self.run_dir)),
+            *("--key-prefix", self.key_prefix, *self._options, *options),
+            environment=self._environment,
         )
         wait_until(self._ready, "the node is ready")
 

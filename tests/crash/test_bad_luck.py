@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from redis_servers import RedisServer, wait_until
 from stores import MIB, NodeProcess
+from warm_processes import WarmProcess, program
 
 from kvstore import Client, Limits, NodeUnavailableError, PutStatus, UsageError
 from kvstore.errors import NoSpaceError
@@ -209,25 +209,23 @@ keys = [ns.value_key(f"w{i}") for i in range(4)]
 granted = session.reserve(keys, 1000, ns.id)
 for reservation in granted:
     reservation.buffer[:500] = b"h" * 500
-print("reserved", flush=True)
+print("ready", flush=True)
 time.sleep(60)
 """
 
 
-def start_writer(node) -> subprocess.Popen:
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, node.redis.url, str(node.run_dir), node.key_prefix],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert writer.stdout.readline() == "reserved\n"
-    return writer
+def start(source: str, node: NodeProcess, *more: str) -> WarmProcess:
+    """A client's program; its first line of output says that it is at work."""
+    where = (node.redis.url, str(node.run_dir), node.key_prefix)
+    started = WarmProcess(program, source, *where, *more, stdout=subprocess.PIPE)
+    assert started.stdout.readline() == "ready\n"
+    return started
 
 
 def test_a_writer_killed_between_reserve_and_commit_publishes_nothing_and_leaks_nothing(
     node, client
 ):
-    writer = start_writer(node)
+    writer = start(WRITER, node)
     assert client.stats()["node"]["reserved"] == 4
     assert client.put("w0", b"x").status is PutStatus.IN_PROGRESS
     writer.kill()
@@ -241,7 +239,7 @@ def test_a_writer_killed_between_reserve_and_commit_publishes_nothing_and_leaks_
 
 def test_a_stopped_writer_keeps_its_slots(node, client):
     """Rule 5: it may wake up and write at any time."""
-    writer = start_writer(node)
+    writer = start(WRITER, node)
     try:
         stop(writer.pid)
         time.sleep(1.0)
@@ -325,16 +323,6 @@ while True:
 """
 
 
-def start_loop(node, seed: int) -> subprocess.Popen:
-    loop = subprocess.Popen(
-        [sys.executable, "-c", LOOP, node.redis.url, str(node.run_dir), node.key_prefix, str(seed)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert loop.stdout.readline() == "ready\n"
-    return loop
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_processes_killed_in_the_middle_of_puts_and_gets_never_give_wrong_bytes(seed):
     """Clients and node die at random times; the survivors' bytes are checked all along."""
@@ -342,7 +330,7 @@ def test_processes_killed_in_the_middle_of_puts_and_gets_never_give_wrong_bytes(
 
     rng = random.Random(seed)
     with RedisServer() as redis, watched(NodeProcess(redis, size=24 * MIB)) as node:
-        loops = [start_loop(node, seed * 100 + i) for i in range(3)]
+        loops = [start(LOOP, node, str(seed * 100 + i)) for i in range(3)]
         survivor = loops[0]
         try:
             for round_ in range(8):
@@ -356,7 +344,7 @@ def test_processes_killed_in_the_middle_of_puts_and_gets_never_give_wrong_bytes(
                     loops[victim].kill()
                     loops[victim].wait()
                     assert loops[victim].returncode == -signal.SIGKILL, f"seed {seed}"
-                    loops[victim] = start_loop(node, seed * 100 + 10 + round_)
+                    loops[victim] = start(LOOP, node, str(seed * 100 + 10 + round_))
             assert survivor.poll() is None, f"seed {seed}"
             assert survivor.stdout.readline().startswith("hits"), f"seed {seed}"
         finally:
