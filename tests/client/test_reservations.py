@@ -13,6 +13,8 @@ from stores import NodeProcess
 
 from kvstore import BlockSession, Client, NodeUnavailableError
 from kvstore.client.base import Reservation
+from kvstore.client.link import Holdings
+from kvstore.core.wire import Op
 from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key
 
@@ -147,3 +149,39 @@ def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(
             wait_until(lambda: session.match([KEYS[0]]), "it is there again")
             assert session.view(session.match([KEYS[0]])[0])
         assert open_reservations(lives) == 0
+
+
+def test_the_lease_of_a_dead_node_is_kept_until_no_answer_of_it_can_be_taken(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    """A grant that came before the node died is taken by whoever waits for it."""
+    writer = session.writer
+    link = writer.link()
+    assert link.control.request(Op.STAT)
+    leases = list(mortal.directory.leases.iterdir())
+    retire, seen = link.retire, []
+
+    def retire_late() -> None:
+        writer._settle()  # as another thread that gives something of its own back at this moment
+        seen.append(list(mortal.directory.leases.iterdir()))
+        retire()
+
+    link.retire = retire_late  # type: ignore[method-assign]
+    mortal.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    assert seen == [leases]
+
+
+def test_what_is_held_can_be_said_while_another_thread_unpins() -> None:
+    held = Holdings()
+
+    class Handle(tuple[int, int]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[int]:
+            held.unpin((9, 9))
+            return super().__iter__()
+
+    held.pinned = {Handle((1, 1)): 1, (9, 9): 1, (2, 2): 1}
+    _, pinned = held.said()
+    assert len(pinned) == 3
