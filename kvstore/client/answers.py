@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.core.record import RECORD_BYTES, SIGNED_RECORD_BYTES
-from kvstore.types import Key
+from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, PutResult, rejected
+
+NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
+CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
+"""RESERVE and COMMIT: what became of a block; a string says why it is rejected."""
 
 
 def whole(value: Any) -> int:
@@ -30,6 +34,13 @@ def counters(body: Any) -> dict[str, int | float]:
     if any(type(k) is not str or type(v) not in (int, float) for k, v in numbers.items()):
         raise ValueError("no counters")
     return numbers
+
+
+def outcomes(count: int, body: Any) -> list[PutResult]:
+    """COMMIT of so many blocks."""
+    if len(body) != count:
+        raise ValueError(f"{len(body)} outcomes of {count}")
+    return [CODES[a] if type(a) is int else rejected(a) for a in body]
 
 
 def flags(body: Any) -> list[bool]:

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from kvstore.client.answers import CODES
 from kvstore.client.base import Reservation
 from kvstore.client.remote import RemoteNodes
-from kvstore.client.writer import CODES
 from kvstore.core.placement import Candidate, emptiest_first
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.index.base import Index, Record

@@ -8,9 +8,10 @@ from contextlib import suppress
 
 import xxhash
 
+from kvstore.client.answers import NO_SPACE
 from kvstore.client.base import Reservation
 from kvstore.client.tensors import Payload
-from kvstore.client.writer import NO_SPACE, Later, Want, Writer
+from kvstore.client.writer import Later, Want, Writer
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.segment.copying import copy

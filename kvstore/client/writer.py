@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kvstore.client.answers import block_rows, counters, flags, pins, whole
+from kvstore.client.answers import CODES, block_rows, counters, flags, outcomes, pins, whole
 from kvstore.client.base import Reservation
 from kvstore.client.control import ControlChannel, Ticket, as_it_is
 from kvstore.client.link import Holdings, NodeLink
@@ -30,15 +30,12 @@ from kvstore.errors import (
 )
 from kvstore.hashing import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
-from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
+from kvstore.types import Key, Location, PutResult, rejected
 
 NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
-NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
-CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
-"""What a node's answers mean."""
 Later = Callable[[], list[Any]]
 """What becomes of each of the blocks of a request that was sent."""
 
@@ -295,7 +292,7 @@ class Writer:
         if len(_of_node(link, reservations)) < len(reservations):
             raise NodeUnavailableError("the node that reserved these slots is gone")
         try:
-            ticket = link.control.post(Op.COMMIT, items, accept=partial(_outcomes, len(items)))
+            ticket = link.control.post(Op.COMMIT, items, accept=partial(outcomes, len(items)))
         except NodeUnavailableError:
             self._drop(link)
             raise
@@ -436,12 +433,6 @@ def _of_node(link: NodeLink, reservations: Sequence[Reservation]) -> list[tuple[
     """(slot, generation) of those that this start of this node has granted."""
     node = (link.word.node_id, link.word.epoch)
     return [(r.slot, r.generation) for r in reservations if (r.node_id, r.epoch) == node]
-
-
-def _outcomes(count: int, raw: list[Any]) -> list[PutResult]:
-    if len(raw) != count:
-        raise ValueError(f"{len(raw)} outcomes of {count}")
-    return [CODES[a] if type(a) is int else rejected(a) for a in raw]
 
 
 def _no_checksum(buffer: memoryview) -> int:
