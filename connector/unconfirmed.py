@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from connector.base import BlockTables, LoadJob, SaveJob
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    last_load: int
+    """All loads up to this one must turn out good."""
+    saves: list[SaveJob]
+    tables: list[tuple[int, ...]]
+    """Engine blocks of each request that was scheduled, in token order."""
 
 
 class Unconfirmed:
@@ -19,9 +30,13 @@ class Unconfirmed:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._loads: dict[int, int] = {}
-        """Load job -> workers that have not reported it."""
-        self._saves: list[SaveJob] = []
-        self._tables: dict[str, Sequence[int]] = {}
+        """Load job -> workers that have not reported it; in the order in which they were planned,
+        which is that of their numbers."""
+        self._steps: deque[_Step] = deque()
+
+    def __len__(self) -> int:
+        """Steps that wait for loads."""
+        return len(self._steps)
 
     def step(
         self,
@@ -32,34 +47,36 @@ class Unconfirmed:
     ) -> list[SaveJob]:
         """One step's plan; returns the saves that its workers may start."""
         ready: list[SaveJob] = []
-        if not self._loads:
-            ready, self._saves = self._saves, []
-            self._tables.clear()
+        oldest = next(iter(self._loads), None)
+        while self._steps and (oldest is None or self._steps[0].last_load < oldest):
+            ready += self._steps.popleft().saves
         self._loads.update((job.job_id, self._workers) for job in loads)
         if not self._loads:
             return ready + saves
-        self._saves += saves
-        for request_id in scheduled:
-            for table in block_ids(request_id) or ():
-                self._tables[request_id] = tuple(table)
+        tables = [tuple(table) for name in scheduled for table in block_ids(name) or ()]
+        self._steps.append(_Step(next(reversed(self._loads)), saves, tables))
         return ready
 
     def ended(self, loads: Mapping[int, int]) -> set[int]:
         """Workers have reported loads, so many each; returns those that all have reported."""
         done: set[int] = set()
         for job_id, workers in loads.items():
-            self._loads[job_id] = self._loads.get(job_id, 0) - workers
-            if self._loads[job_id] <= 0:
-                del self._loads[job_id]
+            left = self._loads.get(job_id, 0) - workers
+            if left > 0:
+                self._loads[job_id] = left
+            else:
+                self._loads.pop(job_id, None)
                 done.add(job_id)
         return done
 
     def spoilt(self, invalid: set[int]) -> tuple[list[SaveJob], set[int]]:
         """Loads left `invalid` blocks behind: saves that must not be, and blocks that hold
         no valid KV, those computed from the invalid ones included."""
-        saves, self._saves = self._saves, []
+        saves = [save for step in self._steps for save in step.saves]
         blocks = set(invalid)
-        for table in self._tables.values():
+        for table in (table for step in self._steps for table in step.tables):
             bad = next((i for i, block in enumerate(table) if block in invalid), len(table))
             blocks.update(table[bad:])
+        for step in self._steps:
+            step.saves = []
         return saves, blocks

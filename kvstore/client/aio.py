@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, Self, TypeVar
 
 from kvstore.client.client import Client, Items
@@ -55,8 +55,14 @@ class AsyncClient:
         return await self._run(self._client.match_prefix, tokens)
 
     async def pin(self, key: str | bytes) -> Pinned | None:
-        """The pin itself is closed without waiting: use it in a plain `with`."""
-        return await self._run(self._client.pin, key)
+        """The pin itself is closed without waiting: use it in a plain `with`. One that comes
+        after the call was cancelled is closed at once."""
+        future = self._threads.submit(self._client.pin, key)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_let_go)
+            raise
 
     async def delete(self, key: str | bytes) -> bool:
         return await self._run(self._client.delete, key)
@@ -79,3 +85,10 @@ class AsyncClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _let_go(future: Future[Pinned | None]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        pinned = future.result()
+        if pinned is not None:
+            pinned.close()

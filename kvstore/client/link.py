@@ -18,7 +18,9 @@ class Holdings:
         self.pinned: dict[tuple[int, int], int] = {}
 
     def said(self) -> Held:
-        return list(self.reserved), [(*handle, times) for handle, times in self.pinned.items()]
+        # Copied at once: other threads change both, and need no lock of the connection's for it.
+        pinned = list(self.pinned.items())
+        return list(self.reserved), [(*handle, times) for handle, times in pinned]
 
     def __bool__(self) -> bool:
         return bool(self.reserved or self.pinned)
@@ -48,6 +50,11 @@ class NodeLink:
         self.inline_bytes = word.inline_bytes
         self.introduced: set[int] = set()
         """Namespaces of which this start of the node was told."""
+
+    @property
+    def retired(self) -> bool:
+        """No answer that comes can make anything held any more."""
+        return self.shm is None
 
     def retire(self) -> None:
         """The node is gone: no slot is granted any more, and its memory is not kept. The buffers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -223,7 +224,7 @@ class Reader:
     def seen_away(self, key: Key, location: Location) -> None:
         """The block was read there; `forget` it when it is there no more."""
         if len(self._away) >= PLACES_KEPT_MAX:
-            self._away.pop(next(iter(self._away)), None)
+            _drop_oldest(self._away)
         self._away[key] = location
 
     def forget_away(self, keys: Sequence[Key]) -> bool:
@@ -274,7 +275,7 @@ class Reader:
         place.payload = shm.payload[offset : offset + length]
         place.data = place.payload[: length - meta_length] if meta_length else place.payload
         if len(self._places) >= PLACES_KEPT_MAX:
-            self._places.pop(next(iter(self._places)), None)
+            _drop_oldest(self._places)
         self._places[key] = place
         if attached.gone:  # meanwhile: `let_go` may have passed by already
             self._places.pop(key, None)
@@ -370,3 +371,9 @@ class Reader:
     def close(self) -> None:
         self._places.clear()
         self._away.clear()
+
+
+def _drop_oldest(kept: dict[Key, Any]) -> None:
+    """Whoever changes it at this moment makes room, or will: no lock for one entry too many."""
+    with suppress(RuntimeError, StopIteration):
+        kept.pop(next(iter(kept)), None)

@@ -148,8 +148,8 @@ class Writer:
         if not self._former:
             return
         with self._lock:
-            done = [link for link in self._former if not link.held]
-            self._former = [link for link in self._former if link.held]
+            done = [link for link in self._former if link.retired and not link.held]
+            self._former = [link for link in self._former if link not in done]
         for link in done:
             link.control.close()
 

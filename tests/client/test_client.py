@@ -352,3 +352,22 @@ def test_a_pin_whose_view_is_in_use_is_kept_and_can_be_closed_later(client):
     pinned.close()
     pinned.close()
     assert client.stats()["node"]["pinned"] == 0
+
+
+def test_a_pin_that_comes_after_its_call_was_cancelled_is_not_kept(client, node):
+    client.put("k", b"v" * 100_000)
+
+    async def cancelled():
+        async with AsyncClient(**node.client_options) as other:
+            await other.get("k")
+            node.signal(signal.SIGSTOP)
+            try:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(other.pin("k"), 0.1)
+            finally:
+                node.signal(signal.SIGCONT)
+            await other.stats()  # after it, on the same connection
+            while client.stats()["node"]["pinned"]:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 20))

@@ -135,3 +135,20 @@ def test_a_remembered_place_ends_with_its_block(owned, reader):
     (place,) = reader.find([key_of(9)])
     owned.apply(Mark(3, 0, 1))
     assert not place.valid()
+
+
+def test_a_full_memory_of_places_may_change_while_the_oldest_is_looked_for(
+    reader, owned, monkeypatch
+):
+    class Changing(dict):
+        """Another thread adds to it between the two steps of looking for the first."""
+
+        def __iter__(self):
+            found = super().__iter__()
+            super().__setitem__(bytes(32), None)
+            return found
+
+    monkeypatch.setattr("kvstore.client.reader.PLACES_KEPT_MAX", 1)
+    save(owned, 3, key_of(9))
+    reader._places = Changing({b"o" * 32: None})
+    assert reader.find([key_of(9)])[0] is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -11,8 +11,12 @@ import pytest
 from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
-from kvstore import BlockSession, Client, NodeUnavailableError
+from kvstore import BlockSession, Client, DeadlineError, NodeUnavailableError, PutResult
 from kvstore.client.base import Reservation
+from kvstore.client.link import Holdings
+from kvstore.client.writer import Want
+from kvstore.core.wire import Op
+from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key
 
@@ -94,6 +98,31 @@ def test_what_a_dead_node_granted_is_not_given_back_to_the_next_one(
     assert all(session.commit([new]))
 
 
+def test_more_than_one_request_holds_is_given_back_whole(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    keys = [i.to_bytes(32, "big") for i in range(BATCH_KEYS_MAX + 1)]
+    session.abort([r for r in session.reserve(keys, 100, 1) if isinstance(r, Reservation)])
+    assert open_reservations(mortal) == 0
+
+
+def test_when_the_second_request_of_a_reserve_fails_nothing_is_reserved(
+    mortal: NodeProcess, session: BlockSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [i.to_bytes(32, "big") for i in range(BATCH_KEYS_MAX + 1)]
+    reserve = session.writer._reserve
+
+    def fails_for_one(wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        if len(wants) == 1:
+            raise DeadlineError("the node did not answer in time")
+        return reserve(wants, namespace_id)
+
+    monkeypatch.setattr(session.writer, "_reserve", fails_for_one)
+    with pytest.raises(DeadlineError):
+        session.reserve(keys, 100, 1)
+    assert open_reservations(mortal) == 0
+
+
 def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
     mortal: NodeProcess, session: BlockSession
 ) -> None:
@@ -147,3 +176,39 @@ def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(
             wait_until(lambda: session.match([KEYS[0]]), "it is there again")
             assert session.view(session.match([KEYS[0]])[0])
         assert open_reservations(lives) == 0
+
+
+def test_the_lease_of_a_dead_node_is_kept_until_no_answer_of_it_can_be_taken(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    """A grant that came before the node died is taken by whoever waits for it."""
+    writer = session.writer
+    link = writer.link()
+    assert link.control.request(Op.STAT)
+    leases = list(mortal.directory.leases.iterdir())
+    retire, seen = link.retire, []
+
+    def retire_late() -> None:
+        writer._settle()  # as another thread that gives something of its own back at this moment
+        seen.append(list(mortal.directory.leases.iterdir()))
+        retire()
+
+    link.retire = retire_late  # type: ignore[method-assign]
+    mortal.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    assert seen == [leases]
+
+
+def test_what_is_held_can_be_said_while_another_thread_unpins() -> None:
+    held = Holdings()
+
+    class Handle(tuple[int, int]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[int]:
+            held.unpin((9, 9))
+            return super().__iter__()
+
+    held.pinned = {Handle((1, 1)): 1, (9, 9): 1, (2, 2): 1}
+    _, pinned = held.said()
+    assert len(pinned) == 3

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side
 
-from connector.base import StepPlan, WorkerReport
+from connector.base import LoadJob, SaveJob, StepPlan, WorkerReport
 from connector.geometry import ShardTopology
+from connector.unconfirmed import Unconfirmed
 from kvstore.testing.blockstore import MemoryBlockStore
 
 TABLE = list(range(101, 109))
@@ -119,6 +120,27 @@ def test_steps_that_were_planned_before_the_report_wait_too(side: Side) -> None:
     assert side.step((request, BLOCK)).saves == []
     side.core.report(GOOD)
     assert saved_ids(side.step()) == [(105, 106), (107, 108), (109, 110)]
+
+
+def test_an_engine_that_always_plans_one_load_ahead_saves_nevertheless() -> None:
+    held = Unconfirmed(workers=1)
+    saves = [SaveJob(i, f"r{i}", ()) for i in range(10)]
+    ready: list[SaveJob] = []
+    for i, save in enumerate(saves):
+        ready += held.step([LoadJob(i, f"r{i}", ())], [save], [f"r{i}"], lambda _: [[1]])
+        held.ended({i - 1: 1} if i else {})
+    assert ready == saves[: len(ready)]
+    assert len(ready) >= len(saves) - 2
+    assert len(held) <= 2, "what it remembers does not grow"
+
+
+def test_what_was_planned_before_a_bad_load_and_waits_is_dropped_with_it() -> None:
+    held = Unconfirmed(workers=1)
+    first, second = SaveJob(0, "a", ()), SaveJob(1, "b", ())
+    assert held.step([LoadJob(0, "a", ())], [first], ["a"], lambda _: [[1, 2]]) == []
+    assert held.step([LoadJob(1, "b", ())], [second], ["b"], lambda _: [[2, 3]]) == []
+    assert held.ended({0: 1}) == {0}
+    assert held.spoilt({2}) == ([first, second], {2, 3})
 
 
 def test_trap_every_worker_must_have_reported(store: MemoryBlockStore) -> None:
