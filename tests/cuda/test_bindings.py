@@ -149,4 +149,8 @@ def test_the_real_bindings_take_every_call_and_the_suites_of_a_device_pass(fake_
         Path(__file__).with_name("on_fake_driver.py"),
         TESTS / "gpu" / "test_bindings_contract.py",
         TESTS / "gpu" / "test_gpu_vram.py",
+        # What becomes of a killed owner's memory only a device can tell, and the suite of
+        # transports runs over the model (tests/transport/test_cuda_ipc.py).
+        "-k",
+        "not killed and not TestCudaIpcOnADevice",
     )
