@@ -14,6 +14,7 @@ from kv_cases import Case, Shape
 from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import layout_of
+from connector.cuda.torch_blocks import TorchBlocks
 
 torch: Any = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -47,21 +48,34 @@ def on_device(case: Case) -> tuple[list[Any], list[Any]]:
     return storages, layers
 
 
-class TestContract(KVBlocksContract):
-    @pytest.fixture(autouse=True)
-    def _device(self, device: Any) -> None:
-        type(self).device = device
+class OnDevice(KVBlocksContract):
+    def copier(self, layers: list[Any], shape: Shape) -> KVBlocks:
+        raise NotImplementedError
 
     def blocks(self, case: Case, seed: int) -> KVBlocks:
         storages, layers = on_device(case)
         case.__dict__["there"] = storages
-        layout = layout_of(layers, case.shape.geometry, case.shape.block_tokens)
-        return DeviceBlocks(layout, self.device, keep=layers)
+        return self.copier(layers, case.shape)
 
     def sync(self, case: Case) -> None:
         torch.cuda.synchronize()
         for here, there in zip(case.storages, case.__dict__["there"], strict=True):
             here[:] = there.cpu().numpy()
+
+
+class TestContract(OnDevice):
+    @pytest.fixture(autouse=True)
+    def _device(self, device: Any) -> None:
+        type(self).device = device
+
+    def copier(self, layers: list[Any], shape: Shape) -> KVBlocks:
+        layout = layout_of(layers, shape.geometry, shape.block_tokens)
+        return DeviceBlocks(layout, self.device, keep=layers)
+
+
+class TestWithoutTheKernel(OnDevice):
+    def copier(self, layers: list[Any], shape: Shape) -> KVBlocks:
+        return TorchBlocks(layers, shape.geometry, shape.block_tokens)
 
 
 NHD, HND = (0, 1, 3, 2), (0, 1, 2, 3)
