@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import Row, median, ratios, show, spread
+from kvstore.segment.shm import check_free
 
 MIB = 1 << 20
 PART_BYTES = 64 * MIB
@@ -27,7 +28,7 @@ BATCH_BYTES = 64 * MIB
 REPETITIONS, REPETITIONS_QUICK = 40, 10
 WARM_UP = 3
 MATRIX = 8192
-COMPUTE_S = 1.0
+COMPUTE_S = 0.5
 DRAM_BYTES = 1 << 30
 JOIN_TIMEOUT_S = 30.0
 
@@ -86,11 +87,13 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
 def shared_memory() -> Iterator[memoryview]:
     """As a node's segment is mapped: a file in /dev/shm, all its pages there."""
     path = Path("/dev/shm/kvstore-bench-gpu")
+    check_free(path.parent, POOL_BYTES)  # else a signal ends the process
     with path.open("w+b") as file:
         path.unlink()
         file.truncate(POOL_BYTES)
         mapped = mmap.mmap(file.fileno(), POOL_BYTES)
-        mapped.madvise(23)  # MADV_POPULATE_WRITE
+        for start in range(0, POOL_BYTES, MIB):
+            mapped[start : start + MIB] = bytes(MIB)
         yield memoryview(mapped)
 
 
@@ -127,7 +130,8 @@ class Rig:
         layers = [layer.transpose(1, 2) for layer in kv]
         cuda = Cuda(torch.device("cuda", 0))
         mapping = PoolMapping(pool, PART_BYTES, True, 1, 1)
-        self.pool = LockedPool(cuda, lambda: [mapping] if locked else [], lambda size, why: None)
+        self.locked_bytes = 0
+        self.pool = LockedPool(cuda, lambda: [mapping] if locked else [], self._count)
         self.pool.look()
         layout = layout_of(layers, geometry, BLOCK_TOKENS)
         staging = max(DEVICE_STAGING_BYTES, layout.payload_bytes)
@@ -144,6 +148,9 @@ class Rig:
         tables = [order[i * each : (i + 1) * each] for i in range(self.count)]
         self.gathers = [Gather(*pair) for pair in zip(tables, views, strict=True)]
         self.scatters = [Scatter(v, 0, t) for t, v in zip(tables, views, strict=True)]
+
+    def _count(self, size_bytes: int, failure: str) -> None:
+        self.locked_bytes += 0 if failure else size_bytes
 
     def save(self) -> None:
         self.blocks.gather_many(self.gathers)
@@ -200,6 +207,7 @@ def copies(torch: Any, shape: Shape, repetitions: int) -> list[Row]:
                 "blocks": rig.count,
                 "MiB": round(rig.block_bytes / MIB, 2),
                 "way": name,
+                "locked_MiB": rig.locked_bytes // MIB if name.endswith("pool") else "-",
                 "GB/s": round(moved / median(values) / 1e9, 2),
                 "plain_ratio": round(median(ratios(yardstick, values)), 3),
                 "spread": round(spread(values), 3),

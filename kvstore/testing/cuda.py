@@ -78,7 +78,7 @@ class ModelCuda:
             raise UsageError("size_bytes", size_bytes, "must be at least 1")
         with self._lock:
             if size_bytes > self._free_bytes:
-                raise NoSpaceError("cudaMalloc: the device has no room")
+                raise NoSpaceError("cuMemAlloc: the device has no room")
             self._free_bytes -= size_bytes
         path = self.directory / secrets.token_hex(16)
         with path.open("xb") as file:
@@ -118,7 +118,7 @@ class ModelCuda:
             raise UsageError("handle", f"{len(handle)} bytes", f"must be {IPC_HANDLE_BYTES} bytes")
         name = handle.rstrip(b"\0").decode("ascii", "replace")
         if not name.isalnum():
-            raise DeviceError("cudaIpcOpenMemHandle: cudaErrorInvalidValue")
+            raise DeviceError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
         path = self.directory / name
         with self._lock:
             for address, memory in self._memory.items():
@@ -128,13 +128,13 @@ class ModelCuda:
         try:
             return self._map(path, owned=False)
         except OSError as e:
-            raise DeviceError("cudaIpcOpenMemHandle: cudaErrorInvalidResourceHandle") from e
+            raise DeviceError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_HANDLE") from e
 
     def close(self, address: int) -> None:
         with self._lock:
             memory = self._memory.get(address)
             if memory is None:
-                raise DeviceError("cudaIpcCloseMemHandle: cudaErrorInvalidValue")
+                raise DeviceError("cuIpcCloseMemHandle: CUDA_ERROR_INVALID_VALUE")
             memory = memory._replace(opened=memory.opened - 1)
             self._memory[address] = memory
             if memory.opened == 0:
@@ -153,13 +153,15 @@ class ModelCuda:
         with self._lock:
             for start, length in self._registered.items():
                 if start < address + size_bytes and address < start + length:
-                    raise DeviceError("cudaHostRegister: cudaErrorHostMemoryAlreadyRegistered")
+                    raise DeviceError(
+                        "cuMemHostRegister: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
+                    )
             self._registered[address] = size_bytes
 
     def unregister_host(self, address: int) -> None:
         with self._lock:
             if self._registered.pop(address, None) is None:
-                raise DeviceError("cudaHostUnregister: cudaErrorHostMemoryNotRegistered")
+                raise DeviceError("cuMemHostUnregister: CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
 
     def stream(self) -> ModelStream:
         return ModelStream(self)
@@ -171,7 +173,7 @@ class ModelCuda:
         to, source, size_bytes = copy
         with self._lock:
             if self.broken:
-                raise DeviceError("cudaMemcpyAsync: cudaErrorIllegalAddress")
+                raise DeviceError("cuMemcpyAsync: CUDA_ERROR_ILLEGAL_ADDRESS")
             needed = [
                 memory
                 for start, memory in self._memory.items()
@@ -179,7 +181,7 @@ class ModelCuda:
                 or _within(source, size_bytes, start, start + len(memory.map))
             ]
             if not needed or min(to, source) < NO_ADDRESS_BELOW:
-                raise DeviceError("cudaMemcpyAsync: cudaErrorInvalidValue")
+                raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE")
             self.queued += 1
         return needed
 
@@ -254,5 +256,5 @@ class ModelEvent:
 
     def done(self) -> bool:
         if self._device.broken:
-            raise DeviceError("cudaEventQuery: cudaErrorIllegalAddress")
+            raise DeviceError("cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS")
         return self.reached.is_set()

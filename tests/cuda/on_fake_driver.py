@@ -1,25 +1,15 @@
-"""Run by test_bindings.py, in a process whose libcuda.so.1 is tests/fake_driver.cpp: the suites
-that a real device runs too (tests/gpu), through the real cuda-python."""
+"""Run by test_bindings.py, in a process whose libcuda.so.1 is tests/fake_driver.cpp, through the
+real cuda-python. The suites of a real device (tests/gpu) run there too."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
-from contract.cuda import CudaContract, put
+from contract.cuda import put
 
-from kvstore.cuda.bindings import ALLOCATION_BYTES, BindingsDevice, open_device
+from kvstore.cuda.bindings import ALLOCATION_BYTES, open_device
 from kvstore.errors import DeviceError
-
-
-class TestBindings(CudaContract):
-    @pytest.fixture
-    def device(self) -> BindingsDevice:
-        return open_device(0)
-
-    @pytest.fixture
-    def recipe(self) -> tuple[str, int]:
-        return ("bindings", 0)
 
 
 def context_and_mode() -> tuple[int, int]:

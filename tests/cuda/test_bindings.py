@@ -145,8 +145,11 @@ def test_without_a_driver_the_real_bindings_say_so():
 
 def test_the_real_bindings_take_every_call_and_the_suites_of_a_device_pass(fake_driver):
     """Two processes and all, over tests/fake_driver.cpp."""
+    between_processes = TESTS / "gpu" / "test_gpu_vram.py"
     fake_driver.run(
         Path(__file__).with_name("on_fake_driver.py"),
         TESTS / "gpu" / "test_bindings_contract.py",
-        TESTS / "gpu" / "test_gpu_vram.py",
+        f"{between_processes}::test_all_blocks_of_another_process_arrive_byte_for_byte",
+        f"{between_processes}::test_blocks_that_are_overwritten_meanwhile_are_misses_never_others",
+        f"{between_processes}::test_the_benchmark_runs",
     )

@@ -65,7 +65,8 @@ def test_memory_that_may_only_be_read_is_locked_or_says_why_not(cuda: Any) -> No
     pool = LockedPool(cuda, lambda: [read], lambda size, why: counted.append((size, why)))
     pool.look()
     print(f"read-only memory: {counted}")
-    assert counted in ([(PART, "")] * 4, [(4 * PART, "not_supported")])
+    refused = len(counted) == 1 and counted[0][0] == 4 * PART and counted[0][1]
+    assert refused or counted == [(PART, "")] * 4
     pool.close()
 
 
