@@ -7,6 +7,7 @@ device to offer.
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class Event:
         pass
 
 
-STREAM = types.SimpleNamespace(cuda_stream=0x5EED, synchronize=lambda: None)
+STREAM = types.SimpleNamespace(synchronize=lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,6 @@ def cuda() -> Any:
     torch.frombuffer = lambda data, dtype: Tensor(np.frombuffer(data, dtype))
     torch.cuda = types.SimpleNamespace(
         get_device_capability=lambda device: (9, 0),
-        Stream=lambda device: STREAM,
         current_stream=lambda device: STREAM,
         Event=Event,
     )
@@ -106,3 +106,21 @@ def test_a_range_that_is_locked_is_not_locked_again(cuda: Any) -> None:
 def test_trap_every_kernel_is_loaded_before_the_engine_computes(cuda: Any) -> None:
     """Loading one may wait for all that runs on the device."""
     assert set(cuda.kernels) == set(KERNELS)
+
+
+def test_trap_the_engines_thread_keeps_its_context_and_capture_mode(cuda: Any) -> None:
+    from connector.cuda.queue import CudaQueue
+
+    found: list[Any] = []
+
+    def work() -> None:
+        CudaQueue(cuda, 1 << 20, 1 << 10)
+        mode = cuda.driver.cuThreadExchangeStreamCaptureMode(
+            cuda.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )[1]
+        found.append((int(cuda.driver.cuCtxGetCurrent()[1]), int(mode)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(0, 0)]
