@@ -9,19 +9,18 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from contract.kvblocks import KVBlocksContract
+from kv_cases import Case, Shape
 
-from connector.blocks import KVBlocks
+from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import KERNELS, layout_of
 from connector.cuda.pool import LockedPool
-
-if TYPE_CHECKING:
-    from kv_cases import Case
+from kvstore import DeviceRange
 
 
 class Tensor:
@@ -83,6 +82,19 @@ class TestCudaQueue(KVBlocksContract):
     def blocks(self, case: Case, seed: int) -> KVBlocks:
         layout = layout_of(case.layers, case.shape.geometry, case.shape.block_tokens)
         return DeviceBlocks(layout, self.device)
+
+    def test_payloads_may_lie_on_the_device_itself(self) -> None:
+        case, other = Case(Shape(), 1), Case(Shape(), 2)
+        expected = case.payload([3, 5])
+        room = np.zeros_like(expected)
+        place = DeviceRange(room.ctypes.data, room.size, 0)
+        self.blocks(case, 0).gather_many([Gather([3, 5], place)])
+        assert np.array_equal(room, expected)
+        part = HeadPart(2, 1, 0, 1)
+        self.blocks(other, 0).scatter_many([Scatter(place, 1, [4], part)])
+        same = Case(Shape(), 2)
+        same.put(expected, 1, [4], part, None)
+        assert np.array_equal(other.storages, same.storages)
 
 
 @pytest.mark.parametrize(
