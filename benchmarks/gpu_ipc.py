@@ -6,6 +6,7 @@ Needs a CUDA device. `run` is for `benchmarks/gpu.py` or for calling alone:
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -94,12 +95,14 @@ def _measure(ordinal: int, blocks: int, block_bytes: int) -> Pull:
         target=serve, args=(str(run_dir), ordinal, blocks, block_bytes, theirs), daemon=True
     )
     other.start()
+    theirs.close()  # so that its end is seen here
     try:
         if not ours.poll(PATIENCE_S):
             raise TimeoutError("the other process has not saved its blocks")
         return _read(open_device(ordinal), run_dir, ours.recv(), block_bytes)
     finally:
-        ours.send("end")
+        with contextlib.suppress(OSError):
+            ours.send("end")
         other.join(PATIENCE_S)
         other.kill()
         shutil.rmtree(run_dir, ignore_errors=True)

@@ -43,7 +43,10 @@ struct Copy2D {  // CUDA_MEMCPY2D_v2
 static Result checked() {
     return contexts.empty() || capture_mode != kRelaxed ? kInvalidContext : 0;
 }
-static Result checked(void* stream) { return !stream ? kInvalidValue : checked(); }
+static Result checked(void* stream) {
+    std::lock_guard<std::mutex> held(lock);
+    return streams.count(stream) ? checked() : kInvalidHandle;
+}
 
 #include "fake_driver_memory.h"
 
@@ -103,12 +106,12 @@ Result cuEventCreate(void** event, unsigned flags) {
     if (Result bad = checked()) return bad;
     std::lock_guard<std::mutex> held(lock);
     events[*event = new int] = 1;
-    return flags == 2 ? 0 : kInvalidValue;  // without times
+    return flags & 2 ? 0 : kInvalidValue;  // without times
 }
 Result cuEventRecord(void* event, void* stream) {
     if (Result bad = checked(stream)) return bad;
     std::lock_guard<std::mutex> held(lock);
-    if (!streams.count(stream) || !events.count(event)) return kInvalidHandle;
+    if (!events.count(event)) return kInvalidHandle;
     events[event] = 0;
     return 0;
 }
@@ -118,6 +121,11 @@ Result cuEventQuery(void* event) {  // it is not reached the first time
     auto found = events.find(event);
     return found == events.end() ? kInvalidHandle : found->second++ ? 0 : kNotReady;
 }
+Result cuEventSynchronize(void* event) {
+    if (Result bad = checked()) return bad;
+    std::lock_guard<std::mutex> held(lock);
+    return events.count(event) ? 0 : kInvalidHandle;
+}
 Result cuEventDestroy(void* event) {
     std::lock_guard<std::mutex> held(lock);
     return events.erase(event) ? checked() : kInvalidHandle;
@@ -125,8 +133,7 @@ Result cuEventDestroy(void* event) {
 Result cuMemcpyAsync(char* to, const char* from, size_t bytes, void* stream) {
     if (Result bad = checked(stream)) return bad;
     std::lock_guard<std::mutex> held(lock);
-    if (!streams.count(stream) || !(on_device(to, bytes) || on_device(from, bytes)))
-        return kInvalidValue;
+    if (!on_device(to, bytes) && !on_device(from, bytes)) return kInvalidValue;
     std::memmove(to, from, bytes);
     return 0;
 }

@@ -1,4 +1,4 @@
-"""`Device` over CUDA: torch for memory, streams and events, cuda.bindings for the kernel and DMA.
+"""`Device` over CUDA: torch for memory, cuda.bindings for streams, the kernel and DMA.
 
 Both are imported when a device's tensors are registered.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from connector.cuda.blocks import DeviceQueue, HostMemory
@@ -57,15 +57,19 @@ class Cuda:
     def _loaded(self, code: bytes) -> dict[str, Any]:
         """All kernels: the driver loads one when it is first asked for it, and may wait for all
         that runs on the device then."""
+        get = self.driver.cuModuleGetFunction
+        with self.scope():
+            module = self.call(self.driver.cuModuleLoadData, code)
+            return {name: self.call(get, module, name.encode()) for name in KERNELS}
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """`enter` for a thread that is not ours: it is left as it was."""
         driver = self.driver
         mode = self.call(driver.cuThreadExchangeStreamCaptureMode, self._relaxed())
         self.call(driver.cuCtxPushCurrent, self._context)
         try:
-            module = self.call(driver.cuModuleLoadData, code)
-            return {
-                name: self.call(driver.cuModuleGetFunction, module, name.encode())
-                for name in KERNELS
-            }
+            yield
         finally:
             self.call(driver.cuCtxPopCurrent)
             self.call(driver.cuThreadExchangeStreamCaptureMode, mode)
@@ -125,10 +129,19 @@ class CudaQueue:
         self._host_table = torch.empty(rows, dtype=torch.uint8, pin_memory=True)
         self._table = torch.empty(rows, dtype=torch.uint8, device=cuda.device)
         self.table = memoryview(self._host_table.numpy()).cast("B")
-        self._stream = torch.cuda.Stream(cuda.device)
-        self._handle = self._stream.cuda_stream
-        # Blocking: a thread that waits for a millisecond must not spin, it would hold a core.
-        self._done = torch.cuda.Event(blocking=True)
+        driver = cuda.driver
+        flags = driver.CUevent_flags
+        # Not one of torch's streams: it hands out 32 in turn, and this could be the engine's
+        # too, even while it captures a graph there. Both stay as long as the process.
+        with cuda.scope():
+            self._stream = cuda.call(
+                driver.cuStreamCreate, int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            )
+            # Blocking: a thread that waits for a millisecond must not spin, it would hold a core.
+            self._done = cuda.call(
+                driver.cuEventCreate,
+                int(flags.CU_EVENT_BLOCKING_SYNC) | int(flags.CU_EVENT_DISABLE_TIMING),
+            )
         self._busy = False
         # What was allocated may still be in use by what ran in that memory before.
         torch.cuda.current_stream(cuda.device).synchronize()
@@ -140,7 +153,7 @@ class CudaQueue:
             self._table.data_ptr(),
             self._host_table.data_ptr(),
             launch.pages * PAGE_BYTES,
-            self._handle,
+            self._stream,
         )
         layers = ctypes.c_uint64(launch.layer_table)
         pages = ctypes.c_uint64(self._table.data_ptr())
@@ -152,7 +165,7 @@ class CudaQueue:
             *(launch.blocks, 1, 1),
             *(THREADS, 1, 1),
             0,
-            self._handle,
+            self._stream,
             ctypes.addressof(arguments),  # read before the call returns
             0,
         )
@@ -161,13 +174,13 @@ class CudaQueue:
         cuda, driver = self._begin()
         assert target.rows == 1, "a payload is stored whole, or one layer of it"
         copy = driver.cuMemcpyDtoDAsync if target.on_device else driver.cuMemcpyDtoHAsync
-        cuda.call(copy, target.address, source, target.size_bytes, self._handle)
+        cuda.call(copy, target.address, source, target.size_bytes, self._stream)
 
     def fetch(self, target: int, source: HostPlace) -> None:
         cuda, driver = self._begin()
         if source.rows == 1:
             move = driver.cuMemcpyDtoDAsync if source.on_device else driver.cuMemcpyHtoDAsync
-            cuda.call(move, target, source.address, source.row_bytes, self._handle)
+            cuda.call(move, target, source.address, source.row_bytes, self._stream)
             return
         copy = driver.CUDA_MEMCPY2D()
         if source.on_device:
@@ -179,7 +192,7 @@ class CudaQueue:
         copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
         copy.dstDevice, copy.dstPitch = target, source.row_bytes
         copy.WidthInBytes, copy.Height = source.row_bytes, source.rows
-        cuda.call(driver.cuMemcpy2DAsync, copy, self._handle)
+        cuda.call(driver.cuMemcpy2DAsync, copy, self._stream)
 
     def _begin(self) -> tuple[Cuda, Any]:
         self._cuda.enter()
@@ -188,8 +201,9 @@ class CudaQueue:
 
     def wait(self) -> None:
         if self._busy:
-            self._done.record(self._stream)
-            self._done.synchronize()
+            cuda, driver = self._begin()
+            cuda.call(driver.cuEventRecord, self._done, self._stream)
+            cuda.call(driver.cuEventSynchronize, self._done)
             self._busy = False
 
 

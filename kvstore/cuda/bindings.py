@@ -24,18 +24,31 @@ ALLOCATION_BYTES = 2 << 20
 """What is smaller the driver takes out of a larger piece, and a handle shares that piece."""
 
 
+_lock = threading.Lock()
+_devices: dict[int, BindingsDevice] = {}
+"""Of this process: a device has to know what of its memory is its own."""
+
+
 def open_device(ordinal: int = 0, driver: Any = None) -> BindingsDevice:
     """The device of that number among those this process sees, with its primary context (which
-    torch uses too), made now where there is none yet.
+    torch uses too), made now where there is none yet. The same one each time.
 
     Raises `DeviceError` when there is none, or no driver or no cuda-python to reach it
     with. `driver` stands in for `cuda.bindings.driver`.
     """
-    if driver is None:
-        try:
-            driver = import_module("cuda.bindings.driver")
-        except ImportError as e:
-            raise DeviceError(f"no cuda.bindings ({e}): {INSTALL}") from e
+    if driver is not None:
+        return _open(ordinal, driver)
+    try:
+        driver = import_module("cuda.bindings.driver")
+    except ImportError as e:
+        raise DeviceError(f"no cuda.bindings ({e}): {INSTALL}") from e
+    with _lock:
+        if ordinal not in _devices:
+            _devices[ordinal] = _open(ordinal, driver)
+        return _devices[ordinal]
+
+
+def _open(ordinal: int, driver: Any) -> BindingsDevice:
     calls = _Calls(driver)
     try:
         calls(driver.cuInit, 0)

@@ -56,3 +56,11 @@ def test_an_allocation_shares_no_piece_of_memory_with_another() -> None:
     memory = device.allocate(1)
     put(device, memory + ALLOCATION_BYTES - 5, b"there")
     device.free(memory)
+
+
+def test_memory_of_the_same_process_opens_as_itself_whoever_asks() -> None:
+    owner, reader = open_device(0), open_device(0)
+    memory = owner.allocate(100)
+    assert reader.open(owner.export(memory)) == memory
+    reader.close(memory)
+    owner.free(memory)

@@ -1,4 +1,4 @@
-"""The store's memory, page-locked for a real device, and blocks that go through it."""
+"""The store's memory, page-locked for a real device or on it, and blocks that go through it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from connector_parts import Worker, bits, load_job, loaded, save, save_job, wait_for
+from connector_parts import Worker, bits, keys, load_job, loaded, save, save_job, wait_for
 from kv_cases import Case, Shape
 
 from connector.blocks import Gather, Scatter
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import layout_of
 from connector.cuda.pool import LockedPool
-from kvstore import BlockSession, PoolMapping, UsageError
+from connector.vram import VramStore
+from kvstore import BlockSession, DeviceRange, PoolMapping, UsageError, cuda_device
 from kvstore.index.embedded import find_server
 
 torch: Any = pytest.importorskip("torch")
@@ -131,4 +132,22 @@ def test_two_workers_share_kv_of_a_device_through_a_real_node(real_node: Any) ->
     loaded(other)
     assert torch.equal(bits(other.kv)[:, 11:23].cpu(), bits(one.kv)[:, 1:13].cpu())
     for worker in (one, other):
+        worker.core.close()
+
+
+def test_what_one_worker_keeps_in_vram_another_loads_from_there(real_node: Any) -> None:
+    """Both in this process, where a handle opens as the memory itself."""
+    sessions = [BlockSession(**real_node.client_options, device=cuda_device(0)) for _ in range(2)]
+    producer = VramStore(sessions[0], cuda_device(0), PART, name="vram", arena_bytes=PART // 4)
+    consumer = VramStore(sessions[1], cuda_device(0), 0)
+    one, other = (Worker(s, seed=n, device="cuda") for n, s in enumerate((producer, consumer)))
+    save(one, save_job(5))
+    assert producer.pool is not None
+    assert producer.pool.stats()["blocks"] == 5
+    run = consumer.match(keys(5))
+    assert [isinstance(v.buffer, DeviceRange) for v in consumer.views(run, None) if v] == [True] * 5
+    other.core.start_loads([load_job(consumer, 5)])
+    assert not loaded(other).invalid_block_ids
+    assert torch.equal(bits(other.kv)[:, 11:21].cpu(), bits(one.kv)[:, 1:11].cpu())
+    for worker in (other, one):
         worker.core.close()

@@ -15,6 +15,7 @@ from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import layout_of
 from connector.cuda.torch_blocks import TorchBlocks
+from kvstore import DeviceRange
 
 torch: Any = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -122,6 +123,28 @@ def test_real_geometries_go_there_and_back_byte_by_byte(name: str, device: Any) 
     whole = HeadPart(shape.heads, 0, 0, shape.heads)
     for item, out in zip(scatters, outs, strict=True):
         other.put(out, item.skip, list(item.block_ids), item.part or whole, None)
+    for here, its in zip(other.storages, there, strict=True):
+        assert np.array_equal(here, its.cpu().numpy())
+
+
+def test_payloads_may_lie_on_the_device_itself(device: Any) -> None:
+    """As those in VRAM do: all of one is gathered, some heads of it are scattered."""
+    shape = REAL["kernel-blocks-of-64-in-128"]
+    case, other = Case(shape, 1), Case(shape, 2)
+    (_, layers), (there, targets) = on_device(case), on_device(other)
+    source, target = (
+        DeviceBlocks(layout_of(kv, shape.geometry, shape.block_tokens), device, keep=kv)
+        for kv in (layers, targets)
+    )
+    expected = case.payload([3, 5])
+    room = torch.zeros(expected.size, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    place = DeviceRange(room.data_ptr(), expected.size, 0)
+    source.gather_many([Gather([3, 5], place)])
+    assert np.array_equal(room.cpu().numpy(), expected.reshape(-1))
+    part = HeadPart(shape.heads, 3, 0, 2)
+    target.scatter_many([Scatter(place, 1, [7], part)])
+    other.put(expected, 1, [7], part, None)
     for here, its in zip(other.storages, there, strict=True):
         assert np.array_equal(here, its.cpu().numpy())
 

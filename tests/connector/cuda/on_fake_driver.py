@@ -7,20 +7,20 @@ device to offer.
 from __future__ import annotations
 
 import sys
+import threading
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from contract.kvblocks import KVBlocksContract
+from kv_cases import Case, Shape
 
-from connector.blocks import KVBlocks
+from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import KERNELS, layout_of
 from connector.cuda.pool import LockedPool
-
-if TYPE_CHECKING:
-    from kv_cases import Case
+from kvstore import DeviceRange
 
 
 class Tensor:
@@ -48,7 +48,7 @@ class Event:
         pass
 
 
-STREAM = types.SimpleNamespace(cuda_stream=0x5EED, synchronize=lambda: None)
+STREAM = types.SimpleNamespace(synchronize=lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,6 @@ def cuda() -> Any:
     torch.frombuffer = lambda data, dtype: Tensor(np.frombuffer(data, dtype))
     torch.cuda = types.SimpleNamespace(
         get_device_capability=lambda device: (9, 0),
-        Stream=lambda device: STREAM,
         current_stream=lambda device: STREAM,
         Event=Event,
     )
@@ -84,6 +83,19 @@ class TestCudaQueue(KVBlocksContract):
         layout = layout_of(case.layers, case.shape.geometry, case.shape.block_tokens)
         return DeviceBlocks(layout, self.device)
 
+    def test_payloads_may_lie_on_the_device_itself(self) -> None:
+        case, other = Case(Shape(), 1), Case(Shape(), 2)
+        expected = case.payload([3, 5])
+        room = np.zeros_like(expected)
+        place = DeviceRange(room.ctypes.data, room.size, 0)
+        self.blocks(case, 0).gather_many([Gather([3, 5], place)])
+        assert np.array_equal(room, expected)
+        part = HeadPart(2, 1, 0, 1)
+        self.blocks(other, 0).scatter_many([Scatter(place, 1, [4], part)])
+        same = Case(Shape(), 2)
+        same.put(expected, 1, [4], part, None)
+        assert np.array_equal(other.storages, same.storages)
+
 
 @pytest.mark.parametrize(
     ("result", "failure"), [("0", ""), ("2", "out_of_memory"), ("801", "not_supported")]
@@ -106,3 +118,21 @@ def test_a_range_that_is_locked_is_not_locked_again(cuda: Any) -> None:
 def test_trap_every_kernel_is_loaded_before_the_engine_computes(cuda: Any) -> None:
     """Loading one may wait for all that runs on the device."""
     assert set(cuda.kernels) == set(KERNELS)
+
+
+def test_trap_the_engines_thread_keeps_its_context_and_capture_mode(cuda: Any) -> None:
+    from connector.cuda.queue import CudaQueue
+
+    found: list[Any] = []
+
+    def work() -> None:
+        CudaQueue(cuda, 1 << 20, 1 << 10)
+        mode = cuda.driver.cuThreadExchangeStreamCaptureMode(
+            cuda.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )[1]
+        found.append((int(cuda.driver.cuCtxGetCurrent()[1]), int(mode)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(0, 0)]
