@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import TextIO
@@ -20,7 +21,7 @@ FORKS.set_forkserver_preload(["__main__", "kvstore", "kvstore.cli.node"])
 
 
 class WarmProcess:
-    """Has what `subprocess.Popen` has, as far as tests need it. Ends with its parent."""
+    """Has what `subprocess.Popen` has, as far as tests need it. It ends with its parent."""
 
     returncode: int | None = None
 
@@ -76,6 +77,7 @@ def _begin(
     run: Callable[..., int | None],
     args: tuple[object, ...],
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     told = os.open(os.devnull, os.O_WRONLY) if stdout is None else stdout.fileno()
@@ -83,11 +85,19 @@ def _begin(
     sys.exit(run(*args))
 
 
+def _end_with_parent() -> None:
+    """SIGTERM when what started it ends, however it ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def command(*argv: str) -> int:
-    """`kvstore` with these arguments; it gets SIGTERM when what started it ends."""
+    """`kvstore` with these arguments."""
     from kvstore.cli import main
 
-    return main([*argv, "--end-with-parent", str(os.getppid())])
+    return main(argv)
 
 
 def program(source: str, *argv: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 
 import pytest
 from connector_parts import (
@@ -31,14 +30,6 @@ from connector.protocol import CountStats
 from kvstore.testing.blockstore import MemoryBlockStore
 
 BLOCK_BYTES = GEOMETRY.token_bytes * BLOCK
-
-
-@pytest.fixture
-def worker(store: MemoryBlockStore) -> Iterator[Worker]:
-    pytest.importorskip("torch")
-    worker = Worker(store)
-    yield worker
-    worker.core.close()
 
 
 class TestTable:
