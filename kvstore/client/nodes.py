@@ -176,7 +176,9 @@ class LocalNodes:
         return None
 
     def close(self) -> None:
+        """From here on there are none: what another thread asks for meanwhile is not mapped."""
         with self._lock:
+            self._use = False
             for attached in self._attached.values():
                 attached.gone = True
             self._attached.clear()

@@ -73,6 +73,7 @@ class Writer:
         self._lock = threading.Lock()
         self._link: NodeLink | None = None
         self._search_at = 0.0
+        self._closed = False
         self._former: list[NodeLink] = []
         """Of nodes that are gone, while something of theirs is still in somebody's hands: the
         next start may use the same memory, and the lease keeps it off those slots."""
@@ -90,6 +91,8 @@ class Writer:
         if link is not None:
             return link
         with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
             if self._link is None:
                 self._link = self._find(start)
             return self._link
@@ -418,7 +421,7 @@ class Writer:
 
     def close(self) -> None:
         with self._lock:
-            links = self._links()
+            links, self._closed = self._links(), True
             self._link, self._former = None, []
         for link in links:
             link.control.close()

@@ -371,3 +371,14 @@ def test_a_pin_that_comes_after_its_call_was_cancelled_is_not_kept(client, node)
                 await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(cancelled(), 20))
+
+
+def test_a_closed_client_holds_nothing_whatever_its_other_threads_still_ask_for(node):
+    client = Client(**node.client_options)
+    client.put("k", bytes(100_000))
+    open_index, client.session._opened.close = client.session._opened.close, lambda: None
+    client.close()  # as far as that: the index is the last
+    assert client.put("j", bytes(100_000)).status is PutStatus.REJECTED
+    assert client.get("k") is None
+    open_index()
+    assert list(node.directory.leases.iterdir()) == []
