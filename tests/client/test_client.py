@@ -9,6 +9,7 @@ import pytest
 from redis_servers import wait_until
 
 from kvstore import AsyncClient, Client, Namespace, PutStatus, UsageError
+from kvstore.core.wire import Op
 
 MIB = 1 << 20
 
@@ -320,6 +321,19 @@ def test_an_out_for_the_value_that_is_there_now_fits_whatever_was_there_before(c
         assert bytes(other.get("k", bytearray(50))) == b"2" * 50
         with pytest.raises(UsageError, match="out"):
             other.get("k", bytearray(49))
+
+
+def test_a_child_that_reads_says_nothing_over_its_parents_connection(client):
+    client.put("k", b"1")
+    control = client.session.writer.link().control
+    assert control.say(Op.TOUCH, b"")
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if client.get("k") == b"1" and not control.say(Op.TOUCH, b"") else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_child_that_closes_its_parents_client_takes_nothing_from_it(client, node):
