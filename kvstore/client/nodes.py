@@ -138,8 +138,7 @@ class LocalNodes:
             dead = [
                 place
                 for place, attached in self._attached.items()
-                if not attached.directory.alive()
-                or attached.directory.announcement() != attached.announcement
+                if not attached.directory.lives_as(attached.announcement)
             ]
             for place in dead:
                 self._attached.pop(place).gone = True

@@ -143,7 +143,7 @@ class Writer:
     def _drop(self, link: NodeLink) -> None:
         """The node is gone; what this client holds there can be neither sealed nor read anew."""
         with self._lock:
-            if self._link is not link or self._nodes_alive(link):
+            if self._link is not link or link.control.directory.lives_as(link.word):
                 return
             self._link = None
             self._former.append(link)
@@ -165,11 +165,6 @@ class Writer:
             self._former = [link for link in self._former if link not in done]
         for link in done:
             link.control.close()
-
-    @staticmethod
-    def _nodes_alive(link: NodeLink) -> bool:
-        directory = link.control.directory
-        return directory.alive() and directory.announcement() == link.word
 
     # --- saving -----------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import resource
 import signal
 
 import pytest
@@ -321,6 +322,25 @@ def test_an_out_for_the_value_that_is_there_now_fits_whatever_was_there_before(c
         assert bytes(other.get("k", bytearray(50))) == b"2" * 50
         with pytest.raises(UsageError, match="out"):
             other.get("k", bytearray(49))
+
+
+def test_without_file_descriptors_what_is_mapped_is_read_and_the_rest_is_a_miss(
+    client, monkeypatch
+):
+    client.put("k", b"1" * 100_000)
+    assert client.get("k") is not None
+    monkeypatch.setattr("kvstore.client.nodes.ALIVE_CHECK_S", 0.0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        for _ in range(3):
+            assert client.get("k") == b"1" * 100_000
+            client.session.writer.let_go()
+        assert client.get("absent") is None
+        assert client.explain_key("absent") is not None
+        assert client.put("j", b"2" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_child_that_reads_says_nothing_over_its_parents_connection(client):
