@@ -160,7 +160,20 @@ class NodeDir:
             return None
 
     def alive(self) -> bool:
-        return is_locked(self.lock)
+        """Believed where nobody can look: no file descriptor is left, say."""
+        try:
+            return is_locked(self.lock)
+        except OSError:
+            return True
+
+    def lives_as(self, word: Announcement) -> bool:
+        """Whether the start of the node that announced `word` lives; believed as `alive` is."""
+        try:
+            return self.alive() and Announcement.unpack(self.announcement_path.read_bytes()) == word
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     def remove(self) -> None:
         """Delete the directory and the segment it names. The caller holds the lock."""
@@ -175,7 +188,7 @@ def node_dirs(run_dir: Path) -> Iterator[NodeDir]:
     """Directories of all nodes of this host, living or dead, in name order."""
     try:
         names = sorted(path.name for path in (run_dir / "nodes").iterdir())
-    except FileNotFoundError:
+    except OSError:
         return
     for name in names[:NODES_SCANNED_MAX]:
         with contextlib.suppress(UsageError):

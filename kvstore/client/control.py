@@ -196,14 +196,11 @@ class ControlChannel:
 
     def _connect_to_say(self) -> bool:
         now = time.monotonic()
+        if self._pid != os.getpid():
+            return False  # the connection is the parent's, which may be in the middle of a message
         if self._socket is not None:
             return True
-        if (
-            self._closed
-            or self._retired
-            or self._pid != os.getpid()
-            or not self._breaker.allows(now)
-        ):
+        if self._closed or self._retired or not self._breaker.allows(now):
             return False
         try:
             self._connect(now + SAY_CONNECT_TIMEOUT_S)

@@ -138,8 +138,7 @@ class LocalNodes:
             dead = [
                 place
                 for place, attached in self._attached.items()
-                if not attached.directory.alive()
-                or attached.directory.announcement() != attached.announcement
+                if not attached.directory.lives_as(attached.announcement)
             ]
             for place in dead:
                 self._attached.pop(place).gone = True
@@ -176,7 +175,9 @@ class LocalNodes:
         return None
 
     def close(self) -> None:
+        """From here on there are none: what another thread asks for meanwhile is not mapped."""
         with self._lock:
+            self._use = False
             for attached in self._attached.values():
                 attached.gone = True
             self._attached.clear()

@@ -16,6 +16,7 @@ from kvstore.client.answers import CODES
 from kvstore.client.base import Reservation
 from kvstore.client.remote import RemoteNodes
 from kvstore.core.placement import Candidate, emptiest_first
+from kvstore.core.record import unpack_record
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
@@ -146,8 +147,9 @@ class RemoteWriter:
         except IndexUnavailableError:
             records = [None] * len(keys)
         answers: list[Reservation | PutResult] = []
+        now = time.monotonic()
         for key, record in zip(keys, records, strict=True):
-            if record is not None:
+            if record is not None and not self._in_vram(key, record, now):
                 answers.append(EXISTS)
                 continue
             number = next(self._numbers)
@@ -155,6 +157,13 @@ class RemoteWriter:
             buffer = memoryview(bytearray(size_bytes))
             answers.append(Reservation(key, buffer, 0, 0, AWAY_SLOT, number))
         return answers
+
+    def _in_vram(self, key: Key, record: Record, now: float) -> bool:
+        """Of this host, from where blocks go down by being saved here."""
+        vram, at = self._remote.vram, unpack_record(key, record)
+        if vram is None or at is None:
+            return False
+        return vram.node(at.node_id, at.epoch, now) is not None
 
     def commit(
         self, reservations: Sequence[Reservation], fields: dict[int, bytes]

@@ -63,6 +63,7 @@ class Writer:
         self._lock = threading.Lock()
         self._link: NodeLink | None = None
         self._search_at = 0.0
+        self._closed = False
         self._former: list[NodeLink] = []
         """Of nodes that are gone, while something of theirs is still in somebody's hands: the
         next start may use the same memory, and the lease keeps it off those slots."""
@@ -80,6 +81,8 @@ class Writer:
         if link is not None:
             return link
         with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
             if self._link is None:
                 self._link = self._find(start)
             return self._link
@@ -130,7 +133,7 @@ class Writer:
     def _drop(self, link: NodeLink) -> None:
         """The node is gone; what this client holds there can be neither sealed nor read anew."""
         with self._lock:
-            if self._link is not link or self._nodes_alive(link):
+            if self._link is not link or link.control.directory.lives_as(link.word):
                 return
             self._link = None
             self._former.append(link)
@@ -152,11 +155,6 @@ class Writer:
             self._former = [link for link in self._former if link not in done]
         for link in done:
             link.control.close()
-
-    @staticmethod
-    def _nodes_alive(link: NodeLink) -> bool:
-        directory = link.control.directory
-        return directory.alive() and directory.announcement() == link.word
 
     # --- saving -----------------------------------------------------------
 
@@ -396,7 +394,7 @@ class Writer:
 
     def close(self) -> None:
         with self._lock:
-            links = self._links()
+            links, self._closed = self._links(), True
             self._link, self._former = None, []
         for link in links:
             link.control.close()

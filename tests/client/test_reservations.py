@@ -31,6 +31,19 @@ def mortal(redis_server: RedisServer) -> Iterator[NodeProcess]:
         yield process
 
 
+@pytest.fixture(scope="module")
+def lasting(redis_server: RedisServer) -> Iterator[NodeProcess]:
+    """One that nobody kills."""
+    with NodeProcess(redis_server) as process:
+        yield process
+
+
+@pytest.fixture
+def patient(lasting: NodeProcess) -> Iterator[BlockSession]:
+    with closing(BlockSession(**lasting.client_options)) as session:
+        yield session
+
+
 @pytest.fixture
 def session(mortal: NodeProcess) -> Iterator[BlockSession]:
     with closing(BlockSession(**mortal.client_options)) as session:
@@ -99,35 +112,35 @@ def test_what_a_dead_node_granted_is_not_given_back_to_the_next_one(
 
 
 def test_more_than_one_request_holds_is_given_back_whole(
-    mortal: NodeProcess, session: BlockSession
+    lasting: NodeProcess, patient: BlockSession
 ) -> None:
     keys = [i.to_bytes(32, "big") for i in range(BATCH_KEYS_MAX + 1)]
-    session.abort([r for r in session.reserve(keys, 100, 1) if isinstance(r, Reservation)])
-    assert open_reservations(mortal) == 0
+    patient.abort([r for r in patient.reserve(keys, 100, 1) if isinstance(r, Reservation)])
+    assert open_reservations(lasting) == 0
 
 
 def test_when_the_second_request_of_a_reserve_fails_nothing_is_reserved(
-    mortal: NodeProcess, session: BlockSession, monkeypatch: pytest.MonkeyPatch
+    lasting: NodeProcess, patient: BlockSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [i.to_bytes(32, "big") for i in range(BATCH_KEYS_MAX + 1)]
-    reserve = session.writer._reserve
+    reserve = patient.writer._reserve
 
     def fails_for_one(wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
         if len(wants) == 1:
             raise DeadlineError("the node did not answer in time")
         return reserve(wants, namespace_id)
 
-    monkeypatch.setattr(session.writer, "_reserve", fails_for_one)
+    monkeypatch.setattr(patient.writer, "_reserve", fails_for_one)
     with pytest.raises(DeadlineError):
-        session.reserve(keys, 100, 1)
-    assert open_reservations(mortal) == 0
+        patient.reserve(keys, 100, 1)
+    assert open_reservations(lasting) == 0
 
 
 def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
-    mortal: NodeProcess, session: BlockSession
+    lasting: NodeProcess, patient: BlockSession
 ) -> None:
-    assert session.no_local_node() is None
-    session.abort([reserved(session, KEYS[0])])
+    assert patient.no_local_node() is None
+    patient.abort([reserved(patient, KEYS[0])])
 
     class Interrupted(BaseException):
         pass
@@ -135,16 +148,16 @@ def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
     def interrupt(*_: object) -> None:
         raise Interrupted
 
-    mortal.signal(signal.SIGSTOP)
+    lasting.signal(signal.SIGSTOP)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(Interrupted):
-            session.reserve([KEYS[1]], LENGTH, 1)
+            patient.reserve([KEYS[1]], LENGTH, 1)
     finally:
         signal.signal(signal.SIGALRM, before)
-        mortal.signal(signal.SIGCONT)
-    assert reserved(session, KEYS[1])
+        lasting.signal(signal.SIGCONT)
+    assert reserved(patient, KEYS[1])
 
 
 def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from redis_servers import wait_until
-from stores import NodeThread
+from stores import NodeProcess, NodeThread
 from vram_producer import BLOCK_BYTES, NAMESPACE, PATIENCE_S, Producer, key_of, payload_of, produce
 
 from kvstore import BlockSession, DeviceRange, MissReason, NoSpaceError, UsageError, VramPool
@@ -15,8 +15,10 @@ from kvstore.cli.checks.base import Context
 from kvstore.cuda.base import address_of, wait
 from kvstore.nodedir import NodeDir
 from kvstore.testing.cuda import ModelCuda
+from kvstore.transport.security import StreamSecurity
 
 MIB = 1 << 20
+SECRET = "a secret that both sides know"
 POOL_BLOCKS = 20
 """What fits into a pool of two arenas of 1 MiB, ten slots each."""
 spawn = multiprocessing.get_context("spawn")
@@ -227,6 +229,23 @@ def test_what_is_below_already_is_only_dropped(producer, consumer):
     # The index may have forgotten it with the record of VRAM, until the node looks.
     wait_until(lambda: consumer.reader.find([key_of(0)])[0], "it is found below")
     assert bytes(consumer.reader.find([key_of(0)])[0].buffer) == payload_of(0)
+
+
+def test_without_a_node_on_its_host_blocks_go_down_to_another_host(
+    redis_server, model_dir, tmp_path_factory
+):
+    listens = {"options": ("--listen", "127.0.0.1:0"), "environment": {"KVSTORE_SECRET": SECRET}}
+    with NodeProcess(redis_server, **listens) as far:
+        options = {**far.client_options, "run_dir": tmp_path_factory.mktemp("here")}
+        options["security"] = StreamSecurity(secret=SECRET.encode())
+        producer = Producer(options, model_dir, 2 * MIB, MIB)
+        assert producer.save(*range(10)) == ["vram"] * 10
+        producer.pool.stop(PATIENCE_S)
+        assert producer.pool.demoter.counts["demoted"] == 10
+        wait_until(lambda: len(found_of(producer.store, range(10))) == 10, "they are indexed")
+        found = found_of(producer.store, range(10))
+        assert host_bytes(producer.store, found) == [payload_of(n) for n in range(10)]
+        producer.close()
 
 
 def test_what_host_memory_does_not_take_is_evicted_and_saves_go_on(redis_server, model_dir):
