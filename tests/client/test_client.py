@@ -2,15 +2,11 @@
 
 import asyncio
 import os
-import pickle
-import resource
-import signal
 
 import pytest
 from redis_servers import wait_until
 
 from kvstore import AsyncClient, Client, Namespace, PutStatus, UsageError
-from kvstore.core.wire import Op
 
 MIB = 1 << 20
 
@@ -322,97 +318,3 @@ def test_an_out_for_the_value_that_is_there_now_fits_whatever_was_there_before(c
         assert bytes(other.get("k", bytearray(50))) == b"2" * 50
         with pytest.raises(UsageError, match="out"):
             other.get("k", bytearray(49))
-
-
-def test_without_file_descriptors_what_is_mapped_is_read_and_the_rest_is_a_miss(
-    client, monkeypatch
-):
-    client.put("k", b"1" * 100_000)
-    assert client.get("k") is not None
-    monkeypatch.setattr("kvstore.client.nodes.ALIVE_CHECK_S", 0.0)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
-        for _ in range(3):
-            assert client.get("k") == b"1" * 100_000
-            client.session.writer.let_go()
-        assert client.get("absent") is None
-        assert client.explain_key("absent") is not None
-        assert client.put("j", b"2" * 100_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_a_child_that_reads_says_nothing_over_its_parents_connection(client):
-    client.put("k", b"1")
-    control = client.session.writer.link().control
-    assert control.say(Op.TOUCH, b"")
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if client.get("k") == b"1" and not control.say(Op.TOUCH, b"") else 2)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_child_that_closes_its_parents_client_takes_nothing_from_it(client, node):
-    client.put("k", bytes(100_000))
-    leases = list(node.directory.leases.iterdir())
-    assert leases
-    with client.session.writer.link().control._lock:  # as a thread that waits for an answer has it
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(30)
-                client.close()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert list(node.directory.leases.iterdir()) == leases
-    assert client.get("k") == bytes(100_000)
-
-
-def test_a_pin_whose_view_is_in_use_is_kept_and_can_be_closed_later(client):
-    client.put("k", b"v" * 100_000)
-    pinned = client.pin("k")
-    in_use = pickle.PickleBuffer(pinned.buffer)
-    with pytest.raises(BufferError):
-        pinned.close()
-    assert client.stats()["node"]["pinned"] == 1
-    in_use.release()
-    pinned.close()
-    pinned.close()
-    assert client.stats()["node"]["pinned"] == 0
-
-
-def test_a_pin_that_comes_after_its_call_was_cancelled_is_not_kept(client, node):
-    client.put("k", b"v" * 100_000)
-
-    async def cancelled():
-        async with AsyncClient(**node.client_options) as other:
-            await other.get("k")
-            node.signal(signal.SIGSTOP)
-            try:
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(other.pin("k"), 0.1)
-            finally:
-                node.signal(signal.SIGCONT)
-            await other.stats()  # after it, on the same connection
-            while client.stats()["node"]["pinned"]:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(cancelled(), 20))
-
-
-def test_a_closed_client_holds_nothing_whatever_its_other_threads_still_ask_for(node):
-    client = Client(**node.client_options)
-    client.put("k", bytes(100_000))
-    open_index, client.session._opened.close = client.session._opened.close, lambda: None
-    client.close()  # as far as that: the index is the last
-    assert client.put("j", bytes(100_000)).status is PutStatus.REJECTED
-    assert client.get("k") is None
-    open_index()
-    assert list(node.directory.leases.iterdir()) == []

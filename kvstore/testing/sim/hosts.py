@@ -57,6 +57,9 @@ class SimNodeDir(NodeDir):
     def alive(self) -> bool:
         return self.holder is not None and not self.holder.dead
 
+    def lives_as(self, word: Announcement) -> bool:
+        return self.alive() and self.announcement() == word
+
     def announce(self, word: Announcement) -> None:
         self.file.word = word
 
