@@ -42,7 +42,8 @@ class RequestState:
     saved_blocks: int = 0
     """Leading store blocks that were planned for saving since the last preemption."""
     save_barred: bool = False
-    """Computed before a reset: not saved until it is computed anew."""
+    """Computed before a reset, or on what somebody else was still loading: not saved until it
+    is computed anew."""
     _keys: tuple[tuple[list[Key], ...], ...] = ()
     """Of the engine's own split, per group and shard."""
     _key_hashes: Sequence[bytes] = ()

@@ -9,6 +9,7 @@ change the same requests: a little longer than other files.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,9 @@ class SchedulerCore:
         self._forget: Callable[[set[int]], None] = lambda _: None
         self._requests: dict[str, RequestState] = {}
         self._planned_loads: list[LoadJob] = []
+        self._known_tokens: dict[str, int] = {}
+        """Of requests that were matched since the last step: tokens that the engine had, or
+        that are loaded by us."""
         self._loads: dict[str, LoadUnderWay] = {}
         """By request, until the load has ended on every worker."""
         self._next_load_id = 0
@@ -140,6 +144,7 @@ class SchedulerCore:
 
         May be called any number of times without anything coming of it.
         """
+        self._known_tokens[request.request_id] = num_computed_tokens
         if not self._settings.loads:
             return 0
         if not self._long_enough(request):
@@ -202,6 +207,7 @@ class SchedulerCore:
         self._planned_loads.append(job)
         first_block = offer.start_token // self._layout.block_tokens
         self._loads[request.request_id] = LoadUnderWay(job, first_block)
+        self._known_tokens[request.request_id] = offer.start_token + num_tokens
 
     def _long_enough(self, request: EngineRequest) -> bool:
         return request.num_tokens >= self._layout.block_tokens
@@ -239,6 +245,7 @@ class SchedulerCore:
             if request_id in self._requests:
                 self._requests[request_id].forget_progress()
         scheduled = list(scheduled)
+        self._bar_saves_on_others_loads(request for request, _ in scheduled)
         plan = StepPlan(loads=self._planned_loads, idle=not scheduled)
         self._planned_loads = []
         for request, num_scheduled_tokens in scheduled if self._settings.saves else ():
@@ -249,6 +256,15 @@ class SchedulerCore:
             names = [request.request_id for request, _ in scheduled]
             plan.saves = self._unconfirmed.step(plan.loads, plan.saves, names, block_ids)
         return plan
+
+    def _bar_saves_on_others_loads(self, scheduled: Iterable[EngineRequest]) -> None:
+        """Under a MultiConnector: a request that was matched for this step and has more tokens
+        than the engine and we gave it gets them from another connector within the step. That
+        may fail, and is told after the step has been saved: nothing of it is (rule 1)."""
+        known, self._known_tokens = self._known_tokens, {}
+        for request in scheduled:
+            if request.num_computed_tokens > known.get(request.request_id, sys.maxsize):
+                self._state(request.request_id).save_barred = True
 
     def _plan_saves(
         self,

@@ -235,3 +235,46 @@ def test_trap_a_session_that_replaces_tokens_saves_under_the_keys_of_what_it_has
     keys = [block.keys[0] for job in plan.saves for block in job.blocks]
     assert keys == side.keys(request)[1:]
     side.core.close()
+
+
+def matched_for_this_step(side: Side, request: FakeRequest, computed: int) -> None:
+    """As the engine does right before it schedules the request."""
+    side.match(request, computed)
+    assert side.core.match(request, computed) is not None
+
+
+def test_trap_what_another_connector_loads_within_the_step_is_not_saved(side: Side) -> None:
+    """Whether that load was good is told after the step."""
+    request = prompt(side, 4)
+    matched_for_this_step(side, request, BLOCK)
+    side.core.allocated(request, lambda: [side.tables["r"]], 0)
+    request.num_computed_tokens = 3 * BLOCK  # one the engine had, two of the other connector
+    assert saved(side.step((request, BLOCK + 2))) == []
+    request.tokens += range(2 * BLOCK)
+    assert saved(side.step((request, 2 * BLOCK))) == [], "it was computed on them"
+
+
+def test_what_another_connector_loaded_between_steps_is_saved(side: Side) -> None:
+    request = prompt(side, 4)
+    matched_for_this_step(side, request, 0)
+    side.core.allocated(request, lambda: [side.tables["r"]], 0)
+    side.step()
+    request.num_computed_tokens = 3 * BLOCK
+    assert len(saved(side.step((request, BLOCK + 2)))) == 4
+
+
+def test_what_the_engine_had_and_what_is_loaded_here_does_not_keep_the_rest_from_being_saved(
+    store: MemoryBlockStore,
+) -> None:
+    side = Side(store, layerwise=True)
+    request = prompt(side, 4)
+    side.put(request, 3)
+    matched_for_this_step(side, request, BLOCK)
+    side.core.allocated(request, lambda: [side.tables["r"]], 2 * BLOCK)
+    request.num_computed_tokens = 3 * BLOCK
+    plan = side.step((request, BLOCK + 2))
+    assert len(plan.loads) == 1
+    (load,) = plan.loads
+    side.core.report(WorkerReport(ended_loads={load.job_id: 1}))
+    assert len(saved(side.step())) == 1
+    side.core.close()
