@@ -157,8 +157,9 @@ class StreamService:
             payloads = [memoryview(payload.tobytes()) for payload in payloads]
         chunks = chunked([[payload] for payload in payloads])
         digests = None if all(known) else Digests(lengths)
-        for chunk in chunks if digests is not None else ():
-            digests.update(chunk)
+        if digests is not None:
+            for chunk in chunks:
+                digests.update(chunk)
         for chunk in chunks:
             before += chunk.pieces
             if not snapshot:
