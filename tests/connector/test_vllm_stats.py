@@ -134,15 +134,28 @@ class TestStats:
             assert set(stats) == {"KVStoreConnector"}
             seen.observe(pickle.loads(pickle.dumps(stats)))
             log.observe(pickle.loads(pickle.dumps(stats)))
-        assert prometheus.get_sample_value("vllm:kvstore_saved_blocks_total", LABELS) == 3
+        assert prometheus.get_sample_value("vllm:kvstore_lookup_blocks_total", LABELS) == 3
         lines: list[str] = []
         log.log(lambda text, *args: lines.append(text % args))
-        assert "'kvstore_saved_blocks': 3" in lines[0]
+        assert "'kvstore_lookup_blocks': 3" in lines[0]
 
 
 def multi_child_without_stats() -> dict[str, Any]:
-    """vLLM's own connector that fills in dummy KV; as a producer it does nothing here."""
+    """vLLM's own connector that fills in dummy KV, as part of the step."""
     return {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_producer"}
+
+
+def test_trap_what_another_connector_fills_in_within_the_step_is_not_saved(
+    make: MakeEngine, store: MemoryBlockStore
+) -> None:
+    engine = make(transfer=multi(multi_child_without_stats()))
+    engine.add("a", prompt(3 * BLOCK + 5))
+    engine.run()
+    assert store.sealed() == []
+    alone = make(transfer=multi())
+    alone.add("a", prompt(3 * BLOCK + 5))
+    alone.run()
+    assert len(store.sealed()) == 3
 
 
 def test_hits_under_multi_connector_are_counted_as_the_childs(make: MakeEngine) -> None:
