@@ -219,8 +219,11 @@ class Client:
             self._writer.touch([k for k, v in zip(keys, values, strict=True) if v is not None], now)
         return values
 
-    def _look(self, keys: Sequence[Key], out: Sequence[Any] | None) -> list[Any]:
-        """Search and read; what was remembered on another host and has gone, once more."""
+    def _look(
+        self, keys: Sequence[Key], out: Sequence[Any] | None, *, again: bool = True
+    ) -> list[Any]:
+        """Search and read; what was remembered on another host and has gone, once more: not a
+        third time, however often other threads remember it meanwhile."""
         found = self._reader.search(keys)
         values: list[Any] = [
             None if place is None else self._read(keys[i], place, None if out is None else out[i])
@@ -233,9 +236,9 @@ class Client:
         try:
             fetched = self._fetch(aways)
         except UsageError:  # an `out` is too small, perhaps for what is there no more
-            if not self._reader.forget_away([away.key for away in aways]):
+            if not (self._reader.forget_away([away.key for away in aways]) and again):
                 raise
-            return self._look(keys, out)
+            return self._look(keys, out, again=False)
         for i, away, value in zip(found.away, aways, fetched, strict=True):
             values[i] = value
             if value is not None:
@@ -243,9 +246,10 @@ class Client:
             elif self._reader.is_remembered_away(away.key):
                 self._reader.forget(away.key)
                 stale.append(i)
-        if stale:
+        if stale and again:
             outs = None if out is None else [out[i] for i in stale]
-            for i, value in zip(stale, self._look([keys[i] for i in stale], outs), strict=True):
+            anew = self._look([keys[i] for i in stale], outs, again=False)
+            for i, value in zip(stale, anew, strict=True):
                 values[i] = value
         return values
 
