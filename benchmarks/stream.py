@@ -24,7 +24,7 @@ from kvstore.index.breaker import GuardedIndex
 from kvstore.index.redis import open_index
 from kvstore.node import Node, NodeConfig, stream_service
 from kvstore.testing.hosts import Hosts, why_not
-from kvstore.transport import stream
+from kvstore.transport import channel, stream
 from kvstore.transport.chunks import Digests
 from kvstore.transport.security import StreamSecurity
 
@@ -90,12 +90,18 @@ class StreamOwner:
 
 
 class BareSource:
-    """Sends what it is asked for with sendmsg, out of shared memory: the yardstick."""
+    """Sends what it is asked for with sendmsg, a value a call, out of shared memory: the yardstick.
 
-    def __init__(self, run_dir: Path, url: str, size_bytes: int, listen: Listen) -> None:
+    With `call_bytes`, no call is larger: as plain, but with what the store's streams know.
+    """
+
+    def __init__(
+        self, run_dir: Path, url: str, size_bytes: int, listen: Listen, call_bytes: int | None
+    ) -> None:
         address = listen()
         self._memory = mmap.mmap(-1, size_bytes)
         self._memory[:] = os.urandom(MIB) * (size_bytes // MIB)
+        self._call_bytes = call_bytes
         self._listener = socket.create_server((address, 0))
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -112,7 +118,7 @@ class BareSource:
             for i in range(count):
                 left = view[i * size_bytes : (i + 1) * size_bytes]
                 while left.nbytes:
-                    left = left[connection.sendmsg([left]) :]
+                    left = left[connection.sendmsg([left[: self._call_bytes]]) :]
 
     def cpu_s(self) -> float:
         return time.process_time()
@@ -124,7 +130,8 @@ class BareSource:
 class BareReader:
     """Receives it with recv_into."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], call_bytes: int | None) -> None:
+        self._call_bytes = call_bytes
         self._connection = socket.create_connection(address)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -133,7 +140,8 @@ class BareReader:
         self._connection.sendall(len(out).to_bytes(8, "little") + size_bytes.to_bytes(8, "little"))
         for left in out:
             while left.nbytes:
-                left = left[self._connection.recv_into(left, 0, socket.MSG_WAITALL) :]
+                piece = left[: self._call_bytes]
+                left = left[self._connection.recv_into(piece, 0, socket.MSG_WAITALL) :]
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -161,13 +169,25 @@ def _run(options: Namespace, listen: Listen) -> tuple[dict[str, Any], list[Row]]
     with house(64 * MIB) as here:
         about = machine(here.url)
         owners = {name: here.worker(StreamOwner, name, listen) for name in _OPS}
-        bare = here.worker(BareSource, max(count * size for count, size in SHAPES), listen)
-        reader = BareReader(bare.do("address"))
-        for count, size_bytes in SHAPES:
-            rows += _shape(here, owners, bare, reader, (count, size_bytes), repetitions)
+        most = max(count * size for count, size in SHAPES)
+        bare = {
+            name: here.worker(BareSource, most, listen, send) for name, (send, _) in _BARE.items()
+        }
+        readers = {
+            name: BareReader(bare[name].do("address"), receive)
+            for name, (_, receive) in _BARE.items()
+        }
+        for shape in SHAPES:
+            rows += _shape(here, owners | bare, readers, shape, repetitions)
     return about, rows
 
 
+_YARDSTICK = "bare stream"
+_BARE = {
+    _YARDSTICK: (None, None),
+    "bare, our calls": (channel.SEND_BYTES_MAX, channel.RECEIVE_BYTES_MAX),
+}
+"""Most bytes in a call that sends and in one that receives; None: a value a call."""
 _OPS = ("first", "again", "unchecked")
 """get_many of blocks that the node has not served before, and has to hash; that it has;
 without checksums on either side."""
@@ -175,16 +195,17 @@ without checksums on either side."""
 
 def _shape(
     here: House,
-    owners: dict[str, Worker],
-    bare: Worker,
-    reader: BareReader,
+    servers: dict[str, Worker],
+    readers: dict[str, BareReader],
     shape: tuple[int, int],
     repetitions: int,
 ) -> list[Row]:
     count, size_bytes = shape
     out = [memoryview(bytearray(size_bytes)) for _ in range(count)]
     keys = [f"{count} of {size_bytes}, {i}" for i in range(count)]
-    calls: dict[str, Callable[[], object]] = {"bare stream": lambda: reader.read(out)}
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(reader.read, out) for name, reader in readers.items()
+    }
     clients = {op: _filled(here, op, keys, size_bytes) for op in _OPS}
 
     def get_many(op: str) -> None:
@@ -193,12 +214,11 @@ def _shape(
         assert None not in client.get_many(keys, out), client.stats()
 
     calls |= {op: partial(get_many, op) for op in _OPS}
-    servers = {**owners, "bare stream": bare}
     try:
         interleaved(calls, WARM_UP)
         took = interleaved(calls, repetitions)
         rows = [
-            _row(op, shape, took[op], took["bare stream"], *_cpu(call, servers[op], shape))
+            _row(op, shape, took[op], took[_YARDSTICK], *_cpu(call, servers[op], shape))
             for op, call in calls.items()
         ]
         for op in _OPS:

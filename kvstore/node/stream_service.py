@@ -155,12 +155,10 @@ class StreamService:
         snapshot = sum(lengths) <= SNAPSHOT_BYTES
         if snapshot:
             payloads = [memoryview(payload.tobytes()) for payload in payloads]
-        chunks = chunked([[payload] for payload in payloads])
         digests = None if all(known) else Digests(lengths)
-        if digests is not None:
-            for chunk in chunks:
+        for chunk in chunked([[payload] for payload in payloads]):
+            if digests is not None:
                 digests.update(chunk)
-        for chunk in chunks:
             before += chunk.pieces
             if not snapshot:
                 channel.send(before, deadline)

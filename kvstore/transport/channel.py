@@ -14,6 +14,9 @@ from kvstore.errors import DeadlineError, NodeUnavailableError
 
 IOV_MAX = 256
 """Buffers in one system call; Linux takes 1024."""
+SEND_BYTES_MAX = 768 << 10
+RECEIVE_BYTES_MAX = 256 << 10
+"""In one system call. With a whole MiB in each, a stream is a quarter slower (0016)."""
 _TIMEVAL = struct.Struct("@ll")
 _WAIT_MIN_S = 0.001
 
@@ -44,7 +47,7 @@ class Channel:
                     self._socket.sendall(left.pop(0))
                 else:
                     self._limit(socket.SO_SNDTIMEO, timeout_s)
-                    advance(left, self._socket.sendmsg(left[:IOV_MAX]))
+                    advance(left, self._socket.sendmsg(first(left, SEND_BYTES_MAX)))
         except (BlockingIOError, TimeoutError) as e:
             raise DeadlineError("the other side takes nothing") from e
         except OSError as e:
@@ -84,7 +87,7 @@ class Channel:
         else:
             flags = socket.MSG_WAITALL
             self._limit(socket.SO_RCVTIMEO, timeout_s)
-        return self._socket.recvmsg_into(buffers[:IOV_MAX], 0, flags)[0]
+        return self._socket.recvmsg_into(first(buffers, RECEIVE_BYTES_MAX), 0, flags)[0]
 
     def quiet(self) -> bool:
         """Still connected and nothing to read: as it must be between two requests."""
@@ -110,6 +113,17 @@ class Channel:
         seconds = int(timeout_s)
         value = _TIMEVAL.pack(seconds, int((timeout_s - seconds) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
+    """What one system call may take of `buffers`: at most `size_bytes`."""
+    some: list[memoryview] = []
+    for view in buffers[:IOV_MAX]:
+        some.append(view[:size_bytes])
+        size_bytes -= some[-1].nbytes
+        if not size_bytes:
+            break
+    return some
 
 
 def advance(buffers: list[memoryview], count: int) -> None:
