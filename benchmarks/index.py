@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,9 @@ def _key(batch: int, i: int) -> Key:
     return b"%08d%024d" % (batch, i)
 
 
-def interleaved(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], repetitions: int
+) -> dict[str, list[float]]:
     """Seconds of each call; in every repetition they take turns, each goes first as often."""
     names = list(calls)
     took: dict[str, list[float]] = {name: [] for name in names}

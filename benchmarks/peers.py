@@ -52,6 +52,7 @@ class PlainRedis:
 
     def get(self, keys: Sequence[str], out: Sequence[memoryview]) -> None:
         for target, value in zip(out, self._client.mget(keys), strict=True):
+            assert isinstance(value, bytes)
             target[:] = value
 
     def close(self) -> None:

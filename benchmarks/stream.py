@@ -69,7 +69,7 @@ class StreamOwner:
     def __init__(self, run_dir: Path, url: str, name: str, listen: Listen) -> None:
         address = listen()
         if name == "unchecked":
-            stream_service.Digests = NoDigests  # type: ignore[misc]
+            stream_service.Digests = NoDigests  # type: ignore[attr-defined]
         if name == "first":
             stream_service.CHECKSUMS_KEPT_MAX = 0
         config = NodeConfig(
@@ -209,7 +209,8 @@ def _shape(
     clients = {op: _filled(here, op, keys, size_bytes) for op in _OPS}
 
     def get_many(op: str) -> None:
-        stream.Digests = NoDigests if op == "unchecked" else Digests  # type: ignore[misc]
+        digests = NoDigests if op == "unchecked" else Digests
+        stream.Digests = digests  # type: ignore[attr-defined]
         client = clients[op][0]
         assert None not in client.get_many(keys, out), client.stats()
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from kvstore.core import wire
 from kvstore.core.events import Clear, Corrupt, Drop, Event, SessionDead, SessionResumed
@@ -81,7 +81,7 @@ class Node:
 
     # --- life -----------------------------------------------------------
 
-    def start(self) -> Node:
+    def start(self) -> Self:
         """Run in a thread of this process; returns when clients can connect.
 
         Raises what kept it from starting: `UsageError` (name taken, bad sizes) or

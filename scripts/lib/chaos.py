@@ -90,14 +90,14 @@ class Store:
         word = directory.announcement()
         return word is not None and word.pid == pid and directory.socket.exists()
 
-    def signal(self, who: str, number: signal.Signals) -> None:
+    def send(self, who: str, number: signal.Signals) -> None:
         process = self.processes[who]
         if process.poll() is not None:
             raise RuntimeError(f"{who} ended by itself with {process.returncode}")
         process.send_signal(number)
 
     def end(self, who: str, number: signal.Signals) -> None:
-        self.signal(who, number)
+        self.send(who, number)
         self.processes[who].wait(START_TIMEOUT_S)
 
     def carry_out(self, fault: plan.Fault) -> None:
@@ -105,10 +105,10 @@ class Store:
         victims = ("redis", "node") if fault.victim == "both" else (fault.victim,)
         if fault.kind == "pause":
             for who in victims:
-                self.signal(who, signal.SIGSTOP)
+                self.send(who, signal.SIGSTOP)
             time.sleep(fault.lasts_s)
             for who in victims:
-                self.signal(who, signal.SIGCONT)
+                self.send(who, signal.SIGCONT)
             return
         number = signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM
         for who in reversed(victims):

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -131,7 +131,7 @@ class Demo:
 
     def ask(
         self,
-        work: dict[str, Sequence[int]],
+        work: Mapping[str, Sequence[int]],
         progress: Progress,
         title: str,
         after: Callable[[], None] = lambda: None,

@@ -18,15 +18,18 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import xxhash
 
+from kvstore.client.base import Reservation
 from kvstore.client.nodes import LocalNodes
-from kvstore.client.writer import Want, Writer
+from kvstore.client.wants import Want
+from kvstore.client.writer import Writer
 from kvstore.core.record import unpack_record
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig
+from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.nodedir import Announcement
 from kvstore.segment.layout import Layout
 from kvstore.transport.address import own_address, parse_listen
@@ -119,8 +122,11 @@ def start_node(run_dir: Path, listen: tuple[str, int], advertise: str, checks: C
     raise SystemExit(1)
 
 
-def sidecar(node: Node):
-    return node._stream.nixl
+def sidecar(node: Node) -> NixlSidecar:
+    stream = node._stream
+    assert stream is not None
+    assert stream.nixl is not None
+    return stream.nixl
 
 
 def save_blocks(node: Node, run_dir: Path) -> list[tuple[str, list[int]]]:
@@ -131,9 +137,12 @@ def save_blocks(node: Node, run_dir: Path) -> list[tuple[str, list[int]]]:
     for number in range(BLOCKS):
         key, payload = secrets.token_bytes(32), payload_of(number)
         (slot,) = writer.reserve([Want(key, BLOCK_BYTES, Kind.BLOCK, 0, None, 0)], 1)
+        assert isinstance(slot, Reservation), slot
         slot.buffer[:] = payload
         assert writer.commit([slot])[0]
-        location = unpack_record(key, node.index.lookup([key])[0])
+        (record,) = node.index.lookup([key])
+        location = unpack_record(key, record) if record is not None else None
+        assert location is not None
         blocks.append((key.hex(), list(location)))
     writer.close()
     nodes.close()
@@ -167,6 +176,7 @@ def serve(args: argparse.Namespace) -> int:
 def obey(connection: Connection, node: Node, blocks: list[tuple[str, list[int]]]) -> None:
     """Do what the client asks, until it hangs up."""
     signals = {"stop": signal.SIGSTOP, "continue": signal.SIGCONT, "kill": signal.SIGKILL}
+    assert node.announcement is not None
     while True:
         asked = connection.recv_bytes(1024).decode()
         answer: object = None
@@ -174,8 +184,8 @@ def obey(connection: Connection, node: Node, blocks: list[tuple[str, list[int]]]
             answer = [node.announcement.pack().decode(), blocks]
         elif asked == "pid":
             answer = sidecar(node).pid
-        elif sidecar(node).pid is not None:
-            os.kill(sidecar(node).pid, signals[asked])
+        elif (pid := sidecar(node).pid) is not None:
+            os.kill(pid, signals[asked])
             answer = True
         connection.send_bytes(json.dumps(answer).encode())
 
@@ -261,12 +271,13 @@ def check(args: argparse.Namespace) -> int:
         host, port = parse_listen(args.server)
         with Client((host, port), authkey=secret()) as connection:
 
-            def ask(what: str):
+            def ask(what: str) -> Any:
                 connection.send_bytes(what.encode())
                 return json.loads(connection.recv_bytes(1 << 20))
 
             word, blocks = ask("hello")
             announced = Announcement.unpack(word.encode())
+            assert announced is not None, word
             reading = Reading(announced, blocks)
             try:
                 read_and_break(checks, reading, ask)
@@ -279,7 +290,7 @@ def check(args: argparse.Namespace) -> int:
     return verdict(checks, taken_transports(said), has_device)
 
 
-def read_and_break(checks: Checks, reading: Reading, ask: Callable) -> None:
+def read_and_break(checks: Checks, reading: Reading, ask: Callable[[str], Any]) -> None:
     if not checks.say(reading.ready(), "the first READ brought the right 4 KiB"):
         checks.note(f"because: {reading.reason}")
         return
@@ -308,7 +319,9 @@ def read_and_break(checks: Checks, reading: Reading, ask: Callable) -> None:
     again = comes_back(reading)
     checks.say(again and ask("pid") != former, "the node has started another, which is read")
     owner = ask("pid")
-    os.kill(reading.transport._reader.pid, signal.SIGKILL)
+    reader = reading.transport._reader
+    assert reader is not None
+    os.kill(reader.pid, signal.SIGKILL)
     hits, wrong, took_s = reading.read(STOPPED_TIMEOUT_S)
     checks.say(wrong == 0, f"this side's reading process killed: {hits} hits, {wrong} wrong")
     checks.say(
@@ -373,7 +386,9 @@ def main() -> int:
     client.add_argument("server", metavar="HOST:PORT")
     roles.add_parser("local", help="both roles on this host")
     args = parser.parse_args()
-    return {"server": serve, "client": check, "local": lambda _: both()}[args.role](args)
+    if args.role == "local":
+        return both()
+    return serve(args) if args.role == "server" else check(args)
 
 
 if __name__ == "__main__":
