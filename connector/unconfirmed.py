@@ -25,6 +25,9 @@ class Unconfirmed:
     carries one worker's attention to the others) and for every request that
     shares the blocks. The engine computes it again; the store must never see
     the first version (rule 1). The blocks of saves that are held stay pinned.
+
+    An engine bounds the steps held here: it plans no more of them ahead of its
+    workers' reports than it has pipeline stages, and one.
     """
 
     def __init__(self, workers: int) -> None:

@@ -75,6 +75,7 @@ class _Worker:
         self.process.start()
 
     def signal(self, number: signal.Signals) -> None:
+        self.check()
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
@@ -257,8 +258,10 @@ class Loop:
         """End everything, however it stands."""
         word = self._node_dir.announcement()
         for process in (self._node, *(worker.process for worker in self._workers)):
-            process.kill()
-            process.join(HANG_S)
+            # The fork server reaps what ended, and then its number may be somebody else's.
+            if process.exitcode is None:
+                process.kill()
+                process.join(HANG_S)
         self._redis.kill()
         self._redis.wait(HANG_S)
         for path in _segments(word):
