@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from connector.pipe import Pipe, PipeClosedError
     from connector.prompt_keys import PromptKeys
     from connector.protocol import (
-        CountStats,
         KVConnectorBase,
         KVConnectorOutput,
         KVConnectorRole,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
         has_kv_transfer_group,
         is_v1_kv_transfer_group,
     )
+    from connector.stats import CountStats
 
 _EXPORTS = {
     "aggregate": ("KVOutputAggregator", "WorkerEvents", "worker_output"),
@@ -54,7 +54,6 @@ _EXPORTS = {
     "pipe": ("Pipe", "PipeClosedError"),
     "prompt_keys": ("PromptKeys",),
     "protocol": (
-        "CountStats",
         "KVConnectorBase",
         "KVConnectorOutput",
         "KVConnectorRole",
@@ -70,6 +69,7 @@ _EXPORTS = {
         "has_kv_transfer_group",
         "is_v1_kv_transfer_group",
     ),
+    "stats": ("CountStats",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

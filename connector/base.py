@@ -14,8 +14,7 @@ from kvstore import Explanation, Found, Key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from connector.events import BlockEvent
-    from connector.protocol import CountStats
+    from connector.stats import CountStats
 
 
 class EngineRequest(Protocol):
@@ -154,6 +153,22 @@ class WorkerReport:
             stored_blocks=self.stored_blocks,
             ended_loads=self.ended_loads,
         )
+
+
+class BlockEvent(NamedTuple):
+    """About one store block of one KV cache group, all shards of it."""
+
+    stored: bool
+    """False: it is not there (any more)."""
+    request: EngineRequest
+    """A request whose prefix the block is part of."""
+    block: int
+    """Its index in that prefix: it covers tokens `block * block_tokens` and on."""
+    group: int
+    """KV cache group, by its place in the layout."""
+    block_hash: bytes
+    """The request's own hash of the prefix up to the block's end, when the event came about.
+    A request whose hash there is another one has other tokens by then."""
 
 
 class SchedulerSide(Protocol):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from connector.base import BlockEvent
 from connector.limits import EVENTS_ANNOUNCED_MAX, EVENTS_MAX
 from kvstore import MissReason
 
@@ -18,22 +19,6 @@ if TYPE_CHECKING:
     from connector.base import EngineRequest, SaveJob
     from connector.geometry import StoreLayout
     from connector.lookup import Lookup
-
-
-class BlockEvent(NamedTuple):
-    """About one store block of one KV cache group, all shards of it."""
-
-    stored: bool
-    """False: it is not there (any more)."""
-    request: EngineRequest
-    """A request whose prefix the block is part of."""
-    block: int
-    """Its index in that prefix: it covers tokens `block * block_tokens` and on."""
-    group: int
-    """KV cache group, by its place in the layout."""
-    block_hash: bytes
-    """The request's own hash of the prefix up to the block's end, when the event came about.
-    A request whose hash there is another one has other tokens by then."""
 
 
 class BlockEvents:

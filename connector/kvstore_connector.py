@@ -14,7 +14,6 @@ from connector.assembly import EngineShape, scheduler_side, worker_side
 from connector.base import BlockPins, EngineRequest, StepPlan, WorkerReport
 from connector.limits import IDLE_WAIT_S
 from connector.protocol import (
-    CountStats,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorWorker,
@@ -22,6 +21,7 @@ from connector.protocol import (
     TransferResults,
 )
 from connector.settings import ConnectorSettings
+from connector.stats import CountStats
 from connector.vram import pool_bytes
 from kvstore import UsageError
 

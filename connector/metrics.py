@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from connector.protocol import CountStats
+from connector.stats import CountStats
 
 
 class Metric(NamedTuple):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from connector.base import (
+    BlockEvent,
     BlockPins,
     BlockTables,
     EngineRequest,
@@ -25,7 +26,7 @@ from connector.base import (
     StepPlan,
     WorkerReport,
 )
-from connector.events import BlockEvent, BlockEvents
+from connector.events import BlockEvents
 from connector.explain import RequestHistory
 from connector.ledger import NoPins, SaveLedger
 from connector.limits import (
@@ -53,7 +54,7 @@ from kvstore import Explanation, KVStoreError, MissReason
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
     from connector.lazy_store import LazyStore
-    from connector.protocol import CountStats
+    from connector.stats import CountStats
 
 log = logging.getLogger(__name__)
 

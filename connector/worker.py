@@ -36,7 +36,7 @@ from kvstore import BlockStore, Key, KVStoreError, MissReason, Reservation
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
     from connector.lazy_store import LazyStore
-    from connector.protocol import CountStats
+    from connector.stats import CountStats
 
 log = logging.getLogger(__name__)
 

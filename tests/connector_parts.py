@@ -12,8 +12,8 @@ from typing import Any
 from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob, StepPlan, WorkerReport
 from connector.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout, splits_of
 from connector.lazy_store import LazyStore
-from connector.protocol import CountStats
 from connector.scheduler import SchedulerCore, SchedulerSettings
+from connector.stats import CountStats
 from connector.worker import WorkerCore
 from kvstore import BlockStore
 from kvstore.testing.blockstore import MemoryBlockStore

@@ -21,7 +21,7 @@ from connector.adapters.vllm_shape import vllm_hash_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from connector.events import BlockEvent
+    from connector.base import BlockEvent
 
 PLACE = {"medium": MEDIUM_CPU, "locality": "LOCAL", "ownership": "kvstore"}
 """Where the blocks are: saves go to a memory node of the engine's own host."""

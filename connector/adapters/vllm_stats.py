@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from connector.metrics import METRICS, labelled, summary
-from connector.protocol import CountStats
+from connector.stats import CountStats
 
 
 class KVStoreStats(KVConnectorStats):  # type: ignore[misc]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from connector import aggregate as aggregate_module
 from connector.aggregate import KVOutputAggregator, WorkerEvents, worker_output
-from connector.protocol import CountStats, KVConnectorOutput, TransferResults
+from connector.protocol import KVConnectorOutput, TransferResults
+from connector.stats import CountStats
 from kvstore import UsageError
 
 

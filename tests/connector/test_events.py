@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side
 
-from connector.base import StepPlan, WorkerReport
-from connector.events import BlockEvent
+from connector.base import BlockEvent, StepPlan, WorkerReport
 from connector.geometry import ShardTopology
 from connector.limits import EVENTS_ANNOUNCED_MAX, EVENTS_MAX
 from kvstore import MissReason

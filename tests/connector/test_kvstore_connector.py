@@ -27,12 +27,12 @@ from connector.config import KVTransferConfig
 from connector.geometry import ShardTopology
 from connector.kvstore_connector import EngineInfo, KVStoreConnector
 from connector.protocol import (
-    CountStats,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorWorker,
     SchedulerStep,
 )
+from connector.stats import CountStats
 from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
 

@@ -26,7 +26,7 @@ from connector import metrics
 from connector.base import WorkerReport
 from connector.limits import LOAD_JOBS_MAX, STATS_SAMPLES_MAX
 from connector.metrics import METRICS, Counts, labelled, summary
-from connector.protocol import CountStats
+from connector.stats import CountStats
 from kvstore.testing.blockstore import MemoryBlockStore
 
 BLOCK_BYTES = GEOMETRY.token_bytes * BLOCK

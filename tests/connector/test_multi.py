@@ -14,7 +14,6 @@ from connector.config import KVTransferConfig
 from connector.factory import KVConnectorFactory
 from connector.multi import MultiMetadata, MultiStats, MultiWorkerMetadata, each, forwarding
 from connector.protocol import (
-    CountStats,
     KVConnectorOutput,
     KVConnectorRole,
     KVConnectorScheduler,
@@ -22,6 +21,7 @@ from connector.protocol import (
     SchedulerStep,
     TransferResults,
 )
+from connector.stats import CountStats
 from kvstore import InternalError, UsageError
 
 REQUEST = FakeRequest("r", [1, 2, 3])

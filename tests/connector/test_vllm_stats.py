@@ -264,7 +264,7 @@ class TestEvents:
         assert engine.events == []
 
     def test_a_request_that_has_other_tokens_by_then_is_left_out(self, make: MakeEngine) -> None:
-        from connector.events import BlockEvent
+        from connector.base import BlockEvent
 
         engine = make(events=True)
         connector = engine.scheduler.connector
