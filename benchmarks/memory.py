@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -27,18 +28,24 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def _private_pages(size_bytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return pages
+
+
 class Memory:
     """Private pages that one worker uses for all its cases.
 
     New pages are slower at first, where the host too has to find memory for them.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, allocate: Callable[[int], Any] | None = None) -> None:
+        """Of `allocate`, where a peer wants memory of its own."""
         size_bytes = _whole_pages(size_bytes)
-        self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        self._map = (allocate or _private_pages)(size_bytes)
         self.bytes = np.frombuffer(self._map, np.uint8)
-        self.view = memoryview(self._map)
+        self.view = memoryview(self._map).cast("B")
         tile = np.frombuffer(os.urandom(_TILE_BYTES), np.uint8)
         for start in range(0, size_bytes, _TILE_BYTES):
             part = self.bytes[start : start + _TILE_BYTES]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import redis
 
 from benchmarks.memory import PAGE_BYTES, Buffers, Memory, memcpy
+from benchmarks.mooncake import Mooncake
 from benchmarks.report import Row, median, micros, percentile, ratios, spread
 from kvstore.index.embedded import EmbeddedRedis
 
@@ -29,6 +30,14 @@ LARGEST_BYTES = 256 << 20
 
 
 class Peer(Protocol):
+    def memory(self, size_bytes: int) -> Memory:
+        """Where the values to put are, and where values go."""
+        ...
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Other values are put under the keys next; not timed."""
+        ...
+
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None: ...
 
     def get(self, keys: Sequence[str], out: Sequence[memoryview]) -> None:
@@ -47,6 +56,12 @@ class PlainRedis:
         self._client = redis.Redis.from_url(self._server.url)
         self._client.config_set("maxmemory", 0)
 
+    def memory(self, size_bytes: int) -> Memory:
+        return Memory(size_bytes)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        pass
+
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:
         self._client.mset(dict(zip(keys, map(bytes, values), strict=True)))
 
@@ -61,33 +76,6 @@ class PlainRedis:
         self._where.cleanup()
 
 
-class Mooncake:
-    """Mooncake Store from PyPI, over TCP loopback: needs a running `mooncake_master`."""
-
-    def __init__(self) -> None:
-        from mooncake.store import MooncakeDistributedStore
-
-        self._store = MooncakeDistributedStore()
-        failed = self._store.setup(
-            "localhost", "P2PHANDSHAKE", 2 << 30, 1 << 30, "tcp", "", "127.0.0.1:50051"
-        )
-        if failed:
-            raise RuntimeError(f"no mooncake_master at 127.0.0.1:50051 ({failed})")
-
-    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self._store.remove(key)
-            if self._store.put(key, bytes(value)):
-                raise RuntimeError(f"put {key}")
-
-    def get(self, keys: Sequence[str], out: Sequence[memoryview]) -> None:
-        for key, target in zip(keys, out, strict=True):
-            target[:] = self._store.get(key)
-
-    def close(self) -> None:
-        self._store.close()
-
-
 class LMCache:
     """LMCache has no put and get of values outside an engine: there is nothing to drive here."""
 
@@ -97,7 +85,8 @@ class LMCache:
 
 PEERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "redis": ("redis", PlainRedis),
-    "mooncake": ("mooncake", Mooncake),
+    "mooncake-shm": ("mooncake", partial(Mooncake, "shm")),
+    "mooncake-tcp": ("mooncake", partial(Mooncake, "tcp")),
     "lmcache": ("lmcache", LMCache),
 }
 """By name: the module that must be installed, and the driver."""
@@ -112,21 +101,23 @@ def run(name: str, sizes: Sequence[int], batches: Sequence[int]) -> list[Row]:
     except (ImportError, RuntimeError) as e:
         return [{"op": f"{name}: {e}"}]
     try:
+        shapes = [(s, b) for b in batches for s in sizes if s * b <= LARGEST_BYTES]
+        largest = max(batch * max(size_bytes, PAGE_BYTES) for size_bytes, batch in shapes)
+        sources, targets = peer.memory(largest * SETS), peer.memory(largest)
         return [
             row
-            for batch in batches
-            for size_bytes in sizes
-            if size_bytes * batch <= LARGEST_BYTES
-            for row in _case(name, peer, size_bytes, batch)
+            for size_bytes, batch in shapes
+            for row in _case(name, peer, (sources, targets), size_bytes, batch)
         ]
     finally:
         peer.close()
 
 
-def _case(name: str, peer: Peer, size_bytes: int, batch: int) -> list[Row]:
-    each = batch * max(size_bytes, PAGE_BYTES)
-    sources = Buffers(Memory(each * SETS), batch * SETS, size_bytes)
-    targets = Buffers(Memory(each), batch, size_bytes)
+def _case(
+    name: str, peer: Peer, memory: tuple[Memory, Memory], size_bytes: int, batch: int
+) -> list[Row]:
+    sources = Buffers(memory[0], batch * SETS, size_bytes)
+    targets = Buffers(memory[1], batch, size_bytes)
     wanted = CASE_BYTES // (size_bytes * batch)
     repetitions = max(REPETITIONS_MIN, min(REPETITIONS_MAX, wanted))
     took: dict[str, list[float]] = {"put": [], "get": [], "memcpy": []}
@@ -136,6 +127,7 @@ def _case(name: str, peer: Peer, size_bytes: int, batch: int) -> list[Row]:
         keys = [f"{size_bytes}/{place}" for place in places]
         views = [sources.views[place] for place in places]
         addresses = [sources.addresses[place] for place in places]
+        peer.forget(keys)
         spans = {
             "put": _seconds(partial(peer.put, keys, views)),
             "memcpy": _seconds(partial(memcpy, targets.addresses, addresses, size_bytes)),
