@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from connector import metrics, transfer
 from connector.base import LoadJob, SaveBlock, SaveJob, WorkerReport
-from connector.blocks import KVBlocks, kv_memory
+from connector.blocks import KVBlocks
+from connector.kv_memory import kv_memory
 from connector.limits import (
     LOAD_JOBS_MAX,
     LOAD_STAGING_BYTES,

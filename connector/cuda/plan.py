@@ -228,7 +228,7 @@ class PagedLayout:
 
 
 def layout_of(layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> PagedLayout:
-    """Of layer tensors that `connector.blocks.kv_blocks` accepts."""
+    """Of layer tensors that `connector.kv_memory.kv_blocks` accepts."""
     places = []
     for layer in layers:
         size = layer.element_size()

@@ -29,7 +29,7 @@ def device_memory(
     mappings: Callable[[], Sequence[PoolMapping]],
     count: Callable[[int, str], None],
 ) -> KVMemory:
-    """See `connector.blocks.kv_memory`. All groups are on one CUDA device."""
+    """See `connector.kv_memory.kv_memory`. All groups are on one CUDA device."""
     from connector.cuda.queue import Cuda, CudaDevice
 
     try:

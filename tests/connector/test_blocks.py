@@ -7,9 +7,11 @@ import contextlib
 import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, GEOMETRY, bits, kv_tensors
 
-from connector.blocks import Gather, HeadPart, KVBlocks, Scatter, _layer_runs, kv_blocks
+from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
 from connector.cuda.torch_blocks import TorchBlocks
 from connector.geometry import KVGeometry
+from connector.host_blocks import _layer_runs
+from connector.kv_memory import kv_blocks
 from kvstore import UsageError
 
 torch = pytest.importorskip("torch")

@@ -8,9 +8,10 @@ import pytest
 from contract.kvblocks import KVBlocksContract
 from host_device import HostDevice
 
-from connector.blocks import HostBlocks, KVBlocks
+from connector.blocks import KVBlocks
 from connector.cuda.blocks import DeviceBlocks
 from connector.cuda.plan import layout_of
+from connector.host_blocks import HostBlocks
 
 if TYPE_CHECKING:
     from kv_cases import Case
