@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 import time
+from math import inf
 from pathlib import Path
 
 from kvstore.core.stream_wire import (
@@ -28,7 +29,7 @@ from kvstore.node.stream_service import StreamService
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
 from kvstore.transport.address import WILDCARDS, Address, own_address
-from kvstore.transport.channel import Channel
+from kvstore.transport.channel import Channel, hang_up
 from kvstore.transport.nixl import NAME as NIXL
 from kvstore.transport.nixl import agent_prefix
 from kvstore.transport.nixl_process import installed
@@ -40,6 +41,20 @@ HANDSHAKE_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 2.0
 ACCEPT_POLL_S = 0.2
 SAY_EVERY_S = 10.0
+IDLE_MIN_S = 1.0
+"""A connection that has asked for nothing for so long goes when another client needs its room; its
+own client connects again."""
+
+
+class _Guest:
+    """A connection."""
+
+    __slots__ = ("idle_since", "socket")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.idle_since: float | None = time.monotonic()
+        """None while it is asked for something."""
 
 
 class StreamServer:
@@ -73,7 +88,7 @@ class StreamServer:
             self.transports[NIXL] = agent_prefix(*self._node)
         self._service = StreamService(self._shm, self._node, inside, self.nixl)
         self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
+        self._guests: set[_Guest] = set()
         self._threads: set[threading.Thread] = set()
         self._stopping = False
         self._said_at = float("-inf")
@@ -94,16 +109,15 @@ class StreamServer:
             if self._stopping:
                 return
             self._stopping = True
-            connections, threads = list(self._connections), list(self._threads)
+            guests, threads = list(self._guests), list(self._threads)
         # A plain close would leave it open for as long as the other thread waits in it.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         if self.nixl is not None:
             self.nixl.stop()
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for guest in guests:
+            hang_up(guest.socket)
         give_up_at = time.monotonic() + STOP_TIMEOUT_S
         for thread in threads:
             thread.join(max(give_up_at - time.monotonic(), 0.0))
@@ -123,26 +137,54 @@ class StreamServer:
                     log.warning("node %s: cannot accept: %s", self._name, e)
                     time.sleep(ACCEPT_POLL_S)
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(connection, peer[0]), name="kvstore-stream", daemon=True
-            )
-            with self._lock:
-                if self._stopping or len(self._connections) >= STREAM_CONNECTIONS_MAX:
-                    connection.close()
-                    continue
-                self._connections.add(connection)
-                self._threads.add(thread)
-            thread.start()
+            self._let_in(_Guest(connection), peer[0])
 
-    def _serve(self, connection: socket.socket, peer: str) -> None:
-        channel = None
+    def _let_in(self, guest: _Guest, peer: str) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(guest, peer), name="kvstore-stream", daemon=True
+        )
+        with self._lock:
+            if self._stopping or not self._make_room():
+                guest.socket.close()
+                return
+            self._guests.add(guest)
+            self._threads.add(thread)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            thread.start()
+        except RuntimeError as e:  # this host has no more threads to give
+            self._gone(guest, thread)
+            self._say("node %s: connection from %s: %s", self._name, peer, e)
+
+    def _make_room(self) -> bool:
+        """Whether there is room for one more. The caller holds the lock."""
+        if len(self._guests) < STREAM_CONNECTIONS_MAX:
+            return True
+        idle = [(at, id(guest), guest) for guest in self._guests if (at := guest.idle_since)]
+        since, _, longest = min(idle, default=(inf, 0, None))
+        if longest is None or time.monotonic() < since + IDLE_MIN_S:
+            return False
+        self._guests.discard(longest)
+        hang_up(longest.socket)
+        return True
+
+    def _gone(self, guest: _Guest, thread: threading.Thread) -> None:
+        with self._lock:
+            self._guests.discard(guest)
+            self._threads.discard(thread)
+        guest.socket.close()
+
+    def _serve(self, guest: _Guest, peer: str) -> None:
+        try:
+            guest.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
-            channel = Channel(self._encrypted(connection))
+            self._encrypt(guest)
+            channel = Channel(guest.socket)
             self._shake_hands(channel, deadline)
             while not self._stopping:
-                self._service.answer(channel)
+                guest.idle_since = time.monotonic()
+                request = self._service.request(channel)
+                guest.idle_since = None
+                self._service.answer(channel, request)
         except (PeerError, UsageError) as e:
             # A client that went away is nobody's fault; one that may not come in is worth a word.
             if isinstance(e, WireError):
@@ -150,12 +192,7 @@ class StreamServer:
         except (OSError, ValueError) as e:  # of the TLS handshake; or the segment is closed
             self._say("node %s: connection from %s: %s", self._name, peer, e)
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-                self._threads.discard(threading.current_thread())
-            if channel is not None:
-                channel.close()
-            connection.close()
+            self._gone(guest, threading.current_thread())
 
     def _say(self, text: str, *args: object) -> None:
         now = time.monotonic()
@@ -163,19 +200,18 @@ class StreamServer:
             self._said_at = now
             log.warning(text, *args)
 
-    def _encrypted(self, connection: socket.socket) -> socket.socket:
+    def _encrypt(self, guest: _Guest) -> None:
         if self._tls is None:
-            return connection
-        connection.settimeout(HANDSHAKE_TIMEOUT_S)
+            return
+        guest.socket.settimeout(HANDSHAKE_TIMEOUT_S)
         try:
-            encrypted: ssl.SSLSocket = self._tls.wrap_socket(connection, server_side=True)
+            encrypted = self._tls.wrap_socket(
+                guest.socket, server_side=True, do_handshake_on_connect=False
+            )
+            guest.socket = encrypted  # the plain one is an empty shell from here on
+            encrypted.do_handshake()
         except ssl.SSLError as e:
             raise WireError(f"no TLS: {e}") from e
-        with self._lock:
-            # The plain socket is an empty shell from here on.
-            self._connections.discard(connection)
-            self._connections.add(encrypted)
-        return encrypted
 
     def _shake_hands(self, channel: Channel, deadline: float) -> None:
         shake = NodeHandshake(self._secret, secrets.token_bytes(NONCE_BYTES), self._node)

@@ -97,10 +97,15 @@ class StreamService:
         """Of the budget."""
         self._nixl = nixl
 
-    def answer(self, channel: Channel) -> None:
-        """Wait for one request and answer it. Raises `PeerError` when the connection is to end."""
+    def request(self, channel: Channel) -> tuple[Frame, int]:
+        """Wait for one request: (type, bytes that follow). Raises `PeerError` when the connection
+        is to end."""
         idle_until = time.monotonic() + IDLE_TIMEOUT_S
-        kind, size_bytes = frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, idle_until))
+        return frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, idle_until))
+
+    def answer(self, channel: Channel, request: tuple[Frame, int]) -> None:
+        """Take the rest of it and answer. Raises `PeerError` when the connection is to end."""
+        kind, size_bytes = request
         began = time.monotonic()
         body = frame_body(kind, channel.receive_bytes(size_bytes, began + REQUEST_TIMEOUT_S))
         if kind is Frame.READ:

@@ -33,8 +33,12 @@ class Channel:
         self._tls = isinstance(connection, ssl.SSLSocket)
         if not self._tls:
             # Blocking, with time-outs in the kernel: one call then fills a whole batch of
-            # buffers (MSG_WAITALL), where Python's own time-outs would poll before each.
+            # buffers (MSG_WAITALL). What a signal interrupts before it has moved a byte begins
+            # anew with all of its time, so each call waits in a poll for its first byte.
             connection.setblocking(True)
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
         """All of `buffers`, in order."""
@@ -45,6 +49,8 @@ class Channel:
                 if self._tls:
                     self._socket.settimeout(timeout_s)
                     self._socket.sendall(left.pop(0))
+                elif not self._writable.poll(timeout_s * 1e3):
+                    raise TimeoutError
                 else:
                     self._limit(socket.SO_SNDTIMEO, timeout_s)
                     advance(left, self._socket.sendmsg(first(left, SEND_BYTES_MAX)))
@@ -84,6 +90,8 @@ class Channel:
             return self._socket.recv_into(buffers[0])
         if not timeout_s:
             flags = socket.MSG_DONTWAIT
+        elif not self._readable.poll(timeout_s * 1e3):
+            raise TimeoutError
         else:
             flags = socket.MSG_WAITALL
             self._limit(socket.SO_RCVTIMEO, timeout_s)
@@ -97,8 +105,7 @@ class Channel:
 
     def break_off(self) -> None:
         """Make whoever waits in another thread fail at once."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        hang_up(self._socket)
 
     def close(self) -> None:
         self._socket.close()
@@ -113,6 +120,13 @@ class Channel:
         seconds = int(timeout_s)
         value = _TIMEVAL.pack(seconds, int((timeout_s - seconds) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection that another thread may be using. Not by `SSLSocket.shutdown`: after it the
+    other thread would send in the clear, and take what is encrypted for what was sent."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:

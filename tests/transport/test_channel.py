@@ -1,15 +1,24 @@
-"""How a channel divides buffers among system calls."""
+"""How a channel divides buffers among system calls, and that each ends by its deadline."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
+import signal
 import socket
+import ssl
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tls_certificate import tls_contexts
 
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.transport.channel import IOV_MAX, Channel, advance, first
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=2 * IOV_MAX)
@@ -57,3 +66,155 @@ def test_buffers_larger_and_smaller_than_a_call_arrive_as_they_were_sent() -> No
     assert far.quiet()
     near.close()
     far.close()
+
+
+# --- with TLS, and between threads ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command")
+    return tls_contexts(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(params=["plain", "tls"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
+    """Both ends of a connection, with buffers of the kernel as small as they can be."""
+    with socket.socket() as listener:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        near = socket.socket()
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            near.setsockopt(socket.SOL_SOCKET, option, 1)
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+    if request.param == "tls":
+        near, far = encrypted(near, far, request.getfixturevalue("contexts"))
+    channels = Channel(near), Channel(far)
+    yield channels
+    for channel in channels:
+        channel.close()
+
+
+def encrypted(
+    near: socket.socket, far: socket.socket, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    ours, theirs = contexts
+    with ThreadPoolExecutor(1) as other:
+        there = other.submit(theirs.wrap_socket, far, server_side=True)
+        here = ours.wrap_socket(near, server_hostname="127.0.0.1")
+        return here, there.result()
+
+
+def test_a_send_to_a_peer_that_takes_little_at_a_time_ends_by_its_deadline(
+    ends: tuple[Channel, Channel],
+) -> None:
+    """Each little is progress: the time is for all of it."""
+    near, far = ends
+    over = threading.Event()
+
+    def take_little() -> None:
+        with suppress(PeerError):
+            while not over.wait(0.02):
+                far.receive_some([memoryview(bytearray(16 << 10))], 20.0)
+
+    taker = threading.Thread(target=take_little)
+    taker.start()
+    began = time.monotonic()
+    with pytest.raises(DeadlineError):
+        near.send([bytes(64 << 20)], began + 0.3)
+    assert time.monotonic() - began < 5
+    over.set()
+    near.break_off()
+    taker.join()
+
+
+def test_a_receive_from_a_peer_that_gives_little_at_a_time_ends_by_its_deadline(
+    ends: tuple[Channel, Channel],
+) -> None:
+    near, far = ends
+    over = threading.Event()
+
+    def give_little() -> None:
+        while not over.wait(0.02):
+            far.send([b"x"], time.monotonic() + 20)
+
+    giver = threading.Thread(target=give_little)
+    giver.start()
+    began = time.monotonic()
+    with pytest.raises(DeadlineError):
+        near.receive_bytes(10_000, began + 0.3)
+    assert time.monotonic() - began < 5
+    over.set()
+    giver.join()
+
+
+def test_what_is_received_after_a_break_is_what_was_sent_or_nothing(
+    ends: tuple[Channel, Channel],
+) -> None:
+    """Another thread may have broken it off just before: the bytes are here already."""
+    near, far = ends
+    far.send([b"x" * 1000], time.monotonic() + 20)
+    time.sleep(0.05)
+    near.break_off()
+    room = bytearray(1000)
+    with suppress(NodeUnavailableError):
+        near.receive_some([memoryview(room)], 20.0)
+        assert room == b"x" * 1000
+
+
+def test_nothing_is_sent_after_a_break(ends: tuple[Channel, Channel]) -> None:
+    near, _ = ends
+    near.break_off()
+    with pytest.raises(NodeUnavailableError):
+        near.send([b"secret"], time.monotonic() + 20)
+
+
+@pytest.fixture
+def alarms() -> Iterator[list[float]]:
+    """When the main thread was interrupted, which is often; as by a profiler."""
+    at: list[float] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: at.append(time.monotonic()))
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    yield at
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+WAYS: dict[str, Callable[[Channel, float], object]] = {
+    "send": lambda channel, deadline: channel.send([bytes(64 << 20)], deadline),
+    "receive": lambda channel, deadline: channel.receive_bytes(10, deadline),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_signals_do_not_make_a_deadline_later(
+    ends: tuple[Channel, Channel], alarms: list[float], way: str
+) -> None:
+    """A system call that was interrupted begins anew, and so would its time."""
+    near, _ = ends
+    began = time.monotonic()
+    rescue = threading.Timer(20, near.break_off)
+    rescue.start()
+    with pytest.raises(DeadlineError):
+        WAYS[way](near, began + 0.3)
+    rescue.cancel()
+    assert time.monotonic() - began < 5
+    assert alarms
+
+
+def test_bytes_arrive_as_they_were_sent_while_signals_come(
+    ends: tuple[Channel, Channel], alarms: list[float]
+) -> None:
+    near, far = ends
+    sent = [bytes([i]) * (1 << 20) for i in range(4)]
+    room = bytearray(4 << 20)
+    deadline = time.monotonic() + 60
+    sender = threading.Thread(target=near.send, args=(sent, deadline))
+    sender.start()
+    far.receive([memoryview(room)], deadline)
+    sender.join()
+    assert room == b"".join(sent)
