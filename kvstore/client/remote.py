@@ -13,6 +13,7 @@ from kvstore.client.vram import VramNodes
 from kvstore.core.breaker import Breaker, BreakerState
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import IndexUnavailableError, PeerError
+from kvstore.forks import in_each_child
 from kvstore.index.base import Index
 from kvstore.limits import (
     NODE_BELIEVED_S,
@@ -93,6 +94,7 @@ class RemoteNodes:
             for way in (STREAM, NIXL)
             for what in ("hits", "bytes", "misses", "failed", "checksum")
         }
+        in_each_child(self)
 
     # --- who is there -------------------------------------------------------
 
@@ -319,6 +321,10 @@ class RemoteNodes:
                     counts[f"{way}_misses"] += 1
                     counts[f"{way}_checksum"] += outcome.reason == CHECKSUM_REASON
         return outcomes
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._workers = None
 
     def close(self) -> None:
         if self._nixl is not None:

@@ -20,6 +20,7 @@ from kvstore.core.breaker import Breaker
 from kvstore.core.nixl_wire import PROBE_BYTES, Way
 from kvstore.core.stream_wire import WireError
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.forks import in_each_child
 from kvstore.limits import NIXL_PEERS_MAX, NIXL_QUARANTINED_MAX
 from kvstore.nodedir import Announcement
 from kvstore.transport.base import Wanted, check_wanted
@@ -78,18 +79,23 @@ class NixlTransport:
         self._stream = stream
         self._layout_of = layout_of
         self._installed = installed()
-        self._lock = threading.Lock()
-        self._starting = threading.Lock()
-        self._peers: dict[int, _Peer] = {}
-        self._reader: NixlReader | None = None
-        self._readers: set[NixlReader] = set()
-        """All that may still live, the retired too."""
+        self.after_fork_in_child()
+        in_each_child(self)
         self._starts = Breaker(
             failures_max=1,
             retry_after_s=START_RETRY_AFTER_S,
             retry_after_max_s=START_RETRY_AFTER_MAX_S,
         )
         self._closed = False
+
+    def after_fork_in_child(self) -> None:
+        """The reader is the parent's, and so is what it answers."""
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._peers: dict[int, _Peer] = {}
+        self._reader: NixlReader | None = None
+        self._readers: set[NixlReader] = set()
+        """All that may still live, the retired too."""
 
     def usable(self, node: Announcement) -> bool:
         """Whether it is worth trying: the node says so, NIXL is here, and it can be asked."""

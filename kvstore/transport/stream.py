@@ -22,6 +22,7 @@ from kvstore.core.stream_wire import (
     pack_read,
 )
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
+from kvstore.forks import in_each_child
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE
 from kvstore.nodedir import Announcement
 from kvstore.transport.address import Address, parse
@@ -48,6 +49,7 @@ class StreamTransport:
         self._lock = threading.Lock()
         self._pools: dict[PoolKey, Pool] = {}
         self._closed = False
+        in_each_child(self)
 
     def usable(self, node: Announcement) -> bool:
         """Whether the node can be reached like this: a client with a CA uses TLS, and only that."""
@@ -139,6 +141,13 @@ class StreamTransport:
         for pool in pools:
             pool.close()
 
+    def after_fork_in_child(self) -> None:
+        """A reply does not name its blocks: it would be whoever's of the two reads first."""
+        self._lock = threading.Lock()
+        pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            pool.abandon()
+
 
 class Pool:
     """Connections to one start of one node. Thread-safe."""
@@ -196,6 +205,14 @@ class Pool:
             channel.close()
         for channel in busy:
             channel.break_off()
+
+    def abandon(self) -> None:
+        """Close this process's descriptors of connections that are another process's."""
+        self._lock = threading.Lock()
+        self._closed = True
+        for channel in (*self._idle, *self._busy):
+            channel.close()
+        self._idle = []
 
 
 def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:

@@ -121,6 +121,24 @@ def test_a_reader_process_killed_in_the_middle_of_reads_is_replaced(place):
         hits_again(seen)
 
 
+def test_a_forked_child_does_not_use_its_parents_reader(place):
+    """Its answers are whoever's hears them first."""
+    block = place.save(b"1" * 100_000)
+    reader = reader_of(place)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            ready = place.transport.ready(place.word)
+            place.transport.close()
+            code = 2 if ready else 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert reads(place.read(block)[0]) == [Read.HIT]
+    assert reader_of(place) is reader
+
+
 def test_a_reader_process_that_stops_costs_a_deadline_and_is_killed(place):
     block = place.save(b"1" * 100_000)
     pid = reader_of(place).pid
