@@ -22,13 +22,15 @@ _Found = list[tuple[Any, ...]]
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """The first address of `host` that takes the connection, with TCP_NODELAY.
+    """The first address of `host` that takes the connection, with TCP_NODELAY. One that does not
+    answer has its share of the time: it may be of a network that does not lead there.
 
     `deadline` is in seconds of `time.monotonic`. Raises `OSError`: `TimeoutError` when it has
     passed, `socket.gaierror` when there is no such name.
     """
     error: OSError = OSError(f"{host} has no address")
-    for kind, style, protocol, _, address in addresses(host, port, deadline):
+    found = addresses(host, port, deadline)
+    for i, (kind, style, protocol, _, address) in enumerate(found):
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"no connection to {host} in time")
@@ -36,7 +38,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
         try:
             connection = socket.socket(kind, style, protocol)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(left_s)
+            connection.settimeout(left_s / (len(found) - i))
             connection.connect(address)
             return connection
         except OSError as e:
@@ -57,7 +59,7 @@ def _is_address(host: str) -> bool:
     for kind in _KINDS:
         try:
             socket.inet_pton(kind, host)
-        except OSError:
+        except (OSError, ValueError):  # a null character, a lone surrogate
             continue
         return True
     return False
@@ -120,7 +122,7 @@ class _Names:
             look_up.good_until = time.monotonic() + NAME_KEPT_S
         except OSError as e:  # asked again by the next
             look_up.error = e
-        except UnicodeError as e:
+        except ValueError as e:
             look_up.error = OSError(f"{name[0]!r} is no host name: {e}")
         finally:
             with self._lock:

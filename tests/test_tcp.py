@@ -146,6 +146,29 @@ def test_addresses_need_no_name_server(names: NameServer, listener: socket.socke
         tcp.connect("::1", free_port(), far())
 
 
+@pytest.mark.parametrize("host", ["a\0b", "\ud800", "a..b", "x" * 64, ""])
+def test_what_can_be_no_name_fails_like_one_that_there_is_not(host: str) -> None:
+    with pytest.raises(OSError, match=r"host name|known|refused|address"):
+        tcp.connect(host, free_port(), far())
+
+
+def test_an_address_that_does_not_answer_leaves_time_for_the_next(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a host with IPv6 in its name's entry and none on the way."""
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+        socket.create_connection(full.getsockname()),  # its queue takes one, and answers no other
+    ):
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", end.getsockname())
+            for end in (full, listener)
+        ]
+        monkeypatch.setattr(tcp, "addresses", lambda *_: found)
+        with tcp.connect("both.example", 1, soon(4.0)) as connection:
+            assert connection.getpeername() == listener.getsockname()
+
+
 def test_a_child_process_asks_for_itself(names: NameServer, listener: socket.socket) -> None:
     late(lambda: tcp.connect("slow.example", 1, soon()))
     pid = os.fork()

@@ -17,7 +17,7 @@ from kvstore.client.suspect import Suspicion
 from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.limits import ARENA_BYTES_MAX, BATCH_KEYS_MAX
 from kvstore.segment.header import KEY_PART, Fields, fields
 from kvstore.segment.locate import locate, offset_of
 from kvstore.types import Key, Location
@@ -218,8 +218,10 @@ class Reader:
         return local is None and self._reached(location, now)
 
     def _reached(self, location: Location, now: float) -> bool:
+        """Also that it can be: a reader makes room for all of a block before it asks its node."""
         remote = self._remote
-        return remote is not None and remote.node(location.node_id, location.epoch, now) is not None
+        word = None if remote is None else remote.node(location.node_id, location.epoch, now)
+        return word is not None and location.length <= min(word.arena_bytes, ARENA_BYTES_MAX)
 
     def seen_away(self, key: Key, location: Location) -> None:
         """The block was read there; `forget` it when it is there no more."""

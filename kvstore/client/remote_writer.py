@@ -35,6 +35,9 @@ NOBODY = (
 )
 
 
+NOT_HELD = rejected("not reserved by this client (any more)")
+
+
 class RemoteWriter:
     """Thread-safe."""
 
@@ -170,10 +173,13 @@ class RemoteWriter:
     ) -> list[PutResult]:
         """Save them; `fields` are the namespaces', by id. Raises `NodeUnavailableError`."""
         by_namespace: dict[int, list[int]] = {}
-        for i, reservation in enumerate(reservations):
-            namespace_id = self._open.pop(reservation.generation, 0)
-            by_namespace.setdefault(namespace_id, []).append(i)
         results: dict[int, PutResult] = {}
+        for i, reservation in enumerate(reservations):
+            namespace_id = self._open.pop(reservation.generation, None)
+            if namespace_id is None:
+                results[i] = NOT_HELD
+            else:
+                by_namespace.setdefault(namespace_id, []).append(i)
         for namespace_id, which in by_namespace.items():
             payloads = [
                 Payload(reservations[i].key, (reservations[i].buffer,), Kind.BLOCK, 0)

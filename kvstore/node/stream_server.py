@@ -72,13 +72,18 @@ class StreamServer:
         self._tls = config.security.server_context()
         self._shm = AttachedShm(Path(word.data_path), Path(word.head_path), writable=True)
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
+            v6 = ":" in host
+            self._listener = socket.create_server(
+                (host, port),
+                family=socket.AF_INET6 if v6 else socket.AF_INET,
+                backlog=128,
+                dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+            )
         except OSError as e:
             self._shm.close()
             raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
         self._listener.settimeout(ACCEPT_POLL_S)
-        shown = config.advertise or (own_address() if host in WILDCARDS else host)
+        shown = config.advertise or (own_address(v6=v6) if host in WILDCARDS else host)
         scheme = "tcp" if self._tls is None else "tls"
         self.address = Address(scheme, shown, self._listener.getsockname()[1])
         self.transports = {STREAM: str(self.address)}

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from kvstore.errors import UsageError
 
 WILDCARDS = ("", "0.0.0.0", "::")
-_ANYWHERE = "192.0.2.1"
-"""A documentation address: nothing is sent there, only the way towards it is looked up."""
+_ANYWHERE = (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")
+"""Documentation addresses: nothing is sent there, only the way towards them is looked up."""
 
 
 class Address(NamedTuple):
@@ -46,11 +46,14 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def own_address() -> str:
-    """The address of this host from which it would reach others; loopback when there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+def own_address(*, v6: bool) -> str:
+    """The address of this host from which it would reach others, of IPv6 only with `v6`; loopback
+    when there is none."""
+    for family, there in _ANYWHERE[: 1 + v6]:
         try:
-            probe.connect((_ANYWHERE, 9))
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((there, 9))
+                return str(probe.getsockname()[0])
         except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+            continue
+    return "127.0.0.1"

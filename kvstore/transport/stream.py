@@ -250,6 +250,9 @@ class StreamTransfer:
                 channel.send([request], self._deadline)
             except PeerError as e:
                 self._end(str(e))
+            except BaseException:
+                self._end("interrupted")
+                raise
 
     def fail(self, reason: str) -> None:
         """It cannot even begin."""
@@ -302,6 +305,9 @@ class StreamTransfer:
                     return
         except PeerError as e:
             self._end(str(e))
+        except BaseException:
+            self._end("interrupted")
+            raise
 
     def _fill(self) -> Iterator[list[memoryview]]:
         """The buffers to fill, one list after the other."""

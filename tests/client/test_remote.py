@@ -10,6 +10,7 @@ from stores import MIB, NodeProcess
 from two_hosts import LISTEN, client_of, listening_node
 
 from kvstore import Limits, MissReason, PutStatus, UsageError
+from kvstore.core.record import pack_record, unpack_record
 from kvstore.transport.security import StreamSecurity
 
 
@@ -263,3 +264,20 @@ def test_a_block_read_once_is_read_again_without_the_index_and_a_moved_one_is_fo
     writer.delete("k")
     writer.put("k", b"4" * 100)
     assert bytes(reader.get("k", bytearray(100))) == b"4" * 100
+
+
+def test_a_record_of_a_block_that_no_arena_could_hold_is_a_miss(writer, reader, monkeypatch):
+    """Memory would be made for it before anybody is asked."""
+    assert writer.put("k", b"v" * 1000)
+    index = reader.session.index
+    told = index.match
+
+    def lie(keys):
+        (key,), (record,) = keys, told(keys)
+        return [pack_record(key, unpack_record(key, record)._replace(length=(1 << 32) - 1))]
+
+    monkeypatch.setattr(index, "match", lie)
+    assert not reader.exists("k")
+    assert reader.get("k") is None
+    monkeypatch.undo()
+    assert reader.get("k") == b"v" * 1000

@@ -66,6 +66,18 @@ def test_connectors_save_blocks_to_another_host(reader, writer):
     assert out[:2] == blocks[:2]
 
 
+def test_what_was_given_back_or_saved_before_is_not_saved_by_a_late_commit(reader, writer):
+    """Its buffer may hold anything by then."""
+    keys = [os.urandom(32) for _ in range(2)]
+    given_back, saved = reader.session.reserve(keys, 1000, reader.namespace.id)
+    reader.session.abort([given_back])
+    assert all(reader.session.commit([saved]))
+    writer.session.writer.clear(reader.namespace.id)
+    saved.buffer[:] = bytes(1000)
+    assert not any(reader.session.commit([given_back, saved]))
+    assert writer.session.match(keys[:1]) == writer.session.match(keys[1:]) == []
+
+
 def test_the_node_learns_what_the_namespace_of_a_remote_writer_is(reader, writer):
     reader.put("k", b"v" * 1000)
     rows = writer.session.writer.listing(b"", 10)

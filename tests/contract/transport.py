@@ -39,10 +39,8 @@ class Place:
     def __init__(self, run_dir, transport_of, **config) -> None:
         self.index = MemoryIndex()
         options = {"size_bytes": 16 * MIB, "arena_bytes": 4 * MIB, "security": SECURITY, **config}
-        self.node = Node(
-            NodeConfig(run_dir=run_dir, listen=("127.0.0.1", 0), **options),
-            self.index,
-        ).start()
+        options.setdefault("listen", ("127.0.0.1", 0))
+        self.node = Node(NodeConfig(run_dir=run_dir, **options), self.index).start()
         self.word = self.node.announcement
         self.nodes = LocalNodes(run_dir, self.index, "kv:default")
         self.writer = Writer(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import socket
 import threading
 
 import pytest
@@ -111,3 +112,23 @@ def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_one_se
             patch.setattr(threading.Thread, "start", refuse)
             assert read_by(place, another(), block).read is Read.FAILED
     assert read_by(place, another(), block).read is Read.HIT
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "::1", "localhost"])
+def test_a_node_is_reached_at_the_address_that_it_announces(tmp_path, host):
+    if ":" in host and not ipv6():
+        pytest.skip("no IPv6 on this machine")
+    place = Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=(host, 0))
+    try:
+        outcome = read_by(place, place.transport, place.save(b"1" * 1000))
+        assert outcome.read is Read.HIT, outcome.reason
+    finally:
+        place.close()
+
+
+def ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

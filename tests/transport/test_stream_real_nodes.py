@@ -21,7 +21,7 @@ from kvstore.core.record import unpack_record
 from kvstore.core.stream_reply import heads_bytes, tails_bytes
 from kvstore.core.stream_wire import Frame
 from kvstore.errors import NodeUnavailableError, PeerError
-from kvstore.limits import STREAM_FRAME_BYTES_MAX
+from kvstore.limits import STREAM_CONNECTIONS_PER_NODE, STREAM_FRAME_BYTES_MAX
 from kvstore.testing.proxy import FaultyProxy
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.channel import Channel
@@ -196,3 +196,22 @@ def test_a_node_killed_in_mid_read_fails_what_was_not_there_yet(tmp_path, redis_
         for i, (outcome, one) in enumerate(zip(outcomes, wanted, strict=True)):
             assert outcome.read is not Read.HIT or bytes(one.into[0]) == values[f"k{i}"]
         transport.close()
+
+
+@pytest.mark.parametrize("what", ["send", "receive_some"])
+def test_reads_that_are_interrupted_keep_no_connection(place, monkeypatch, what):
+    """Ctrl-C in a session that goes on: there are only so many connections to a node."""
+    block = place.save(b"1" * 1000)
+    assert reads(place.read(block)[0]) == [Read.HIT]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for _ in range(STREAM_CONNECTIONS_PER_NODE + 1):
+        (pool,) = place.transport._pools.values()
+        channel = pool.take(far())
+        pool.give(channel, True)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(channel, what, interrupted)
+            place.read(block, timeout_s=1.0)
+    assert reads(place.read(block)[0]) == [Read.HIT]
