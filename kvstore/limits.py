@@ -50,6 +50,8 @@ STREAM_CONNECTIONS_PER_NODE = 4
 """Connections that one client keeps to one node: requests at the same time."""
 STREAM_CONNECTIONS_MAX = 256
 """Connections that a node serves at the same time; each has a thread."""
+TOLD_MAX = 1024
+"""Hints of clients on other hosts that wait for a node's event loop; one more is passed over."""
 CUDA_IPC_NODES_MAX = 64
 """Nodes whose VRAM one client has open; the one not used for longest goes for the next."""
 CUDA_IPC_WINDOW_BYTES = 256 << 20

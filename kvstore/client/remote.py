@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 
 from kvstore.client.vram import VramNodes
@@ -172,7 +172,10 @@ class RemoteNodes:
 
         first, *others = by_node.values()
         pending = [self._pool().submit(read_node, which) for which in others]
-        read_node(first)
+        try:
+            read_node(first)
+        finally:
+            wait(pending)  # also when it was interrupted: they write into the caller's memory
         for future in pending:
             future.result()
         return outcomes

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kvstore.core.events import Event, SessionDead
 from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.limits import TOLD_MAX
 from kvstore.node.sessions import Session, Sessions
 
 Make = Callable[[int, int], Event]
@@ -29,13 +31,19 @@ class Inside:
         self._loop = loop
         self._sessions = sessions
         self._act = act
+        self._room = threading.BoundedSemaphore(TOLD_MAX)
 
     def open(self) -> InsideSession:
         return InsideSession(self)
 
     def tell(self, event: Event) -> None:
-        """An event that nobody waits for. Raises `NodeUnavailableError`."""
-        self.call(lambda: self._act(event))
+        """A hint: passed over while `TOLD_MAX` of them wait. Raises `NodeUnavailableError`."""
+        if self._room.acquire(blocking=False):
+            self.call(lambda: self._hear(event))
+
+    def _hear(self, event: Event) -> None:
+        self._room.release()
+        self._act(event)
 
     def call(self, what: Callable[[], None]) -> None:
         try:

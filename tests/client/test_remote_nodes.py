@@ -1,5 +1,6 @@
 """Who is there on other hosts, by a clock of its own."""
 
+import threading
 import time
 
 import pytest
@@ -110,3 +111,34 @@ def test_reads_that_were_cut_short_leave_a_node_alone_only_when_there_are_severa
 
 def test_one_read_that_had_its_time_and_failed_leaves_the_node_alone(failing):
     assert not failing(2.0)
+
+
+def test_after_a_read_that_was_interrupted_nobody_writes_into_the_callers_memory(index):
+    """Several nodes are read at the same time, by threads of their own."""
+    other = announcement(node_id=8, transports={STREAM: "tcp://elsewhere:7400"})
+    index.announce(other.node_id, other.pack(), ANNOUNCEMENT_TTL_S)
+    nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
+    under_way, written = threading.Event(), []
+
+    class Slow:
+        def wait(self):
+            under_way.set()
+            time.sleep(0.1)
+            written.append(True)
+            return [Outcome(Read.HIT)]
+
+    def submit(word, wanted, until):
+        if word.node_id == other.node_id:
+            return Slow()
+        assert under_way.wait(20)
+        raise KeyboardInterrupt
+
+    nodes.stream.submit = submit
+    wanted = [
+        Wanted(bytes(32), Location(node_id, WORD.epoch, 0, 0, 1, 0, 0, 1), (memoryview(b""),))
+        for node_id in (WORD.node_id, other.node_id)
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        nodes.read(wanted)
+    assert written
+    nodes.close()

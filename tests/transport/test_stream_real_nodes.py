@@ -211,7 +211,7 @@ def test_reads_that_are_interrupted_keep_no_connection(place, monkeypatch, what)
         (pool,) = place.transport._pools.values()
         channel = pool.take(far())
         pool.give(channel, True)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(channel, what, interrupted)
+        monkeypatch.setattr(channel, what, interrupted)
+        with pytest.raises(KeyboardInterrupt):
             place.read(block, timeout_s=1.0)
     assert reads(place.read(block)[0]) == [Read.HIT]
