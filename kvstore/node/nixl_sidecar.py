@@ -91,6 +91,8 @@ class NixlSidecar:
         process = NixlProcess("owner", [name, word.data_path, word.head_path, self._access])
         self._started = process
         try:
+            if self._stopping.is_set():  # `stop` has looked for it already
+                return
             process.ready(time.monotonic() + START_TIMEOUT_S)
             self._process = process
             log.info("node %s can be read through NIXL, agent %s", word.name, name)

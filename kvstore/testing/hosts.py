@@ -50,9 +50,12 @@ def why_not() -> str | None:
 
 
 def _ip(*arguments: str) -> str:
-    done = subprocess.run(
-        ["ip", *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S
-    )
+    try:
+        done = subprocess.run(
+            ["ip", *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as e:
+        raise OSError(f"ip {' '.join(arguments)}: no end within {COMMAND_TIMEOUT_S:.0f} s") from e
     if done.returncode != 0:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
@@ -141,7 +144,8 @@ class Hosts:
             space = self.space(host)
             if space not in there:
                 continue
-            self._kill_all(host)
+            with suppress(OSError):
+                self._kill_all(host)
             with suppress(OSError):
                 _ip("netns", "del", space)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvstore.errors import KVStoreError
 from kvstore.index.embedded import find_server
+from kvstore.rundir import private_dir
 from kvstore.testing.hosts import SWITCH, Hosts, why_not
 
 REDIS_PORT, STREAM_PORT = 6379, 7401
@@ -39,7 +40,9 @@ class Places:
     """Where the processes of a cluster leave their files: one directory for each host."""
 
     def __init__(self, name: str, root: Path | None = None) -> None:
-        self.root = (root or Path(tempfile.gettempdir()) / f"kvstore-cluster-{os.geteuid()}") / name
+        # Where others may write, one of them may have been there first.
+        ours = Path(tempfile.gettempdir()) / f"kvstore-cluster-{os.geteuid()}"
+        self.root = (root or private_dir(ours)) / name
 
     def host(self, host: str) -> Path:
         path = self.root / host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -145,3 +146,22 @@ def test_a_visitor_is_on_the_host_and_comes_back(hosts):
     assert Path("/proc/thread-self/ns/net").stat().st_ino == home
     with pytest.raises(UsageError, match="host"), hosts.visit("z"):
         pass
+
+
+def test_what_cannot_be_removed_does_not_keep_the_rest(monkeypatch):
+    made = Hosts(2, name=f"kvrest{os.getpid()}")
+    made.start()
+    run = subprocess.run
+
+    def stuck(command, **options):
+        if command[:3] == ["ip", "netns", "pids"] and command[3] == made.space("a"):
+            raise subprocess.TimeoutExpired(command, 0.0)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", stuck)
+    made.close()
+    monkeypatch.undo()
+    there = run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    made.close()
+    assert made.space("b") not in there
+    assert made.space(SWITCH) not in there
