@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvstore.client.base import BlockStore, Reservation
 from kvstore.core.events import Coldest, Retire, Unpin
 from kvstore.core.tier import ColdBlock
 from kvstore.cuda.base import CudaDevice, address_of, wait
-from kvstore.errors import DeviceError, InternalError, KVStoreError, PeerError
+from kvstore.errors import DeadlineError, DeviceError, InternalError, KVStoreError, PeerError
 from kvstore.limits import CUDA_IPC_DRAIN_S, DEMOTE_BLOCKS_MAX, DEMOTE_BYTES_MAX
+from kvstore.node.inside import InsideSession, Make
 from kvstore.types import PutStatus
 
 log = logging.getLogger("kvstore.embedded")
@@ -22,8 +23,8 @@ LOOK_EVERY_S = 1.0
 """How often it looks unasked."""
 END_TIMEOUT_S = 30.0
 
-Ask = Callable[[Callable[[int, int], Any]], Any]
-"""Asks the node in VRAM, as one session; for the demoter's thread alone."""
+ANSWER_TIMEOUT_S = 5.0
+"""How long the node in VRAM may take to answer; then it is asked again later."""
 
 
 class Demoter:
@@ -35,10 +36,16 @@ class Demoter:
     """
 
     def __init__(
-        self, ask: Ask, address: int, device: CudaDevice, store: BlockStore, reserve_bytes: int
+        self,
+        session: InsideSession,
+        address: int,
+        device: CudaDevice,
+        store: BlockStore,
+        reserve_bytes: int,
     ) -> None:
-        """`address` is that of the node's segment. Raises `DeviceError`."""
-        self._ask = ask
+        """`session` is one of the node in VRAM, `address` that of its segment. Raises
+        `DeviceError`."""
+        self._session = session
         self._address = address
         self._store = store
         self._reserve_bytes = reserve_bytes
@@ -47,7 +54,7 @@ class Demoter:
         self._ending = False
         self._drain_until = 0.0
         self._in_doubt: Sequence[Any] = ()
-        """What a copy that hangs may still write to."""
+        """What a copy may still write to."""
         self.counts = dict.fromkeys(("demoted", "demoted_bytes", "already_below", "lost"), 0)
         self._thread = threading.Thread(target=self._run, name="kvstore-demoter", daemon=True)
         self._thread.start()
@@ -82,7 +89,17 @@ class Demoter:
 
     def _step(self, free_bytes: int) -> bool:
         """Move some of the coldest; False when enough is free or nothing can go."""
-        cold: list[ColdBlock] = self._ask(lambda s, r: Coldest(s, r, free_bytes, DEMOTE_BLOCKS_MAX))
+        if self._session.busy:
+            return False
+        try:
+            cold: list[ColdBlock] = self._session.ask(
+                lambda s, r: Coldest(s, r, free_bytes, DEMOTE_BLOCKS_MAX),
+                time.monotonic() + ANSWER_TIMEOUT_S,
+                _unpin,
+            )
+        except DeadlineError as e:
+            log.debug("blocks stay in VRAM for now: %s", e)
+            return False
         for batch in _batches(cold):
             stay = self._move(batch)
             self._let_go([block for block in batch if block not in stay], stay)
@@ -91,9 +108,9 @@ class Demoter:
         return bool(cold)
 
     def _let_go(self, gone: Sequence[ColdBlock], stay: Sequence[ColdBlock]) -> None:
-        free, keep = ([(b.slot, b.generation) for b in blocks] for blocks in (gone, stay))
-        self._ask(lambda s, r: Retire(s, r, free))
-        self._ask(lambda s, r: Unpin(s, r, keep))
+        free = [(block.slot, block.generation) for block in gone]
+        self._session.tell(lambda s, r: Retire(s, r, free))
+        self._session.tell(_unpin(stay))
 
     def _move(self, batch: Sequence[ColdBlock]) -> list[ColdBlock]:
         """Save blocks of one size and namespace below; those that must stay for now.
@@ -125,6 +142,8 @@ class Demoter:
 
     def _copy_and_commit(self, granted: Sequence[tuple[ColdBlock, Reservation]]) -> None:
         reservations = [reservation for _, reservation in granted]
+        # Until the copies are known to be done the slots are not given back (rule 5).
+        self._in_doubt = granted
         try:
             self._stream.copy(
                 [
@@ -134,12 +153,10 @@ class Demoter:
             )
             done = wait(self._stream.record(), time.monotonic() + CUDA_IPC_DRAIN_S)
         except DeviceError as e:
-            # A copy of it may still be under way: the slots are not given back (rule 5).
-            self._in_doubt = granted
             raise InternalError(f"the device refused to copy out of VRAM: {e}") from e
         if not done:
-            self._in_doubt = granted
             raise InternalError(f"copies out of VRAM hang for {CUDA_IPC_DRAIN_S} s")
+        self._in_doubt = ()
         try:
             results = self._store.commit(reservations)
         except PeerError as e:
@@ -149,6 +166,11 @@ class Demoter:
         for (block, _), result in zip(granted, results, strict=True):
             self.counts["demoted" if result else "lost"] += 1
             self.counts["demoted_bytes"] += block.length if result else 0
+
+
+def _unpin(blocks: Sequence[ColdBlock]) -> Make:
+    items = [(block.slot, block.generation) for block in blocks]
+    return lambda s, r: Unpin(s, r, items)
 
 
 def _batches(cold: Sequence[ColdBlock]) -> Iterator[list[ColdBlock]]:

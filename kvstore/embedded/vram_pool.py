@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ from kvstore.client.session import BlockSession
 from kvstore.core.events import Abort, Clear, Commit, Event, Introduce, Reserve, Stat, Touch
 from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.embedded.demoter import Demoter
-from kvstore.errors import NodeUnavailableError, PeerError, UsageError
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.index.open import open_guarded
 from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN, BATCH_KEYS_MAX
 from kvstore.node.config import NodeConfig
-from kvstore.node.inside import InsideSession
+from kvstore.node.inside import Make, TakeBack
 from kvstore.node.vram import VramNode
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Kind, PutResult, rejected
 
@@ -31,6 +31,12 @@ DRAIN_S = 5.0
 FREE_TIMEOUT_S = 2.0
 NO_SPACE = rejected("no space in VRAM: save it to host memory")
 _CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
+
+
+def _give_back(granted: Sequence[Any]) -> Make:
+    """The slots in an answer to `Reserve`."""
+    items = [answer[:2] for answer in granted if isinstance(answer, tuple)]
+    return lambda s, r: Abort(s, r, items)
 
 
 class DeviceReservation(NamedTuple):
@@ -70,7 +76,6 @@ class VramPool:
         self.device = device
         self._store = store
         self._lock = threading.Lock()
-        self._failure = ""
         self._stopped = False
         config = NodeConfig(
             run_dir=store.run_dir,
@@ -91,9 +96,8 @@ class VramPool:
         try:
             self.node.start()
             self._session = self.node.session()
-            demoters = self.node.session()
             self.demoter = Demoter(
-                lambda make: self._answer(demoters, make),
+                self.node.session(),
                 self.node.address,
                 device,
                 store,
@@ -105,20 +109,17 @@ class VramPool:
             self._index.close()
             raise
 
-    @staticmethod
-    def _answer(session: InsideSession, make: Callable[[int, int], Event]) -> Any:
-        return session.ask(make, time.monotonic() + TIMEOUT_S)
-
-    def _ask(self, make: Callable[[int, int], Event]) -> Any:
+    def _ask(
+        self, make: Make, take_back: TakeBack | None = None, *, carry_out: bool = False
+    ) -> Any:
+        """While an answer is late nobody waits for another one; what is to be carried out in
+        any case is so nevertheless."""
         with self._lock:
-            if self._failure:
-                raise PeerError(self._failure)
-            try:
-                return self._answer(self._session, make)
-            except PeerError as e:
-                # What was granted in an answer that came too late is nobody's: no more of it.
-                self._failure = f"the node in VRAM is out of use: {e}"
-                raise
+            if not self._session.busy:
+                return self._session.ask(make, time.monotonic() + TIMEOUT_S, take_back)
+            if carry_out:
+                self._session.tell(make)
+            raise DeadlineError("the node in VRAM is busy")
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
@@ -150,7 +151,8 @@ class VramPool:
                     [0] * n,
                     [None] * n,
                     [0] * n,
-                )
+                ),
+                _give_back,
             )
         except PeerError as e:
             return [rejected(str(e))] * n
@@ -165,10 +167,11 @@ class VramPool:
 
     def commit(self, reservations: Sequence[DeviceReservation]) -> list[PutResult]:
         """The bytes are in place (the work that writes them is done, not only queued): seal and
-        publish. Never raises for a peer's fault: then all are rejected."""
+        publish. Never raises for a peer's fault: then all are rejected, but a node that is only
+        late seals them when it can."""
         items = [(r.slot, r.generation, 0) for r in reservations]
         try:
-            raw = self._ask(lambda s, r: Commit(s, r, items))
+            raw = self._ask(lambda s, r: Commit(s, r, items), carry_out=True)
         except PeerError as e:
             return [rejected(str(e))] * len(items)
         self.demoter.wake()
@@ -177,10 +180,8 @@ class VramPool:
     def abort(self, reservations: Sequence[DeviceReservation]) -> None:
         """Give slots back, to which nothing writes any more."""
         items = [(r.slot, r.generation) for r in reservations]
-        try:
-            self._ask(lambda s, r: Abort(s, r, items))
-        except PeerError:
-            return  # they stay reserved until the pool ends
+        with suppress(PeerError):
+            self._ask(lambda s, r: Abort(s, r, items), carry_out=True)
 
     def clear(self, namespace_id: int) -> int:
         """Drop every block of a namespace here; returns how many. Raises `PeerError`."""

@@ -20,6 +20,8 @@ from kvstore.node.sessions import Session, Sessions
 
 Make = Callable[[int, int], Event]
 """An event from a session's number and a request's."""
+TakeBack = Callable[[Any], Make]
+"""From an answer that nobody waits for any more, what undoes it."""
 
 
 class Inside:
@@ -72,19 +74,42 @@ class InsideSession:
         self._inside = inside
         self._requests = itertools.count(1)
         self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._late: dict[int, TakeBack | None] = {}
+        """Requests whose answers nobody waits for any more; they are still to come."""
+        self._told: set[int] = set()
+        """Requests whose answers nobody ever waited for."""
         self._session: Session | None = None
 
-    def ask(self, make: Make, deadline: float) -> Any:
-        """The core's answer. Raises `DeadlineError`: then only `close` is left to do."""
+    @property
+    def busy(self) -> bool:
+        """An answer is late, and so would be that to anything else."""
+        return bool(self._late)
+
+    def ask(self, make: Make, deadline: float, take_back: TakeBack | None = None) -> Any:
+        """The core's answer. Raises `DeadlineError`; what was asked is carried out all the same.
+
+        What it then grants to nobody is given back by `take_back` as soon as it is known
+        (rule 5: who was told of no slot writes to none); without it, by `close`.
+        """
         request = next(self._requests)
         self._inside.call(lambda: self._post(make, request))
-        while True:
-            try:
-                answer = self._answers.get(timeout=max(deadline - time.monotonic(), 0.001))
-            except queue.Empty as e:
-                raise DeadlineError("the node is busy") from e
-            if answer[0] == request:
-                return answer[2]
+        try:
+            answer = self._answers.get(timeout=max(deadline - time.monotonic(), 0.001))
+        except queue.Empty as e:
+            with self._lock:
+                if self._answers.empty():
+                    self._late[request] = take_back
+                    raise DeadlineError("the node is busy") from e
+            answer = self._answers.get()
+        return answer[2]
+
+    def tell(self, make: Make) -> None:
+        """Have it carried out, after all that was asked before. The answer is nobody's."""
+        request = next(self._requests)
+        with self._lock:
+            self._told.add(request)
+        self._inside.call(lambda: self._post(make, request))
 
     def _post(self, make: Make, request: int) -> None:
         if self._session is None:
@@ -93,7 +118,17 @@ class InsideSession:
 
     def send(self, answer: list[Any]) -> None:
         """Called by the event loop with what the core answers."""
-        self._answers.put(answer)
+        request, _, body = answer
+        with self._lock:
+            if request in self._told:
+                self._told.remove(request)
+                return
+            if request not in self._late:
+                self._answers.put(answer)
+                return
+            take_back = self._late.pop(request)
+        if take_back is not None:
+            self.tell(take_back(body))
 
     def hang_up(self) -> None:
         """Part of a speaker's duties; the stream server ends its connections itself."""

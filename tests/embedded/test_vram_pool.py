@@ -2,17 +2,29 @@
 
 import multiprocessing
 import random
+import threading
 import time
+from contextlib import contextmanager
 
 import pytest
+from contract.cuda import put
 from redis_servers import wait_until
 from stores import NodeProcess, NodeThread
 from vram_producer import BLOCK_BYTES, NAMESPACE, PATIENCE_S, Producer, key_of, payload_of, produce
 
-from kvstore import BlockSession, DeviceRange, MissReason, NoSpaceError, UsageError, VramPool
+from kvstore import (
+    BlockSession,
+    DeviceRange,
+    MissReason,
+    NoSpaceError,
+    PutStatus,
+    UsageError,
+    VramPool,
+)
 from kvstore.cli.checks import machine
 from kvstore.cli.checks.base import Context
 from kvstore.cuda.base import address_of, wait
+from kvstore.embedded import demoter, vram_pool
 from kvstore.nodedir import NodeDir
 from kvstore.testing.cuda import ModelCuda
 from kvstore.transport.security import StreamSecurity
@@ -269,8 +281,6 @@ def test_an_orderly_end_takes_blocks_down(node, model_dir, consumer):
 
 
 def test_a_device_that_hangs_keeps_what_its_copies_use(node, model_dir, monkeypatch):
-    from kvstore.embedded import demoter
-
     monkeypatch.setattr(demoter, "CUDA_IPC_DRAIN_S", 0.2)
     producer = Producer(node.client_options, model_dir, 2 * MIB, MIB)
     producer.save(*range(10))
@@ -341,3 +351,64 @@ def test_a_producer_that_is_killed_leaves_right_bytes_or_misses(node, model_dir,
         assert not NodeDir(node.run_dir, name).path.exists(), "nothing of it is left"
     finally:
         child.kill()
+
+
+@contextmanager
+def busy_node(pool):
+    """The node in VRAM answers nothing meanwhile: its event loop is at something else."""
+    go_on = threading.Event()
+    pool.node._loop.call_soon_threadsafe(go_on.wait, PATIENCE_S)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def impatient(monkeypatch, timeout_s=0.05):
+    monkeypatch.setattr(vram_pool, "TIMEOUT_S", timeout_s)
+    monkeypatch.setattr(demoter, "ANSWER_TIMEOUT_S", timeout_s)
+
+
+def test_slots_that_are_granted_too_late_are_given_back_and_the_pool_goes_on(producer, monkeypatch):
+    with busy_node(producer.pool):
+        impatient(monkeypatch)
+        assert producer.save(0, 1) == ["dram"] * 2
+        impatient(monkeypatch, 10 * PATIENCE_S)
+        assert producer.save(2) == ["dram"], "and without waiting: the first answer is to come"
+    wait_until(lambda: producer.save(3) == ["vram"], "it is in use again")
+    stats = producer.pool.stats()
+    assert (stats["reserved"], stats["blocks"]) == (0, 1)
+
+
+@pytest.mark.parametrize("busy_before", [False, True])
+def test_blocks_whose_commit_is_answered_too_late_are_there_all_the_same(
+    producer, consumer, monkeypatch, busy_before
+):
+    (slot,) = producer.pool.reserve([key_of(0)], BLOCK_BYTES, NAMESPACE)
+    (other,) = producer.pool.reserve([key_of(1)], BLOCK_BYTES, NAMESPACE)
+    put(producer.device, slot.memory.address, payload_of(0))
+    with busy_node(producer.pool):
+        impatient(monkeypatch)
+        if busy_before:
+            producer.pool.reserve([key_of(2)], BLOCK_BYTES, NAMESPACE)
+        (result,) = producer.pool.commit([slot])
+        assert result.status is PutStatus.REJECTED
+        producer.pool.abort([other])
+        impatient(monkeypatch, PATIENCE_S)
+    wait_until(lambda: found_of(consumer, [0])[0], "it is published")
+    assert host_bytes(consumer, found_of(consumer, [0])) == [payload_of(0)]
+    wait_until(lambda: producer.save(1) == ["vram"], "what was aborted is free")
+    assert producer.pool.stats()["reserved"] == 0
+
+
+def test_blocks_go_down_again_after_an_answer_that_came_too_late(producer, consumer, monkeypatch):
+    with busy_node(producer.pool):
+        impatient(monkeypatch)
+        producer.pool.demoter._reserve_bytes = 2 * MIB
+        producer.pool.demoter.wake()
+        wait_until(lambda: producer.pool.demoter._session.busy, "its answer is late")
+        impatient(monkeypatch, PATIENCE_S)
+    wait_until(lambda: producer.save(*range(4)) == ["vram"] * 4, "the pool is in use again")
+    demoted(producer, 4)
+    assert host_bytes(consumer, found_of(consumer, range(4))) == [payload_of(n) for n in range(4)]
+    wait_until(lambda: producer.pool.stats()["blocks"] == 0, "nothing stays pinned")
