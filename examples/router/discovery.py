@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from examples.router.routing import DOWN_S, Engine, Fleet, Role
@@ -19,9 +19,11 @@ log = logging.getLogger("kvstore.router")
 
 SCHEME = "dns+http://"
 EVERY_S = 2.0
+UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA)
+"""Answers of a name server by which there is nobody; after others nobody knows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Name:
     """One name, and what its engines have in common."""
 
@@ -29,6 +31,8 @@ class Name:
     port: int
     role: Role
     at: str
+    found: list[Engine] = field(default_factory=list)
+    """At the last look-up that was answered."""
 
     @classmethod
     def parse(cls, role: Role, text: str) -> Name:
@@ -36,6 +40,7 @@ class Name:
         try:
             parts = urlsplit(where)
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")
         except ValueError:
             host = port = None
         if not where.startswith(SCHEME) or not host or not port:
@@ -43,20 +48,25 @@ class Name:
         return cls(host, port, role, at)
 
     async def engines(self) -> list[Engine]:
-        """None at all while the name is not known. Those that are new are passed over until
-        they have answered a probe."""
+        """None at all while there is no such name; those of before while nobody can be asked.
+        Those that are new are passed over until they have answered a probe."""
         loop = asyncio.get_running_loop()
         down_until = time.monotonic() + DOWN_S
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except OSError:
-            return []
+        except OSError as e:
+            if e.errno in UNKNOWN:
+                self.found = []
+            else:
+                log.warning("%s cannot be looked up: %s", self.host, e)
+            return self.found
         addresses = sorted({str(entry[4][0]) for entry in found})
         hosts = [f"[{address}]" if ":" in address else address for address in addresses]
-        return [
+        self.found = [
             Engine(f"http://{host}:{self.port}", self.role, self.at, down_until=down_until)
             for host in hosts
         ]
+        return self.found
 
 
 async def resolve(names: list[Name], fleet: Fleet) -> None:

@@ -216,14 +216,22 @@ def _median_ms(done: Round) -> float | None:
     return round(statistics.median(times) * 1e3, 1) if times else None
 
 
+def positive(text: str) -> int:
+    """For argparse: nothing sent is nothing shown."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--router", required=True, metavar="URL")
     parser.add_argument("--single", required=True, metavar="URL", help="an engine that never loads")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompts", type=positive, default=8)
+    parser.add_argument("--rounds", type=positive, default=2)
     parser.add_argument("--pause-s", type=float, default=0.0, help="after each round")
     parser.add_argument("--seed", type=int, default=20)
     return parser

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from connector import PromptKeys
 from examples.router.routing import held_at
@@ -20,7 +20,10 @@ THREADS = 4
 MODELS_MAX = 256
 """Models, by the name in requests, whose keys are known; beyond it one is learned anew."""
 INDEX_AWAY = (MissReason.DEADLINE, MissReason.BREAKER_OPEN, MissReason.INDEX_ERROR)
+LOOKUP_TIMEOUT_S = 1.0
+"""One look at the index, the wait for a thread included: the index's own deadline is shorter."""
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.05
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +41,28 @@ class Prefix:
     """The index did not answer: what is prefilled now, no decode engine would find."""
 
 
+@dataclass(slots=True)
+class _Model:
+    keys: PromptKeys
+    plain: bool = True
+    """Its keys were those of the tokens the last time that both were known. Not so where a LoRA
+    or a chat template of its own is part of them: what the index says of tokens is another
+    model's then."""
+
+
 class Prefixes:
     """Looks prompts up in the index. Knows a model's keys once an engine has told them."""
 
     def __init__(self, locator: Locator) -> None:
         self._locator = locator
-        self._keys: dict[str, PromptKeys] = {}
+        self._models: dict[str, _Model] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="router-lookup")
 
-    def learn(self, model: str, answer: Mapping[str, Any]) -> Key | None:
-        """Take in what a prefill engine answered; the key of the prompt's last full block."""
+    async def learn(
+        self, name: str, answer: Mapping[str, Any], tokens: Sequence[int] | None
+    ) -> Key | None:
+        """Take in what a prefill engine answered to a prompt of that model; the key of the
+        prompt's last full block. `tokens` are what the prompt was taken for."""
         params = answer.get("kv_transfer_params")
         told = params.get(PromptKeys.ASKED) if isinstance(params, dict) else None
         if not isinstance(told, dict):
@@ -55,22 +70,39 @@ class Prefixes:
         try:
             keys, last = PromptKeys.from_answer(told)
         except UsageError as e:
-            log.warning("model %s: %s", model, e)
+            log.warning("model %s: %s", name, e)
             return None
-        if self._keys.get(model) != keys:
-            if len(self._keys) >= MODELS_MAX:
-                self._keys.pop(next(iter(self._keys)))
-            self._keys[model] = keys
-            log.info("model %s: blocks of %d tokens", model, keys.block_tokens)
+        plain = None
+        if tokens and last is not None:  # off the loop: a long prompt takes milliseconds
+            plain = (await asyncio.to_thread(keys.of, tokens))[-1:] == [last]
+        model = self._models.get(name)
+        if model is None or model.keys != keys:
+            if len(self._models) >= MODELS_MAX:
+                self._models.pop(next(iter(self._models)))
+            model = self._models[name] = _Model(keys)
+            log.info("model %s: blocks of %d tokens", name, keys.block_tokens)
+        if plain is not None:
+            model.plain = plain
         return last
 
-    async def find(self, model: str, tokens: Sequence[int] | None) -> Prefix:
-        """What the store holds; nothing when that cannot be told. One index round trip."""
-        keys = self._keys.get(model)
-        if tokens is None or keys is None:
+    async def find(self, name: str, tokens: Sequence[int] | None) -> Prefix:
+        """What the store holds for that model; nothing when that cannot be told. One index
+        round trip."""
+        model = self._models.get(name)
+        if tokens is None or model is None:
             return Prefix(tokens)
+        if not model.plain:
+            return Prefix(tokens, model.keys.block_tokens)
+        try:
+            return await self._look(self._find, model.keys, tokens)
+        except TimeoutError:
+            return Prefix(tokens, model.keys.block_tokens, index_away=True)
+
+    async def _look(self, look: Callable[..., T], *arguments: Any) -> T:
+        """In a thread. Raises `TimeoutError`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._find, keys, tokens)
+        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+            return await loop.run_in_executor(self._threads, look, *arguments)
 
     def _find(self, keys: PromptKeys, tokens: Sequence[int]) -> Prefix:
         try:
@@ -86,11 +118,13 @@ class Prefixes:
 
         An engine answers before its blocks are saved, so the decode engine would look too early.
         """
-        loop = asyncio.get_running_loop()
         give_up_at = time.monotonic() + timeout_s
         pause_s = POLL_MIN_S
         while True:
-            holders = await loop.run_in_executor(self._threads, self._locator.leading, [key])
+            try:
+                holders = await self._look(self._locator.leading, [key])
+            except TimeoutError:
+                return None
             if holders.short in INDEX_AWAY:
                 return None
             if holders or time.monotonic() + pause_s > give_up_at:
@@ -99,5 +133,5 @@ class Prefixes:
             pause_s = min(pause_s * 2, POLL_MAX_S)
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
         self._locator.close()

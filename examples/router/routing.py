@@ -13,6 +13,8 @@ LOAD_GAP_MAX = 8
 prefix: waiting there would cost more than computing elsewhere."""
 DOWN_S = 5.0
 """How long an engine that failed is passed over, unless it answers a probe sooner."""
+MISSED_MAX = 2
+"""Probes in a row that an engine may leave unanswered before it is said to hang."""
 ENGINES_MAX = 256
 
 
@@ -35,6 +37,8 @@ class Engine:
     down_until: float = 0.0
     unsaved_until: float = 0.0
     """Its blocks did not come into the store: until then others prefill."""
+    missed: int = 0
+    """Probes in a row that it has not answered."""
     turn: int = 0
     """Number of the last request it was given: equals take turns."""
 
@@ -54,8 +58,17 @@ class Engine:
         self.down_until = now + DOWN_S
 
     def answered(self) -> None:
-        """It lives; whether it can save is another question."""
+        """A probe. It lives; whether it can save is another question."""
         self.down_until = 0.0
+        self.missed = 0
+
+    def missed_probe(self, now: float) -> None:
+        self.failed(now)
+        self.missed += 1
+
+    @property
+    def hangs(self) -> bool:
+        return self.missed >= MISSED_MAX
 
     def unsaved(self, now: float) -> None:
         self.failures += 1
@@ -89,11 +102,14 @@ class Fleet:
     ) -> Engine | None:
         """The engine beside most of the prefix, then the least loaded, then whose turn it is.
 
-        `held` says how many leading blocks are at each node, by name and by host. Engines
-        that are down are taken only when all are: better tried than refused.
+        `held` says how many leading blocks are at each node, by name and by host. When all
+        are down a decode engine is tried nevertheless, for somebody has to answer; a prefill
+        engine is not, for decode engines compute what is missing.
         """
         able = [e for e in self.engines if e.role is role and e not in without]
-        candidates = [e for e in able if e.up(now)] or able
+        candidates = [e for e in able if e.up(now)]
+        if role is Role.DECODE:
+            candidates = candidates or able
         if not candidates:
             return None
         least = min(e.in_flight for e in candidates)

@@ -12,17 +12,18 @@ import asyncio
 import json
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from aiohttp import ClientResponse, web
+from aiohttp import web
 
 from connector import PromptKeys
 from examples.router.discovery import Name, keep_resolving, resolve
 from examples.router.prefix import Prefix, Prefixes
 from examples.router.routing import Engine, Fleet, Role, needs_prefill
-from examples.router.upstream import EngineFailedError, Upstream, whole
+from examples.router.upstream import Answer, EngineFailedError, TooLateError, Upstream
 
 log = logging.getLogger("kvstore.router")
 
@@ -30,11 +31,16 @@ ATTEMPTS_MAX = 3
 """Engines that one step of a request is tried on."""
 IN_FLIGHT_MAX = 4096
 """Requests at a time; one more is told to come back."""
+COME_BACK_S = 1
+PREFILL_SHARE = 0.5
+"""Of a request's time, for all attempts to have it prefilled: decoding needs some, too."""
 BODY_BYTES_MAX = 16 << 20
 TOKENIZE_TIMEOUT_S = 2.0
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 2.0, 2.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PASSED_HEADERS = ("Authorization", "X-Request-Id")
+REQUEST_ID = "X-Request-Id"
+PASSED_HEADERS = ("Authorization", REQUEST_ID, "traceparent", "tracestate")
+PASSED_BACK = ("Content-Type", "Retry-After")
 TOKENIZED = {
     COMPLETIONS: ("model", "prompt", "add_special_tokens"),
     CHAT: (
@@ -43,6 +49,8 @@ TOKENIZED = {
     ),
 }
 """Fields that decide which tokens a prompt is."""
+NOT_TOLD = ("cache_salt", "truncate_prompt_tokens", "documents", "reasoning_effort")
+"""Fields that decide what its keys are, and of which `/tokenize` knows nothing."""
 ANSWER_FIELDS = ("stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "echo")
 """Fields about an answer that a prefill engine is not asked for."""
 
@@ -76,7 +84,7 @@ class _Job:
         return str((self.body or {}).get("model", ""))
 
     def left_s(self) -> float:
-        return max(0.001, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - time.monotonic())
 
 
 class Router:
@@ -134,7 +142,7 @@ class Router:
             if await self._up.healthy(engine, PROBE_TIMEOUT_S):
                 engine.answered()
             else:
-                engine.failed(time.monotonic())
+                engine.missed_probe(time.monotonic())
 
         await asyncio.gather(*map(one, self._fleet.engines))
 
@@ -147,20 +155,22 @@ class Router:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         if self._in_flight >= IN_FLIGHT_MAX:
-            return _error(503, f"{IN_FLIGHT_MAX} requests are in flight")
+            come_back = {"Retry-After": str(COME_BACK_S)}
+            return _error(503, f"{IN_FLIGHT_MAX} requests are in flight", come_back)
+        self._in_flight += 1  # from here on: a body that is slow to come is memory, too
         try:
-            body = await request.json()
-        except ValueError:
-            return _error(400, "the body is not JSON")
-        if not isinstance(body, dict):
-            return _error(400, "the body is not a JSON object")
-        headers = {
-            name: request.headers[name] for name in PASSED_HEADERS if name in request.headers
-        }
-        deadline = time.monotonic() + self._settings.timeout_s
-        job = _Job(request.path, body, headers, deadline, Prefix())
-        self._in_flight += 1
-        try:
+            job = self._job(request, None)
+            try:
+                async with asyncio.timeout(job.left_s()):
+                    job.body = json.loads(await request.read())
+            except web.HTTPRequestEntityTooLarge:
+                return _error(413, f"the body has more than {BODY_BYTES_MAX} bytes")
+            except TimeoutError:
+                return _error(408, "the body has not come in time")
+            except (ValueError, RecursionError):
+                return _error(400, "the body is not JSON")
+            if not isinstance(job.body, dict):
+                return _error(400, "the body is not a JSON object")
             job.prefix = await self._prefixes.find(job.model, await self._tokens(job))
             await self._prefill(job)
             return await self._decode(request, job)
@@ -173,13 +183,14 @@ class Router:
         headers = {
             name: request.headers[name] for name in PASSED_HEADERS if name in request.headers
         }
+        headers.setdefault(REQUEST_ID, uuid.uuid4().hex)
         return _Job(request.path, body, headers, time.monotonic() + self._settings.timeout_s)
 
     async def _tokens(self, job: _Job) -> list[int] | None:
         """The prompt's tokens; None where they are not all that makes its KV, or not known."""
         body = job.body or {}
         prompt = body.get("prompt") if job.path == COMPLETIONS else body.get("messages")
-        if body.get("cache_salt") or not prompt:
+        if not prompt or any(body.get(name) for name in NOT_TOLD):
             return None
         if job.path == COMPLETIONS and isinstance(prompt, list):
             return prompt if all(type(token) is int for token in prompt) else None
@@ -189,9 +200,9 @@ class Router:
         if engine is None:
             return None
         question = {name: body[name] for name in TOKENIZED[job.path] if name in body}
-        timeout_s = min(TOKENIZE_TIMEOUT_S, job.left_s())
+        deadline = min(time.monotonic() + TOKENIZE_TIMEOUT_S, job.deadline)
         try:
-            answer = await self._up.ask(engine, "/tokenize", question, job.headers, timeout_s)
+            answer = await self._up.ask(engine, "/tokenize", question, job.headers, deadline)
         except EngineFailedError as e:
             log.warning("tokens not known: %s", e)
             return None
@@ -206,24 +217,28 @@ class Router:
         if prefix.index_away or not needs_prefill(tokens, prefix.block_tokens, prefix.blocks):
             return
         body = prefill_body(job.path, job.body or {})
+        deadline = time.monotonic() + job.left_s() * PREFILL_SHARE
         tried: list[Engine] = []
         while len(tried) < ATTEMPTS_MAX:
-            now = time.monotonic()
-            engine = self._fleet.take(Role.PREFILL, prefix.held, now, tried)
+            engine = self._fleet.take(Role.PREFILL, prefix.held, time.monotonic(), tried)
             if engine is None:
                 return
             tried.append(engine)
             try:
-                answer = await self._up.ask(engine, job.path, body, job.headers, job.left_s())
+                answer = await self._up.ask(engine, job.path, body, job.headers, deadline)
+            except TooLateError as e:
+                log.warning("prefill: %s", e)
+                return
             except EngineFailedError as e:
                 log.warning("prefill: %s", e)
                 engine.failed(time.monotonic())
                 continue
             if answer is not None:
                 job.prefilled_at = engine.url
-                last = self._prefixes.learn(job.model, answer)
+                last = await self._prefixes.learn(job.model, answer, prefix.tokens)
                 if last is not None:
-                    held = await self._prefixes.wait_for(last, self._settings.save_wait_s)
+                    wait_s = min(self._settings.save_wait_s, job.left_s() * PREFILL_SHARE)
+                    held = await self._prefixes.wait_for(last, wait_s)
                     job.prefix = Prefix(prefix.tokens, held=held or {})
                     if held is not None and not held:
                         engine.unsaved(time.monotonic())
@@ -240,29 +255,32 @@ class Router:
             out: web.StreamResponse | None = None
             try:
                 async with self._up.send(
-                    engine, job.path, job.body, job.headers, job.left_s()
+                    engine, job.path, job.body, job.headers, job.deadline
                 ) as answer:
                     head = _head(job, engine, answer)
                     if not (job.body or {}).get("stream"):
                         # Whole, so that an engine that dies half way costs no request.
-                        all_of_it = await whole(answer)
+                        all_of_it = await answer.whole()
                         return web.Response(status=answer.status, headers=head, body=all_of_it)
-                    part = await answer.content.readany()
+                    part = await answer.part()
                     out = web.StreamResponse(status=answer.status, headers=head)
-                    await _pass_on(out, request, part)
-                    async for part in answer.content.iter_any():
-                        await _pass_on(out, request, part)
+                    await _pass_on(out, request, part, job.left_s())
+                    while part := await answer.part():
+                        await _pass_on(out, request, part, job.left_s())
                 await out.write_eof()
                 return out
             except EngineFailedError as e:
                 log.warning("decode: %s", e)
-                engine.failed(time.monotonic())
+                if not isinstance(e, TooLateError):
+                    engine.failed(time.monotonic())
                 reason = str(e)
                 if out is not None:
                     # The client has had a part: an end without the last chunk says that it broke.
                     if request.transport is not None:
                         request.transport.abort()
                     return out
+        if time.monotonic() >= job.deadline:
+            return _error(504, f"no answer in {self._settings.timeout_s:g} s: {reason}", _head(job))
         return _error(502, reason, _head(job))
 
     # About the router
@@ -285,12 +303,20 @@ class ClientGoneError(Exception):
     """The client hung up: nobody's fault here."""
 
 
-async def _pass_on(out: web.StreamResponse, request: web.Request, part: bytes) -> None:
-    """Raises `ClientGoneError`, so that the client's broken connection is not the engine's."""
+async def _pass_on(
+    out: web.StreamResponse, request: web.Request, part: bytes, timeout_s: float
+) -> None:
+    """Raises `ClientGoneError`, so that the client's broken connection is not the engine's; also
+    when the client has not read enough of it in time."""
     try:
-        if not out.prepared:
-            await out.prepare(request)
-        await out.write(part)
+        async with asyncio.timeout(timeout_s):
+            if not out.prepared:
+                await out.prepare(request)
+            await out.write(part)
+    except TimeoutError as e:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientGoneError from e
     except ConnectionError as e:
         raise ClientGoneError from e
 
@@ -317,17 +343,17 @@ def _text_only(messages: Any) -> bool:
     return all(content is None or isinstance(content, str) for content in contents)
 
 
-def _head(
-    job: _Job, engine: Engine | None = None, answer: ClientResponse | None = None
-) -> dict[str, str]:
+def _head(job: _Job, engine: Engine | None = None, answer: Answer | None = None) -> dict[str, str]:
     """Headers of an answer: what it is, and which way it came."""
     head = {
         "X-KVStore-Found-Tokens": str(job.found_tokens),
         "X-KVStore-Prefill": job.prefilled_at,
         "X-KVStore-Decode": engine.url if engine is not None else "none",
+        REQUEST_ID: job.headers[REQUEST_ID],
     }
     if answer is not None:
-        head["Content-Type"] = answer.headers.get("Content-Type", "application/json")
+        head["Content-Type"] = "application/json"
+        head |= {name: answer.headers[name] for name in PASSED_BACK if name in answer.headers}
     return head
 
 

@@ -4,31 +4,86 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from examples.router.routing import Engine
 
 CONNECT_TIMEOUT_S = 2.0
-IDLE_TIMEOUT_S = 120.0
-"""How long an engine may say nothing in the middle of an answer; a long prompt takes a while."""
+SILENT_S = 20.0
+"""After so long without a word an engine's probes are believed: a long prompt, a queue or an
+answer that is not streamed may take minutes, an engine that hangs takes for ever."""
+KEEPALIVE_S = 4.0
+"""Less than vLLM's 5 s: a request on a connection that its engine closes at that moment is lost."""
 ANSWER_BYTES_MAX = 64 << 20
 """One answer that is not streamed."""
-SERVER_ERROR = 500
+CLIENT_ERROR, SERVER_ERROR = 400, 500
+T = TypeVar("T")
 
 
 class EngineFailedError(Exception):
     """An engine did not do its part: ask another one."""
 
 
+class TooLateError(EngineFailedError):
+    """The time for an answer is over. That is not the engine's fault."""
+
+
+class Answer:
+    """An engine's answer, of which the head is there."""
+
+    def __init__(self, engine: Engine, response: aiohttp.ClientResponse, deadline: float) -> None:
+        self._engine = engine
+        self._response = response
+        self._deadline = deadline
+        self.status = response.status
+        self.headers = response.headers
+
+    async def part(self) -> bytes:
+        """What has come; empty at the end."""
+        return await _patiently(self._engine, self._deadline, self._response.content.readany)
+
+    async def whole(self) -> bytes:
+        """All of it. Raises `EngineFailedError` beyond `ANSWER_BYTES_MAX`."""
+        parts: list[bytes] = []
+        size = 0
+        while part := await self.part():
+            size += len(part)
+            if size > ANSWER_BYTES_MAX:
+                raise EngineFailedError(f"{self._engine.url}: more than {ANSWER_BYTES_MAX} bytes")
+            parts.append(part)
+        return b"".join(parts)
+
+
+async def _patiently(engine: Engine, deadline: float, wait: Callable[[], Awaitable[T]]) -> T:
+    """What `wait` returns; it is called again when it takes long and the engine is well.
+
+    Raises `EngineFailedError`, and `TooLateError` at `deadline`.
+    """
+    while True:
+        limit = asyncio.timeout(min(SILENT_S, deadline - time.monotonic()))
+        try:
+            async with limit:
+                return await wait()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        if time.monotonic() >= deadline:
+            raise TooLateError(f"{engine.url} has not answered in time")
+        if engine.hangs:
+            raise EngineFailedError(f"{engine.url} says nothing and fails its probes")
+
+
 class Upstream:
     """One HTTP client for all engines. Connections are kept."""
 
     def __init__(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0)  # the server bounds requests in flight
+        # The server bounds requests in flight.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector)
 
     async def close(self) -> None:
@@ -49,31 +104,32 @@ class Upstream:
         path: str,
         body: Mapping[str, Any] | None,
         headers: Mapping[str, str],
-        timeout_s: float,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        deadline: float,
+    ) -> AsyncIterator[Answer]:
         """The engine's answer, once its head is there. A POST, without a body a GET.
 
-        Raises `EngineFailedError` when it cannot be reached, breaks off, is late or says that
-        the fault is its own.
+        Raises `EngineFailedError` when it cannot be reached, breaks off, hangs or says that
+        the fault is its own, and `TooLateError` at `deadline` (of `time.monotonic`).
         """
         engine.in_flight += 1
+        request = self._session.request(
+            "GET" if body is None else "POST",
+            engine.url + path,
+            json=body,
+            headers=headers,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        )
+        head = asyncio.ensure_future(request)
         try:
-            async with self._session.request(
-                "GET" if body is None else "POST",
-                engine.url + path,
-                json=body,
-                headers=headers,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(
-                    total=timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=IDLE_TIMEOUT_S
-                ),
-            ) as answer:
-                if answer.status >= SERVER_ERROR:
-                    raise EngineFailedError(f"{engine.url} answered {answer.status}")
-                yield answer
+            async with await _patiently(engine, deadline, lambda: asyncio.shield(head)) as response:
+                if response.status >= SERVER_ERROR:
+                    raise EngineFailedError(f"{engine.url} answered {response.status}")
+                yield Answer(engine, response, deadline)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as e:
             raise EngineFailedError(f"{engine.url}: {type(e).__name__} {e}".rstrip()) from e
         finally:
+            head.cancel()
             engine.in_flight -= 1
 
     async def ask(
@@ -82,12 +138,12 @@ class Upstream:
         path: str,
         body: Mapping[str, Any],
         headers: Mapping[str, str],
-        timeout_s: float,
+        deadline: float,
     ) -> dict[str, Any] | None:
         """A JSON object; None when the engine refuses the question (4xx). Raises like `send`."""
-        async with self.send(engine, path, body, headers, timeout_s) as answer:
-            raw = await whole(answer)
-            if not answer.ok:
+        async with self.send(engine, path, body, headers, deadline) as answer:
+            raw = await answer.whole()
+            if answer.status >= CLIENT_ERROR:
                 return None
         try:
             # Off the loop: the answer to a long prompt may be long.
@@ -97,15 +153,3 @@ class Upstream:
         if not isinstance(found, dict):
             raise EngineFailedError(f"{engine.url}{path} answered no JSON object")
         return found
-
-
-async def whole(answer: aiohttp.ClientResponse) -> bytes:
-    """All of an answer. Raises `EngineFailedError` beyond `ANSWER_BYTES_MAX`."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in answer.content.iter_any():
-        size += len(part)
-        if size > ANSWER_BYTES_MAX:
-            raise EngineFailedError(f"{answer.url}: more than {ANSWER_BYTES_MAX} bytes")
-        parts.append(part)
-    return b"".join(parts)

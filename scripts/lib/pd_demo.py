@@ -173,6 +173,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("out/pd-demo"), help="logs and the model")
     options = parser.parse_args()
+    if min(options.prefill, options.decode, options.prompts) < 1:
+        parser.error("--prefill, --decode and --prompts must be at least 1")
     if find_spec("vllm") is None:
         print("pd-demo: vLLM is not installed here (scripts/setup says why)", file=sys.stderr)
         return 2

@@ -25,6 +25,9 @@ class FakeEngine:
 
     def __init__(self, answer: Answer) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.healthy = asyncio.Event()
+        """Cleared, probes of its health get no answer: it hangs."""
+        self.healthy.set()
         self._answer = answer
         app = web.Application()
         app.add_routes(
@@ -33,7 +36,7 @@ class FakeEngine:
                 web.post("/v1/chat/completions", self._complete),
                 web.post("/tokenize", self._tokenize),
                 web.get("/health", self._health),
-                web.get("/v1/models", self._health),
+                web.get("/v1/models", self._models),
             ]
         )
         self.server = TestServer(app)
@@ -56,17 +59,23 @@ class FakeEngine:
         return web.json_response({"tokens": TOKENS, "count": len(TOKENS)})
 
     async def _health(self, request: web.Request) -> web.Response:
+        await self.healthy.wait()
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": []})
 
 
-def saver(store: BlockSession, *, saves: bool = True) -> Answer:
-    """A prefill engine: computes, saves, tells its keys."""
+def saver(store: BlockSession, *, saves: bool = True, extra: str = "") -> Answer:
+    """A prefill engine: computes, saves, tells its keys. `extra` is in them beside the tokens."""
 
     async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         assert body["max_tokens"] == 1
         assert body["stream"] is False
         prompt = body["prompt"] if isinstance(body.get("prompt"), list) else TOKENS
-        hashes = extend([], prompt, KEYS.block_tokens, lambda first, end: None)
+        hashes = extend(
+            [], prompt, KEYS.block_tokens, lambda first, end: (extra,) if extra else None
+        )
         if saves:
             reserved = store.reserve(KEYS.of_hashes(hashes), 8192, KEYS.namespace.id)
             store.commit([slot for slot in reserved if isinstance(slot, Reservation)])
@@ -85,6 +94,22 @@ async def talk(request: web.Request, body: dict[str, Any]) -> web.StreamResponse
     for part in SSE:
         await out.write(part)
     return out
+
+
+def silent(started: asyncio.Event | None = None, ended: asyncio.Event | None = None) -> Answer:
+    """Says nothing until its client goes."""
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if started is not None:
+            started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if ended is not None:
+                ended.set()
+        raise AssertionError
+
+    return answer
 
 
 def fails_with(status: int) -> Answer:

@@ -88,3 +88,9 @@ def test_only_a_run_without_fault_passes(
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["answered"], summary["identical"]) == (answered, identical)
     assert summary["requests"] == PROMPTS * ROUNDS
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--rounds"])
+def test_nothing_measured_is_no_success(option: str) -> None:
+    with pytest.raises(SystemExit):
+        measure.parser().parse_args(["--router", "r", "--single", "s", option, "0"])

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from redis_servers import RedisServer
-from stores import PATIENT, NodeProcess
+from stores import PATIENT
 
 from connector import PromptKeys
 from kvstore import BlockSession, Locator
 
 aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
 from aiohttp import web  # noqa: E402
-from aiohttp.test_utils import TestServer  # noqa: E402
 from fake_engines import (  # noqa: E402
     SSE,
     TOKENS,
@@ -33,86 +29,11 @@ from fake_engines import (  # noqa: E402
     saver,
     talk,
 )
+from routed import DECODE, FOUND, PATIENCE_S, PREFILL, routed  # noqa: E402
 
 from examples.router.discovery import Name  # noqa: E402
-from examples.router.prefix import Prefixes  # noqa: E402
-from examples.router.routing import Engine, Fleet, Role  # noqa: E402
-from examples.router.server import Router, RouterSettings, prefill_body  # noqa: E402
-
-FOUND, PREFILL, DECODE = "X-KVStore-Found-Tokens", "X-KVStore-Prefill", "X-KVStore-Decode"
-PATIENCE_S = 20.0
-
-
-class Setup:
-    """A router before engines; `ask` is one client."""
-
-    def __init__(self, url: str, session: Any) -> None:
-        self.url = url
-        self._session = session
-
-    async def ask(self, path: str = "/v1/completions", **body: Any) -> tuple[Any, bytes]:
-        """The answer and all its bytes. Raises what aiohttp raises for a broken one."""
-        if path == "/v1/completions":
-            body.setdefault("prompt", TOKENS)
-        async with self._session.post(self.url + path, json={"model": "m", **body}) as answer:
-            return answer, await answer.read()
-
-    async def get(self, path: str) -> Any:
-        async with self._session.get(self.url + path) as answer:
-            await answer.read()
-            return answer
-
-
-@asynccontextmanager
-async def routed(
-    locator: Locator,
-    prefill: list[FakeEngine],
-    decode: list[FakeEngine],
-    *,
-    at: tuple[str, ...] = (),
-    save_wait_s: float = PATIENCE_S,
-    names: tuple[Name, ...] = (),
-) -> AsyncIterator[Setup]:
-    """`at`: where each decode engine is."""
-    everyone = [*prefill, *decode]
-    for engine in everyone:
-        await engine.server.start_server()
-    at = at or ("",) * len(decode)
-    fleet = Fleet(
-        [Engine(engine.url, Role.PREFILL) for engine in prefill]
-        + [Engine(e.url, Role.DECODE, where) for e, where in zip(decode, at, strict=True)]
-    )
-    settings = RouterSettings(save_wait_s=save_wait_s)
-    server = TestServer(Router(fleet, Prefixes(locator), settings, names).app())
-    await server.start_server()
-    timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
-    try:
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            yield Setup(str(server.make_url("")).rstrip("/"), session)
-    finally:
-        await server.close()
-        for engine in everyone:
-            await engine.server.close()
-
-
-@pytest.fixture
-def store(node: NodeProcess) -> Iterator[BlockSession]:
-    session = BlockSession(**node.client_options)  # type: ignore[arg-type]
-    yield session
-    session.close()
-
-
-@pytest.fixture
-def locator(node: NodeProcess, tmp_path: Path) -> Locator:
-    """As on a host without a node. The router closes it."""
-    run_dir = tmp_path / "run"
-    return Locator(node.redis.url, key_prefix=node.key_prefix, run_dir=run_dir, limits=PATIENT)
-
-
-@pytest.fixture
-def no_index(tmp_path: Path) -> Locator:
-    """A store whose Redis is away."""
-    return Locator("redis://127.0.0.1:1", run_dir=tmp_path / "run")
+from examples.router.routing import Role  # noqa: E402
+from examples.router.server import prefill_body  # noqa: E402
 
 
 def test_a_new_prompt_is_prefilled_once_and_decoded_where_its_blocks_are(
@@ -244,6 +165,8 @@ def test_texts_are_tokenized_by_an_engine(
     "body",
     [
         {"cache_salt": "s"},
+        {"truncate_prompt_tokens": 8},
+        {"reasoning_effort": "low"},
         {"prompt": [TOKENS, TOKENS]},
         {"prompt": ["a", "b"]},
         {"prompt": [-1, -2]},

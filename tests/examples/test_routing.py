@@ -86,6 +86,14 @@ def test_when_all_are_down_one_is_tried_and_nobody_twice() -> None:
     assert fleet.choose(Role.DECODE, {}, NOW, [a, b]) is None
 
 
+def test_a_prefill_engine_that_is_down_is_not_tried() -> None:
+    """Decode engines compute what is missing; waiting for a connection would cost more."""
+    fleet = Fleet([engine("a", Role.PREFILL)])
+    fleet.engines[0].failed(NOW)
+    assert fleet.choose(Role.PREFILL, {}, NOW) is None
+    assert fleet.choose(Role.PREFILL, {}, NOW + DOWN_S) is fleet.engines[0]
+
+
 def test_each_role_has_its_own_engines() -> None:
     fleet = Fleet([engine("a", Role.PREFILL)])
     assert fleet.choose(Role.DECODE, {}, NOW) is None
