@@ -77,6 +77,8 @@ class VramNodes:
         self.counts = dict.fromkeys(("cuda_ipc_bytes", *_COUNTED.values()), 0)
         self._known: dict[tuple[int, int], tuple[float, Announcement | None]] = {}
         """By node id and epoch: until when it is believed, and what."""
+        self._said: set[tuple[int, int]] = set()
+        """Of which failures were logged: some last, such as a device that is hidden here."""
 
     def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
         """That start of that node when its blocks can be read from here now."""
@@ -129,8 +131,7 @@ class VramNodes:
         self._count(outcomes, wanted)
         failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
         if failed is not None:
-            log.warning("node %s cannot be read over CUDA IPC for now: %s", word.name, failed)
-            self._failed(word)
+            self._failed(word, failed)
         return outcomes
 
     def view(self, word: Announcement, key: Key, location: Location) -> DeviceBlock | None:
@@ -140,8 +141,7 @@ class VramNodes:
         try:
             return self.transport.memory.view(word, key, location)
         except DeviceError as e:
-            log.warning("node %s cannot be read over CUDA IPC for now: %s", word.name, e)
-            self._failed(word)
+            self._failed(word, str(e))
             return None
 
     def _count(
@@ -158,10 +158,16 @@ class VramNodes:
         if self.transport is not None:
             self.transport.memory.sweep()
 
-    def _failed(self, word: Announcement) -> None:
+    def _failed(self, word: Announcement, reason: str) -> None:
         """It is left alone for a while."""
+        start = (word.node_id, word.epoch)
         with self._lock:
-            self._known[word.node_id, word.epoch] = (time.monotonic() + ABSENT_S, None)
+            level = logging.DEBUG if start in self._said else logging.WARNING
+            if len(self._said) >= ABSENT_MAX:
+                self._said.clear()
+            self._said.add(start)
+            self._known[start] = (time.monotonic() + ABSENT_S, None)
+        log.log(level, "node %s cannot be read over CUDA IPC for now: %s", word.name, reason)
 
     def close(self) -> None:
         if self.transport is not None:

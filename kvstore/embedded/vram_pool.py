@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvstore.client.session import BlockSession
@@ -25,6 +27,7 @@ from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Kind, PutResult, rej
 TIMEOUT_S = 5.0
 """How long the node may take to answer: it is a thread of this process, and publishes to the
 index before it answers a commit."""
+NAMES_MAX = 32
 RESERVE_PART = 8
 """One of so many parts of the pool is kept free by the demoter."""
 DRAIN_S = 5.0
@@ -94,7 +97,7 @@ class VramPool:
         )
         self.node = VramNode(config, self._index.index, device)
         try:
-            self.node.start()
+            self._start(own_name=name is None)
             self._session = self.node.session()
             self.demoter = Demoter(
                 self.node.session(),
@@ -108,6 +111,19 @@ class VramPool:
             self.node.free(0.0)
             self._index.close()
             raise
+
+    def _start(self, *, own_name: bool) -> None:
+        """Under the first name that is free: other processes may have the same number, in
+        containers that share the run directory, and this one may have several pools."""
+        for number in itertools.count(2):
+            try:
+                self.node.start()
+                return
+            except UsageError as e:
+                if not own_name or e.field != "name" or number > NAMES_MAX:
+                    raise
+            config = replace(self.node.config, name=f"vram-{os.getpid()}-{number}")
+            self.node = VramNode(config, self._index.index, self.device)
 
     def _ask(
         self, make: Make, take_back: TakeBack | None = None, *, carry_out: bool = False

@@ -7,6 +7,8 @@ import random
 import time
 from pathlib import Path
 
+from redis_servers import wait_until
+
 from kvstore import BlockSession, DeviceReservation, Reservation, VramPool
 from kvstore.cuda.base import address_of, wait
 from kvstore.testing.cuda import ModelCuda
@@ -74,3 +76,29 @@ def produce(options, model_dir: str, seed: int, reports) -> None:
         number = batch.stop
         reports.put(number)
         time.sleep(rng.random() * 0.01)
+
+
+def found_of(session, numbers):
+    return session.lookup([key_of(n) for n in numbers])
+
+
+def host_bytes(session, found):
+    """What each found block is, read into the host's memory; None for a miss."""
+    got = []
+    for view in session.views(found, None, PATIENCE_S):
+        data = None if view is None else bytes(view.buffer)
+        got.append(data if view is not None and view.valid() else None)
+    return got
+
+
+def in_vram(consumer, found):
+    view = consumer.device_view(found)
+    if view is None:
+        return False
+    view.close()
+    return True
+
+
+def demoted(producer, count):
+    counts = producer.pool.demoter.counts
+    wait_until(lambda: counts["demoted"] >= count, f"{count} blocks went down")
