@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,11 +57,11 @@ class Processes:
         self._started.append(process)
         return process
 
-    def wait_for(self, urls: list[str]) -> None:
-        """Until all are healthy. Raises `RuntimeError` when a process ends or time is up."""
+    def wait_for(self, urls: list[str], is_up: Callable[[str], bool]) -> None:
+        """Until all are up. Raises `RuntimeError` when a process ends or time is up."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
         for url in urls:
-            while not _healthy(url):
+            while not is_up(url):
                 ended = [p.args for p in self._started if p.poll() is not None]
                 if ended or time.monotonic() > give_up_at:
                     raise RuntimeError(f"{url} is not up; ended: {ended}; see {self.out}/*.log")
@@ -82,6 +83,15 @@ def _healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _knows_all(router: str) -> bool:
+    """A router gives nothing to prefill engines before its probes have found them up."""
+    try:
+        with urllib.request.urlopen(f"{router}/engines", timeout=2) as answer:
+            return all(engine["up"] for engine in json.load(answer))
     except OSError:
         return False
 
@@ -153,11 +163,13 @@ def run(options: argparse.Namespace, processes: Processes, run_dir: Path, ports:
         KVSTORE_RUN_DIR=str(run_dir),
     )
     print(f"starting {len(roles)} engines; logs: {options.out}", file=sys.stderr)
-    processes.wait_for([url for urls in engines.values() for url in urls])
+    processes.wait_for([url for urls in engines.values() for url in urls], _healthy)
+    router = f"http://127.0.0.1:{router_port}"
+    processes.wait_for([router], _knows_all)
     return subprocess.run(
         [
             *(sys.executable, "-m", "examples.router.measure"),
-            *("--router", f"http://127.0.0.1:{router_port}", "--single", engines[None][0]),
+            *("--router", router, "--single", engines[None][0]),
             *("--prompts", str(options.prompts)),
         ],
         cwd=ROOT,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from host_device import HostDevice
-from kv_cases import Case, Shape
+from kv_cases import Case, Shape, Strided
 
 from connector.blocks import Gather, Scatter
 from connector.cuda.blocks import DeviceBlocks
@@ -124,3 +126,28 @@ def test_one_thread_saves_while_another_loads() -> None:
     for item, out in zip(items, outs, strict=True):
         assert out == one.payload(list(item.block_ids)).tobytes()
         assert other.payload(list(item.block_ids)).tobytes() == payload
+
+
+def test_offsets_beyond_32_bits_are_right(tmp_path: Path) -> None:
+    """Tokens, heads, blocks and layers lie GiB apart, in a file of holes."""
+    tokens, token, head, page, layer = 80, 1 << 26, 1 << 34, 1 << 36, 1 << 40
+    with (tmp_path / "sparse").open("w+b") as file:
+        file.truncate(2 * layer)
+        raw = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+    arrays = [
+        np.ndarray((6, 2, tokens, 16), np.uint8, raw, n * layer, (page, head, token, 1))
+        for n in range(2)
+    ]
+    shape = Shape(page_tokens=tokens)
+    layout = layout_of([Strided(a, raw) for a in arrays], shape.geometry, shape.block_tokens)
+    copier = DeviceBlocks(layout, HostDevice(1))
+    written = np.random.default_rng(1).integers(0, 256, (2, 2, 2, tokens, 16), np.uint8)
+    for array, of_layer in zip(arrays, written, strict=True):
+        array[5], array[3] = of_layer
+    out = memoryview(bytearray(written.nbytes))
+    copier.gather_many([Gather([5, 3], out)])
+    # From [layer][block][head][token] to [layer][head][block, token].
+    assert bytes(out) == written.swapaxes(1, 2).tobytes()
+    copier.scatter_many([Scatter(out, 0, [4, 2])])
+    for array, of_layer in zip(arrays, written, strict=True):
+        assert np.array_equal(np.stack([array[4], array[2]]), of_layer)
