@@ -12,7 +12,8 @@ ARG VLLM_GPU_IMAGE=vllm/vllm-openai:v0.32.0
 FROM scratch AS wheels
 
 FROM ${PYTHON_IMAGE} AS build
-ENV UV_LINK_MODE=copy UV_NO_CACHE=1 PYTHONDONTWRITEBYTECODE=1 \
+# Containers are read-only: what has no bytecode here is compiled again by each process that starts.
+ENV UV_LINK_MODE=copy UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1 PYTHONDONTWRITEBYTECODE=1 \
     SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt PIP_CERT=/etc/ssl/certs/ca-certificates.crt
 RUN python3 -m venv /opt/kvstore
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
@@ -49,6 +50,9 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
 # What all containers have in common. All of one host must run as the same user: only it may
 # enter the run directory, and it owns the shared memory.
 FROM ${PYTHON_IMAGE} AS base
+# The Python image has no bytecode of its own library.
+RUN python -m compileall -q -j 0 -x '/(site-packages|test|tests|ensurepip|idlelib|lib2to3|tkinter|turtledemo)/' \
+    "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 RUN groupadd --gid 10001 kvstore && useradd --uid 10001 --gid 10001 --no-create-home kvstore \
     && mkdir -p /model && chown kvstore:kvstore /model
 ENV PATH=/opt/kvstore/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
