@@ -94,15 +94,26 @@ class InsideSession:
         """
         request = next(self._requests)
         self._inside.call(lambda: self._post(make, request))
+        answer: list[Any] | None = None
         try:
-            answer = self._answers.get(timeout=max(deadline - time.monotonic(), 0.001))
-        except queue.Empty as e:
-            with self._lock:
-                if self._answers.empty():
-                    self._late[request] = take_back
-                    raise DeadlineError("the node is busy") from e
-            answer = self._answers.get()
+            while answer is None or answer[0] != request:
+                answer = self._answers.get(timeout=max(deadline - time.monotonic(), 0.001))
+        except BaseException as e:
+            # An interrupt too: its answer must never be taken for the next one's.
+            self._give_up(request, take_back)
+            if isinstance(e, queue.Empty):
+                raise DeadlineError("the node is busy") from e
+            raise
         return answer[2]
+
+    def _give_up(self, request: int, take_back: TakeBack | None) -> None:
+        with self._lock:
+            if self._answers.empty():
+                self._late[request] = take_back
+                return
+            body = self._answers.get()[2]  # the one that has come after all
+        if take_back is not None:
+            self.tell(take_back(body))
 
     def tell(self, make: Make) -> None:
         """Have it carried out, after all that was asked before. The answer is nobody's."""

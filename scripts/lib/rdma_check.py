@@ -154,7 +154,9 @@ def serve(args: argparse.Namespace) -> int:
     look_at_host(checks)
     host, port = args.listen
     with tempfile.TemporaryDirectory(prefix="kv-rdma-") as directory:
-        node = start_node(Path(directory), (host, 0), args.advertise or own_address(), checks)
+        node = start_node(
+            Path(directory), (host, 0), args.advertise or own_address(v6=":" in host), checks
+        )
         try:
             blocks = save_blocks(node, Path(directory))
             with Listener((host or "0.0.0.0", port), authkey=secret()) as listener:

@@ -1,6 +1,12 @@
 """Threads of the node's process that speak to its event loop."""
 
-from kvstore.core.events import Touch
+import queue
+import time
+
+import pytest
+
+from kvstore.core.events import Abort, Stat, Touch
+from kvstore.errors import DeadlineError
 from kvstore.limits import TOLD_MAX
 from kvstore.node.inside import Inside
 
@@ -45,3 +51,77 @@ def test_what_the_core_cannot_take_leaves_room_for_the_next():
         except ValueError:
             continue
         raise AssertionError("it was not heard")
+
+
+class Sessions:
+    """Of one session, number 7."""
+
+    number = 7
+
+    def enter_inside(self, speaker):
+        self.speaker = speaker
+        return self
+
+
+class Node:
+    """Answers each request with its own number, in a list, once its loop runs."""
+
+    def __init__(self):
+        self.loop, self.acted = Loop(), []
+        self._sessions = Sessions()
+        self.session = Inside(self.loop, self._sessions, self._act).open()
+
+    def _act(self, event):
+        self.acted.append(event)
+        self._sessions.speaker.send([event.request, True, [event.request]])
+
+
+def stat(session, request):
+    return Stat(session, request)
+
+
+def give_back(answer):
+    return lambda session, request: Abort(session, request, answer)
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def test_an_answer_that_comes_too_late_is_given_back_and_is_nobody_elses(node):
+    with pytest.raises(DeadlineError):
+        node.session.ask(stat, time.monotonic(), give_back)
+    assert node.session.busy
+    node.loop.run()
+    assert not node.session.busy
+    node.loop.run()
+    assert node.acted[1:] == [Abort(7, 2, [1])]
+    node.loop.call_soon_threadsafe = lambda what: what()
+    assert node.session.ask(stat, time.monotonic() + 5) == [3]
+
+
+class Interrupting(queue.SimpleQueue):
+    """Ctrl-C comes with the first wait, after `before` was called."""
+
+    def __init__(self, before):
+        self._before = before
+
+    def get(self, *args, **options):
+        if self._before is None:
+            return super().get(*args, **options)
+        before, self._before = self._before, None
+        before()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_an_interrupted_request_leaves_its_answer_to_nobody(node, answered):
+    node.session._answers = Interrupting(node.loop.run if answered else lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        node.session.ask(stat, time.monotonic() + 5, give_back)
+    for _ in range(2):
+        node.loop.run()
+    assert node.acted[1:] == [Abort(7, 2, [1])]
+    node.loop.call_soon_threadsafe = lambda what: what()
+    assert node.session.ask(stat, time.monotonic() + 5) == [3]
