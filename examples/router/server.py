@@ -21,6 +21,7 @@ from aiohttp import web
 
 from connector import PromptKeys
 from examples.router.discovery import Name, keep_resolving, resolve
+from examples.router.metrics import exposition
 from examples.router.prefix import Prefix, Prefixes
 from examples.router.routing import Engine, Fleet, Role, needs_prefill
 from examples.router.upstream import Answer, EngineFailedError, TooLateError, Upstream
@@ -112,6 +113,7 @@ class Router:
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/engines", self._engines),
+                web.get("/metrics", self._metrics),
             ]
         )
         app.cleanup_ctx.append(self._life)
@@ -298,6 +300,9 @@ class Router:
         now = time.monotonic()
         return web.json_response([asdict(e) | {"up": e.up(now)} for e in self._fleet.engines])
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=exposition(self._fleet.engines, time.monotonic()))
+
 
 class ClientGoneError(Exception):
     """The client hung up: nobody's fault here."""
@@ -339,8 +344,12 @@ def _text_only(messages: Any) -> bool:
     """Images and the like are part of the KV and not of the tokens."""
     if not isinstance(messages, list):
         return False
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    return all(content is None or isinstance(content, str) for content in contents)
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else []
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+            return False
+    return True
 
 
 def _head(job: _Job, engine: Engine | None = None, answer: Answer | None = None) -> dict[str, str]:

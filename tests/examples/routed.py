@@ -34,6 +34,10 @@ class Setup:
         async with self._session.post(self.url + path, json={"model": "m", **body}) as answer:
             return answer, await answer.read()
 
+    async def read(self, path: str) -> str:
+        async with self._session.get(self.url + path) as answer:
+            return str(await answer.text())
+
     async def get(self, path: str) -> Any:
         async with self._session.get(self.url + path) as answer:
             await answer.read()

@@ -148,6 +148,7 @@ def test_blocks_that_do_not_come_are_waited_for_once(locator: Locator, store: Bl
     [
         ("/v1/completions", {"prompt": "some text"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "some text"}]}),
+        ("/v1/chat/completions", {"messages": [{"content": [{"type": "text", "text": "some"}]}]}),
     ],
 )
 def test_texts_are_tokenized_by_an_engine(

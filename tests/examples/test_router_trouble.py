@@ -323,3 +323,34 @@ def test_when_to_come_back_is_passed_on(no_index: Locator) -> None:
             assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
 
     asyncio.run(scenario())
+
+
+def test_images_are_no_text(locator: Locator, store: BlockSession) -> None:
+    """They are part of the KV and not of the tokens."""
+    parts = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {}}]
+
+    async def scenario() -> None:
+        async with routed(locator, [FakeEngine(saver(store))], [FakeEngine(talk)]) as router:
+            for _ in range(2):
+                messages = [{"role": "user", "content": parts}]
+                answer, _ = await router.ask("/v1/chat/completions", messages=messages)
+                assert answer.headers[FOUND] == "0"
+
+    asyncio.run(scenario())
+
+
+def test_metrics_say_what_each_engine_was_given(no_index: Locator) -> None:
+    async def scenario() -> None:
+        good, gone = FakeEngine(talk), FakeEngine(talk)
+        async with routed(no_index, [], [good, gone]) as router:
+            one, other = (f'{{engine="{e.url}",role="decode"}}' for e in (good, gone))
+            await gone.server.close()
+            for _ in range(3):
+                await router.ask()
+            lines = (await router.read("/metrics")).splitlines()
+            assert f"kvstore_router_requests_total{one} 3" in lines
+            assert f"kvstore_router_up{one} 1" in lines
+            assert f"kvstore_router_up{other} 0" in lines
+            assert "# TYPE kvstore_router_in_flight gauge" in lines
+
+    asyncio.run(scenario())
