@@ -14,6 +14,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -266,10 +267,14 @@ class Router:
                         return web.Response(status=answer.status, headers=head, body=all_of_it)
                     part = await answer.part()
                     out = web.StreamResponse(status=answer.status, headers=head)
-                    await _pass_on(out, request, part, job.left_s())
-                    while part := await answer.part():
-                        await _pass_on(out, request, part, job.left_s())
-                await out.write_eof()
+                    async with _to_client(request, job.left_s()):
+                        await out.prepare(request)
+                    while part:
+                        async with _to_client(request, job.left_s()):
+                            await out.write(part)
+                        part = await answer.part()
+                async with _to_client(request, job.left_s()):
+                    await out.write_eof()
                 return out
             except EngineFailedError as e:
                 log.warning("decode: %s", e)
@@ -308,16 +313,13 @@ class ClientGoneError(Exception):
     """The client hung up: nobody's fault here."""
 
 
-async def _pass_on(
-    out: web.StreamResponse, request: web.Request, part: bytes, timeout_s: float
-) -> None:
+@asynccontextmanager
+async def _to_client(request: web.Request, timeout_s: float) -> AsyncIterator[None]:
     """Raises `ClientGoneError`, so that the client's broken connection is not the engine's; also
-    when the client has not read enough of it in time."""
+    when the client has not read enough in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            if not out.prepared:
-                await out.prepare(request)
-            await out.write(part)
+            yield
     except TimeoutError as e:
         if request.transport is not None:
             request.transport.abort()

@@ -354,3 +354,22 @@ def test_metrics_say_what_each_engine_was_given(no_index: Locator) -> None:
             assert "# TYPE kvstore_router_in_flight gauge" in lines
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_goes_at_the_last_byte_is_no_error(
+    no_index: Locator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        write_eof = web.StreamResponse.write_eof
+
+        async def gone(out: web.StreamResponse, data: bytes = b"") -> None:
+            await write_eof(out, data)
+            if DECODE in out.headers:
+                raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+        monkeypatch.setattr(web.StreamResponse, "write_eof", gone)
+        async with routed(no_index, [], [FakeEngine(talk)]) as router:
+            assert (await router.ask(stream=True))[0].status == 200
+        assert "Error handling request" not in caplog.text
+
+    asyncio.run(scenario())
