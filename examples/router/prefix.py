@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from connector import PromptKeys
 from examples.router.routing import held_at
-from kvstore import Key, Locator, MissReason, UsageError
+from kvstore import Holder, Key, Locator, MissReason, UsageError
 
 log = logging.getLogger("kvstore.router")
 
@@ -22,7 +22,11 @@ MODELS_MAX = 256
 INDEX_AWAY = (MissReason.DEADLINE, MissReason.BREAKER_OPEN, MissReason.INDEX_ERROR)
 LOOKUP_TIMEOUT_S = 1.0
 """One look at the index, the wait for a thread included: the index's own deadline is shorter."""
+INDEX_AWAY_S = 1.0
+"""An index that tells nothing for so long is away: one late answer is not worth a prefill."""
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.05
+POLLS_PER_S_MAX = 2000
+"""Of all requests that wait for blocks, together."""
 T = TypeVar("T")
 
 
@@ -56,6 +60,8 @@ class Prefixes:
     def __init__(self, locator: Locator) -> None:
         self._locator = locator
         self._models: dict[str, _Model] = {}
+        self._waiting = 0
+        """Requests that poll the index."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="router-lookup")
 
     async def learn(
@@ -118,19 +124,34 @@ class Prefixes:
 
         An engine answers before its blocks are saved, so the decode engine would look too early.
         """
-        give_up_at = time.monotonic() + timeout_s
+        self._waiting += 1
+        try:
+            return await self._poll(key, time.monotonic() + timeout_s)
+        finally:
+            self._waiting -= 1
+
+    async def _poll(self, key: Key, give_up_at: float) -> dict[str, int] | None:
+        told_at = time.monotonic()
         pause_s = POLL_MIN_S
         while True:
-            try:
-                holders = await self._look(self._locator.leading, [key])
-            except TimeoutError:
+            holders = await self._holders(key)
+            now = time.monotonic()
+            if holders is not None:
+                told_at = now
+                if holders or now + pause_s > give_up_at:
+                    return held_at(holders)
+            elif now > min(told_at + INDEX_AWAY_S, give_up_at):
                 return None
-            if holders.short in INDEX_AWAY:
-                return None
-            if holders or time.monotonic() + pause_s > give_up_at:
-                return held_at(holders)
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, POLL_MAX_S)
+            pause_s = max(min(pause_s * 2, POLL_MAX_S), self._waiting / POLLS_PER_S_MAX)
+
+    async def _holders(self, key: Key) -> list[Holder] | None:
+        """None when the index does not tell."""
+        try:
+            holders = await self._look(self._locator.leading, [key])
+        except TimeoutError:
+            return None
+        return None if holders.short in INDEX_AWAY else holders
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import BlockSession, Locator, UsageError
+from kvstore import BlockSession, Holders, Locator, MissReason, UsageError
 
 aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
 from aiohttp import web  # noqa: E402
@@ -373,3 +373,45 @@ def test_a_client_that_goes_at_the_last_byte_is_no_error(
         assert "Error handling request" not in caplog.text
 
     asyncio.run(scenario())
+
+
+def test_an_index_that_is_late_once_ends_no_wait_for_blocks(
+    locator: Locator, store: BlockSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leading, asked = locator.leading, []
+
+    def late_at_first(self: Locator, keys: Any) -> Holders:
+        asked.append(keys)
+        return Holders(MissReason.DEADLINE) if len(asked) < 3 else leading(keys)
+
+    monkeypatch.setattr(Locator, "leading", late_at_first)
+
+    async def scenario() -> None:
+        far, near = FakeEngine(talk), FakeEngine(talk)
+        maker = FakeEngine(saver(store))
+        async with routed(locator, [maker], [far, near], at=("other", "node")) as router:
+            assert (await router.ask())[0].headers[DECODE] == near.url
+
+    asyncio.run(scenario())
+
+
+def test_many_that_wait_ask_the_index_no_more_often_together(
+    no_index: Locator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, asked = 200, []
+
+    def nobody(self: Locator, keys: Any) -> Holders:
+        asked.append(keys)
+        return Holders(MissReason.ABSENT)
+
+    monkeypatch.setattr(Locator, "leading", nobody)
+    monkeypatch.setattr(prefix, "POLLS_PER_S_MAX", 100)
+
+    async def scenario() -> None:
+        prefixes = prefix.Prefixes(no_index)
+        found = await asyncio.gather(*(prefixes.wait_for(bytes(32), 1.0) for _ in range(waiting)))
+        assert found == [{}] * waiting
+        prefixes.close()
+
+    asyncio.run(scenario())
+    assert len(asked) <= 2 * waiting
