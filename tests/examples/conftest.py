@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from stores import PATIENT, NodeProcess
 
+from examples.router import prefix
 from kvstore import BlockSession, Locator
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is late because this machine is busy; tests about what is late set their own."""
+    monkeypatch.setattr(prefix, "LOOKUP_TIMEOUT_S", PATIENCE_S)
+    if find_spec("aiohttp") is not None:
+        monkeypatch.setattr("examples.router.server.PROBE_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture
