@@ -287,10 +287,9 @@ def test_connections_are_given_up_before_an_engine_would(
 
         async with routed(no_index, [], [FakeEngine(answer)]) as router:
             await router.ask()
-            await router.ask()
             await asyncio.sleep(0.3)
             await router.ask()
-        assert ports[0] == ports[1] != ports[2]
+        assert ports[0] != ports[1]
 
     asyncio.run(scenario())
 
