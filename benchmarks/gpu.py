@@ -70,7 +70,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     driver = Path("/proc/driver/nvidia/version")
     about = {
         "device": device,
-        "driver": driver.read_text().split("  ")[1] if driver.exists() else "unknown",
+        "driver": _version(driver.read_text()) if driver.exists() else "unknown",
         "torch": torch.__version__,
     }
     repetitions = REPETITIONS_QUICK if options.quick else REPETITIONS
@@ -81,6 +81,12 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     for grid in grids:
         rows += slowed(torch, grid)
     return about, rows
+
+
+def _version(text: str) -> str:
+    """The first word of it that looks like one: kinds of drivers differ in what comes before."""
+    words = (word for word in text.split() if word[0].isdigit() and "." in word)
+    return next(words, "unknown")
 
 
 @contextmanager
@@ -254,6 +260,8 @@ def slowed(torch: Any, grid: int | None) -> list[Row]:
                 with_saves = compute_s(torch, work, count)
                 stop.set()
                 thread.join(JOIN_TIMEOUT_S)
+                if not rounds:
+                    raise RuntimeError("nothing was saved beside the computing")
                 shares.append(1 - alone / with_saves)
                 saved.append(len(rounds) * rig.count * rig.block_bytes / with_saves)
             rows.append(

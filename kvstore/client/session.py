@@ -293,7 +293,8 @@ class BlockSession:
         self, found: Sequence[Found], into: Sequence[Sequence[Piece]], timeout_s: float
     ) -> list[bool]:
         """Copy blocks of this host's VRAM, each into pieces on the device or the host that are
-        together as long as it; False for those that are elsewhere or could not be read.
+        together as long as it; False for those that are elsewhere or could not be read. The
+        copies wait for no stream: what the device still does with the pieces must be over.
 
         Raises `UsageError` for pieces of another size, and `InternalError` when the device
         hangs: then the pieces can neither be used nor given back.
