@@ -108,7 +108,10 @@ class _Names:
             thread = threading.Thread(
                 target=self._ask, args=(name, look_up), name="kvstore-name", daemon=True
             )
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as e:
+                raise OSError(f"{name[0]}: no thread to look it up: {e}") from e
             self._under_way += 1
             self._look_ups.pop(name, None)
             if len(self._look_ups) >= NAMES_KEPT_MAX:

@@ -152,6 +152,20 @@ def test_what_can_be_no_name_fails_like_one_that_there_is_not(host: str) -> None
         tcp.connect(host, free_port(), far())
 
 
+def test_a_host_without_threads_to_give_cannot_look_a_name_up(
+    names: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    names.answers.set()
+    for _ in range(NAMES_LOOKED_UP_MAX + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            late(lambda: tcp.connect("a.example", 1, far()), OSError)
+    late(lambda: tcp.connect("a.example", free_port(), far()), ConnectionRefusedError)
+
+
 def test_an_address_that_does_not_answer_leaves_time_for_the_next(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

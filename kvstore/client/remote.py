@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 from kvstore.client.vram import VramNodes
@@ -171,7 +171,7 @@ class RemoteNodes:
                 outcomes[i] = outcome
 
         first, *others = by_node.values()
-        pending = [self._pool().submit(read_node, which) for which in others]
+        pending = [task for which in others if (task := self._start(read_node, which)) is not None]
         try:
             read_node(first)
         finally:
@@ -179,6 +179,23 @@ class RemoteNodes:
         for future in pending:
             future.result()
         return outcomes
+
+    def _start(self, read: Callable[[list[int]], None], which: list[int]) -> Future[None] | None:
+        """Read in another thread; None, and it never will be, when there is none to be had."""
+        task: Future[None] = Future()
+
+        def run() -> None:
+            if task.set_running_or_notify_cancel():
+                try:
+                    task.set_result(read(which))
+                except BaseException as e:
+                    task.set_exception(e)
+
+        try:
+            self._pool().submit(run)
+        except RuntimeError:  # it is in the queue of those that there are, unless this is closed
+            return None if task.cancel() else task
+        return task
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:

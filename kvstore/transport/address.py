@@ -46,7 +46,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def own_address(*, v6: bool) -> str:
+def own_address(*, v6: bool = False) -> str:
     """The address of this host from which it would reach others, of IPv6 only with `v6`; loopback
     when there is none."""
     for family, there in _ANYWHERE[: 1 + v6]:

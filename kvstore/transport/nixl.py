@@ -156,9 +156,14 @@ class NixlTransport:
                 if self._closed or not peer.breaker.allows(time.monotonic()):
                     return None
                 peer.proving = threading.Event()
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._prove, args=(peer, node), name="kvstore-nixl-probe", daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError as e:  # this host has no more threads to give
+                    peer.proving, peer.reason = None, str(e)
+                    peer.breaker.failed(time.monotonic())
             return peer.proving
 
     def _prove(self, peer: _Peer, node: Announcement) -> None:

@@ -142,3 +142,38 @@ def test_after_a_read_that_was_interrupted_nobody_writes_into_the_callers_memory
         nodes.read(wanted)
     assert written
     nodes.close()
+
+
+def test_a_host_without_threads_to_give_reads_from_one_node_and_no_exception(index, monkeypatch):
+    """What was put off for want of a thread is not read when one is free later: the caller has
+    its memory back by then."""
+    other = announcement(node_id=8, transports={STREAM: "tcp://elsewhere:7400"})
+    index.announce(other.node_id, other.pack(), ANNOUNCEMENT_TTL_S)
+    nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
+    read_from = []
+
+    class There:
+        def wait(self):
+            return [Outcome(Read.HIT)]
+
+    def submit(word, wanted, until):
+        read_from.append(word.node_id)
+        return There()
+
+    nodes.stream.submit = submit
+    wanted = [
+        Wanted(bytes(32), Location(node_id, WORD.epoch, 0, 0, 1, 0, 0, 1), (memoryview(b""),))
+        for node_id in (WORD.node_id, other.node_id)
+    ]
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        outcomes = nodes.read(wanted)
+    assert [outcome.read for outcome in outcomes] == [Read.HIT, Read.FAILED]
+    del read_from[:]
+    assert [outcome.read for outcome in nodes.read(wanted)] == [Read.HIT] * 2
+    nodes.close()
+    assert sorted(read_from) == [WORD.node_id, other.node_id]

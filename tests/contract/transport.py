@@ -122,6 +122,16 @@ class TransportContract:
         expected = [Read.MISS if block is gone else Read.HIT for block in batch]
         assert reads(outcomes) == expected
 
+    def test_a_block_that_is_wanted_twice_in_a_batch_arrives_twice(self, place: Place) -> None:
+        payloads = [os.urandom(size) for size in (100_000, 1, 100_000)]
+        one, small, other = [place.save(payload) for payload in payloads]
+        absent = fresh_key(), one[1]
+        outcomes, got = place.read(one, other, small, absent, one, small, other, one)
+        assert reads(outcomes) == [Read.HIT] * 3 + [Read.MISS] + [Read.HIT] * 4
+        first, second, third = payloads
+        del got[3]  # of the absent one
+        assert got == [first, third, second, first, second, third, first]
+
     def test_kind_and_meta_length_come_along(self, place: Place) -> None:
         for size in (100, 100_000):
             block = place.save(os.urandom(size), kind=Kind.NUMPY, meta=17)
