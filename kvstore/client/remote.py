@@ -187,9 +187,11 @@ class RemoteNodes:
         def run() -> None:
             if task.set_running_or_notify_cancel():
                 try:
-                    task.set_result(read(which))
+                    read(which)
                 except BaseException as e:
                     task.set_exception(e)
+                else:
+                    task.set_result(None)
 
         try:
             self._pool().submit(run)
