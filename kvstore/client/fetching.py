@@ -37,44 +37,61 @@ class Away(NamedTuple):
     """None for a fresh value."""
 
 
+class _Place(NamedTuple):
+    """Where a payload goes, in two parts of which one may be empty."""
+
+    there: memoryview
+    """Of the caller's memory."""
+    aside: memoryview
+
+
 def fetch_values(remote: RemoteNodes, aways: Sequence[Away]) -> list[Any]:
     """The values; None for what cannot be had. Raises `UsageError` for an `out` too small."""
     if not aways:
         return []
-    targets = [_target(away) for away in aways]
+    places = [_place(away) for away in aways]
     wanted = [
-        Wanted(away.key, away.location, (target,))
-        for away, target in zip(aways, targets, strict=True)
+        Wanted(away.key, away.location, [part for part in place if part.nbytes])
+        for away, place in zip(aways, places, strict=True)
     ]
     outcomes = remote.read(wanted)
     return [
-        _value(away, target, outcome) if outcome.read is Read.HIT else None
-        for away, target, outcome in zip(aways, targets, outcomes, strict=True)
+        _value(away, place, outcome) if outcome.read is Read.HIT else None
+        for away, place, outcome in zip(aways, places, outcomes, strict=True)
     ]
 
 
-def _target(away: Away) -> memoryview:
-    """Where the payload goes: the caller's memory when all of it fits there, meta included."""
+def _place(away: Away) -> _Place:
+    """The caller's memory when all of it fits there. The last bytes may be the value's description,
+    for which a larger `out` is no place."""
     length = away.location.length
+    sure = 0
+    room = memoryview(b"")
     if away.out is not None:
         room = tensors.room_of(away.out)
-        if room.nbytes >= length:
-            return room[:length]
-        tensors.check_room(room, max(length - META_BYTES_MAX, 0))
-    return memoryview(bytearray(length))
+        value_min = max(length - META_BYTES_MAX, 0)
+        if room.nbytes == length:
+            sure = length
+        elif room.nbytes > length:
+            sure = value_min
+        else:
+            tensors.check_room(room, value_min)
+    return _Place(room[:sure], memoryview(bytearray(length - sure)))
 
 
-def _value(away: Away, payload: memoryview, outcome: Outcome) -> Any:
-    data_bytes = payload.nbytes - outcome.meta_length
-    data = payload[:data_bytes]
+def _value(away: Away, place: _Place, outcome: Outcome) -> Any:
+    there_bytes = place.there.nbytes
+    data_bytes = away.location.length - outcome.meta_length
     if away.out is not None:
         room = tensors.room_of(away.out)
         tensors.check_room(room, data_bytes)
-        if room.nbytes < payload.nbytes:  # it went elsewhere first
-            copy(room[:data_bytes], data)
+        if data_bytes > there_bytes:
+            copy(room[there_bytes:data_bytes], place.aside[: data_bytes - there_bytes])
         if outcome.kind == Kind.TORCH and tensors.is_tensor(away.out):
             return away.out
         return room[:data_bytes]
+    payload = place.aside
+    data = payload[:data_bytes]
     if outcome.kind in (Kind.BYTES, Kind.BLOCK):
         return data.tobytes()
     try:

@@ -53,6 +53,19 @@ def test_an_out_too_small_is_refused_and_left_unchanged(writer, reader):
         assert out == bytes(size)
 
 
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_an_out_that_is_larger_keeps_what_is_behind_the_value(writer, reader, size):
+    """On the way a description of the value is behind it."""
+    numpy = pytest.importorskip("numpy")
+    value = numpy.arange(size) % 251
+    assert writer.put("k", value)
+    out = bytearray(os.urandom(value.nbytes + 1000))
+    behind = bytes(out[value.nbytes :])
+    assert reader.get("k", out) == value.tobytes()
+    assert bytes(out[: value.nbytes]) == value.tobytes()
+    assert bytes(out[value.nbytes :]) == behind
+
+
 def test_arrays_come_back_as_arrays(writer, reader):
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(100_000, dtype="float32").reshape(100, 1000)
