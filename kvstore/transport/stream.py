@@ -186,14 +186,18 @@ class Pool:
             channel.close()  # the node hung up, or says what nobody asked for
 
     def give(self, channel: Channel, in_step: bool) -> None:
-        """Give it back; one that is not `in_step` with the node is closed."""
+        """Give it back. One that is not `in_step` with the node is closed, and those that are idle
+        too: what was lost in silence on one of them was so on all, and each would cost a deadline.
+        """
+        unfit: list[Channel] = []
         with self._lock:
             self._busy.discard(channel)
-            keep = in_step and not self._closed
-            if keep:
+            if not in_step or self._closed:
+                unfit, self._idle = [channel, *self._idle], []
+            else:
                 self._idle.append(channel)
-        if not keep:
-            channel.close()
+        for one in unfit:
+            one.close()
         self._free.release()
 
     def close(self) -> None:

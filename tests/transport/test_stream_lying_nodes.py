@@ -42,6 +42,7 @@ class Liar:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.open = []
+        self.channels = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
@@ -55,6 +56,7 @@ class Liar:
 
     def _serve(self, connection):
         channel = Channel(connection)
+        self.channels.append(channel)
         try:
             if self._hello is not None:
                 channel.send([self._hello], far())
@@ -275,3 +277,34 @@ def test_an_address_that_is_none_fails(word, address):
     wanted = [Wanted(bytes(32), location, (memoryview(bytearray(1)),))]
     (outcome,) = transport.submit(node, wanted, far()).wait()
     assert outcome.read is Read.FAILED
+
+
+def test_connections_that_were_lost_in_silence_cost_one_deadline_and_not_one_each(word):
+    """As when a firewall has forgotten them while they were idle."""
+    lost = []
+
+    def answer(channel):
+        if channel not in lost:
+            channel.send([BEGIN, PAYLOAD, END], far())
+
+    liar = Liar(answer)
+    transport = StreamTransport(SECURITY)
+    node = dataclasses.replace(word, transports={NAME: liar.address})
+    location = Location(NODE_ID, EPOCH, 0, 1, 1, 3, LENGTH, 0)
+
+    def read(deadline_s=20.0):
+        wanted = [Wanted(bytes(32), location, (memoryview(bytearray(LENGTH)),))]
+        (outcome,) = transport.submit(node, wanted, time.monotonic() + deadline_s).wait()
+        return outcome.read
+
+    try:
+        pool = transport.pool(node)
+        for channel in [pool.take(far()) for _ in range(3)]:
+            pool.give(channel, True)
+        assert read() is Read.HIT
+        lost += liar.channels
+        assert read(DEADLINE_S) is Read.FAILED
+        assert read() is Read.HIT
+    finally:
+        transport.close()
+        liar.close()
