@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvstore.errors import UsageError
 from kvstore.limits import SECRET_BYTES_MAX, SECRET_BYTES_MIN
+from kvstore.secret import secret
 
 SECRET, SECRET_FILE = "KVSTORE_SECRET", "KVSTORE_SECRET_FILE"
 TLS_CA, TLS_CERT, TLS_KEY = "KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY"
@@ -40,13 +41,9 @@ class StreamSecurity:
     @classmethod
     def from_environment(cls) -> StreamSecurity:
         """KVSTORE_SECRET or KVSTORE_SECRET_FILE, KVSTORE_TLS_CA, _CERT and _KEY; all optional."""
-        secret = os.environ.get(SECRET, "").encode() or None
-        secret_file = os.environ.get(SECRET_FILE)
-        if secret is None and secret_file:
-            secret = read_secret(Path(secret_file))
         paths = (os.environ.get(name) for name in (TLS_CA, TLS_CERT, TLS_KEY))
         ca, cert, key = (Path(path) if path else None for path in paths)
-        return cls(secret=secret, tls_ca=ca, tls_cert=cert, tls_key=key)
+        return cls(secret=secret(SECRET), tls_ca=ca, tls_cert=cert, tls_key=key)
 
     def client_context(self) -> ssl.SSLContext | None:
         """None without a CA: then TLS is not possible. Raises `UsageError` for bad files."""
@@ -73,11 +70,3 @@ class StreamSecurity:
             files = ", ".join(str(p) for p in (self.tls_ca, self.tls_cert, self.tls_key) if p)
             raise UsageError("tls", files, f"cannot be used: {e}") from e
         return context
-
-
-def read_secret(path: Path) -> bytes:
-    """The secret in a file, without white space around it. Raises `UsageError`."""
-    try:
-        return path.read_bytes().strip()
-    except OSError as e:
-        raise UsageError("secret file", str(path), f"cannot be read: {e.strerror}") from e
