@@ -79,7 +79,7 @@ class StreamServer:
                 backlog=128,
                 dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
             )
-        except OSError as e:
+        except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
             self._shm.close()
             raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
         self._listener.settimeout(ACCEPT_POLL_S)

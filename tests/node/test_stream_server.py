@@ -10,6 +10,7 @@ from contract.transport import SECURITY, Place
 from redis_servers import wait_until
 from tls_certificate import certificate
 
+from kvstore.errors import UsageError
 from kvstore.node import stream_server
 from kvstore.transport.base import Read
 from kvstore.transport.stream import StreamTransport
@@ -132,3 +133,9 @@ def ipv6():
     except OSError:
         return False
     return True
+
+
+@pytest.mark.parametrize("listen", [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("a\0b", 0)])
+def test_an_address_that_can_be_none_keeps_a_node_from_starting(tmp_path, listen):
+    with pytest.raises(UsageError, match="listen="):
+        Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=listen)
