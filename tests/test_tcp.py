@@ -179,7 +179,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
             for end in (full, listener)
         ]
         monkeypatch.setattr(tcp, "addresses", lambda *_: found)
-        with tcp.connect("both.example", 1, soon(4.0)) as connection:
+        with tcp.connect("both.example", 1, soon(2.0)) as connection:
             assert connection.getpeername() == listener.getsockname()
 
 
