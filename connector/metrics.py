@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from connector.stats import CountStats
+from kvstore import MissReason, PutStatus
 
 
 class Metric(NamedTuple):
@@ -20,11 +21,23 @@ class Metric(NamedTuple):
     help: str
     label: str = ""
     """Name of its one label; empty: none."""
+    values: tuple[str, ...] = ()
+    """Of the label, those known beforehand. They are there with 0 from the start: of a counter
+    that begins with its first count, `increase()` never sees that one."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, in the unit of the name."""
 
 
+ABORTED = "aborted"
+"""Reason of a load whose request is gone. The others are `MissReason`s."""
+INCOMPLETE = "incomplete"
+"""Reason of a transfer within a step whose forward did not name each layer once."""
+ERROR = "error"
+"""Reason of a transfer that ended with an exception: see the log."""
+
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# Of a transfer that ended before all was done.
+_ENDED_BY = (MissReason.DEADLINE, MissReason.TOO_BUSY, MissReason.NO_STORE, INCOMPLETE, ERROR)
 
 # Counted by the scheduler side, when a request has ended.
 REQUESTS = Metric("kvstore_requests", "Requests that have ended")
@@ -37,6 +50,7 @@ MISSED_REQUESTS = Metric(
     "kvstore_missed_requests",
     "Requests that got less than was possible, by reason (docs/explain.md)",
     "reason",
+    tuple(MissReason),
 )
 # Counted by the scheduler side, when a lookup is answered.
 LOOKUP_BLOCKS = Metric("kvstore_lookup_blocks", "Store blocks that were looked up")
@@ -50,24 +64,36 @@ LOADED_BYTES = Metric("kvstore_loaded_bytes", "Bytes written into engine blocks 
 LOAD_SECONDS = Metric(
     "kvstore_load_seconds", "From the start of a request's load to its end", buckets=_SECONDS
 )
-FAILED_LOADS = Metric("kvstore_failed_loads", "Loads that ended before all was there", "reason")
+FAILED_LOADS = Metric(
+    "kvstore_failed_loads",
+    "Loads that ended before all was there",
+    "reason",
+    (*_ENDED_BY, MissReason.LOAD_FAILED, ABORTED),
+)
 SAVED_BLOCKS = Metric("kvstore_saved_blocks", "Store blocks written and committed, per worker")
 SAVED_BYTES = Metric("kvstore_saved_bytes", "Bytes of those")
 UNSAVED_BLOCKS = Metric(
     "kvstore_unsaved_blocks",
     "Store blocks that the memory node gave no slot for: exists, in_progress or rejected",
     "reason",
+    (PutStatus.EXISTS, PutStatus.IN_PROGRESS, PutStatus.REJECTED),
 )
 SAVE_SECONDS = Metric(
     "kvstore_save_seconds",
     "From the end of the forward that filled blocks to their commit",
     buckets=_SECONDS,
 )
-DROPPED_SAVES = Metric("kvstore_dropped_saves", "Save jobs that were given up", "reason")
+DROPPED_SAVES = Metric(
+    "kvstore_dropped_saves",
+    "Save jobs that were given up",
+    "reason",
+    (*_ENDED_BY, MissReason.NODE_DEAD),
+)
 READ_BYTES = Metric(
     "kvstore_read_bytes",
     "Bytes of store blocks read by the worker: shm, cuda_ipc, nixl or stream",
     "transport",
+    ("shm", "cuda_ipc", "nixl", "stream"),
 )
 PAGE_LOCKED_BYTES = Metric(
     "kvstore_page_locked_bytes", "Bytes of the store's memory page-locked for the worker's device"
@@ -79,13 +105,6 @@ UNLOCKED_BYTES = Metric(
 )
 
 METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
-
-ABORTED = "aborted"
-"""Reason of a load whose request is gone. The others are `MissReason`s."""
-INCOMPLETE = "incomplete"
-"""Reason of a transfer within a step whose forward did not name each layer once."""
-ERROR = "error"
-"""Reason of a transfer that ended with an exception: see the log."""
 
 
 class Counts:

@@ -55,9 +55,11 @@ class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 made["buckets"] = list(metric.buckets)
             kind = metric_types[Histogram if metric.buckets else Counter]
             self._metrics[metric.name] = kind(**made)
-            if not metric.label:  # there with 0 before anything happens, as vLLM's own are
-                for values in per_engine_labelvalues.values():
-                    self._metrics[metric.name].labels(*values)
+            # There with 0 before anything happens, as vLLM's own are.
+            known = [[value] for value in metric.values] if metric.label else [[]]
+            for of_engine in per_engine_labelvalues.values():
+                for own in known:
+                    self._metrics[metric.name].labels(*of_engine, *own)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         of_engine = self.per_engine_labelvalues[engine_idx]

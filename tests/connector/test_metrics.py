@@ -47,6 +47,12 @@ class TestTable:
             assert list(metric.buckets) == sorted(set(metric.buckets))
             assert not (metric.buckets and metric.label)
 
+    def test_values_of_labels_are_known_but_for_a_drivers_reasons(self) -> None:
+        for metric in METRICS:
+            known = bool(metric.label) and metric is not metrics.UNLOCKED_BYTES
+            assert bool(metric.values) == known, metric.name
+            assert len(set(metric.values)) == len(metric.values)
+
 
 class TestCounts:
     def test_what_was_taken_is_not_taken_again(self) -> None:

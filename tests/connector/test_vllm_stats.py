@@ -84,10 +84,10 @@ class TestStats:
         found = {metric.name for metric in prometheus.collect()}
         assert found == {f"vllm:{metric.name}" for metric in METRICS}
         for metric in METRICS:
-            if not metric.label:
-                suffix = "_count" if metric.buckets else "_total"
-                name = f"vllm:{metric.name}{suffix}"
-                assert prometheus.get_sample_value(name, LABELS) == 0, name
+            name = f"vllm:{metric.name}{'_count' if metric.buckets else '_total'}"
+            for value in metric.values if metric.label else ("",):
+                labels = {**LABELS, metric.label: value} if metric.label else LABELS
+                assert prometheus.get_sample_value(name, labels) == 0, (name, value)
 
     def test_reasons_are_a_label(self, make: MakeEngine, prometheus: Any) -> None:
         from connector_parts import wait_for
