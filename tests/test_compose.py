@@ -6,6 +6,7 @@ Skipped by name where Docker is not.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from connector.metrics import METRICS
+
 REPOSITORY = Path(__file__).parent.parent
+DASHBOARD = REPOSITORY / "deploy/grafana/dashboards/kvstore.json"
 HOSTS = {
     "host-a": {"node-a", "producer-a", "consumer-a", "producer-gpu", "consumer-gpu"},
     "host-b": {"node-b", "producer-b", "consumer-b"},
@@ -82,17 +86,41 @@ def test_every_service_that_stays_has_a_healthcheck(compose: dict[str, Any]) -> 
         assert ("healthcheck" in service) != (name in without), name
 
 
+def test_what_serves_is_started_again_when_it_ends_by_itself(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    ends = {"host-a", "host-b", "model", "driver", "prometheus", "grafana"}
+    assert {n for n, s in services.items() if "restart" not in s} == ends
+
+
+def test_a_stopped_engine_is_killed_before_its_requests_wait_long(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        if name.startswith(("producer", "consumer")):
+            assert service["stop_grace_period"] == "4s", name
+
+
 def test_engines_of_a_kind_start_alike_and_keep_to_their_roles(compose: dict[str, Any]) -> None:
     services = compose["services"]
     for kind, role in (("producer", "kv_producer"), ("consumer", "kv_consumer")):
         one, other = (services[f"{kind}-{host}"]["command"] for host in "ab")
         assert one == other
+        assert [s["command"][-2] for n, s in services.items() if n.startswith(kind)] == [
+            "--kv-transfer-config"
+        ] * 3
         transfer = json.loads(one[-1])
         assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == (role, "recompute")
 
 
 def test_the_provisioned_dashboard_is_one() -> None:
-    path = REPOSITORY / "deploy/grafana/dashboards/kvstore.json"
-    dashboard = json.loads(path.read_text())
+    dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["uid"] == "kvstore"
     assert all(panel["targets"] for panel in dashboard["panels"])
+
+
+def test_the_dashboard_asks_for_counters_that_the_connector_has() -> None:
+    asked = set(re.findall(r"vllm:(kvstore_\w+)", DASHBOARD.read_text()))
+    assert asked
+    assert asked <= {
+        metric.name + suffix
+        for metric in METRICS
+        for suffix in (("_bucket", "_sum", "_count") if metric.buckets else ("_total",))
+    }

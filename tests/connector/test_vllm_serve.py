@@ -131,6 +131,12 @@ def test_every_metric_is_in_metrics_from_the_start(servers: Servers) -> None:
                 assert f"vllm:{metric.name}{suffix}" in found
 
 
+def test_every_metric_of_the_dashboard_is_in_metrics_from_the_start(servers: Servers) -> None:
+    dashboard = PROJECT / "deploy" / "grafana" / "dashboards" / "kvstore.json"
+    asked = set(re.findall(r"vllm:\w+", dashboard.read_text()))
+    assert asked <= {name.partition("{")[0] for name in servers.alone.metrics()}
+
+
 def test_what_one_server_computed_the_other_loads_and_both_count_it(servers: Servers) -> None:
     wanted = prompts(3, seed=1)
     answers = [servers.alone.complete(prompt) for prompt in wanted]
