@@ -75,7 +75,10 @@ ENV VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
 ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]
 
 FROM ${VLLM_GPU_IMAGE} AS engine-gpu
-RUN --mount=type=bind,from=wheel,source=/dist,target=/dist pip install --no-cache-dir /dist/*.whl
+RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+    --mount=type=bind,from=wheel,source=/dist,target=/dist \
+    ca=/etc/ssl/certs/ca-certificates.crt; [ ! -e $ca ] || export PIP_CERT=$ca; \
+    pip install --no-cache-dir /dist/*.whl
 ENV KVSTORE_RUN_DIR=/run/kvstore VLLM_NO_USAGE_STATS=1
 
 FROM base AS store
