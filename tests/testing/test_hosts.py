@@ -158,10 +158,12 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(monkeypatch):
             raise subprocess.TimeoutExpired(command, 0.0)
         return run(command, **options)
 
-    monkeypatch.setattr(subprocess, "run", stuck)
-    made.close()
-    monkeypatch.undo()
-    there = run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    made.close()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "run", stuck)
+            made.close()
+        there = run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    finally:
+        made.close()
     assert made.space("b") not in there
     assert made.space(SWITCH) not in there
