@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -18,6 +16,7 @@ from kvstore.errors import (
     IndexUnavailableError,
     KVStoreError,
 )
+from kvstore.forks import in_each_child
 from kvstore.index.base import Index, KeyRecord, Record
 from kvstore.types import Key
 
@@ -92,7 +91,7 @@ class GuardedIndex:
         self._writing = side()
         self._lock = threading.Lock()
         self._prober: threading.Thread | None = None
-        _all_guards.add(self)
+        in_each_child(self)
 
     @property
     def index(self) -> Index:
@@ -208,7 +207,7 @@ class GuardedIndex:
             return False
         return True
 
-    def _after_fork_in_child(self) -> None:
+    def after_fork_in_child(self) -> None:
         """The prober did not come along, and the lock may be held by a thread that did not."""
         self._lock = threading.Lock()
         self._prober = None
@@ -217,14 +216,3 @@ class GuardedIndex:
                 side.open = False
                 side.breaker.allows(side.breaker.probe_at)
                 side.breaker.succeeded()
-
-
-_all_guards: weakref.WeakSet[GuardedIndex] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for guard in list(_all_guards):
-        guard._after_fork_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -7,11 +7,9 @@ whole lookup, and its time-outs count per read; here one deadline spans the call
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any, Final, TypeAlias
@@ -22,6 +20,7 @@ from redis.connection import AbstractConnection
 from redis.exceptions import RedisError
 
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
+from kvstore.forks import in_each_child
 
 READ_BYTES = 64 << 10
 """Read at once; a reply to `REDIS_ARGS_MAX` keys fits."""
@@ -207,7 +206,7 @@ class Links:
         self._links_max = links_max
         self._closed = False
         self._fill()
-        _all_links.add(self)
+        in_each_child(self)
 
     def _fill(self) -> None:
         self._idle = [Link(self._dial, self.timeout_s) for _ in range(self._links_max)]
@@ -306,7 +305,7 @@ class Links:
             return IndexUnavailableError(f"Redis at {self.label} does not speak RESP: {error}")
         return IndexUnavailableError(f"Redis at {self.label}: {str(error)[:ERROR_CHARS_MAX]}")
 
-    def _after_fork_in_child(self) -> None:
+    def after_fork_in_child(self) -> None:
         """The parent's sockets are not ours: two processes must never share a stream."""
         self._fill()
 
@@ -329,14 +328,3 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
-
-
-_all_links: weakref.WeakSet[Links] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for links in list(_all_links):
-        links._after_fork_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
