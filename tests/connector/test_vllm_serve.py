@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from engines import ModelShape, build_model
-from redis_servers import RedisServer, free_port
+from redis_servers import RedisServer
 from stores import NodeProcess
 from vllm_server import (
     PROJECT,
@@ -31,6 +31,7 @@ from vllm_server import (
 )
 
 from connector.metrics import METRICS
+from kvstore.testing.ports import held_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 BLOCK = 64
@@ -55,14 +56,21 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def events_port() -> Iterator[int]:
+    """Held: its server binds it half a minute later, and others take ports meanwhile."""
+    with held_ports(1) as (port,):
+        yield port
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory, events_port: int) -> Iterator[Servers]:
     path = tmp_path_factory.mktemp("serve")
     model = build_model(path / "llama", ModelShape(context_tokens=1024))
     build_tokenizer(model, 512)
     redis = RedisServer()
     node = NodeProcess(redis)
     place = {**node.engine_settings, "load_timeout_s": 30.0, "block_tokens": BLOCK}
-    files, events_port = path / "files", free_port()
+    files = path / "files"
     search = [
         str(distributions(path / "distributions")),
         str(PROJECT),
