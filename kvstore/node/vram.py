@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from kvstore.core.events import Event
@@ -40,12 +41,13 @@ class VramNode(Node):
 
     def session(self) -> InsideSession:
         """For one thread at a time; to be closed once it has stopped writing (rule 5)."""
-        return self._inside().open()
+        return self._inside.open()
 
     def tell(self, event: Event) -> None:
         """An event that nobody waits for. Raises `NodeUnavailableError`."""
-        self._inside().tell(event)
+        self._inside.tell(event)
 
+    @cached_property
     def _inside(self) -> Inside:
         assert self._loop is not None
         return Inside(self._loop, self.sessions, self._act)

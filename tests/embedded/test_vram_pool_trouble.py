@@ -18,7 +18,9 @@ from vram_producer import (
 )
 
 from kvstore import BlockSession, MissReason, PutStatus, VramPool
+from kvstore.core.events import Touch
 from kvstore.embedded import demoter, vram_pool
+from kvstore.limits import TOLD_MAX
 from kvstore.testing.cuda import ModelCuda
 
 MIB = 1 << 20
@@ -105,3 +107,15 @@ def test_what_cannot_be_read_for_long_is_said_once(producer, node, tmp_path, cap
         session.remote.vram._known.clear()  # its time is over
     assert caplog.text.count("cannot be read over CUDA IPC") == 1
     session.close()
+
+
+def test_hints_to_the_node_in_vram_share_one_limit(producer, monkeypatch):
+    told = []
+    node = producer.pool.node
+    monkeypatch.setattr(node._loop, "call_soon_threadsafe", told.append)
+    for _ in range(TOLD_MAX + 10):
+        node.tell(Touch(0, []))
+    monkeypatch.undo()
+    assert len(told) == TOLD_MAX
+    for one in told:
+        node._loop.call_soon_threadsafe(one)
