@@ -1,18 +1,33 @@
-"""A certificate for 127.0.0.1, made on the spot by the `openssl` command."""
+"""Certificates made on the spot by the `openssl` command."""
 
 from __future__ import annotations
 
+import shutil
 import ssl
 import subprocess
 from pathlib import Path
 
+import pytest
 
-def certificate(directory: Path) -> tuple[Path, Path]:
-    """(certificate, key): it is its own CA."""
+
+def openssl(*arguments: object) -> None:
+    """Skips the test where there is no such command."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command")
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
+
+
+EC_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+def certificate(directory: Path, *names: str) -> tuple[Path, Path]:
+    """(certificate, key) for hosts and addresses, without any for 127.0.0.1. It is its own CA."""
+    names = names or ("127.0.0.1",)
+    directory.mkdir(exist_ok=True)
     cert, key = directory / "cert.pem", directory / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=n"
-    names = ("-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key))
-    subprocess.run([*command.split(), *names], check=True, capture_output=True, timeout=60)
+    others = ",".join(f"IP:{name}" if name[0].isdigit() else f"DNS:{name}" for name in names)
+    named = ("-subj", f"/CN={names[0]}", "-addext", f"subjectAltName={others}")
+    openssl("req", "-x509", *EC_KEY, *named, "-out", cert, "-keyout", key)
     return cert, key
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tls_certificate
 from redis_servers import RedisServer, free_port
 
 from kvstore.errors import IndexUnavailableError, UsageError
@@ -153,26 +152,9 @@ class TlsFront:
         self._listener.close()
 
 
-def make_certificate(folder: Path, *names: str) -> tuple[Path, Path]:
-    """One that vouches for itself, and its key."""
-    folder.mkdir(exist_ok=True)
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    alternatives = ",".join(f"IP:{n}" if n[0].isdigit() else f"DNS:{n}" for n in names)
-    named = ["-subj", f"/CN={names[0]}", "-addext", f"subjectAltName={alternatives}"]
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *named, *files],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    return make_certificate(tmp_path_factory.mktemp("tls"), "localhost", "127.0.0.1")
+    return tls_certificate.certificate(tmp_path_factory.mktemp("tls"), "localhost", "127.0.0.1")
 
 
 @pytest.fixture
@@ -200,7 +182,7 @@ def test_tls_refuses_a_certificate_that_nobody_vouches_for(tls_port: int) -> Non
 def test_a_certificate_for_another_name_is_refused(
     server: RedisServer, certificate: tuple[Path, Path]
 ) -> None:
-    other = make_certificate(certificate[0].parent / "other", "elsewhere.example")
+    other = tls_certificate.certificate(certificate[0].parent / "other", "elsewhere.example")
     front = TlsFront(server, *other)
     where = f"localhost:{front.port}?ssl_ca_certs={other[0]}"
     index = open_index(f"rediss://{where}", timeout_s=5)

@@ -1,7 +1,6 @@
 """Who is let in by a node that listens, and for how long; with TLS and without."""
 
 import dataclasses
-import shutil
 import socket
 import threading
 
@@ -36,8 +35,6 @@ def place_with(tmp_path, files):
 @pytest.fixture(params=["tcp", "tls"])
 def served(request, tmp_path, monkeypatch):
     """A place whose node takes `FEW` connections, and a way to be one client more."""
-    if request.param == "tls" and shutil.which("openssl") is None:
-        pytest.skip("no openssl command")
     monkeypatch.setattr(stream_server, "STREAM_CONNECTIONS_MAX", FEW)
     files = request.getfixturevalue("signed") if request.param == "tls" else None
     place, security = place_with(tmp_path, files)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import signal
 import socket
 import ssl
@@ -73,8 +72,6 @@ def test_buffers_larger_and_smaller_than_a_call_arrive_as_they_were_sent() -> No
 
 @pytest.fixture(scope="module")
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl command")
     return tls_contexts(tmp_path_factory.mktemp("tls"))
 
 

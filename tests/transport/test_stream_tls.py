@@ -1,24 +1,17 @@
 """Streams under TLS, with a CA made on the spot by the `openssl` command."""
 
 import dataclasses
-import shutil
-import subprocess
 import time
 
 import pytest
 from contract.transport import SECURITY, Place, TransportContract, reads
+from tls_certificate import EC_KEY, openssl
 
 from kvstore.errors import UsageError
 from kvstore.node import Node, NodeConfig
 from kvstore.transport.base import Read
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.stream import NAME, StreamTransport
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
-
-
-def _openssl(*args):
-    subprocess.run(["openssl", *map(str, args)], check=True, capture_output=True, timeout=60)
 
 
 def authority(directory):
@@ -27,10 +20,9 @@ def authority(directory):
     cert, key, request = directory / "n.pem", directory / "n.key", directory / "n.csr"
     names = directory / "names"
     names.write_text("subjectAltName=IP:127.0.0.1\n")
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    _openssl("req", "-x509", *curve, "-keyout", ca_key, "-out", ca, "-subj", "/CN=ca")
-    _openssl("req", *curve, "-keyout", key, "-out", request, "-subj", "/CN=node")
-    _openssl(
+    openssl("req", "-x509", *EC_KEY, "-keyout", ca_key, "-out", ca, "-subj", "/CN=ca")
+    openssl("req", *EC_KEY, "-keyout", key, "-out", request, "-subj", "/CN=node")
+    openssl(
         *("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial"),
         *("-extfile", names, "-out", cert),
     )
