@@ -86,6 +86,10 @@ def size_of(tensors: Iterable[Any]) -> int:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise UsageError("tensor", type(tensor).__name__, "must be a torch tensor or None")
+        odd = tensor.is_quantized or tensor.is_meta or tensor.is_nested
+        if odd or tensor.layout is not torch.strided:
+            shown = f"{tensor.layout}, {tensor.dtype}"
+            raise UsageError("tensor", shown, "must be dense, of plain numbers (`to_dense()`)")
         total += tensor.numel() * tensor.element_size()
     return total
 
@@ -180,7 +184,8 @@ def _take_apart(name: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str,
             continue
         described.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
         # Bytes of any dtype; reshape first, for a scalar has no last dimension to view.
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        flat = plain.reshape(-1).view(torch.uint8)
         for j, part in enumerate(flat.split(PARCEL_PART_BYTES) if flat.numel() else ()):
             parts[_part(name, i, j)] = part
     return described, parts
@@ -214,7 +219,12 @@ def receive(store: ValueStore, name: str) -> Content | None:
             keys.append(_part(name, i, j))
             places.append(part)
     got = store.get_many(list(keys), places)
-    return None if any(value is None for value in got) else Content(tensors, content["note"])
+    # A shorter value is another's: the rest of its place was never written.
+    whole = all(
+        value is not None and len(value) == len(place)
+        for value, place in zip(got, places, strict=True)
+    )
+    return Content(tensors, content["note"]) if whole else None
 
 
 def release(store: ValueStore, parcel: Parcel) -> None:

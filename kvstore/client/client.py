@@ -14,6 +14,7 @@ from typing import Any, Self
 from kvstore.client import tensors
 from kvstore.client.explanation import Explanation, Missing, MissReason
 from kvstore.client.fetching import Away, fetch_values
+from kvstore.client.out import Out
 from kvstore.client.pinned import Match, Pinned
 from kvstore.client.questions import about_block, about_value
 from kvstore.client.reader import Place
@@ -124,7 +125,7 @@ class Client:
                 f"{len(blocks)} blocks",
                 f"{len(tokens)} tokens fill {len(keys)} of {self.block_tokens}",
             )
-        payloads = [tensors.encode(block)._replace(meta=b"", kind=Kind.BLOCK) for block in blocks]
+        payloads = [tensors.encode_block(block) for block in blocks]
         return self._save(keys[: len(blocks)], payloads)
 
     def _save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
@@ -157,14 +158,19 @@ class Client:
     def get(self, key: str | bytes, out: Any = None) -> Any:
         """The value as it was put (bytes, array, tensor with dtype and shape), None on a miss.
 
-        With `out`, a writable contiguous buffer, array or CPU tensor, the bytes go
-        there and the answer is a view of the part written (a tensor: `out` itself).
-        Raises `UsageError` when `out` is too small; `out` is then unchanged.
+        With `out`, a writable contiguous buffer, array or CPU tensor, the bytes go there.
+        One of plain bytes (a bytearray, a one-dimensional array or tensor of uint8) takes
+        every value that fits, and the answer is a view of the part written. An array or
+        tensor of anything else takes a value of its own dtype and shape, or as many bytes
+        as it has of a value that was put as bytes, and is the answer itself. Raises
+        `UsageError` when the value does not fit; `out` is then unchanged.
         """
         return self._get(self.namespace.value_key(key), out)
 
     def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> list[Any]:
-        """`get` for each of `keys`, with one index round trip for all that were not seen before."""
+        """`get` for each of `keys`, with one index round trip for all that were not seen before.
+
+        Of several in `out`, one that does not fit is unchanged; others may have been filled."""
         if out is not None and len(out) != len(keys):
             raise UsageError(
                 "out", f"{len(out)} buffers", f"must be one for each of {len(keys)} keys"
@@ -176,7 +182,8 @@ class Client:
         """Read the KV blocks at the head of `tokens` into the buffers in `out`, in order.
 
         Returns how many leading blocks are there, whole and right; what `out` holds
-        beyond them is undefined.
+        beyond them is undefined. What fits where is as for `get`: blocks that were put as
+        arrays or tensors have a dtype and a shape.
         """
         keys = self.namespace.block_keys(tokens, self.block_tokens)[: len(out)]
         got = self._get_all(keys, out[: len(keys)])
@@ -260,13 +267,17 @@ class Client:
         value: Any
         target: memoryview | bytes
         if out is not None:
-            room, value = tensors.room_of(out), None
-            # Too small for what was there before may be large enough for what is now.
-            if room.nbytes >= data_bytes or place.valid():
-                tensors.check_room(room, data_bytes)
-                target = room[:data_bytes]
+            to, value = Out(out), None
+            try:
+                to.check(place.kind, bytes(place.payload[data_bytes:]), data_bytes)
+            except ValueError as e:
+                # It may be wrong for what was there before and right for what is there now.
+                if isinstance(e, UsageError) and place.valid():
+                    raise
+            else:
+                target = to.room[:data_bytes]
                 copy(target, data)
-                value = target if place.kind != Kind.TORCH or not tensors.is_tensor(out) else out
+                value = to.answer(data_bytes)
         elif place.kind in (Kind.BYTES, Kind.BLOCK):
             value = target = data.tobytes()
         else:

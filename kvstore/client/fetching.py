@@ -9,6 +9,7 @@ import msgpack
 
 from kvstore.client import tensors
 from kvstore.client.base import BlockView
+from kvstore.client.out import Out
 from kvstore.client.remote import RemoteNodes
 from kvstore.errors import UsageError
 from kvstore.limits import META_BYTES_MAX
@@ -46,50 +47,57 @@ class _Place(NamedTuple):
 
 
 def fetch_values(remote: RemoteNodes, aways: Sequence[Away]) -> list[Any]:
-    """The values; None for what cannot be had. Raises `UsageError` for an `out` too small."""
+    """The values; None for what cannot be had. Raises `UsageError` for an `out` that does not fit
+    its value; nothing is then written into it."""
     if not aways:
         return []
-    places = [_place(away) for away in aways]
+    outs = [None if away.out is None else Out(away.out) for away in aways]
+    places = [_place(away, out) for away, out in zip(aways, outs, strict=True)]
     wanted = [
         Wanted(away.key, away.location, [part for part in place if part.nbytes])
         for away, place in zip(aways, places, strict=True)
     ]
     outcomes = remote.read(wanted)
     return [
-        _value(away, place, outcome) if outcome.read is Read.HIT else None
-        for away, place, outcome in zip(aways, places, outcomes, strict=True)
+        _value(away, out, place, outcome) if outcome.read is Read.HIT else None
+        for away, out, place, outcome in zip(aways, outs, places, outcomes, strict=True)
     ]
 
 
-def _place(away: Away) -> _Place:
+def _place(away: Away, out: Out | None) -> _Place:
     """The caller's memory when all of it fits there. The last bytes may be the value's description,
-    for which a larger `out` is no place."""
+    for which a larger `out` is no place; and what is not plain bytes must not be written before
+    the description was seen."""
     length = away.location.length
     sure = 0
     room = memoryview(b"")
-    if away.out is not None:
-        room = tensors.room_of(away.out)
+    if out is not None:
+        room = out.room
         value_min = max(length - META_BYTES_MAX, 0)
-        if room.nbytes == length:
+        if out.plain and room.nbytes == length:
             sure = length
-        elif room.nbytes > length:
+        elif out.plain and room.nbytes > length:
             sure = value_min
         else:
-            tensors.check_room(room, value_min)
+            out.check_room(value_min)
     return _Place(room[:sure], memoryview(bytearray(length - sure)))
 
 
-def _value(away: Away, place: _Place, outcome: Outcome) -> Any:
+def _value(away: Away, out: Out | None, place: _Place, outcome: Outcome) -> Any:
     there_bytes = place.there.nbytes
     data_bytes = away.location.length - outcome.meta_length
-    if away.out is not None:
-        room = tensors.room_of(away.out)
-        tensors.check_room(room, data_bytes)
+    if out is not None:
+        # With a description in `there`, it is not asked for: bytes may go to plain bytes.
+        meta = bytes(place.aside[place.aside.nbytes - outcome.meta_length :])
+        try:
+            out.check(outcome.kind, meta, data_bytes)
+        except ValueError as e:
+            if isinstance(e, UsageError):
+                raise
+            return None
         if data_bytes > there_bytes:
-            copy(room[there_bytes:data_bytes], place.aside[: data_bytes - there_bytes])
-        if outcome.kind == Kind.TORCH and tensors.is_tensor(away.out):
-            return away.out
-        return room[:data_bytes]
+            copy(out.room[there_bytes:data_bytes], place.aside[: data_bytes - there_bytes])
+        return out.answer(data_bytes)
     payload = place.aside
     data = payload[:data_bytes]
     if outcome.kind in (Kind.BYTES, Kind.BLOCK):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from kvstore.client.dtypes import numpy_name, of_torch, read_meta
 from kvstore.errors import UsageError
 from kvstore.limits import META_BYTES_MAX, TENSOR_DIMS_MAX
 from kvstore.types import Kind
@@ -37,23 +38,28 @@ def encode(value: Any) -> Payload:
     """Raises `UsageError` for what has no plain bytes."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        name = str(value.dtype).removeprefix("torch.")
-        return Payload(_tensor_bytes(value), _meta(name, value.shape), Kind.TORCH)
+        data = tensor_bytes("value", value)
+        return Payload(data, _meta(of_torch(value.dtype), value.shape), Kind.TORCH)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        if isinstance(value, numpy.ma.MaskedArray):
+            raise UsageError("value", "a masked array", "put its `data`: a mask is not kept")
         array = numpy.ascontiguousarray(value)
         plain = array.dtype.kind != "V" or not array.dtype.name.startswith(("void", "record"))
         if array.dtype.hasobject or not plain:
             raise UsageError("value.dtype", str(array.dtype), "must be a plain number type")
         flat = memoryview(array.reshape(-1).view(numpy.uint8)) if array.size else memoryview(b"")
-        return Payload(flat, _meta(_numpy_name(array.dtype), numpy.shape(value)), Kind.NUMPY)
+        return Payload(flat, _meta(numpy_name(array.dtype), numpy.shape(value)), Kind.NUMPY)
     data = as_bytes("value", value)
     return Payload(data, b"" if data.nbytes else EMPTY, Kind.BYTES)
 
 
-def _numpy_name(dtype: Any) -> str:
-    # ml_dtypes (bfloat16, fp8) all call themselves '|V1' or '<V2'; their names tell them apart.
-    return str(dtype.name if dtype.kind == "V" else dtype.str)
+def encode_block(block: Any) -> Payload:
+    """A KV block: described when it has a dtype, so that it is read into no other. Plain bytes
+    need no room for a description. Raises `UsageError` as `encode`."""
+    payload = encode(block)
+    plain = payload.kind == Kind.BYTES or str(block.dtype) in ("uint8", "torch.uint8")
+    return payload._replace(meta=b"" if plain else payload.meta, kind=Kind.BLOCK)
 
 
 def _meta(dtype: str, shape: Any) -> bytes:
@@ -65,17 +71,30 @@ def _meta(dtype: str, shape: Any) -> bytes:
     return meta
 
 
-def _tensor_bytes(tensor: Any, *, own: bool = False) -> memoryview:
-    """Bytes of a tensor: in place when it is contiguous in CPU memory."""
+def tensor_bytes(field: str, tensor: Any, *, own: bool = False) -> memoryview:
+    """Bytes of a tensor: in place when it is contiguous in CPU memory, or with `own`. Raises
+    `UsageError` for one whose numbers are not its bytes (sparse, quantised, without memory)."""
+    import torch
+
     plain = tensor.detach()
+    shown = f"{plain.device} tensor, {plain.layout}, {plain.dtype}"
+    if plain.layout is not torch.strided or plain.is_quantized or plain.is_meta or plain.is_nested:
+        raise UsageError(field, shown, "must be a dense tensor of plain numbers (`to_dense()`)")
     if not own:
-        plain = plain.cpu().contiguous()
+        # A conjugated or negated view has the bytes of what it is a view of.
+        plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
     elif plain.device.type != "cpu" or not plain.is_contiguous():
-        raise UsageError("out", f"{plain.device} tensor", "must be contiguous in CPU memory")
+        raise UsageError(field, shown, "must be contiguous in CPU memory")
+    elif plain.is_conj() or plain.is_neg():
+        raise UsageError(field, shown, "must not be a conjugated or negated view")
     size_bytes = plain.numel() * plain.element_size()
     if size_bytes == 0:
         return memoryview(bytearray())
-    raw = (ctypes.c_ubyte * size_bytes).from_address(plain.data_ptr())
+    try:
+        address = plain.data_ptr()
+    except RuntimeError as e:
+        raise UsageError(field, shown, "must have memory of its own") from e
+    raw = (ctypes.c_ubyte * size_bytes).from_address(address)
     raw.owner = plain  # the view must not outlive the storage it looks at
     return memoryview(raw).cast("B")
 
@@ -84,45 +103,13 @@ def as_bytes(field: str, value: Any) -> memoryview:
     """A flat byte view of anything with the buffer protocol; copies only what is not contiguous."""
     try:
         view = memoryview(value)
-    except TypeError as e:
+    except (TypeError, ValueError, BufferError) as e:
         raise UsageError(
             field, type(value).__name__, "must be a buffer, a numpy array or a torch tensor"
         ) from e
     if view.nbytes == 0:
         return memoryview(b"")
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether it is torch's, without importing torch."""
-    return type(value).__module__.startswith("torch")
-
-
-def room_of(out: Any) -> memoryview:
-    """All bytes of `out`, writable. Raises `UsageError` when it cannot be written."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(out, torch.Tensor):
-        return _tensor_bytes(out, own=True)
-    try:
-        view = memoryview(out)
-    except TypeError as e:
-        raise UsageError("out", type(out).__name__, "must be a writable buffer") from e
-    if view.readonly or not view.c_contiguous:
-        raise UsageError("out", type(out).__name__, "must be writable and contiguous")
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
-
-
-def check_room(room: memoryview, size_bytes: int) -> None:
-    """Raises `UsageError` when `size_bytes` do not fit."""
-    if room.nbytes < size_bytes:
-        raise UsageError("out", f"{room.nbytes} bytes", f"must have at least {size_bytes} bytes")
-
-
-def target_of(out: Any, size_bytes: int) -> memoryview:
-    """The first `size_bytes` of `out`, writable. Raises `UsageError` when it does not fit."""
-    room = room_of(out)
-    check_room(room, size_bytes)
-    return room[:size_bytes]
 
 
 def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
@@ -139,24 +126,12 @@ def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
     return raw, memoryview(raw)
 
 
-def _read_meta(meta: bytes) -> tuple[str, list[int]]:
-    """The description, checked: it may be damaged, or somebody else's."""
-    try:
-        dtype, shape = msgpack.unpackb(meta)
-    except (ValueError, TypeError, msgpack.UnpackException) as e:
-        raise ValueError(f"no description: {meta!r}") from e
-    right = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= TENSOR_DIMS_MAX
-    if not right or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
-        raise ValueError(f"no description: {meta!r}")
-    return dtype, shape
-
-
 def _make_array(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
     try:
         import numpy
     except ImportError as e:
         raise UsageError("value", "a numpy array", "needs numpy to be read") from e
-    name, shape = _read_meta(meta)
+    name, shape = read_meta(meta)
     try:
         dtype = numpy.dtype(name if _NUMPY_DTYPE.fullmatch(name) else _ml_dtype(name))
     except TypeError as e:
@@ -191,7 +166,7 @@ def _make_tensor(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
         import torch
     except ImportError as e:
         raise UsageError("value", "a torch tensor", "needs torch to be read") from e
-    name, shape = _read_meta(meta)
+    name, shape = read_meta(meta)
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize != size_bytes:
         raise ValueError(f"{name} of {shape} is not {size_bytes} bytes")
@@ -199,4 +174,4 @@ def _make_tensor(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
         tensor = torch.empty(shape, dtype=dtype)
     except (RuntimeError, TypeError) as e:  # quantised types, and sizes it cannot count
         raise ValueError(f"{name} of {shape} cannot be made") from e
-    return tensor, _tensor_bytes(tensor, own=True)
+    return tensor, tensor_bytes("value", tensor, own=True)

@@ -106,3 +106,43 @@ def test_a_damaged_description_is_a_miss(client, meta):
 def test_an_array_of_raw_bytes_is_refused():
     with pytest.raises(UsageError, match=r"^value\.dtype="):
         tensors.encode(numpy.zeros(3, "V8"))
+
+
+def test_a_conjugated_or_negated_view_is_what_it_shows():
+    torch = pytest.importorskip("torch")
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    assert torch.equal(round_trip(value.conj()), value.conj().resolve_conj())
+    assert torch.equal(round_trip(value.conj().imag), torch.tensor([-2.0, 4.0]))
+
+
+def _no_plain_tensors():
+    torch = pytest.importorskip("torch")
+    yield torch.eye(3).to_sparse()
+    yield torch.eye(3).to_sparse_csr()
+    yield torch.empty(3, device="meta")
+    yield torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)
+    yield torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_whose_numbers_are_not_its_bytes_is_refused():
+    for value in _no_plain_tensors():
+        with pytest.raises(UsageError, match=r"^value="):
+            tensors.encode(value)
+
+
+def test_a_masked_array_is_refused_rather_than_put_without_its_mask():
+    with pytest.raises(UsageError, match=r"^value=.*mask"):
+        tensors.encode(numpy.ma.masked_array([1, 2], [True, False]))
+
+
+def test_an_array_of_references_is_refused():
+    with pytest.raises(UsageError, match=r"^value\.dtype="):
+        tensors.encode(numpy.array(["a", "b" * 100], numpy.dtypes.StringDType()))
+
+
+def test_a_released_view_is_refused():
+    value = memoryview(b"abc")
+    value.release()
+    with pytest.raises(UsageError, match=r"^value="):
+        tensors.encode(value)

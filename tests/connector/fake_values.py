@@ -59,8 +59,8 @@ class FakeValues:
             value = self.values.get(str(key))
             if value is None or out is None:
                 return value
-            out.copy_(value)
-            return out
+            out[: len(value)].copy_(value)
+            return out[: len(value)]
 
     def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> list[Any]:
         return [self.get(key, None if out is None else out[i]) for i, key in enumerate(keys)]

@@ -55,6 +55,35 @@ def same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
 
 
+def test_a_conjugated_view_arrives_as_what_it_shows() -> None:
+    sender, receiver = pair()
+    value = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    sender.send_tensor(value)
+    assert same(receiver.recv_tensor(), value.resolve_conj())
+
+
+@pytest.mark.parametrize("odd", ["sparse", "meta", "quantised"])
+def test_a_tensor_without_plain_bytes_is_refused(odd: str) -> None:
+    value = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "meta": lambda: torch.empty(3, device="meta"),
+        "quantised": lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+    }[odd]()
+    sender, _ = pair()
+    with pytest.raises(UsageError, match=r"^tensor="):
+        sender.send_tensor(value)
+
+
+def test_a_part_shorter_than_it_should_be_is_no_message() -> None:
+    store = FakeValues()
+    sender, receiver = pair(store)
+    sender.send_tensor(torch.arange(10))
+    (part,) = [key for key in store.values if key.endswith("/0.0")]
+    store.values[part] = store.values[part][:-1]
+    with pytest.raises(DeadlineError):
+        receiver.recv_tensor(timeout_s=SOON_S)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensor_of_every_dtype_arrives_bit_for_bit(dtype: str) -> None:
     sender, receiver = pair()
