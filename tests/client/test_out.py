@@ -54,16 +54,16 @@ def raw(value):
     return bytes(Out(value).room) if not isinstance(value, bytes) else value
 
 
-def calls(client, value, out):
+def calls(writer, reader, value, out):
     """Every call that takes an `out`, after the put that goes with it."""
-    yield "get", lambda: client.put("k", value), lambda: client.get("k", out())
-    yield "get_many", lambda: None, lambda: client.get_many(["k"], [out()])[0]
+    yield "get", lambda: writer.put("k", value), lambda: reader.get("k", out())
+    yield "get_many", lambda: None, lambda: reader.get_many(["k"], [out()])[0]
     block = [value, b"next"]
     tokens = range(512)
     yield (
         "get_blocks",
-        lambda: client.put_blocks(tokens, block),
-        lambda: client.get_blocks(tokens, [out()]),
+        lambda: writer.put_blocks(tokens, block),
+        lambda: reader.get_blocks(tokens, [out()]),
     )
 
 
@@ -75,7 +75,7 @@ def same_bytes(value, got):
 @pytest.mark.parametrize("case", FITTING)
 def test_a_value_goes_into_what_has_its_dtype_and_shape(client, case):
     value, make = FITTING[case]
-    for _, put, get in calls(client, value, make):
+    for _, put, get in calls(client, client, value, make):
         put()
         got = get()
         assert got == 1 if isinstance(got, int) else same_bytes(value, got)
@@ -93,7 +93,7 @@ def test_an_out_of_another_dtype_or_shape_is_refused_and_unchanged(client, case)
         outs.append(make())
         return outs[-1]
 
-    for name, put, get in calls(client, value, remember):
+    for name, put, get in calls(client, client, value, remember):
         put()
         with pytest.raises(UsageError, match=r"^out=") as caught:
             get()
@@ -146,16 +146,11 @@ def test_an_out_whose_numbers_are_not_its_own_bytes_is_refused(client, out):
 @pytest.mark.parametrize("case", OTHERS)
 def test_another_hosts_value_is_compared_before_a_byte_is_written(writer, reader, case):
     value, make = OTHERS[case]
-    for name, put, _ in calls(writer, value, make):
+    out = make()
+    for name, put, get in calls(writer, reader, value, lambda: out):
         put()
-        out = make()
         with pytest.raises(UsageError, match=r"^out="):
-            if name == "get":
-                reader.get("k", out)
-            elif name == "get_many":
-                reader.get_many(["k"], [out])
-            else:
-                reader.get_blocks(range(512), [out])
+            get()
         assert raw(out) == bytes(Out(out).room.nbytes), name
 
 
