@@ -56,8 +56,11 @@ def open_store(
     )
 
 
-def open_in_vram(config: ConnectorSettings, ordinal: int | None, vram_bytes: int) -> BlockStore:
-    """`open_store` for a worker whose copiers take memory of the device `ordinal`, if any."""
+def open_in_vram(config: ConnectorSettings, ordinal: int | None, *, saves: bool) -> BlockStore:
+    """`open_store` for a worker whose copiers take memory of the device `ordinal`, if any.
+
+    One that `saves` keeps recent blocks on the device, any other only reads those of others.
+    """
     if not config.vram or ordinal is None:
         return open_store(config)
     try:
@@ -65,7 +68,8 @@ def open_in_vram(config: ConnectorSettings, ordinal: int | None, vram_bytes: int
     except DeviceError as e:
         log.warning("blocks are neither kept in VRAM nor read there: %s", e)
         return open_store(config)
-    return VramStore(open_store(config, device), device, vram_bytes)
+    size_bytes = config.vram_size_bytes if saves else 0
+    return VramStore(open_store(config, device), device, size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +104,6 @@ class EngineShape:
     saves: bool = True
     events: bool = False
     """Whether somebody takes events about stored blocks."""
-    vram_bytes: int = 0
-    """Of VRAM that each worker keeps recent blocks in, with the setting `vram`."""
 
     @classmethod
     def of_one_group(
@@ -183,7 +185,7 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
     layout = shape.layout(config)
 
     def open_to_save() -> BlockStore:
-        store = open_in_vram(config, lazy.device, shape.vram_bytes)
+        store = open_in_vram(config, lazy.device, saves=shape.saves)
         store.introduce(tuple(layout.all_namespaces()))
         return store
 

@@ -1,7 +1,8 @@
 """How an engine takes part in KV transfer: which connector, in which role, with which settings.
 
-The fields and their meaning are those of vLLM's `--kv-transfer-config`, so that
-one JSON document serves both.
+The fields and their meaning are those of vLLM's `--kv-transfer-config`, so that one JSON
+document serves both; `kv_buffer_size`, `kv_rank`, `kv_parallel_size` and `kv_ip`, which vLLM no
+longer has, are for connectors of one's own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from connector.limits import CONFIG_BYTES_MAX, KV_RANKS_MAX, PORT_MAX
 from kvstore import UsageError
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
-KVBufferDevice = Literal["cuda", "cpu"]
+KVBufferDevice = Literal["cuda", "cpu", "xpu"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 ENV_DOCUMENT = "KVSTORE_KV_TRANSFER_CONFIG"
@@ -49,7 +50,7 @@ class KVTransferConfig:
     kv_buffer_device: KVBufferDevice = field(default_factory=default_buffer_device)
     """Where a connector that buffers keeps its buffer."""
     kv_buffer_size: float = 1e9
-    """Bytes that a connector may buffer."""
+    """Bytes that a connector of one's own may buffer; `KVStoreConnector` has settings for that."""
     kv_role: KVRole | None = None
     """Whether this engine saves KV, loads it, or both. Required with `kv_connector`."""
     kv_rank: int | None = None

@@ -22,7 +22,6 @@ from connector.protocol import (
 )
 from connector.settings import ConnectorSettings
 from connector.stats import CountStats
-from connector.vram import pool_bytes
 from kvstore import UsageError
 
 if TYPE_CHECKING:
@@ -99,7 +98,6 @@ def _read(config: KVTransferConfig, engine: EngineInfo) -> tuple[ConnectorSettin
         engine.shape,
         loads=config.is_kv_consumer,
         saves=config.is_kv_producer,
-        vram_bytes=pool_bytes(config),
     )
     shape.layout(settings)  # wrong block sizes are said here, not at the first request
     return settings, shape

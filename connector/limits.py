@@ -133,4 +133,4 @@ POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.01
 """this."""
 VRAM_POOL_BYTES_MIN = 64 << 20
-"""A smaller `kv_buffer_size` keeps no blocks in VRAM."""
+"""Of `vram_size_bytes`: a smaller pool holds too few blocks to be worth its memory."""

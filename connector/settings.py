@@ -13,6 +13,7 @@ from connector.limits import (
     TIMEOUT_S_MAX,
     TP_SIZES_DEFAULT,
     TP_SIZES_MAX,
+    VRAM_POOL_BYTES_MIN,
 )
 from kvstore import UsageError
 
@@ -58,8 +59,10 @@ class ConnectorSettings:
     layerwise: bool = False
     """Load and save layer by layer, beside the forward (docs/engines.md says when it pays)."""
     vram: bool = False
-    """Keep recent blocks in VRAM, as much as `kv_buffer_size` says, and read those of other
-    engines on this host there (docs/decisions/0023; it has not run on a device yet)."""
+    """Keep recent blocks in VRAM, `vram_size_bytes` of them, and read those of other engines on
+    this host there (docs/decisions/0023; it has not run on a device yet)."""
+    vram_size_bytes: int = 1 << 30
+    """Of VRAM that each worker of an engine that saves keeps recent blocks in, with `vram`."""
     verify: Literal["never", "always"] = "never"
     """Whether payload checksums are written and checked on this host too."""
     save_decode: bool = True
@@ -94,9 +97,13 @@ class ConnectorSettings:
             raise UsageError("tp_sizes", self.tp_sizes, "must be a list of numbers of at least 1")
         if len(self.tp_sizes) > TP_SIZES_MAX:
             raise UsageError("tp_sizes", self.tp_sizes, f"must be at most {TP_SIZES_MAX} numbers")
-        size = self.node_size_bytes
-        if not isinstance(size, int) or isinstance(size, bool) or size < NODE_BYTES_MIN:
-            raise UsageError("node_size_bytes", size, f"must be at least {NODE_BYTES_MIN}")
+        for name, least in (
+            ("node_size_bytes", NODE_BYTES_MIN),
+            ("vram_size_bytes", VRAM_POOL_BYTES_MIN),
+        ):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < least:
+                raise UsageError(name, size, f"must be at least {least}")
         tokens = self.block_tokens
         if tokens is not None and (
             not isinstance(tokens, int)

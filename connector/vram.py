@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from connector.limits import VRAM_POOL_BYTES_MIN
 from kvstore import (
     Answers,
     BlockSession,
@@ -33,15 +32,6 @@ from kvstore import (
 )
 
 log = logging.getLogger(__name__)
-
-
-def pool_bytes(config: Any) -> int:
-    """Of VRAM for recent blocks of this engine, as a `KVTransferConfig` (ours or vLLM's) says;
-    0: it keeps none."""
-    if config.kv_buffer_device != "cuda" or not config.is_kv_producer:
-        return 0
-    size_bytes = int(config.kv_buffer_size)
-    return size_bytes if size_bytes >= VRAM_POOL_BYTES_MIN else 0
 
 
 class VramView:

@@ -26,7 +26,6 @@ from connector.adapters.vllm_states import (
 from connector.assembly import EngineShape, GroupShape
 from connector.chain import ALGORITHM
 from connector.geometry import Field, KVGeometry, ShardTopology
-from connector.vram import pool_bytes
 from kvstore import UsageError
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
         events=events is not None and events.enable_kv_cache_events,
-        vram_bytes=pool_bytes(transfer),
     )
 
 

@@ -74,7 +74,7 @@ def test_engines_get_ids_of_their_own() -> None:
         ("kv_connector", "", "not empty"),
         ("kv_connector", 7, "must be a string"),
         ("engine_id", 7, "must be a string"),
-        ("kv_buffer_device", "xpu", "cuda, cpu"),
+        ("kv_buffer_device", "tpu", "cuda, cpu, xpu"),
         ("kv_buffer_size", 0, "above 0"),
         ("kv_buffer_size", float("nan"), "above 0"),
         ("kv_buffer_size", float("inf"), "above 0"),

@@ -45,6 +45,8 @@ def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
         ("verify", "sometimes"),
         ("model_id", ""),
         ("node", 3),
+        ("vram_size_bytes", 1 << 20),
+        ("vram_size_bytes", 1e9),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +25,43 @@ ROLES = ["kv_producer", "kv_consumer", "kv_both"]
 # KVTransferConfig
 
 
-def test_every_field_of_vllms_config_is_known_here() -> None:
+THEIRS_ALONE = {"enable_permute_local_kv": "an experiment of vLLM's own about its memory layout"}
+OURS_ALONE = {
+    "kv_buffer_size": "vLLM had it: for connectors of one's own that buffer",
+    "kv_rank": "vLLM had it: for connectors of one's own that pair engines up",
+    "kv_parallel_size": "the same",
+    "kv_ip": "vLLM had it: for connectors of one's own that listen",
+}
+"""Of which nothing that runs under vLLM may read: there it is an AttributeError."""
+
+
+def test_the_fields_are_vllms_but_for_those_listed() -> None:
     from vllm.config import KVTransferConfig
 
     theirs = {f.name for f in dataclasses.fields(KVTransferConfig)}
     ours = {f.name for f in dataclasses.fields(config.KVTransferConfig)}
-    # An experiment of vLLM's own about its memory layout.
-    assert theirs - ours == {"enable_permute_local_kv"}
+    assert theirs - ours == set(THEIRS_ALONE)
+    assert ours - theirs == set(OURS_ALONE)
+
+
+def test_what_our_config_answers_vllms_answers_too() -> None:
+    from vllm.config import KVTransferConfig
+
+    def public(kind: type) -> set[str]:
+        names = {*dir(kind), *(f.name for f in dataclasses.fields(kind))}
+        return {name for name in names if not name.startswith("_")}
+
+    here = {"from_dict", "from_env", "from_json", "to_dict"}  # how one is made and written
+    assert public(config.KVTransferConfig) - public(KVTransferConfig) - set(OURS_ALONE) == here
+
+
+def test_nothing_that_runs_under_vllm_reads_what_its_config_lacks() -> None:
+    folder = Path(config.__file__).parent
+    shared = [path for path in folder.rglob("*.py") if path.name != "config.py"]
+    for name in OURS_ALONE:
+        read = re.compile(rf"\b(config|transfer)\.{name}\b")
+        readers = [path.name for path in shared if read.search(path.read_text())]
+        assert readers == [], name
 
 
 children = st.lists(st.builds(dict, kv_connector=st.sampled_from(NAMES)), max_size=3)
@@ -40,7 +71,7 @@ fields = st.fixed_dictionaries(
         "kv_connector": st.sampled_from([None, *NAMES, "MultiConnector"]),
         "kv_role": st.sampled_from([None, *ROLES, "kv_nobody"]),
         "engine_id": st.sampled_from([None, "e"]),
-        "kv_buffer_device": st.sampled_from(["cuda", "cpu"]),
+        "kv_buffer_device": st.sampled_from(["cuda", "cpu", "xpu"]),
         "kv_port": st.integers(1, 65535),
         "kv_connector_module_path": st.sampled_from([None, "m.n"]),
         "kv_load_failure_policy": st.sampled_from(["recompute", "fail", "ignore"]),

@@ -8,8 +8,7 @@ from contract.cuda import get, put
 from redis_servers import wait_until
 from stores import NodeThread
 
-from connector.config import KVTransferConfig
-from connector.vram import VramStore, pool_bytes
+from connector.vram import VramStore
 from kvstore import (
     BlockSession,
     BlockStore,
@@ -177,26 +176,6 @@ def test_views_of_vram_that_are_forgotten_let_its_memory_go(store, device, reade
     store.close()
     reader._store.remote.vram.sweep()
     assert device_of(reader).mapped == 0
-
-
-@pytest.mark.parametrize(
-    ("device", "size", "role", "expected"),
-    [
-        ("cuda", 1e9, "kv_producer", 10**9),
-        ("cuda", 1e9, "kv_both", 10**9),
-        ("cuda", 1e9, "kv_consumer", 0),
-        ("cpu", 1e9, "kv_producer", 0),
-        ("cuda", 1e6, "kv_producer", 0),
-    ],
-)
-def test_a_producer_with_its_buffer_on_cuda_keeps_that_much(device, size, role, expected):
-    config = KVTransferConfig(
-        kv_connector="KVStoreConnector",
-        kv_role=role,
-        kv_buffer_device=device,
-        kv_buffer_size=size,
-    )
-    assert pool_bytes(config) == expected
 
 
 def test_it_ends_within_seconds_and_takes_its_blocks_down(node, tmp_path):

@@ -101,14 +101,18 @@ def test_only_a_worker_whose_copiers_take_a_devices_memory_uses_vram(
         key_prefix=str(node.client_options["key_prefix"]),
         run_dir=str(node.run_dir),
         vram=True,
+        vram_size_bytes=64 * MIB,
     )
     monkeypatch.setattr(assembly, "cuda_device", lambda ordinal: ModelCuda(tmp_path, ordinal))
-    store = assembly.open_in_vram(settings, 0, 64 * MIB)
-    assert isinstance(store, VramStore)
-    assert store.pool is not None
-    store.close()
+    for saves in (True, False):
+        store = assembly.open_in_vram(settings, 0, saves=saves)
+        assert isinstance(store, VramStore)
+        # Who only loads keeps nothing there, and reads what others keep.
+        kept = store.pool.node.config.size_bytes if store.pool is not None else 0
+        assert kept == (64 * MIB if saves else 0)
+        store.close()
     for ordinal, config in ((None, settings), (0, ConnectorSettings(run_dir=str(node.run_dir)))):
-        plain = assembly.open_in_vram(config, ordinal, 64 * MIB)
+        plain = assembly.open_in_vram(config, ordinal, saves=True)
         assert isinstance(plain, BlockSession)
         plain.close()
 
@@ -116,7 +120,7 @@ def test_only_a_worker_whose_copiers_take_a_devices_memory_uses_vram(
         raise DeviceError("no cuda.bindings")
 
     monkeypatch.setattr(assembly, "cuda_device", none)
-    plain = assembly.open_in_vram(settings, 0, 64 * MIB)
+    plain = assembly.open_in_vram(settings, 0, saves=True)
     assert isinstance(plain, BlockSession)
     assert "no cuda.bindings" in caplog.text
     plain.close()
