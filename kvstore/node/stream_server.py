@@ -32,6 +32,7 @@ from kvstore.transport.address import WILDCARDS, Address, own_address
 from kvstore.transport.channel import Channel, hang_up
 from kvstore.transport.nixl import NAME as NIXL
 from kvstore.transport.nixl import agent_prefix
+from kvstore.transport.nixl_child import INSTALL
 from kvstore.transport.nixl_process import installed
 from kvstore.transport.stream import NAME as STREAM
 
@@ -64,7 +65,7 @@ class StreamServer:
         """Listens from here on. Raises `UsageError` when it cannot."""
         assert config.listen is not None
         if config.nixl and not installed():
-            raise UsageError("nixl", config.nixl, "is not installed: 'kvstore[nixl]'")
+            raise UsageError("nixl", config.nixl, f"is not installed: {INSTALL}")
         host, port = config.listen
         self._node = (word.node_id, word.epoch)
         self._name = word.name

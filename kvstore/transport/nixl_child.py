@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import msgpack
 
 MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+INSTALL = "pip install --no-deps nixl-cu12"
+"""It declares torch, with CUDA 3 GB, and needs numpy alone."""
 OK, ERROR, LATE = 0, 1, 2
 """What became of a request. LATE: its READ goes on, and may write for as long as this lives."""
 WAY, ADD, READ, REMOVE = 1, 2, 3, 4
@@ -71,7 +73,7 @@ def make_agent(name: str) -> Any:
             continue
         # The progress thread would take a whole core.
         return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
-    raise RuntimeError("NIXL is not installed: pip install 'kvstore[nixl]'")
+    raise RuntimeError(f"NIXL is not installed: {INSTALL}")
 
 
 def map_file(fd: int, size_bytes: int, protection: int) -> int:

