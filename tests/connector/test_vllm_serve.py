@@ -7,7 +7,6 @@ T + 2 tokens and every server splits its prefill at T.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from vllm_server import (
     build_tokenizer,
     changed,
     commands,
-    distributions,
     kvstore_settings,
 )
 
@@ -71,13 +69,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, events_port: int) -> Itera
     node = NodeProcess(redis)
     place = {**node.engine_settings, "load_timeout_s": 30.0, "block_tokens": BLOCK}
     files = path / "files"
-    search = [
-        str(distributions(path / "distributions")),
-        str(PROJECT),
-        os.environ.get("PYTHONPATH", ""),
-    ]
     env = {
-        "PYTHONPATH": os.pathsep.join(search),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
