@@ -96,6 +96,9 @@ class SaveJob(NamedTuple):
     job_id: int
     request_id: str
     blocks: tuple[SaveBlock, ...]
+    before: tuple[tuple[tuple[Key, ...], ...], ...] = ()
+    """Keys of the prefix that the blocks continue, per group and shard: used by the request too,
+    and to be kept for longer than what follows on them."""
 
 
 @dataclass(slots=True)

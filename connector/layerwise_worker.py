@@ -191,6 +191,7 @@ class LayerwiseWorker(WorkerCore):
         finally:
             if unused:
                 store.abort(unused)
+        self._touch_runs(step.tasks, store)
 
     def _gather(self, step: StepSaves, reserved: Sequence[Reserved]) -> list[Reserved]:
         """Those that hold every layer, once the last one is written."""

@@ -43,9 +43,14 @@ class SaveLedger:
             return 0
         return max(0, self._pinned_blocks_max - self._pinned_blocks)
 
-    def open(self, request_id: str, blocks: tuple[SaveBlock, ...]) -> SaveJob:
+    def open(
+        self,
+        request_id: str,
+        blocks: tuple[SaveBlock, ...],
+        before: tuple[tuple[tuple[Key, ...], ...], ...] = (),
+    ) -> SaveJob:
         """A job for `blocks`, which are pinned from now on."""
-        job = SaveJob(self._next_job_id, request_id, blocks)
+        job = SaveJob(self._next_job_id, request_id, blocks, before)
         self._next_job_id += 1
         block_ids = [block_id for block in blocks for block_id in block.block_ids]
         self._pins.pin(block_ids)

@@ -29,6 +29,8 @@ SAVE_JOBS_MAX = 256
 """Save jobs that a scheduler keeps in flight; beyond it blocks wait for a later step."""
 SAVE_JOB_BLOCKS_MAX = 64
 """Store blocks in one save job, so that pins of a long prompt are given back piecemeal."""
+RUN_TOUCHED_MAX = 2048
+"""Store blocks of a prefix that a save of what follows keeps from being evicted before it."""
 SAVE_BATCH_BLOCKS = 64
 """Store blocks that one reserve and one commit carry, unless they are larger than"""
 SAVE_BATCH_BYTES = 64 << 20

@@ -34,6 +34,7 @@ from connector.limits import (
     LOOKUP_TTL_S,
     LOOKUP_WAIT_PER_STEP_S,
     PINNED_FRACTION_MAX,
+    RUN_TOUCHED_MAX,
     SAVE_JOB_BLOCKS_MAX,
     Clock,
 )
@@ -293,7 +294,9 @@ class SchedulerCore:
                 return
             blocks = save_blocks(keys, first, first + count, tables, layout, settings.null_block_id)
             if blocks:
-                job = self._ledger.open(request.request_id, blocks)
+                before = min(first, RUN_TOUCHED_MAX)
+                run = tuple(tuple(tuple(shard[:before]) for shard in group) for group in keys)
+                job = self._ledger.open(request.request_id, blocks, run)
                 self._events.saving(request, job)
                 out.append(job)
             first += count

@@ -313,7 +313,17 @@ class WorkerCore:
             return MissReason.NO_STORE
         for group, blocks in self._batches(tasks):
             self._save_batch(store, group, blocks)
+        self._touch_runs(tasks, store)
         return ""
+
+    def _touch_runs(self, tasks: Sequence[Save], store: BlockStore) -> None:
+        """What a save continues was used with it: were the end of a prefix the last that was
+        used, its head would be evicted first, and the rest be worth nothing."""
+        for task in tasks:
+            for number, group in enumerate(self._groups if task.job.before else ()):
+                own = (block for block in task.job.blocks if block.group == number)
+                before = task.job.before[number][group.shard]
+                store.touch([*before, *(block.keys[group.shard] for block in own)])
 
     def _batches(
         self, tasks: Sequence[Save]

@@ -53,6 +53,9 @@ def save(
             results += [rejected(str(e))] * len(window)
             continue
         results += _with_patience(writer, namespace_id, wants, window)
+    if len(keys) > 1 and sum(payload.size_bytes for payload in payloads) >= PART_BYTES_MIN:
+        # What went in several requests was sealed head first: the end of a run would outlive it.
+        writer.touch(keys, time.monotonic(), at_once=True)
     return results
 
 

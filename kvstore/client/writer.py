@@ -359,12 +359,13 @@ class Writer:
         self._settle()
         return None
 
-    def touch(self, keys: Sequence[Key], now: float) -> None:
-        """Remember that `keys` were used; tell the node now and then (design: the load path)."""
+    def touch(self, keys: Sequence[Key], now: float, *, at_once: bool = False) -> None:
+        """Remember that `keys`, in the order of their prefix, were used; tell the node now and
+        then (design: the load path), or `at_once`."""
         touched = self._touched
         if len(touched) < TOUCHED_MAX:
             touched.update(dict.fromkeys(keys))
-        if now < self._touched_at + TOUCH_EVERY_S:
+        if now < self._touched_at + TOUCH_EVERY_S and not at_once:
             return
         self._touched_at = now
         self._touched = {}

@@ -7,7 +7,7 @@ daemon and the simulator drive the same code. What a slot may go through is in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstore.core.blocks import Blocks
@@ -115,11 +115,13 @@ class NodeCore(Blocks):
     def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
         answers: list[Any] = []
+        used: list[Slot] = []
         sealed_any = False
         for i, key in enumerate(event.keys):
             slot = self.by_key.get(key)
             if slot is not None:
                 answers.append(self._already(slot))
+                used.append(slot)
                 continue
             slot_or_reason = self._take_for(session, event.sizes[i], effects.writes, now)
             if not isinstance(slot_or_reason, Slot):
@@ -151,8 +153,11 @@ class NodeCore(Blocks):
             else:
                 effects.writes.append(Fill(slot.offset, value))
                 self._seal(slot, event.checksums[i], effects.writes)
+                used.append(slot)
                 sealed_any = True
                 answers.append(STORED_CODE)
+        if len(used) > 1:
+            self._used(used)
         effects.replies.append(Reply(event.session, event.request, answers, sealed_any))
 
     def _already(self, slot: Slot) -> int:
@@ -179,7 +184,8 @@ class NodeCore(Blocks):
     def _commit(self, event: Commit, effects: Effects, now: float) -> None:
         session = self._sessions.get(event.session)
         answers: list[Any] = []
-        for slot_id, generation, checksum in event.items:
+        # Backwards: see `_used`.
+        for slot_id, generation, checksum in reversed(event.items):
             slot = self._owned(session, slot_id, generation)
             if slot is None or session is None:
                 answers.append("not reserved by this client (any more)")
@@ -193,6 +199,7 @@ class NodeCore(Blocks):
                 continue
             self._seal(slot, checksum, effects.writes)
             answers.append(STORED_CODE)
+        answers.reverse()
         effects.replies.append(Reply(event.session, event.request, answers, True))
 
     @staticmethod
@@ -221,7 +228,7 @@ class NodeCore(Blocks):
                 del session.reserved[slot.slot_id]
                 self._release(slot, GoneWhy.ABORTED, effects.writes, now)
         times = {slot_id: times for slot_id, _, times in event.pinned}
-        for slot_id, count in list(session.pins.items()):
+        for slot_id, count in reversed(list(session.pins.items())):
             kept = min(times.get(slot_id, 0), count)
             session.pins[slot_id] = kept
             if kept == 0:
@@ -236,7 +243,7 @@ class NodeCore(Blocks):
         self.counts["writers_died"] += len(session.reserved)
         for slot in session.reserved.values():
             self._release(slot, GoneWhy.WRITER_DIED, effects.writes, now)
-        for slot_id, count in session.pins.items():
+        for slot_id, count in reversed(session.pins.items()):
             self._unpin_slot(self._pinned_slot(slot_id), count, effects.writes)
 
     # --- dropping -------------------------------------------------------
@@ -279,9 +286,17 @@ class NodeCore(Blocks):
     # --- using ----------------------------------------------------------
 
     def _touch(self, event: Touch, effects: Effects, now: float) -> None:
-        for key in event.keys:
-            slot = self.by_key.get(key)
-            if slot is not None and slot.state is SlotState.SEALED:
+        by_key = self.by_key
+        self._used([by_key[key] for key in event.keys if key in by_key])
+
+    def _used(self, run: Sequence[Slot]) -> None:
+        """Blocks of one message were used; they come in the order of their prefix.
+
+        The last of them counts as used first: a prefix without its end is still a
+        prefix, so the end of a run must be evicted before its head.
+        """
+        for slot in reversed(run):
+            if slot.state is SlotState.SEALED:
                 self.allocator.used(slot)
 
     def _pin(self, event: Pin, effects: Effects, now: float) -> None:
@@ -302,7 +317,7 @@ class NodeCore(Blocks):
 
     def _unpin(self, event: Unpin, effects: Effects, now: float) -> None:
         session = self._sessions.get(event.session, Session())
-        for slot_id, generation in event.items:
+        for slot_id, generation in reversed(event.items):  # see `_used`
             slot = self.allocator.slot(slot_id)
             held = session.pins.get(slot_id, 0)
             if slot is None or held == 0 or slot.generation != generation:

@@ -217,3 +217,18 @@ def test_an_answer_nobody_waited_for_leaves_nothing_reserved(writer):
         threading.Thread(target=give_up).start()
         assert done.wait(5)
     assert writer.stats()["reserved"] == 0
+
+
+def test_of_a_run_that_took_several_requests_the_end_is_evicted_before_the_head(node, writer):
+    run = [key(i) for i in range(12)]
+    payloads = [encode(bytes([i]) * MIB) for i in range(12)]
+    assert all(saving.save(writer, NAMESPACE, run, payloads, checksums=False))
+    for other in range(100, 140):
+        payload = encode(bytes([other]) * MIB)
+        assert all(saving.save(writer, NAMESPACE, [key(other)], [payload], checksums=False))
+        left = [k for k in run if k in node.core.by_key]
+        if len(left) < len(run):
+            assert left == run[: len(left)]
+            if len(left) <= 4:
+                return
+    raise AssertionError("nothing was evicted")

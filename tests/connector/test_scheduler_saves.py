@@ -278,3 +278,11 @@ def test_what_the_engine_had_and_what_is_loaded_here_does_not_keep_the_rest_from
     side.core.report(WorkerReport(ended_loads={load.job_id: 1}))
     assert len(saved(side.step())) == 1
     side.core.close()
+
+
+def test_a_save_names_the_prefix_that_it_continues(side: Side) -> None:
+    request = prompt(side, 3)
+    (first,) = side.step((request, 2 * BLOCK)).saves
+    (second,) = side.step((request, BLOCK)).saves
+    assert first.before == (((),),)
+    assert second.before == ((tuple(side.keys(request)[:2]),),)

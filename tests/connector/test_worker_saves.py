@@ -99,3 +99,11 @@ def test_many_small_jobs_share_a_reserve(store: MemoryBlockStore, worker: Worker
     worker.until(lambda report: len(report.ended_saves) == 9)
     assert store.reserve_calls == 2
     assert len(store.sealed()) == 9
+
+
+def test_what_a_save_continues_was_used_before_it(store: MemoryBlockStore, worker: Worker) -> None:
+    """The store keeps the head of what it is told of for longest."""
+    run = tuple(keys(3))
+    blocks = (SaveBlock((run[2],), (5, 6)),)
+    save(worker, SaveJob(0, "s", blocks, ((run[:2],),)))
+    wait_for(lambda: store.touched == list(run), "the run to be touched")

@@ -20,7 +20,7 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.node import NO_SPACE_CODE, NodeCore
-from kvstore.core.record import unpack_record
+from kvstore.core.record import slot_of, unpack_record
 from kvstore.core.slots import SlotState
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
@@ -125,7 +125,7 @@ def test_what_the_index_has_not_taken_stays_pending(core):
     put(core, KEYS[:3])
     first = core.outbox.take_publications(2)
     core.outbox.published(first)
-    assert [key for key, _ in core.outbox.take_publications(10)] == [KEYS[2]]
+    assert [key for key, _ in core.outbox.take_publications(10)] == [KEYS[0]]
 
 
 def test_removals_are_repeated_when_the_index_may_have_gone_back(core):
@@ -252,7 +252,7 @@ def test_a_dead_clients_pins_end(core):
 
 
 def test_a_touched_block_outlives_one_that_was_not(core):
-    put(core, KEYS[:8])
+    put(core, [*KEYS[1:8][::-1], KEYS[0]])
     core.handle(Touch(B, KEYS[:1]), 0.0)
     put(core, KEYS[8:9])
     touched, untouched = body(reserve(core, KEYS[:2]))
@@ -295,3 +295,57 @@ def test_a_listing_pages_through_all_keys_in_order(core):
     first = body(core.handle(Listing(A, 1, b"", 5), 0.0))
     rest = body(core.handle(Listing(A, 1, first[-1][0], 5), 0.0))
     assert [row[0] for row in [*first, *rest]] == sorted(KEYS[:8])
+
+
+def fill_and_look(core, run, size=16 << 10):
+    """Save one other block at a time until one of `run` goes; what is left of it."""
+    for other in KEYS[100:]:
+        put(core, [other], size=size)
+        left = [key for key in run if key in core.by_key]
+        if len(left) < len(run):
+            return left
+    raise AssertionError("nothing was evicted")
+
+
+def pin_and_unpin(core, run):
+    records = body(core.handle(Pin(B, 1, run), 0.0))
+    core.handle(Unpin(B, 1, [slot_of(record) for record in records]), 0.0)
+
+
+def pin_and_die(core, run):
+    core.handle(Pin(B, 1, run), 0.0)
+    core.handle(SessionDead(B), 0.0)
+
+
+def save_inline(core, keys):
+    size = 16 << 10
+    reserve(core, keys, size=size, values=[bytes(size)] * len(keys))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda core, run: None,
+        lambda core, run: core.handle(Touch(A, run), 0.0),
+        lambda core, run: reserve(core, run, size=16 << 10),
+        lambda core, run: pin_and_unpin(core, run),
+        lambda core, run: pin_and_die(core, run),
+    ],
+    ids=["saved", "touched", "found by a reserve", "unpinned", "unpinned by a death"],
+)
+@pytest.mark.parametrize("save", [put, save_inline], ids=["committed", "inline"])
+def test_the_end_of_a_run_is_evicted_before_its_head(core, save, use):
+    run = KEYS[:4]
+    if save is put:
+        put(core, run, size=16 << 10)
+    else:
+        save(core, run)
+    use(core, run)
+    assert fill_and_look(core, run) == run[:3]
+
+
+def test_a_reserve_evicts_nothing_of_the_run_that_it_found(core):
+    put(core, KEYS[:4], size=16 << 10)
+    answers = body(reserve(core, [*KEYS[:2], KEYS[9]], size=16 << 10))
+    assert answers[:2] == [1, 1]
+    assert {KEYS[0], KEYS[1]} <= set(core.by_key)

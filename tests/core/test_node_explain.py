@@ -64,13 +64,13 @@ def test_sealed_reserved_and_unknown_are_told_apart(core):
 
 
 def test_an_evicted_key_is_told_with_its_age(core):
-    put(core, KEYS[:8])
+    put(core, KEYS[7::-1])
     put(core, KEYS[8:9], now=3.0)
     assert fates(core, KEYS[:1], now=5.0) == [(GoneWhy.EVICTED, 2.0)]
 
 
 def test_a_key_that_is_stored_again_is_there(core):
-    put(core, KEYS[:8])
+    put(core, KEYS[7::-1])
     put(core, KEYS[8:9])
     put(core, KEYS[:1])
     assert fates(core, KEYS[:1]) == [(SEALED_CODE, 0.0)]

@@ -33,6 +33,10 @@ class Driven:
         granted = self.reserve(*keys, size=size)
         return self.ask(Commit(WRITER, 1, [(slot, gen, 0) for slot, gen, _ in granted]))
 
+    def save_apart(self, *keys):
+        for key in keys:
+            self.save(key)
+
     def coldest(self, free_bytes, at_most=100):
         return self.ask(Coldest(DEMOTER, 1, free_bytes, at_most))
 
@@ -64,7 +68,7 @@ def test_free_bytes_count_slots_arenas_and_what_was_never_handed_out(driven):
 
 
 def test_the_coldest_leave_and_only_as_many_as_are_needed(driven):
-    driven.save(*KEYS[:8])
+    driven.save_apart(*KEYS[:8])
     driven.ask(Touch(WRITER, [KEYS[0]]))
     cold = driven.coldest(300 << 10)
     assert [block.key for block in cold] == [KEYS[1], KEYS[2]]
@@ -78,7 +82,7 @@ def test_with_enough_free_nothing_leaves(driven):
 
 
 def test_what_is_taken_stays_readable_until_it_is_retired_and_is_then_free(driven):
-    driven.save(*KEYS[:8])
+    driven.save_apart(*KEYS[:8])
     cold = driven.coldest(256 << 10)
     assert driven.core.by_key[KEYS[0]].state is SlotState.SEALED
     assert KEYS[0] not in [block.key for block in driven.coldest(512 << 10)]
@@ -89,7 +93,7 @@ def test_what_is_taken_stays_readable_until_it_is_retired_and_is_then_free(drive
 
 
 def test_what_was_dropped_meanwhile_is_freed_once(driven):
-    driven.save(*KEYS[:8])
+    driven.save_apart(*KEYS[:8])
     cold = driven.coldest(256 << 10)
     driven.ask(Drop(WRITER, 1, [KEYS[0]]))
     assert driven.reserve(KEYS[9]) == [3]
@@ -141,3 +145,10 @@ def slot_size(size_class):
 
 def slot_bytes(slot):
     return slot_size(slot.size_class)
+
+
+def test_the_end_of_a_run_leaves_before_its_head(driven):
+    driven.save(*KEYS[:8])
+    assert driven.coldest(256 << 10)[0].key == KEYS[7]
+    driven.ask(Touch(WRITER, KEYS[:8]))
+    assert driven.coldest(256 << 10)[0].key == KEYS[6]

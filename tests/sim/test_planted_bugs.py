@@ -10,7 +10,7 @@ from kvstore.testing.sim import run
 
 pytestmark = pytest.mark.timeout(600)  # of a machine that is busy with other things
 
-SEEDS = 200
+SEEDS = 400
 """Within how many seeds a bug must be found."""
 
 
