@@ -89,8 +89,11 @@ heartbeat, and after the client last heard of it where the index cannot be reach
 NODE_BELIEVED_S = 1.0
 """Part of it: how long a client uses what it heard of a node without asking the index again."""
 RESTART_WITHIN_S = 600.0
-"""How long after a node died its segment waits for the next start: whoever then looks
-removes it, and before that a node of the same run directory that needs the memory."""
+"""How long after a node died its segment waits for the next start: then whatever else of this
+user lives on the host frees it (segment/abandoned.py), and before that a node of the same run
+directory that needs the memory."""
+SEGMENTS_SEEN_MAX = 1024
+"""Segments of this user in /dev/shm that one look takes in; the others wait for the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,9 @@ class Limits:
     namespaces: int = 256
     """Namespaces whose fields a node remembers for `explain`."""
     redis_timeout_s: float = 0.05
+    sweep_every_s: float = 60.0
+    """How often nodes, `kvstore up` and clients look for memory that dead nodes of this user
+    left in /dev/shm."""
     publish_timeout_s: float = 0.5
     """How long the node may wait for Redis when it publishes; its clients wait for it."""
     request_timeout_s: float = 2.0

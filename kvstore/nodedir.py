@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
@@ -24,6 +25,8 @@ from pathlib import Path
 
 from kvstore.errors import UsageError
 from kvstore.limits import RESTART_WITHIN_S
+
+log = logging.getLogger("kvstore.node")
 
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
 KEEP = "keep"
@@ -141,6 +144,10 @@ class NodeDir:
     def keep_segment(self) -> None:
         """From here on, and while this is said again and again, a crash costs no blocks."""
         self.keep.touch(mode=0o600)
+        word = self.announcement()
+        if word is not None:
+            with contextlib.suppress(OSError):
+                os.utime(word.head_path)  # for who finds the segment alone (segment/abandoned.py)
 
     def kept_for_s(self) -> float:
         """How long the segment of this node, if it is dead, waits for its next start; 0: not."""
@@ -179,9 +186,18 @@ class NodeDir:
         """Delete the directory and the segment it names. The caller holds the lock."""
         found = self.announcement()
         if found is not None:
-            Path(found.data_path).unlink(missing_ok=True)
-            Path(found.head_path).unlink(missing_ok=True)
+            remove_segment(found)
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def remove_segment(word: Announcement) -> None:
+    """Delete the files of that node's segment. What cannot be deleted is told in the log: one
+    file of another user must not keep nodes from starting."""
+    for path in (word.data_path, word.head_path):
+        try:
+            Path(path).unlink(missing_ok=True)
+        except OSError as e:
+            log.warning("node %s: %s stays: %s", word.name, path, e.strerror)
 
 
 def node_dirs(run_dir: Path) -> Iterator[NodeDir]:
@@ -200,7 +216,8 @@ def sweep(run_dir: Path, *, kept: bool = False, names: Collection[str] | None = 
 
     Segments that wait for the next start of their node go only with `kept`; with
     `names`, only those nodes are looked at.
-    Anyone may call this at any time: holding the lock proves that the node is dead.
+    Anyone may call this at any time: holding the lock proves that the node is dead. Whether
+    it waits is asked again under the lock: it may have come back, and died, since.
     """
     removed: list[str] = []
     for node_dir in node_dirs(run_dir):
@@ -215,8 +232,14 @@ def sweep(run_dir: Path, *, kept: bool = False, names: Collection[str] | None = 
         if fd is None:
             continue
         try:
-            node_dir.remove()
-            removed.append(node_dir.name)
+            # Who waited for the lock of a directory that another has removed has a lock
+            # that says nothing about the one which is there now.
+            ours = os.fstat(fd).st_ino == node_dir.lock.stat().st_ino
+            if ours and (kept or not node_dir.kept_for_s()):
+                node_dir.remove()
+                removed.append(node_dir.name)
+        except OSError as e:
+            log.warning("what node %s left behind stays: %s", node_dir.name, e)
         finally:
             os.close(fd)
     return removed

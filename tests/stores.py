@@ -135,7 +135,7 @@ class NodeProcess:
 class NodeThread:
     """A memory node in a thread of this process, with its own run directory and key prefix."""
 
-    def __init__(self, redis: RedisServer, **sizes: int) -> None:
+    def __init__(self, redis: RedisServer, *, limits: Limits = PATIENT, **sizes: int) -> None:
         self.run_dir = Path(tempfile.mkdtemp(prefix="kvp-"))
         key_prefix = f"kv:{self.run_dir.name}"
         self.client_options: dict[str, Any] = {
@@ -147,7 +147,7 @@ class NodeThread:
         self._index = open_guarded(
             redis.url, key_prefix=key_prefix, run_dir=self.run_dir, limits=PATIENT
         )
-        config = NodeConfig(run_dir=self.run_dir, key_prefix=key_prefix, limits=PATIENT, **sizes)
+        config = NodeConfig(run_dir=self.run_dir, key_prefix=key_prefix, limits=limits, **sizes)
         self._node = Node(config, self._index.index).start()
 
     def __enter__(self) -> NodeThread:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.nodedir import sweep
+from kvstore.segment.abandoned import Sweeper
 
 READY_TIMEOUT_S = 300.0
 """A node clears all its memory first; at 2 GB/s this is 600 GB."""
@@ -120,6 +121,7 @@ class Fleet:
     ) -> None:
         """`options` are those of `kvstore node` that all share; `env` is added to ours."""
         self._run_dir = run_dir
+        self._sweeper = Sweeper(run_dir)
         command = [sys.executable, "-m", "kvstore.cli", "node", *options]
         command += ["--run-dir", str(run_dir), "--end-with-parent", str(os.getpid())]
         self.children = [
@@ -142,6 +144,8 @@ class Fleet:
             time.sleep(POLL_S)
             for child in self.children:
                 child.tend(say)
+            if self._sweeper.due(time.monotonic()):
+                self._sweeper.sweep()
 
     def stop(self) -> None:
         """End all of them and remove what those that were killed left behind."""

@@ -33,6 +33,7 @@ from kvstore.limits import Limits
 from kvstore.nodedir import Announcement
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
+from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.shm import AttachedShm
 from kvstore.transport.base import Read
 from kvstore.transport.cuda_ipc import Piece, WantedAnywhere
@@ -114,6 +115,7 @@ class BlockSession:
         self.viewed = {"hits": 0, "hit_bytes": 0}
         """Blocks of this host that `views` has handed out."""
         self._upkeep = Upkeep(self._let_go)
+        self._sweeper = Sweeper(self.run_dir, every_s=self.limits.sweep_every_s)
         self.nodes = LocalNodes(
             self.run_dir,
             self.index,
@@ -169,9 +171,12 @@ class BlockSession:
 
     def _let_go(self) -> None:
         """Keep nothing of dead nodes: their next start may need the room in /dev/shm."""
-        self.nodes.check(time.monotonic())
+        now = time.monotonic()
+        self.nodes.check(now)
         self.reader.let_go()
         self.writer.let_go()
+        if self._sweeper.due(now):
+            self._sweeper.sweep()
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
         """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;

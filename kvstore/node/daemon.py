@@ -48,6 +48,7 @@ from kvstore.node.sharing import give, owns_node, share_directory, share_files
 from kvstore.node.stream_server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.secret import SIGNING_KEY, secret
+from kvstore.segment.abandoned import Sweeper, segment_base
 
 log = logging.getLogger("kvstore.node")
 
@@ -158,7 +159,7 @@ class Node:
             policy=POLICIES[config.policy],
             signer=RecordSigner(key, config.key_prefix) if key else None,
         )
-        base = config.shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-0"
+        base = segment_base(config.shm_dir, node_id, epoch)
         if config.end_with_last_client or not self.restartable:
             self.dir.keep.unlink(missing_ok=True)
         word = Announcement(
@@ -206,6 +207,7 @@ class Node:
             asyncio.ensure_future(heartbeat.run()),
             asyncio.ensure_future(self._watch_leases()),
             asyncio.ensure_future(self._scrubber(heartbeat).run()),
+            asyncio.ensure_future(restart.free_memory_of_the_dead(self._sweeper())),
         ]
         if self.config.end_with_last_client:
             watch = wait_for_last_client(self.sessions, self._stopping.set)
@@ -241,6 +243,11 @@ class Node:
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
         return Scrubber(self.core, self.index, self.publisher, heartbeat.beat)
+
+    def _sweeper(self) -> Sweeper:
+        config = self.config
+        every_s = config.limits.sweep_every_s
+        return Sweeper(config.run_dir, shm_dir=config.shm_dir, every_s=every_s)
 
     def _free_bytes(self) -> int:
         return self.core.allocator.free_arenas * self.core.allocator.arena_bytes

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
-from kvstore.nodedir import Announcement, NodeDir, fd_is_locked, sweep
+from kvstore.nodedir import Announcement, NodeDir, fd_is_locked, remove_segment, sweep
+from kvstore.segment.abandoned import Sweeper, free_abandoned
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm, check_room, never_fits
@@ -95,8 +96,7 @@ def start(
     former = directory.announcement()
     warm = None if former is None else _take_over(former, word, make_core)
     if former is not None and warm is None:
-        for path in (former.data_path, former.head_path):
-            Path(path).unlink(missing_ok=True)
+        remove_segment(former)
     clients = FormerClients(directory.leases, matter=warm is not None)
     try:
         if warm is not None:
@@ -110,7 +110,8 @@ def start(
         # living owner knows which files to remove.
         directory.announce(word)
         base = Path(word.data_path).with_suffix("")
-        return Started(make_core(), OwnedShm(base, superblock_of(word)), word, clients)
+        segment = OwnedShm(base, superblock_of(word), home=str(directory.path))
+        return Started(make_core(), segment, word, clients)
     except BaseException:
         clients.close()
         raise
@@ -195,6 +196,7 @@ def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
             if removed := sweep(run_dir, kept=True):
                 names = ", ".join(removed)
                 log.info("removed what nodes %s left behind: its memory is needed", names)
+            free_abandoned(where)
             check_room(where, word.arenas, word.arena_bytes)
 
 
@@ -203,3 +205,10 @@ async def stay_restartable(directory: NodeDir) -> None:
     while True:
         await asyncio.sleep(SIGN_OF_LIFE_S)
         directory.keep_segment()
+
+
+async def free_memory_of_the_dead(sweeper: Sweeper) -> None:
+    """Look for it now and then, in a thread: to clear a large segment takes the kernel seconds."""
+    while True:
+        await asyncio.to_thread(sweeper.sweep)
+        await asyncio.sleep(sweeper.every_s)

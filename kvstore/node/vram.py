@@ -20,7 +20,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import Node
 from kvstore.node.inside import Inside, InsideSession
 from kvstore.node.restart import FormerClients, Started, superblock_of
-from kvstore.nodedir import Announcement
+from kvstore.nodedir import Announcement, remove_segment
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.transport.cuda_memory import NAME, Address
 
@@ -60,15 +60,15 @@ class VramNode(Node):
 
     def _begin(self, word: Announcement, make_core: Callable[[], NodeCore]) -> Started:
         former = self.dir.announcement()
-        for path in () if former is None else (former.data_path, former.head_path):
-            Path(path).unlink(missing_ok=True)
+        if former is not None:
+            remove_segment(former)
         self.dir.leases.mkdir(exist_ok=True, mode=0o700)
         clients = FormerClients(self.dir.leases, matter=False)
         # Written before the segment: whoever finds this directory without a living owner
         # knows which files to remove.
         self.dir.announce(word)
         base = Path(word.data_path).with_suffix("")
-        self._memory = OwnedCuda(base, superblock_of(word), self.device)
+        self._memory = OwnedCuda(base, superblock_of(word), self.device, home=str(self.dir.path))
         word = replace(word, inline_bytes=0, transports={NAME: self.device.uuid})
         # Who has the handle can read and write the memory: only this directory tells it.
         address = Address(self.device.uuid, self._memory.handle)

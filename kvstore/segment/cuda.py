@@ -2,9 +2,9 @@
 
 An empty file stands where the payload's would be: who can only map files finds none.
 
-The owner holds a lock (flock) on the header file as long as the memory is there, each
-process that has the memory open a shared one on that empty file. Both are of this start
-alone, whatever becomes of the node's name.
+The owner holds the lock on the header file as long as the memory is there, each process
+that has the memory open a shared one on that empty file. Both are of this start alone,
+whatever becomes of the node's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import InternalError
-from kvstore.nodedir import fd_is_locked, try_lock
+from kvstore.nodedir import fd_is_locked
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock
 from kvstore.segment.shm import AttachedHeads, OwnedHeads, check_free, header_file_bytes
 
@@ -31,7 +31,9 @@ class OwnedCuda(OwnedHeads):
     It takes no values inline and knows no checksums: its bytes never cross a host.
     """
 
-    def __init__(self, base_path: Path, superblock: Superblock, device: CudaDevice) -> None:
+    def __init__(
+        self, base_path: Path, superblock: Superblock, device: CudaDevice, *, home: str = ""
+    ) -> None:
         """Raises `NoSpaceError` (device, /dev/shm) and `DeviceError`."""
         self.data_path = base_path.with_suffix(".data")
         self.device = device
@@ -44,11 +46,7 @@ class OwnedCuda(OwnedHeads):
             self._readers = os.open(self.data_path, flags, 0o600)
             undo.callback(self.data_path.unlink)
             undo.callback(os.close, self._readers)
-            super().__init__(base_path, superblock)
-            undo.callback(super().close)
-            lock = try_lock(self.head_path, create=False)
-            assert lock is not None, "nobody else knows of a file that was just made"
-            self._lock = lock
+            super().__init__(base_path, superblock, home=home)
             undo.pop_all()
 
     def checksum(self, offset: int, length: int) -> int:
@@ -65,7 +63,6 @@ class OwnedCuda(OwnedHeads):
         for start in range(SUPERBLOCK_BYTES, end, WIPE_BYTES):
             size_bytes = min(WIPE_BYTES, end - start)
             self._head[start : start + size_bytes] = bytes(size_bytes)
-        os.close(self._lock)
         self.data_path.unlink(missing_ok=True)
         super().close()
 

@@ -26,7 +26,9 @@ without checking.
 
 from __future__ import annotations
 
+import os
 import struct
+from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
@@ -122,6 +124,8 @@ SUPERBLOCK_BYTES = 4096
 SUPERBLOCK_COPY = 2048
 """Where the second copy stands: a new start of the node writes the older of the two, so that
 one of them is whole whenever it is killed."""
+HOME_PLACE = 1024
+"""Where the node's directory stands, between the copies: u16 length, then the path."""
 _SUPERBLOCK = struct.Struct("<8sIIQQIIII")
 _MAGIC = b"kvstore1"
 LAYOUT_VERSION = 3
@@ -176,3 +180,19 @@ def superblock_place(page: bytes) -> int:
     first, second = unpack_superblock(page), unpack_superblock(page[SUPERBLOCK_COPY:])
     newer = first is not None and (second is None or first.epoch > second.epoch)
     return SUPERBLOCK_COPY if newer else 0
+
+
+def pack_home(home: str) -> bytes:
+    """The directory of the segment's node for `HOME_PLACE`; none when it is too long."""
+    raw = os.fsencode(home)
+    if len(raw) > SUPERBLOCK_COPY - HOME_PLACE - 2:
+        raw = b""
+    return len(raw).to_bytes(2, "little") + raw
+
+
+def home_of(page: bytes) -> Path | None:
+    """What `pack_home` wrote on that page, None when it says nothing."""
+    length = int.from_bytes(page[HOME_PLACE : HOME_PLACE + 2], "little")
+    raw = page[HOME_PLACE + 2 : SUPERBLOCK_COPY][:length]
+    whole = 0 < length == len(raw) and b"\0" not in raw
+    return Path(os.fsdecode(raw)) if whole else None

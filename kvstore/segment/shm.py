@@ -22,9 +22,11 @@ from kvstore.core.recovery import ArenaSeen
 from kvstore.core.sizes import SLOT_BYTES
 from kvstore.errors import NoSpaceError
 from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.nodedir import try_lock
 from kvstore.segment.header import (
     HEADER_BYTES,
     HINT_BYTES,
+    HOME_PLACE,
     KEY_PART,
     SEALED,
     SUPERBLOCK_BYTES,
@@ -33,6 +35,7 @@ from kvstore.segment.header import (
     hints_of,
     newest_superblock,
     pack,
+    pack_home,
     pack_superblock,
     superblock_place,
     word,
@@ -45,6 +48,9 @@ RESERVE_BYTES = 16 << 20
 """What a new segment leaves free in /dev/shm for everyone else."""
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
+LOCK_WAIT_S = 1.0
+"""For the lock of a segment that is taken over: who looks whether it is free has it a moment."""
+LOCK_POLL_S = 0.01
 POPULATE_BYTES_MIN = 64 << 10
 """A fault maps up to as much by itself."""
 POPULATE_AHEAD_BYTES = 16 << 30
@@ -99,6 +105,26 @@ def _reopen(path: Path, size_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
+def _lock_head(path: Path) -> int:
+    """A descriptor whose lock says that this process is the segment's owner (abandoned.py).
+
+    Raises `FileNotFoundError` when it was freed, and `ValueError` when another has the lock.
+    """
+    give_up_at = time.monotonic() + LOCK_WAIT_S
+    while (fd := try_lock(path, create=False)) is None:
+        if time.monotonic() > give_up_at:
+            raise ValueError(f"another process has the lock of {path}")
+        time.sleep(LOCK_POLL_S)
+    if os.fstat(fd).st_nlink == 0:
+        os.close(fd)
+        raise FileNotFoundError(f"{path} was freed")
+    return fd
+
+
+def _unlock_head(fd: int) -> None:
+    os.close(fd)
+
+
 def check_room(where: Path, arenas: int, arena_bytes: int) -> None:
     """Raises `NoSpaceError` when a segment of this shape does not fit."""
     # fallocate on tmpfs takes page after page until memory is gone; asking
@@ -130,17 +156,28 @@ def _need_bytes(arenas: int, arena_bytes: int) -> int:
 class OwnedHeads:
     """The header file of a node's own segment. Only the node's event loop uses it."""
 
-    def __init__(self, base_path: Path, superblock: Superblock, *, reopen: bool = False) -> None:
+    def __init__(
+        self, base_path: Path, superblock: Superblock, *, home: str = "", reopen: bool = False
+    ) -> None:
         """Create it; with `reopen`, take over what a former start of the node left at that path.
 
-        Taking over raises `OSError` when it is not there and `ValueError` when it is
-        not this node's or has another shape. It changes nothing before `adopt`.
+        `home` is the node's directory, for whoever finds the segment without it. Taking over
+        raises `OSError` when it is not there and `ValueError` when it is not this node's or
+        has another shape. It changes nothing before `adopt`.
         """
         self.superblock = superblock
         self.head_path = base_path.with_suffix(".head")
         head_bytes = header_file_bytes(superblock.arenas, superblock.arena_bytes)
-        make = _reopen if reopen else _create
-        self._head = make(self.head_path, head_bytes)
+        if reopen:
+            self._lock = _lock_head(self.head_path)
+            try:
+                self._head = _reopen(self.head_path, head_bytes)
+            except BaseException:
+                _unlock_head(self._lock)
+                raise
+        else:
+            self._head = _create(self.head_path, head_bytes)
+            self._lock = _lock_head(self.head_path)
         self._words = memoryview(self._head).cast("Q")
         self._hints = _hints(self._head, superblock)
         self._held = _held(self._head, superblock)
@@ -151,8 +188,9 @@ class OwnedHeads:
         }
         self._closed = False
         if not reopen:
-            raw = pack_superblock(superblock)
+            raw, where = pack_superblock(superblock), pack_home(home)
             self._head[: len(raw)] = raw
+            self._head[HOME_PLACE : HOME_PLACE + len(where)] = where
 
     def seen(self) -> tuple[int, list[ArenaSeen]]:
         """(its last epoch, what its headers say) of a segment that was left behind.
@@ -215,6 +253,7 @@ class OwnedHeads:
         self._closed = True
         if not keep:
             self.head_path.unlink(missing_ok=True)
+        _unlock_head(self._lock)
         self._words.release()
         self._hints.release()
         self._held.release()
@@ -226,19 +265,20 @@ class OwnedHeads:
 class OwnedShm(OwnedHeads):
     """A node's own segment in shared memory. Only the node's event loop uses it."""
 
-    def __init__(self, base_path: Path, superblock: Superblock, *, reopen: bool = False) -> None:
+    def __init__(
+        self, base_path: Path, superblock: Superblock, *, home: str = "", reopen: bool = False
+    ) -> None:
         """See `OwnedHeads`; raises `NoSpaceError` too."""
         self.data_path = base_path.with_suffix(".data")
         if not reopen:
             check_room(base_path.parent, superblock.arenas, superblock.arena_bytes)
+        # First the headers, whose lock says to whom both files belong.
+        super().__init__(base_path, superblock, home=home, reopen=reopen)
         make = _reopen if reopen else _create
-        self._data = make(self.data_path, superblock.arenas * superblock.arena_bytes)
         try:
-            super().__init__(base_path, superblock, reopen=reopen)
+            self._data = make(self.data_path, superblock.arenas * superblock.arena_bytes)
         except BaseException:
-            self._data.close()
-            if not reopen:
-                self.data_path.unlink(missing_ok=True)
+            super().close(keep=reopen)
             raise
         self._apply[Fill] = self._fill
 

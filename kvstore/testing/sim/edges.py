@@ -135,6 +135,9 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield shm, "_map", world.files.map
     yield shm, "check_room", lambda *_: None
     yield shm, "_reopen", world.files.reopen
+    # The lock of the node's directory says the same: nobody sweeps by segment here.
+    yield shm, "_lock_head", lambda _: -1
+    yield shm, "_unlock_head", lambda _: None
     yield restart, "check_room", lambda *_: None
     yield restart, "sweep", lambda *_, **__: []
     yield daemon, "next_epoch", world.next_epoch

@@ -83,8 +83,10 @@ class SimOwned(OwnedShm):
 
     world: World
 
-    def __init__(self, base_path: Path, superblock: Superblock, *, reopen: bool = False) -> None:
-        super().__init__(base_path, superblock, reopen=reopen)
+    def __init__(
+        self, base_path: Path, superblock: Superblock, *, home: str = "", reopen: bool = False
+    ) -> None:
+        super().__init__(base_path, superblock, home=home, reopen=reopen)
         self.address = address_of(self._data)
 
     def apply(self, write: Write) -> None:

@@ -1,0 +1,184 @@
+"""Segments of this user whose node is dead, in whichever run directory it was, and who frees them.
+
+A segment is worth nothing once nobody will start its node again, and worth all its blocks
+when somebody does within `RESTART_WITHIN_S`. Whoever frees one has to know both:
+
+1. The owner holds a lock (flock) on the header file from its making until its process ends,
+   however that ends. The lock is free: the owner is dead.
+2. A node that may come back sets the time of the header file every few seconds. Lock free and
+   time older than `RESTART_WITHIN_S`: nobody is expected back, and every process of this
+   user may free it, from any run directory. The other nodes, `kvstore up` and the upkeep of
+   clients do, every `Limits.sweep_every_s`.
+3. Whoever frees takes the lock, looks at the time again and that the name still leads to the
+   file it has locked, and keeps the lock until payload and headers are gone. A node that
+   comes back takes the same lock before it maps anything (`segment/shm.py`), and finds a file
+   that is its own or none: then it starts empty. So a segment is freed or taken over,
+   never both.
+4. No name is used twice: a part of each is random. What is removed by name is never what
+   somebody made meanwhile, and nobody else can be there first.
+
+The header file's first page names the node's directory, so that what has no home any more, since
+that directory is gone or speaks of another segment, can be told and be freed before its time.
+Files of other users that are called like ours are passed over.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.errors import UsageError
+from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX, Limits
+from kvstore.nodedir import NodeDir, is_locked, sweep, try_lock
+from kvstore.segment.header import SUPERBLOCK_BYTES, home_of
+from kvstore.segment.shm import SHM_DIR
+
+HEAD, DATA = ".head", ".data"
+
+
+def segment_base(shm_dir: Path, node_id: int, epoch: int) -> Path:
+    """A name for a new segment, less its suffixes: nobody has had it or can guess it."""
+    token = os.urandom(8).hex()
+    return shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-{token}"
+
+
+class Segment(NamedTuple):
+    """What lies under one segment's name."""
+
+    base: Path
+    size_bytes: int
+    age_s: float
+    """Since its node's last sign of life, if it may come back, else since its making."""
+    home: Path | None
+    """The directory of its node; None when the header file does not say."""
+    owned: bool
+    """Its node lives."""
+
+    @property
+    def homeless(self) -> bool:
+        """Its node's directory says nothing of it, so that no start can take it over."""
+        if self.home is None:
+            return False
+        try:
+            word = NodeDir(self.home.parent.parent, self.home.name).announcement()
+        except UsageError:
+            return True
+        return word is None or word.head_path != f"{self.base}{HEAD}"
+
+    @property
+    def waits_s(self) -> float:
+        """How long it is left for its node's next start; 0: whoever looks may free it."""
+        return 0.0 if self.owned else max(RESTART_WITHIN_S - self.age_s, 0.0)
+
+
+def segments(shm_dir: Path = SHM_DIR) -> list[Segment]:
+    """Those of this user, in the order of their names, and at most `SEGMENTS_SEEN_MAX`."""
+    bases = {path.with_suffix("") for path in _files(shm_dir) if _ours(path)}
+    found = [_look(base) for base in sorted(bases)[:SEGMENTS_SEEN_MAX]]
+    return [segment for segment in found if segment is not None]
+
+
+def foreign_files(shm_dir: Path = SHM_DIR) -> list[Path]:
+    """Files of other users that are called like segments of this one."""
+    return sorted(path for path in _files(shm_dir) if not _ours(path))
+
+
+def free_abandoned(shm_dir: Path = SHM_DIR, *, homeless: bool = False) -> list[Segment]:
+    """Free what no node is expected back for; with `homeless`, also what none can take over.
+
+    Returns what was freed. Anyone may call this at any time; it raises nothing.
+    """
+    return [s for s in segments(shm_dir) if _may_go(s, homeless) and _free(s, homeless)]
+
+
+def _may_go(segment: Segment, homeless: bool) -> bool:
+    return not segment.owned and (not segment.waits_s or (homeless and segment.homeless))
+
+
+def _files(shm_dir: Path) -> list[Path]:
+    try:
+        found = list(shm_dir.glob(f"kvstore-{os.getuid()}-*"))
+    except OSError:
+        return []
+    return [path for path in found if path.suffix in (HEAD, DATA)]
+
+
+def _ours(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return True  # gone meanwhile: nobody's
+    return status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+
+
+def _look(base: Path) -> Segment | None:
+    head, data = Path(f"{base}{HEAD}"), Path(f"{base}{DATA}")
+    sizes: list[int] = []
+    times: list[float] = []
+    for path in (head, data):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue
+        sizes.append(status.st_size)
+        times.append(status.st_mtime)
+    if not sizes:
+        return None
+    age_s = max(time.time() - max(times), 0.0)
+    return Segment(base, sum(sizes), age_s, _home(head), is_locked(head))
+
+
+def _home(head: Path) -> Path | None:
+    try:
+        with head.open("rb") as file:
+            return home_of(file.read(SUPERBLOCK_BYTES))
+    except OSError:
+        return None
+
+
+def _free(segment: Segment, homeless: bool) -> bool:
+    head, data = Path(f"{segment.base}{HEAD}"), Path(f"{segment.base}{DATA}")
+    try:
+        # Payload alone is left when a node is killed between making the two files.
+        lock = try_lock(head, create=False) if head.exists() else os.open(data, os.O_RDONLY)
+        if lock is None:
+            return False
+        try:
+            again = _look(segment.base)
+            locked = os.fstat(lock).st_nlink > 0
+            if again is None or not locked or not _may_go(again._replace(owned=False), homeless):
+                return False
+            data.unlink(missing_ok=True)
+            head.unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+    except OSError:
+        return False
+    return True
+
+
+class Sweeper:
+    """Frees what dead nodes of this user left on this host, each time that it is `due`."""
+
+    def __init__(
+        self, run_dir: Path, *, shm_dir: Path = SHM_DIR, every_s: float = Limits().sweep_every_s
+    ) -> None:
+        self._run_dir = run_dir
+        self._shm_dir = shm_dir
+        self.every_s = every_s
+        self._due_at = float("-inf")
+
+    def due(self, now: float) -> bool:
+        """Whether `every_s` have gone by since the last time that this was so."""
+        if now < self._due_at:
+            return False
+        self._due_at = now + self.every_s
+        return True
+
+    def sweep(self) -> None:
+        """Once. It may take as long as the kernel needs to clear that memory."""
+        sweep(self._run_dir)
+        free_abandoned(self._shm_dir)

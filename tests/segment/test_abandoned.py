@@ -1,0 +1,191 @@
+"""Whose memory is freed, by whoever looks: a node that may come back keeps its own."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from stores import announcement
+
+from kvstore.limits import RESTART_WITHIN_S
+from kvstore.nodedir import NodeDir
+from kvstore.segment import abandoned
+from kvstore.segment.abandoned import Sweeper, foreign_files, free_abandoned, segment_base, segments
+from kvstore.segment.header import Superblock
+from kvstore.segment.shm import OwnedShm
+
+BLOCK = Superblock(7, 3, 0, 2, 64 << 10)
+LONG_AGO_S = RESTART_WITHIN_S + 60
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from kvstore.segment.header import Superblock
+from kvstore.segment.shm import OwnedShm
+OwnedShm(Path(sys.argv[1]), Superblock(7, 3, 0, 2, 64 << 10), home=sys.argv[2])
+print(1, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def shm_dir(tmp_path) -> Path:
+    made = tmp_path / "shm"
+    made.mkdir()
+    return made
+
+
+class Killed:
+    """A node whose process was killed: its segment, and the word that it left in its directory."""
+
+    def __init__(self, shm_dir: Path, run_dir: Path, *, died_s_ago: float = 0.0) -> None:
+        self.base = segment_base(shm_dir, 7, 3)
+        self.directory = NodeDir(run_dir, "n")
+        self.directory.path.mkdir(parents=True, exist_ok=True)
+        self.directory.lock.touch()
+        paths = {"data_path": f"{self.base}.data", "head_path": f"{self.base}.head"}
+        self.directory.announce(announcement(node_id=7, epoch=3, **paths))
+        self.owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, self.base, self.directory.path], stdout=subprocess.PIPE
+        )
+        self.owner.stdout.readline()
+        self.files = [Path(path) for path in paths.values()]
+        self.died(died_s_ago)
+
+    def died(self, s_ago: float) -> None:
+        for path in self.files:
+            os.utime(path, (time.time() - s_ago,) * 2)
+
+    def kill(self) -> "Killed":
+        self.owner.kill()
+        self.owner.wait()
+        self.owner.stdout.close()
+        return self
+
+    def there(self) -> list[bool]:
+        return [path.exists() for path in self.files]
+
+
+@pytest.fixture
+def node(shm_dir, run_dir):
+    made = Killed(shm_dir, run_dir, died_s_ago=LONG_AGO_S)
+    yield made
+    made.kill()
+
+
+def test_a_dead_nodes_segment_is_freed_after_its_time_and_not_before(node, shm_dir):
+    node.kill().died(RESTART_WITHIN_S - 60)
+    assert free_abandoned(shm_dir) == []
+    node.died(LONG_AGO_S)
+    (freed,) = free_abandoned(shm_dir)
+    assert freed.base == node.base
+    assert freed.size_bytes > 128 << 10
+    assert list(shm_dir.iterdir()) == []
+
+
+def test_a_living_nodes_segment_stays_however_old_its_last_sign_of_life_is(node, shm_dir):
+    assert free_abandoned(shm_dir, homeless=True) == []
+    assert [s.owned for s in segments(shm_dir)] == [True]
+    assert node.there() == [True, True]
+
+
+def test_a_segment_that_was_taken_over_meanwhile_stays(node, shm_dir, monkeypatch):
+    """It came back between the look at its time and its lock, and was killed once more."""
+    node.kill()
+    look = abandoned._look
+
+    def look_and_be_overtaken(base):
+        seen = look(base)
+        if not overtaken:
+            overtaken.append(base)
+            OwnedShm(base, BLOCK._replace(epoch=4), reopen=True).close(keep=True)
+            node.died(1)
+        return seen
+
+    overtaken: list[Path] = []
+    monkeypatch.setattr(abandoned, "_look", look_and_be_overtaken)
+    assert free_abandoned(shm_dir) == []
+    assert node.there() == [True, True]
+
+
+def test_a_node_that_comes_back_while_its_segment_is_freed_finds_none(node, shm_dir, monkeypatch):
+    node.kill()
+    monkeypatch.setattr("kvstore.segment.shm.LOCK_WAIT_S", 0.05)
+    unlink, refused = Path.unlink, []
+
+    def unlink_while_it_comes_back(path, **options):
+        if path.suffix == ".data":
+            with pytest.raises(ValueError, match="another process has the lock"):
+                OwnedShm(node.base, BLOCK._replace(epoch=4), reopen=True)
+            refused.append(path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", unlink_while_it_comes_back)
+    assert len(free_abandoned(shm_dir)) == 1
+    assert refused
+    with pytest.raises(FileNotFoundError):
+        OwnedShm(node.base, BLOCK._replace(epoch=4), reopen=True)
+
+
+def test_a_segment_without_a_home_is_told_and_freed_when_asked_for(node, shm_dir):
+    node.kill().died(1)
+    assert [(s.home, s.homeless) for s in segments(shm_dir)] == [(node.directory.path, False)]
+    assert free_abandoned(shm_dir, homeless=True) == []
+    node.directory.announcement_path.unlink()
+    assert [s.homeless for s in segments(shm_dir)] == [True]
+    assert free_abandoned(shm_dir) == []  # its time is not over, and nobody asked
+    assert len(free_abandoned(shm_dir, homeless=True)) == 1
+
+
+def test_payload_alone_and_a_header_file_that_says_nothing_go_after_their_time(shm_dir):
+    data, head = (
+        Path(f"{segment_base(shm_dir, i, 1)}{s}") for i, s in ((1, ".data"), (2, ".head"))
+    )
+    data.touch()
+    head.touch()
+    assert free_abandoned(shm_dir, homeless=True) == []
+    for path in (data, head):
+        os.utime(path, (0, 0))
+    assert len(free_abandoned(shm_dir)) == 2
+    assert list(shm_dir.iterdir()) == []
+
+
+def test_what_others_called_like_ours_is_named_and_left(shm_dir, monkeypatch):
+    planted = Path(f"{segment_base(shm_dir, 1, 1)}.head")
+    planted.touch()
+    os.utime(planted, (0, 0))
+    link = Path(f"{segment_base(shm_dir, 2, 1)}.head")
+    link.symlink_to(planted)
+    assert foreign_files(shm_dir) == [link]
+    monkeypatch.setattr(abandoned.os, "geteuid", lambda: os.getuid() + 1)
+    assert foreign_files(shm_dir) == sorted([planted, link])
+    assert free_abandoned(shm_dir) == []
+    assert planted.exists()
+
+
+def test_no_two_starts_have_the_same_name(shm_dir):
+    assert len({segment_base(shm_dir, 1, 1) for _ in range(100)}) == 100
+
+
+def test_a_sweeper_is_due_at_once_and_then_at_intervals(run_dir, shm_dir):
+    sweeper = Sweeper(run_dir, shm_dir=shm_dir, every_s=10)
+    assert [sweeper.due(now) for now in (5.0, 6.0, 14.9, 15.0, 15.1)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_sweeper_frees_what_was_left_in_other_run_directories(node, tmp_path, shm_dir):
+    node.kill()
+    Sweeper(tmp_path / "another", shm_dir=shm_dir).sweep()
+    assert node.there() == [False, False]
