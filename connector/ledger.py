@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from connector.base import BlockPins, SaveBlock, SaveJob
 from connector.limits import SAVE_JOBS_MAX
+from kvstore import Key
 
 
 @dataclass(slots=True)
