@@ -19,6 +19,7 @@ from benchmarks.index import interleaved
 from benchmarks.processes import House, Worker, house
 from benchmarks.report import Row, machine, median, ratios, spread
 from kvstore import Client, Limits
+from kvstore.core import stream_seal, stream_wire
 from kvstore.errors import UsageError
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.redis import open_index
@@ -49,6 +50,15 @@ class NoDigests(Digests):
         return 1
 
 
+def _seal_as(op: str) -> None:
+    """From here on in this process: connections between two that were told the same `op`."""
+    unsealed = op in ("unsealed", "unchecked")
+    keyed = (lambda *_: stream_seal.PLAIN_SEALS) if unsealed else stream_seal.keyed
+    macs = frozenset({stream_seal.Mac.BLAKE3}) if op == "blake3" else stream_seal.available()
+    for name, what in (("keyed", keyed), ("available", lambda: macs)):
+        setattr(stream_wire, name, what)
+
+
 Listen = Callable[[], str]
 """Called in a serving process before it opens a socket: where it is to listen."""
 
@@ -68,6 +78,7 @@ class StreamOwner:
 
     def __init__(self, run_dir: Path, url: str, name: str, listen: Listen) -> None:
         address = listen()
+        _seal_as(name)
         if name == "unchecked":
             stream_service.Digests = NoDigests  # type: ignore[attr-defined]
         if name == "first":
@@ -188,9 +199,9 @@ _BARE = {
     "bare, our calls": (channel.SEND_BYTES_MAX, channel.RECEIVE_BYTES_MAX),
 }
 """Most bytes in a call that sends and in one that receives; None: a value a call."""
-_OPS = ("first", "again", "unchecked")
-"""get_many of blocks that the node has not served before, and has to hash; that it has;
-without checksums on either side."""
+_OPS = ("first", "again", "blake3", "unsealed", "unchecked")
+"""get_many of blocks that the node has not served before, and has to hash; that it has, sealed with
+AES-GMAC where that is installed, with BLAKE3, and with nothing; without checksums either."""
 
 
 def _shape(
@@ -211,6 +222,7 @@ def _shape(
     def get_many(op: str) -> None:
         digests = NoDigests if op == "unchecked" else Digests
         stream.Digests = digests  # type: ignore[attr-defined]
+        _seal_as(op)
         client = clients[op][0]
         assert None not in client.get_many(keys, out), client.stats()
 

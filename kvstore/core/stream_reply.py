@@ -1,5 +1,6 @@
 """What a node answers to READ (stream_wire.py), as bytes and back: a head for each block asked for,
-then for each group of those that come their payloads and a tail for each. Pure."""
+then for each group of those that come their payloads, a tag of these and a tail for each.
+Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +8,11 @@ import enum
 import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-from zlib import crc32
 
+from kvstore.core.stream_seal import TAG_BYTES, Seal, matches
 from kvstore.core.stream_wire import KINDS, WireError
 from kvstore.limits import META_BYTES_MAX
 
-_CRC = struct.Struct("<I")
 GROUP_BYTES = 4 << 20
 """Payloads that travel together and are judged together; a larger one travels alone. Part of
 the protocol: both sides divide a reply by it."""
@@ -58,30 +58,32 @@ def heads_bytes(blocks: int) -> int:
 
 
 def tails_bytes(blocks: int) -> int:
-    return _lines_bytes(blocks * _TAIL.size)
+    return _lines_bytes(blocks * _TAIL.size + TAG_BYTES)
 
 
 def _lines_bytes(size_bytes: int) -> int:
-    return -(-(size_bytes + _CRC.size) // _LINE_BYTES) * _LINE_BYTES
+    return -(-(size_bytes + TAG_BYTES) // _LINE_BYTES) * _LINE_BYTES
 
 
-def pack_heads(heads: Sequence[Head]) -> bytes:
-    return _sealed(b"".join(_HEAD.pack(*head) for head in heads))
+def pack_heads(heads: Sequence[Head], seal: Seal) -> bytes:
+    return _sealed(b"".join(_HEAD.pack(*head) for head in heads), seal)
 
 
-def pack_tails(tails: Sequence[Tail]) -> bytes:
-    return _sealed(b"".join(_TAIL.pack(*tail) for tail in tails))
+def pack_tails(tails: Sequence[Tail], seal: Seal) -> bytes:
+    """The tails of a group whose payloads have gone by `seal`."""
+    payloads = seal.payload_tag()
+    return _sealed(payloads + b"".join(_TAIL.pack(*tail) for tail in tails), seal)
 
 
-def _sealed(raw: bytes) -> bytes:
-    raw = raw.ljust(_lines_bytes(len(raw)) - _CRC.size, b"\0")
-    return raw + _CRC.pack(crc32(raw))
+def _sealed(raw: bytes, seal: Seal) -> bytes:
+    raw = raw.ljust(_lines_bytes(len(raw)) - TAG_BYTES, b"\0")
+    return raw + seal.tag(raw)
 
 
-def _opened(raw: bytes, size_bytes: int) -> bytes:
+def _opened(raw: bytes, size_bytes: int, seal: Seal) -> bytes:
     """The first `size_bytes` of what `_sealed` made of as many."""
-    body, crc = raw[: -_CRC.size], raw[-_CRC.size :]
-    if len(raw) != _lines_bytes(size_bytes) or crc != _CRC.pack(crc32(body)):
+    body, tag = raw[:-TAG_BYTES], raw[-TAG_BYTES:]
+    if len(raw) != _lines_bytes(size_bytes) or not matches(seal.tag(body), tag):
         raise WireError("a reply that is damaged")
     if any(body[size_bytes:]):
         raise WireError("a reply of more blocks than were asked for")
@@ -108,6 +110,8 @@ class BlockReply(NamedTuple):
     kind: int = 0
     meta_length: int = 0
     checksum: int = 0
+    damaged: bool = False
+    """Not good because its bytes are not those that the node sent."""
 
 
 class ReadReply:
@@ -126,9 +130,9 @@ class ReadReply:
     def done(self) -> bool:
         return None not in self.replies
 
-    def heads(self, raw: bytes) -> Sequence[Sequence[int]]:
+    def heads(self, raw: bytes, seal: Seal) -> Sequence[Sequence[int]]:
         """Take the heads; the blocks that come, in the groups in which they do."""
-        body = _opened(raw, len(self._lengths) * _HEAD.size)
+        body = _opened(raw, len(self._lengths) * _HEAD.size, seal)
         self._heads = [Head(*item) for item in _HEAD.iter_unpack(body)]
         coming = []
         for block, (head, length) in enumerate(zip(self._heads, self._lengths, strict=True)):
@@ -145,17 +149,27 @@ class ReadReply:
         self._groups = grouped(coming)
         return list(self._groups)
 
-    def tails(self, raw: bytes) -> None:
-        """Take the tails of the next group."""
+    def tails(self, raw: bytes, seal: Seal) -> None:
+        """Take the tails of the next group, whose payloads have gone by `seal`.
+
+        Payloads with another tag are no block: one that the node calls off may have spoilt
+        those beside it, and else somebody has changed them.
+        """
         if not self._groups:
             raise WireError("more than was asked for")
         group = self._groups[0]
+        seen = seal.payload_tag()
+        said = _opened(raw, len(group) * _TAIL.size + TAG_BYTES, seal)
+        same = matches(seen, said[:TAG_BYTES])
         judged = []
-        for verdict, checksum in _TAIL.iter_unpack(_opened(raw, len(group) * _TAIL.size)):
+        for verdict, checksum in _TAIL.iter_unpack(said[TAG_BYTES:]):
             if verdict not in (Sent.GOOD, Sent.MISS):
                 raise WireError(f"verdict {verdict} on a payload")
             judged.append((verdict == Sent.GOOD, checksum))
+        torn = not all(good for good, _ in judged)
         for block, (good, checksum) in zip(self._groups.pop(0), judged, strict=True):
             _, kind, meta_length = self._heads[block]
-            reply = BlockReply(True, kind, meta_length, checksum) if good else BlockReply(False)
-            self.replies[block] = reply
+            if good and same:
+                self.replies[block] = BlockReply(True, kind, meta_length, checksum)
+            else:
+                self.replies[block] = BlockReply(False, damaged=not torn)

@@ -3,17 +3,19 @@
 A connection begins with a handshake in which both sides prove that they know the
 same secret (HMAC-SHA256 over both sides' nonces; the secret itself never travels):
 
-    client -> node   magic, whether it has a secret, nonce
-    node -> client   magic, whether it has a secret, node id, epoch, nonce
+    client -> node   magic, version, whether it has a secret, the MACs it can do, nonce
+    node -> client   magic, version, whether it has a secret, the MAC to use, node id, epoch, nonce
     client -> node   proof over both messages
     node -> client   verdict, proof over both messages
 
-Then the client asks, one request at a time, in frames: type, length, body,
-CRC.
+Of the secret and both messages are made two keys, one for each direction: with them all that
+follows is sealed (stream_seal.py), unless TLS does that already or there is no secret.
+
+Then the client asks, one request at a time, in frames: type, length, body, tag.
 
     READ     which blocks; answered by heads, payloads and tails (stream_reply.py)
     PUT      which blocks the client has; answered by ANSWERS. The node then takes the
-             payload of each one it granted, in order, and says ANSWERS again
+             payload of each one it granted, in order, and a tag over them, and says ANSWERS again
     CONTROL  one message of core/wire.py; answered by ANSWERS
     NIXL     the way into the node's memory (nixl_wire.py); answered by ANSWERS
 
@@ -27,10 +29,20 @@ import hmac
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import msgpack
 
+from kvstore.core.stream_seal import (
+    PLAIN_SEALS,
+    TAG_BYTES,
+    Mac,
+    Seal,
+    Seals,
+    available,
+    best,
+    keyed,
+    matches,
+)
 from kvstore.errors import PeerError
 from kvstore.limits import (
     META_BYTES_MAX,
@@ -51,82 +63,165 @@ class WireError(PeerError):
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-_MAGIC = b"kvstream2"
+VERSION = 3
+_FAMILY = b"kvstream"
+_MAGIC = _FAMILY + b"%d" % VERSION
 _CLIENT_HELLO = struct.Struct(f"<9sB{NONCE_BYTES}s")
 _NODE_HELLO = struct.Struct(f"<9sBQI{NONCE_BYTES}s")
 CLIENT_HELLO_BYTES = _CLIENT_HELLO.size
 NODE_HELLO_BYTES = _NODE_HELLO.size
 VERDICT_BYTES = 1 + PROOF_BYTES
 ACCEPTED = 1
+_HAS_SECRET = 1
+"""In the second field of a hello; the bits above it are MACs."""
 
 
 def _proof(secret: bytes | None, who: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret or b"", b"kvstore stream 2 " + who + transcript, "sha256")
+    return hmac.digest(secret or b"", b"kvstore stream 3 " + who + transcript, "sha256")
+
+
+def _key(secret: bytes, sender: bytes, transcript: bytes) -> bytes:
+    """Of what `sender` sends on this connection: both nonces, the node and the MAC are in it."""
+    return hmac.digest(secret, b"kvstore stream 3 seals of the " + sender + transcript, "sha256")
+
+
+def _abilities(has_secret: bool, macs: frozenset[Mac]) -> int:
+    return has_secret * _HAS_SECRET | sum(1 << mac for mac in macs)
+
+
+def _macs(abilities: int) -> frozenset[Mac]:
+    return frozenset(mac for mac in Mac if abilities >> mac & 1)
+
+
+def _check_magic(magic: bytes, who: str) -> None:
+    if magic == _MAGIC:
+        return
+    if magic.startswith(_FAMILY):
+        version = magic.removeprefix(_FAMILY).decode("ascii", "replace")
+        raise WireError(
+            f"the {who} speaks version {version} of the stream's protocol, this side version "
+            f"{VERSION}: run the same release of kvstore on both"
+        )
+    raise WireError(f"no kvstore stream {who} speaks there")
 
 
 class ClientHandshake:
     """The client's side: `hello`, then `prove`, then `check`. `nonce` is fresh and random."""
 
-    def __init__(self, secret: bytes | None, nonce: bytes, node: tuple[int, int]) -> None:
-        """`node` is the (node id, epoch) that must answer: a restarted node is another one."""
+    def __init__(
+        self,
+        secret: bytes | None,
+        nonce: bytes,
+        node: tuple[int, int],
+        *,
+        protected: bool = False,
+        macs: frozenset[Mac] | None = None,
+    ) -> None:
+        """`node` is the (node id, epoch) that must answer: a restarted node is another one.
+
+        `protected`: TLS keeps the bytes, so that they need no seals. `macs`: all that are
+        `available`.
+        """
         self._secret = secret
         self._node = node
-        self.hello = _CLIENT_HELLO.pack(_MAGIC, secret is not None, nonce)
+        self._offered = frozenset[Mac]()
+        if secret is not None and not protected:
+            self._offered = available() if macs is None else macs
+        abilities = _abilities(secret is not None, self._offered)
+        self.hello = _CLIENT_HELLO.pack(_MAGIC, abilities, nonce)
         self._transcript = b""
+        self._mac: Mac | None = None
 
     def prove(self, node_hello: bytes) -> bytes:
         """The proof to send. Raises `WireError` when it is not the node that is wanted."""
-        magic, has_secret, node_id, epoch, _ = _unpacked(_NODE_HELLO, node_hello)
-        if magic != _MAGIC:
-            raise WireError("no kvstore stream server answers there")
+        magic, abilities, node_id, epoch, _ = _unpacked(_NODE_HELLO, node_hello)
+        _check_magic(magic, "server")
         if (node_id, epoch) != self._node:
             raise WireError("another node, or another start of it, answers there")
-        if bool(has_secret) != (self._secret is not None):
+        has_secret = bool(abilities & _HAS_SECRET)
+        if has_secret != (self._secret is not None):
             who = "no secret, the node one" if has_secret else "a secret, the node none"
             raise WireError(f"this client has {who} (KVSTORE_SECRET)")
+        macs = _macs(abilities)
+        if len(macs) != bool(self._offered) or not macs <= self._offered:
+            raise WireError("the node would not seal the stream as this client asks for")
+        self._mac = best(macs)
         self._transcript = self.hello + node_hello
         return _proof(self._secret, b"client", self._transcript)
 
-    def check(self, verdict: bytes) -> None:
-        """Raises `WireError` unless the node accepts us and knows the secret too."""
+    def check(self, verdict: bytes) -> Seals:
+        """The seals of this connection. Raises `WireError` unless the node accepts us and knows
+        the secret too."""
         if len(verdict) != VERDICT_BYTES:
             raise WireError(f"a verdict of {len(verdict)} bytes")
         if verdict[0] != ACCEPTED:
             raise WireError("the node refuses this client: its secret is another one")
-        if not hmac.compare_digest(verdict[1:], _proof(self._secret, b"node", self._transcript)):
+        if not matches(_proof(self._secret, b"node", self._transcript), verdict[1:]):
             raise WireError("the node does not know the secret")
+        return _seals(self._secret, self._mac, b"client", b"node", self._transcript)
 
 
 class NodeHandshake:
-    """The node's side: `answer`, then `judge`. `nonce` is fresh and random."""
+    """The node's side: `answer`, then `judge`, then `seals`. `nonce` is fresh and random."""
 
-    def __init__(self, secret: bytes | None, nonce: bytes, node: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        secret: bytes | None,
+        nonce: bytes,
+        node: tuple[int, int],
+        *,
+        protected: bool = False,
+        macs: frozenset[Mac] | None = None,
+    ) -> None:
+        """As that of the client."""
         self._secret = secret
         self._nonce = nonce
         self._node = node
+        self._needed = secret is not None and not protected
+        self._able = available() if macs is None else macs
         self._transcript = b""
+        self._mac: Mac | None = None
+
+    def hello(self) -> bytes:
+        """What to send to a client: also to one of another version, which then can say so."""
+        chosen = frozenset() if self._mac is None else frozenset({self._mac})
+        abilities = _abilities(self._secret is not None, chosen)
+        return _NODE_HELLO.pack(_MAGIC, abilities, *self._node, self._nonce)
 
     def answer(self, client_hello: bytes) -> bytes:
         """What to send back. Raises `WireError` when no client of this protocol speaks."""
-        magic, _, _ = _unpacked(_CLIENT_HELLO, client_hello)
-        if magic != _MAGIC:
-            raise WireError("no kvstore stream client")
-        hello = _NODE_HELLO.pack(_MAGIC, self._secret is not None, *self._node, self._nonce)
+        magic, abilities, _ = _unpacked(_CLIENT_HELLO, client_hello)
+        _check_magic(magic, "client")
+        if self._needed:
+            self._mac = best(_macs(abilities) & self._able)
+            if self._mac is None and abilities & _HAS_SECRET:
+                raise WireError("it can seal the stream in no way that this node can")
+        hello = self.hello()
         self._transcript = client_hello + hello
         return hello
 
     def judge(self, proof: bytes) -> tuple[bool, bytes]:
         """Whether the client knows the secret, and what to tell it."""
-        expected = _proof(self._secret, b"client", self._transcript)
-        if not hmac.compare_digest(proof, expected):
+        if not matches(_proof(self._secret, b"client", self._transcript), proof):
             return False, bytes(VERDICT_BYTES)
         return True, bytes([ACCEPTED]) + _proof(self._secret, b"node", self._transcript)
+
+    def seals(self) -> Seals:
+        """Of this connection, once the client is known to know the secret."""
+        return _seals(self._secret, self._mac, b"node", b"client", self._transcript)
+
+
+def _seals(
+    secret: bytes | None, mac: Mac | None, ours: bytes, theirs: bytes, transcript: bytes
+) -> Seals:
+    if secret is None or mac is None:
+        return PLAIN_SEALS
+    return keyed(mac, _key(secret, ours, transcript), _key(secret, theirs, transcript))
 
 
 # --- frames ----------------------------------------------------------------------
 
 _FRAME = struct.Struct("<BxxxI")
-_CRC = struct.Struct("<I")
 FRAME_HEAD_BYTES = _FRAME.size
 
 
@@ -138,16 +233,21 @@ class Frame(enum.IntEnum):
     NIXL = 5
 
 
-def frame(kind: Frame, body: bytes) -> bytes:
-    """A head, the body, and the CRC-32 of type and body."""
-    crc = _CRC.pack(crc32(body, kind))
-    return _FRAME.pack(kind, len(body) + _CRC.size) + body + crc
+Message = tuple[Frame, bytes]
+"""A frame's type and its body."""
 
 
-def frame_body(kind: Frame, rest: bytes) -> bytes:
-    """The body in what follows a head. Raises `WireError` when it is damaged."""
-    body, crc = rest[: -_CRC.size], rest[-_CRC.size :]
-    if crc != _CRC.pack(crc32(body, kind)):
+def frame(message: Message, seal: Seal) -> bytes:
+    """A head, the body, and the tag of both."""
+    kind, body = message
+    raw = _FRAME.pack(kind, len(body) + TAG_BYTES) + body
+    return raw + seal.tag(raw)
+
+
+def frame_body(kind: Frame, rest: bytes, seal: Seal) -> bytes:
+    """The body in what follows a head. Raises `WireError` when it is not what was sent."""
+    body, tag = rest[:-TAG_BYTES], rest[-TAG_BYTES:]
+    if not matches(seal.tag(_FRAME.pack(kind, len(rest)) + body), tag):
         raise WireError("a frame that is damaged")
     return body
 
@@ -155,7 +255,7 @@ def frame_body(kind: Frame, rest: bytes) -> bytes:
 def frame_head(raw: bytes) -> tuple[Frame, int]:
     """(type, bytes that follow) of the frame that begins with `raw`."""
     kind, size_bytes = _unpacked(_FRAME, raw)
-    if size_bytes > STREAM_FRAME_BYTES_MAX:
+    if not TAG_BYTES <= size_bytes <= STREAM_FRAME_BYTES_MAX:
         raise WireError(f"a frame of {size_bytes} bytes, at most {STREAM_FRAME_BYTES_MAX}")
     try:
         return Frame(kind), size_bytes
@@ -189,11 +289,11 @@ class Asked(NamedTuple):
     location: Location
 
 
-def pack_read(asked: Sequence[tuple[Key, Location]], timeout_s: float) -> bytes:
+def pack_read(asked: Sequence[tuple[Key, Location]], timeout_s: float) -> Message:
     """A READ frame. `timeout_s` is how long the client will wait for all of it."""
     body = [_READ.pack(_milliseconds(timeout_s))]
     body += [_ASKED.pack(key, *location[1:]) for key, location in asked]
-    return frame(Frame.READ, b"".join(body))
+    return Frame.READ, b"".join(body)
 
 
 def unpack_read(body: bytes, node_id: int) -> tuple[float, list[Asked]]:
@@ -231,10 +331,12 @@ class Offer(NamedTuple):
     """xxh3-64 of the payload: what the node will have read must have it."""
 
 
-def pack_put(offers: Sequence[Offer], namespace_id: int, fields: bytes, timeout_s: float) -> bytes:
+def pack_put(
+    offers: Sequence[Offer], namespace_id: int, fields: bytes, timeout_s: float
+) -> Message:
     """A PUT frame; `fields` are the namespace's, as JSON, or empty."""
     head = _PUT.pack(_milliseconds(timeout_s), namespace_id, len(fields))
-    return frame(Frame.PUT, head + fields + b"".join(_OFFER.pack(*offer) for offer in offers))
+    return Frame.PUT, head + fields + b"".join(_OFFER.pack(*offer) for offer in offers)
 
 
 def unpack_put(body: bytes) -> tuple[float, int, bytes, list[Offer]]:
@@ -255,15 +357,13 @@ GRANTED = 255
 or a reason."""
 
 
-def pack_answers(answers: Sequence[Any]) -> bytes:
-    raw: bytes = msgpack.packb(list(answers))
-    return frame(Frame.ANSWERS, raw)
+def pack_answers(answers: Sequence[Any]) -> Message:
+    return Frame.ANSWERS, msgpack.packb(list(answers))
 
 
-def pack_control(message: Sequence[Any]) -> bytes:
+def pack_control(message: Sequence[Any]) -> Message:
     """A CONTROL frame around one message of core/wire.py."""
-    raw: bytes = msgpack.packb(list(message))
-    return frame(Frame.CONTROL, raw)
+    return Frame.CONTROL, msgpack.packb(list(message))
 
 
 def unpack_answers(body: bytes) -> list[Any]:

@@ -220,9 +220,17 @@ class StreamServer:
             raise WireError(f"no TLS: {e}") from e
 
     def _shake_hands(self, channel: Channel, deadline: float) -> None:
-        shake = NodeHandshake(self._secret, secrets.token_bytes(NONCE_BYTES), self._node)
-        channel.send([shake.answer(channel.receive_bytes(CLIENT_HELLO_BYTES, deadline))], deadline)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        shake = NodeHandshake(self._secret, nonce, self._node, protected=channel.encrypted)
+        hello = channel.receive_bytes(CLIENT_HELLO_BYTES, deadline)
+        try:
+            answer = shake.answer(hello)
+        except WireError:
+            channel.send([shake.hello()], deadline)  # it may see that it is of another version
+            raise
+        channel.send([answer], deadline)
         welcome, verdict = shake.judge(channel.receive_bytes(PROOF_BYTES, deadline))
         channel.send([verdict], deadline)
         if not welcome:
             raise WireError("it does not know the secret")
+        channel.seals = shake.seals()

@@ -23,15 +23,13 @@ from kvstore.core.events import (
 )
 from kvstore.core.namespaces import namespace_of
 from kvstore.core.stream_reply import Head, Sent, Tail, grouped, pack_heads, pack_tails
+from kvstore.core.stream_seal import TAG_BYTES, matches
 from kvstore.core.stream_wire import (
-    FRAME_HEAD_BYTES,
     GRANTED,
     Asked,
     Frame,
     Offer,
     WireError,
-    frame_body,
-    frame_head,
     pack_answers,
     unpack_answers,
     unpack_put,
@@ -101,13 +99,13 @@ class StreamService:
         """Wait for one request: (type, bytes that follow). Raises `PeerError` when the connection
         is to end."""
         idle_until = time.monotonic() + IDLE_TIMEOUT_S
-        return frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, idle_until))
+        return channel.receive_head(idle_until)
 
     def answer(self, channel: Channel, request: tuple[Frame, int]) -> None:
         """Take the rest of it and answer. Raises `PeerError` when the connection is to end."""
         kind, size_bytes = request
         began = time.monotonic()
-        body = frame_body(kind, channel.receive_bytes(size_bytes, began + REQUEST_TIMEOUT_S))
+        body = channel.receive_rest(kind, size_bytes, began + REQUEST_TIMEOUT_S)
         if kind is Frame.READ:
             timeout_s, asked = unpack_read(body, self._node[0])
             _check_batch([one.location.length for one in asked])
@@ -121,7 +119,7 @@ class StreamService:
             self._control(channel, unpack_answers(body), began + REQUEST_TIMEOUT_S)
         elif kind is Frame.NIXL:
             way = self._nixl.way() if self._nixl is not None else []
-            channel.send([pack_answers(way)], time.monotonic() + REQUEST_TIMEOUT_S)
+            channel.send_frame(pack_answers(way), time.monotonic() + REQUEST_TIMEOUT_S)
         else:
             raise WireError(f"frame type {kind} from a client")
 
@@ -136,7 +134,7 @@ class StreamService:
             for spot in spots
         ]
         there = {i: spot for i, spot in enumerate(spots) if spot is not None}
-        out: list[Part] = [pack_heads(heads)]
+        out: list[Part] = [pack_heads(heads, channel.seals.sent)]
         for group in grouped((i, spot.header[2]) for i, spot in there.items()):
             out = self._group(channel, out, [(asked[i].key, there[i]) for i in group], deadline)
         channel.send(out, deadline)
@@ -151,6 +149,7 @@ class StreamService:
         deadline: float,
     ) -> list[Part]:
         """Send `before` and the payloads, in place; what is to be sent next."""
+        seal = channel.seals.sent
         lengths = [spot.header[2] for _, spot in group]
         payloads = [
             self._shm.payload[spot.offset : spot.offset + length]
@@ -164,6 +163,8 @@ class StreamService:
         for chunk in chunked([[payload] for payload in payloads]):
             if digests is not None:
                 digests.update(chunk)
+            for piece in chunk.pieces:
+                seal.update(piece)
             before += chunk.pieces
             if not snapshot:
                 channel.send(before, deadline)
@@ -180,7 +181,7 @@ class StreamService:
                 generation, _, length = spot.header[:3]
                 served = Served(spot.slot_id, generation, spot.offset, length, checksum)
                 self._remember(key, served)
-        return [*before, pack_tails(tails)]
+        return [*before, pack_tails(tails, seal)]
 
     def _served_checksum(self, key: Key, spot: Spot) -> int:
         """0 when it was not served before."""
@@ -228,10 +229,9 @@ class StreamService:
             )
             granted = {i: answer for i, answer in enumerate(answers) if isinstance(answer, tuple)}
             codes = [GRANTED if i in granted else answer for i, answer in enumerate(answers)]
-            channel.send([pack_answers(codes)], deadline)
-            channel.send(
-                [pack_answers(self._take(channel, session, offers, granted, deadline))], deadline
-            )
+            channel.send_frame(pack_answers(codes), deadline)
+            taken = self._take(channel, session, offers, granted, deadline)
+            channel.send_frame(pack_answers(taken), deadline)
         finally:
             # Nothing of this thread writes any more: what was not sealed is free.
             session.close()
@@ -253,6 +253,11 @@ class StreamService:
                 right.append((slot, generation, offer.checksum))
             else:
                 wrong.append((slot, generation))
+        if granted:
+            seen = channel.seals.received.payload_tag()
+            if not matches(seen, channel.receive_bytes(TAG_BYTES, deadline)):
+                wrong += [(slot, generation) for slot, generation, _ in right]
+                right = []
         if wrong:
             session.ask(lambda number, request: Abort(number, request, wrong), deadline)
         if not right:
@@ -271,6 +276,8 @@ class StreamService:
         for chunk in chunked([[self._shm.payload[offset : offset + offer.size_bytes]]]):
             channel.receive(list(chunk.pieces), deadline)
             digests.update(chunk)
+            for piece in chunk.pieces:
+                channel.seals.received.update(piece)
         return digests.value() == offer.checksum
 
     # --- the rest -----------------------------------------------------------
@@ -291,7 +298,7 @@ class StreamService:
             )
         finally:
             session.close()
-        channel.send([pack_answers([body])], deadline)
+        channel.send_frame(pack_answers([body]), deadline)
 
     def _look_at(self, keys: Sequence[Key]) -> None:
         """The core judges blocks with a checksum in their header; of the others only this knows

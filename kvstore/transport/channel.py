@@ -10,6 +10,8 @@ import struct
 import time
 from collections.abc import Sequence
 
+from kvstore.core.stream_seal import PLAIN_SEALS
+from kvstore.core.stream_wire import FRAME_HEAD_BYTES, Frame, Message, frame, frame_body, frame_head
 from kvstore.errors import DeadlineError, NodeUnavailableError
 
 IOV_MAX = 256
@@ -30,8 +32,12 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._tls = isinstance(connection, ssl.SSLSocket)
-        if not self._tls:
+        self.seals = PLAIN_SEALS
+        """Of what is sent and received, once hands are shaken. They count what went by: a channel
+        on which something was left half done is of no use any more."""
+        self.encrypted = isinstance(connection, ssl.SSLSocket)
+        """By TLS."""
+        if not self.encrypted:
             # Blocking, with time-outs in the kernel: one call then fills a whole batch of
             # buffers (MSG_WAITALL). What a signal interrupts before it has moved a byte begins
             # anew with all of its time, so each call waits in a poll for its first byte.
@@ -46,7 +52,7 @@ class Channel:
         try:
             while left:
                 timeout_s = self._left(deadline)
-                if self._tls:
+                if self.encrypted:
                     self._socket.settimeout(timeout_s)
                     self._socket.sendall(left.pop(0))
                 elif not self._writable.poll(timeout_s * 1e3):
@@ -58,6 +64,17 @@ class Channel:
             raise DeadlineError("the other side takes nothing") from e
         except OSError as e:
             raise NodeUnavailableError(str(e)) from e
+
+    def send_frame(self, message: Message, deadline: float) -> None:
+        self.send([frame(message, self.seals.sent)], deadline)
+
+    def receive_head(self, deadline: float) -> tuple[Frame, int]:
+        """(type, bytes that follow) of the next frame. Raises `PeerError`."""
+        return frame_head(self.receive_bytes(FRAME_HEAD_BYTES, deadline))
+
+    def receive_rest(self, kind: Frame, size_bytes: int, deadline: float) -> bytes:
+        """The body of the frame whose head has come. Raises `PeerError`."""
+        return frame_body(kind, self.receive_bytes(size_bytes, deadline), self.seals.received)
 
     def receive(self, buffers: list[memoryview], deadline: float) -> None:
         """Fill all of `buffers`, which are used up."""
@@ -85,7 +102,7 @@ class Channel:
         return True
 
     def _receive(self, buffers: list[memoryview], timeout_s: float) -> int:
-        if self._tls:
+        if self.encrypted:
             self._socket.settimeout(timeout_s)
             return self._socket.recv_into(buffers[0])
         if not timeout_s:

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore import tcp
 from kvstore.core.stream_reply import ReadReply, heads_bytes, tails_bytes
 from kvstore.core.stream_wire import (
-    FRAME_HEAD_BYTES,
     NODE_HELLO_BYTES,
     NONCE_BYTES,
     VERDICT_BYTES,
     ClientHandshake,
     Frame,
+    Message,
     WireError,
-    frame_body,
-    frame_head,
     pack_read,
 )
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
@@ -127,11 +125,16 @@ class StreamTransport:
         return channel
 
     def _shake_hands(self, channel: Channel, node: tuple[int, int], deadline: float) -> None:
-        shake = ClientHandshake(self._security.secret, secrets.token_bytes(NONCE_BYTES), node)
+        shake = ClientHandshake(
+            self._security.secret,
+            secrets.token_bytes(NONCE_BYTES),
+            node,
+            protected=channel.encrypted,
+        )
         channel.send([shake.hello], deadline)
         proof = shake.prove(channel.receive_bytes(NODE_HELLO_BYTES, deadline))
         channel.send([proof], deadline)
-        shake.check(channel.receive_bytes(VERDICT_BYTES, deadline))
+        channel.seals = shake.check(channel.receive_bytes(VERDICT_BYTES, deadline))
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -221,10 +224,10 @@ class Pool:
 
 def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:
     """The body of the frame that must come next. Raises `PeerError`."""
-    kind, size_bytes = frame_head(channel.receive_bytes(FRAME_HEAD_BYTES, deadline))
+    kind, size_bytes = channel.receive_head(deadline)
     if kind is not expected:
         raise WireError(f"frame type {kind} where {expected} was due")
-    return frame_body(kind, channel.receive_bytes(size_bytes, deadline))
+    return channel.receive_rest(kind, size_bytes, deadline)
 
 
 class StreamTransfer:
@@ -245,13 +248,13 @@ class StreamTransfer:
         self._steps = self._fill()
 
     def begin(
-        self, channel: Channel, request: bytes, give: Callable[[Channel, bool], None]
+        self, channel: Channel, request: Message, give: Callable[[Channel, bool], None]
     ) -> None:
         """Send the request; from here on the channel is this transfer's until it ends."""
         self._channel, self._give = channel, give
         with self._lock:
             try:
-                channel.send([request], self._deadline)
+                channel.send_frame(request, self._deadline)
             except PeerError as e:
                 self._end(str(e))
             except BaseException:
@@ -315,19 +318,23 @@ class StreamTransfer:
 
     def _fill(self) -> Iterator[list[memoryview]]:
         """The buffers to fill, one list after the other."""
+        assert self._channel is not None
+        seal = self._channel.seals.received
         head = memoryview(bytearray(heads_bytes(len(self._wanted))))
         yield [head]
-        for group in self._reply.heads(bytes(head)):
+        for group in self._reply.heads(bytes(head), seal):
             tail = memoryview(bytearray(tails_bytes(len(group))))
             digests = Digests([self._wanted[block].location.length for block in group])
             chunks = chunked([self._wanted[block].into for block in group])
             for chunk in chunks:
                 yield [*chunk.pieces, tail] if chunk is chunks[-1] else list(chunk.pieces)
                 digests.update(chunk)
+                for piece in chunk.pieces:
+                    seal.update(piece)
             if not chunks:
                 yield [tail]
             self._digests |= {block: digests.value(i) for i, block in enumerate(group)}
-            self._reply.tails(bytes(tail))
+            self._reply.tails(bytes(tail), seal)
 
     def _end(self, reason: str) -> None:
         """All outcomes are known now: those that were not are FAILED, for `reason`."""
@@ -341,6 +348,8 @@ class StreamTransfer:
             seen = self._digests.get(block, 0)
             if reply is None:
                 outcomes.append(failed)
+            elif reply.damaged:
+                outcomes.append(Outcome(Read.MISS, CHECKSUM_REASON))
             elif not reply.good:
                 outcomes.append(Outcome(Read.MISS, NOT_THERE_REASON))
             elif seen != reply.checksum or wanted.location.checksum not in (0, seen):

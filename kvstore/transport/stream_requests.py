@@ -13,9 +13,9 @@ from kvstore.core.nixl_wire import Way, unpack_way
 from kvstore.core.stream_wire import (
     GRANTED,
     Frame,
+    Message,
     Offer,
     WireError,
-    frame,
     pack_control,
     pack_put,
     unpack_answers,
@@ -62,11 +62,13 @@ def put(
     in_step = False
     try:
         request = pack_put(offers, *namespace, deadline - time.monotonic())
-        channel.send([request], deadline)
+        channel.send_frame(request, deadline)
         codes = _codes(channel, len(offers), deadline)
         granted = [i for i, code in enumerate(codes) if code == GRANTED]
         for i in granted:
-            channel.send(list(payloads[i].pieces), deadline)
+            _send(channel, payloads[i].pieces, deadline)
+        if granted:
+            channel.send([channel.seals.sent.payload_tag()], deadline)
         outcomes = _codes(channel, len(granted), deadline)
         in_step = True
     finally:
@@ -93,7 +95,7 @@ def tell(
     channel = pool.take(deadline)
     in_step = False
     try:
-        channel.send([pack_control(message)], deadline)
+        channel.send_frame(pack_control(message), deadline)
         in_step = True
     finally:
         pool.give(channel, in_step)
@@ -104,13 +106,13 @@ def nixl_way(transport: StreamTransport, node: Announcement, deadline: float) ->
 
     Raises `PeerError`.
     """
-    return unpack_way(_asked(transport, node, frame(Frame.NIXL, b""), None, deadline))
+    return unpack_way(_asked(transport, node, (Frame.NIXL, b""), None, deadline))
 
 
 def _asked(
     transport: StreamTransport,
     node: Announcement,
-    request: bytes,
+    request: Message,
     count: int | None,
     deadline: float,
 ) -> list[Any]:
@@ -119,12 +121,20 @@ def _asked(
     channel = pool.take(deadline)
     in_step = False
     try:
-        channel.send([request], deadline)
+        channel.send_frame(request, deadline)
         answers = _answers(channel, count, deadline)
         in_step = True
         return answers
     finally:
         pool.give(channel, in_step)
+
+
+def _send(channel: Channel, pieces: Sequence[memoryview], deadline: float) -> None:
+    """Each part right after it has gone by the seal, while it is in the processor's cache."""
+    for chunk in chunked([pieces]):
+        for piece in chunk.pieces:
+            channel.seals.sent.update(piece)
+        channel.send(chunk.pieces, deadline)
 
 
 def _offer(payload: Payload) -> Offer:

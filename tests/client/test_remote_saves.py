@@ -101,7 +101,8 @@ def test_a_writer_that_dies_half_way_leaves_nothing(far, writer, reader):
     channel = remote.stream.pool(word).take(time.monotonic() + 10)
     keys = [os.urandom(32) for _ in range(4)]
     offers = [Offer(key, 3 * MIB, 0, 0, 1) for key in keys]
-    channel.send([pack_put(offers, 7, b"", 10.0), bytes(4 * MIB)], time.monotonic() + 10)
+    channel.send_frame(pack_put(offers, 7, b"", 10.0), time.monotonic() + 10)
+    channel.send([bytes(4 * MIB)], time.monotonic() + 10)
     node = writer.session.writer
     wait_until(lambda: node.stats()["reserved"] == 4, "the node has reserved")
     channel.close()

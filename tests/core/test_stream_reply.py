@@ -6,15 +6,16 @@ from hypothesis import strategies as st
 
 from kvstore.core import stream_reply as sr
 from kvstore.core.stream_reply import Head, ReadReply, Sent, Tail
+from kvstore.core.stream_seal import PLAIN
 from kvstore.core.stream_wire import WireError
 
 
 def heads(*heads):
-    return sr.pack_heads([Head(*head) for head in heads])
+    return sr.pack_heads([Head(*head) for head in heads], PLAIN)
 
 
 def tails(*tails):
-    return sr.pack_tails([Tail(*tail) for tail in tails])
+    return sr.pack_tails([Tail(*tail) for tail in tails], PLAIN)
 
 
 GOOD, MISS = (Sent.GOOD,), (Sent.MISS,)
@@ -22,32 +23,32 @@ GOOD, MISS = (Sent.GOOD,), (Sent.MISS,)
 
 def test_a_reply_says_what_comes_and_what_came():
     reply = ReadReply([10, 20, 30, 40])
-    assert reply.heads(heads((Sent.GOOD, 2, 3), MISS, GOOD, GOOD)) == [[0, 2, 3]]
-    assert reply.replies == [None, (False, 0, 0, 0), None, None]
+    assert reply.heads(heads((Sent.GOOD, 2, 3), MISS, GOOD, GOOD), PLAIN) == [[0, 2, 3]]
+    assert reply.replies == [None, (False, 0, 0, 0, False), None, None]
     assert not reply.done
-    reply.tails(tails((Sent.GOOD, 5), (Sent.MISS, 7), (Sent.GOOD, 6)))
+    reply.tails(tails((Sent.GOOD, 5), (Sent.MISS, 7), (Sent.GOOD, 6)), PLAIN)
     assert reply.done
     assert [tuple(r) for r in reply.replies] == [
-        (True, 2, 3, 5),
-        (False, 0, 0, 0),
-        (False, 0, 0, 0),
-        (True, 0, 0, 6),
+        (True, 2, 3, 5, False),
+        (False, 0, 0, 0, False),
+        (False, 0, 0, 0, False),
+        (True, 0, 0, 6, False),
     ]
 
 
 def test_a_reply_of_misses_is_done_with_its_heads():
     reply = ReadReply([10, 20])
-    assert reply.heads(heads(MISS, MISS)) == []
+    assert reply.heads(heads(MISS, MISS), PLAIN) == []
     assert reply.done
 
 
 def test_blocks_are_judged_group_by_group():
     half = sr.GROUP_BYTES // 2
     reply = ReadReply([half, half, 1])
-    assert reply.heads(heads(GOOD, GOOD, GOOD)) == [[0, 1], [2]]
-    reply.tails(tails((Sent.GOOD, 5), (Sent.GOOD, 6)))
+    assert reply.heads(heads(GOOD, GOOD, GOOD), PLAIN) == [[0, 1], [2]]
+    reply.tails(tails((Sent.GOOD, 5), (Sent.GOOD, 6)), PLAIN)
     assert [r is not None for r in reply.replies] == [True, True, False]
-    reply.tails(tails((Sent.GOOD, 7)))
+    reply.tails(tails((Sent.GOOD, 7)), PLAIN)
     assert reply.done
 
 
@@ -87,9 +88,9 @@ def test_a_reply_that_breaks_the_rules_is_refused(said):
     reply = ReadReply([10])
     takes = [reply.heads, reply.tails, reply.tails]
     for take, raw in zip(takes, said[:-1], strict=False):
-        take(raw)
+        take(raw, PLAIN)
     with pytest.raises(WireError):
-        takes[len(said) - 1](said[-1])
+        takes[len(said) - 1](said[-1], PLAIN)
 
 
 @settings(max_examples=300)
@@ -99,12 +100,12 @@ def test_whatever_a_reply_says_it_stays_within_what_was_asked(lengths, data):
     numbers = st.integers(0, 3)
     try:
         said = [Head(data.draw(numbers), data.draw(numbers), data.draw(numbers)) for _ in lengths]
-        groups = reply.heads(sr.pack_heads(said))
+        groups = reply.heads(sr.pack_heads(said, PLAIN), PLAIN)
         assert sorted(i for group in groups for i in group) == [
             i for i, head in enumerate(said) if head.follows == Sent.GOOD
         ]
         for group in groups:
-            reply.tails(sr.pack_tails([Tail(data.draw(numbers), 0) for _ in group]))
+            reply.tails(sr.pack_tails([Tail(data.draw(numbers), 0) for _ in group], PLAIN), PLAIN)
         assert reply.done
     except WireError:
         assert len(reply.replies) == len(lengths)

@@ -66,9 +66,9 @@ class Liar:
             channel.send([hello], far())
             _, verdict = shake.judge(channel.receive_bytes(sw.PROOF_BYTES, far()))
             channel.send([bytes([sw.ACCEPTED]) + verdict[1:]], far())
+            channel.seals = shake.seals()
             while True:
-                _, size = sw.frame_head(channel.receive_bytes(sw.FRAME_HEAD_BYTES, far()))
-                channel.receive_bytes(size, far())
+                channel.receive_rest(*channel.receive_head(far()), far())
                 self._answer(channel)
         except PeerError:
             pass
@@ -108,20 +108,35 @@ def read_from(word, answer, *, checksum=0, count=1, deadline_s=DEADLINE_S, **opt
 
 
 def heads(count=1, follows=Sent.GOOD):
-    return sr.pack_heads([Head(follows)] * count)
+    """What a liar says, once it knows the seal of its connection."""
+    return lambda seal: sr.pack_heads([Head(follows)] * count, seal)
 
 
 def tails(*verdicts, checksum=None):
-    return sr.pack_tails([Tail(v, GOOD if checksum is None else checksum) for v in verdicts])
+    said = [Tail(v, GOOD if checksum is None else checksum) for v in verdicts]
+    return lambda seal: sr.pack_tails(said, seal)
+
+
+def cut(part, until):
+    return lambda seal: part(seal)[:until]
+
+
+def send(channel, *parts):
+    """Parts that are bytes go by the seal as payload."""
+    seal = channel.seals.sent
+    for part in parts:
+        if isinstance(part, bytes):
+            seal.update(part)
+        channel.send([part if isinstance(part, bytes) else part(seal)], far())
 
 
 def say(*parts):
-    return lambda channel: channel.send(list(parts), far())
+    return lambda channel: send(channel, *parts)
 
 
 def hang_up_after(*parts):
     def answer(channel):
-        channel.send(list(parts), far())
+        send(channel, *parts)
         channel.break_off()
 
     return answer
@@ -169,7 +184,7 @@ def test_a_payload_that_turns_out_torn_is_a_miss_and_the_next_one_a_hit(word):
         hang_up_after(BEGIN),
         hang_up_after(BEGIN, PAYLOAD[:1000]),
         hang_up_after(BEGIN, PAYLOAD),
-        hang_up_after(BEGIN, PAYLOAD, END[:-1]),
+        hang_up_after(BEGIN, PAYLOAD, cut(END, -1)),
     ],
     ids=range(12),
 )
@@ -184,7 +199,7 @@ def test_what_breaks_the_rules_or_off_fails(word, answer):
     "answer",
     [
         say(),
-        say(BEGIN[:10]),
+        say(cut(BEGIN, 10)),
         say(BEGIN),
         say(BEGIN, PAYLOAD[:1000]),
         say(BEGIN, PAYLOAD),
@@ -199,7 +214,7 @@ def test_a_peer_that_falls_silent_costs_one_deadline(word, answer):
 
 def test_a_peer_that_trickles_costs_one_deadline(word):
     def trickle(channel):
-        channel.send([BEGIN], far())
+        send(channel, BEGIN)
         for byte in PAYLOAD:
             channel.send([bytes([byte])], far())
             time.sleep(0.01)
@@ -217,8 +232,11 @@ def test_what_came_whole_before_the_peer_fell_silent_is_a_hit(word):
 
 
 def test_what_is_not_there_is_a_miss_also_when_the_peer_falls_silent_then(word):
-    said = sr.pack_heads([Head(Sent.GOOD), Head(Sent.MISS)])
-    outcomes, _ = read_from(word, say(said), count=2)
+    outcomes, _ = read_from(
+        word,
+        say(lambda seal: sr.pack_heads([Head(Sent.GOOD), Head(Sent.MISS)], seal)),
+        count=2,
+    )
     assert reads(outcomes) == [Read.FAILED, Read.MISS]
 
 
@@ -285,7 +303,7 @@ def test_connections_that_were_lost_in_silence_cost_one_deadline_and_not_one_eac
 
     def answer(channel):
         if channel not in lost:
-            channel.send([BEGIN, PAYLOAD, END], far())
+            send(channel, BEGIN, PAYLOAD, END)
 
     liar = Liar(answer)
     transport = StreamTransport(SECURITY)

@@ -19,6 +19,7 @@ from kvstore import Client
 from kvstore.core import stream_wire as sw
 from kvstore.core.record import unpack_record
 from kvstore.core.stream_reply import heads_bytes, tails_bytes
+from kvstore.core.stream_seal import TAG_BYTES
 from kvstore.core.stream_wire import Frame
 from kvstore.errors import NodeUnavailableError, PeerError
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE, STREAM_FRAME_BYTES_MAX
@@ -59,24 +60,28 @@ def hung_up(channel):
 
 
 @pytest.mark.parametrize(
-    "request_of",
+    "nonsense",
     [
-        lambda place: os.urandom(64),
-        lambda place: sw._FRAME.pack(Frame.READ, STREAM_FRAME_BYTES_MAX + 1),
-        lambda place: sw.frame(Frame.READ, b""),
-        lambda place: sw.frame(Frame.READ, bytes(4) + bytes(63)),
-        lambda place: sw.frame(Frame.PUT, bytes(5)),
-        lambda place: sw.frame(Frame.PUT, struct.pack("<IIH", 1, 1, 60_000)),
-        lambda place: sw.frame(Frame.CONTROL, b"\xc1"),
-        lambda place: sw.pack_control([8, 1, 0]),  # CLEAR
-        lambda place: sw.pack_control([99, 1]),
-        lambda place: sw.pack_answers([]),
+        os.urandom(64),
+        sw._FRAME.pack(Frame.READ, STREAM_FRAME_BYTES_MAX + 1),
+        sw._FRAME.pack(Frame.READ, TAG_BYTES - 1),
+        (Frame.READ, b""),
+        (Frame.READ, bytes(4) + bytes(63)),
+        (Frame.PUT, bytes(5)),
+        (Frame.PUT, struct.pack("<IIH", 1, 1, 60_000)),
+        (Frame.CONTROL, b"\xc1"),
+        sw.pack_control([8, 1, 0]),  # CLEAR
+        sw.pack_control([99, 1]),
+        sw.pack_answers([]),
     ],
-    ids=range(10),
+    ids=range(11),
 )
-def test_a_client_that_talks_nonsense_is_hung_up_on_and_others_are_served(place, request_of):
+def test_a_client_that_talks_nonsense_is_hung_up_on_and_others_are_served(place, nonsense):
     channel = connected(place)
-    channel.send([request_of(place)], far())
+    if isinstance(nonsense, bytes):
+        channel.send([nonsense], far())
+    else:
+        channel.send_frame(nonsense, far())
     assert hung_up(channel)
     assert reads(place.read(place.save(b"1" * 1000))[0]) == [Read.HIT]
 
@@ -109,7 +114,7 @@ def test_a_client_that_asks_and_goes_away_harms_nobody(place):
     blocks = [place.save(os.urandom(2 << 20)) for _ in range(3)]
     for _ in range(10):
         channel = connected(place)
-        channel.send([sw.pack_read([*blocks], 5.0)], far())
+        channel.send_frame(sw.pack_read([*blocks], 5.0), far())
         channel.receive_bytes(100_000, far())
         channel.close()
     assert reads(place.read(*blocks)[0]) == [Read.HIT] * 3
