@@ -34,6 +34,7 @@ from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, PeerError, UsageError
 from kvstore.hashing import SALT_FIELD, Namespace
+from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.base import Index, Record
 from kvstore.nodedir import LOCK, Announcement, NodeDir, is_locked, node_dirs
 from kvstore.transport.stream_requests import ask
@@ -180,16 +181,14 @@ class Explainer:
     def _elsewhere(self, here: Container[int]) -> list[Announcement]:
         """Nodes of other hosts that can be asked, those with an id in `here` left out."""
         try:
-            announced = self._index.nodes()
+            words = announced_nodes(self._index, self._signer).values()
         except IndexUnavailableError:
             return []
         now = time.monotonic()
-        words = [Announcement.unpack(raw) for raw in announced.values()]
         return [
             word
             for word in words
-            if word is not None
-            and word.node_id not in here
+            if word.node_id not in here
             and self._remote.node(word.node_id, word.epoch, now) is not None
         ]
 
@@ -239,8 +238,7 @@ class Explainer:
         """A record of a node that does not live on this host, or not with this run directory."""
         word = None
         with suppress(IndexUnavailableError):
-            raw = self._index.node(location.node_id)
-            word = Announcement.unpack(raw) if raw is not None else None
+            word = announced_node(self._index, location.node_id, self._signer)
         if word is None:
             name = f"{location.node_id:016x}"
             detail = f"node {name}, which had it, does not announce itself any more"

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvstore.client.explanation import MissReason, reason_of
-from kvstore.core.record import unpack_record
+from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.errors import IndexUnavailableError
+from kvstore.index.announced import announced_node
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import BATCH_KEYS_MAX, Limits
 from kvstore.nodedir import Announcement
 from kvstore.rundir import run_dir as default_run_dir
+from kvstore.secret import SIGNING_KEY, secret
 from kvstore.types import Key
 
 NODES_KNOWN_S = 1.0
@@ -44,7 +46,7 @@ class Locator:
     """Tells which nodes hold the leading blocks of a prompt. Thread-safe.
 
     Needs the index and nothing else: no node on this host, no shared memory. What
-    it says is a hint (rule 7). `url` as for `Client`.
+    it says is a hint (rule 7). `url` and `signing_key` as for `Client`.
     """
 
     def __init__(
@@ -54,7 +56,10 @@ class Locator:
         key_prefix: str = "kv:default",
         run_dir: Path | None = None,
         limits: Limits | None = None,
+        signing_key: str | bytes | None = None,
     ) -> None:
+        key = secret(SIGNING_KEY, signing_key)
+        self._signer = RecordSigner(key, key_prefix) if key else None
         self._opened: OpenedIndex = open_guarded(
             url,
             key_prefix=key_prefix,
@@ -88,7 +93,10 @@ class Locator:
         return holders
 
     def _holder(self, key: Key, record: bytes) -> Holder | None:
-        """None when the record is damaged or of a node, or a start of one, that is over."""
+        """None when the record is damaged or not signed as it must be, or of a node, or a start of
+        one, that is over."""
+        if self._signer is not None and not self._signer.right(key, record):
+            return None
         location = unpack_record(key, record)
         if location is None:
             return None
@@ -102,8 +110,7 @@ class Locator:
         known = self._nodes.get(node_id)
         if known is not None and now < known[0]:
             return known[1]
-        raw = self._index.node(node_id)
-        word = None if raw is None else Announcement.unpack(raw)
+        word = announced_node(self._index, node_id, self._signer)
         found = None if word is None else (word, Holder(word.name, word.host))
         if len(self._nodes) >= NODES_KNOWN_MAX:
             self._nodes.clear()

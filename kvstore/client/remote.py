@@ -11,9 +11,11 @@ from contextlib import suppress
 
 from kvstore.client.vram import VramNodes
 from kvstore.core.breaker import Breaker, BreakerState
+from kvstore.core.record import RecordSigner
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import IndexUnavailableError, PeerError
 from kvstore.forks import in_each_child
+from kvstore.index.announced import announced_node
 from kvstore.index.base import Index
 from kvstore.limits import (
     NODE_BELIEVED_S,
@@ -78,10 +80,13 @@ class RemoteNodes:
         security: StreamSecurity,
         timeout_s: float,
         vram: VramNodes | None = None,
+        signer: RecordSigner | None = None,
     ) -> None:
-        """With `vram`, nodes in VRAM of this host count too: their blocks have to travel."""
+        """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
+        `signer` only nodes count whose announcement it signed."""
         self.vram = vram
         self._index = index
+        self._signer = signer
         self._allowed = allowed
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
@@ -128,16 +133,12 @@ class RemoteNodes:
                 return known
             known.asked_at = now
         try:
-            raw = self._index.node(node_id)
+            word = announced_node(self._index, node_id, self._signer)
         except IndexUnavailableError:
             if now >= known.confirmed_at + NODE_TTL_S - NODE_BELIEVED_S:
                 known.word = None
             return known
-        word = Announcement.unpack(raw) if raw is not None else None
-        if word is not None and (
-            word.node_id != node_id
-            or choose(self._allowed, self._offered(word), mapped=False) is None
-        ):
+        if word is not None and not choose(self._allowed, self._offered(word), mapped=False):
             word = None
         known.word, known.confirmed_at = word, now
         return known

@@ -16,8 +16,9 @@ from kvstore.client.answers import CODES
 from kvstore.client.base import Reservation
 from kvstore.client.remote import RemoteNodes
 from kvstore.core.placement import Candidate, emptiest_first
-from kvstore.core.record import unpack_record
+from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
+from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
@@ -46,11 +47,14 @@ class RemoteWriter:
         remote: RemoteNodes,
         index: Index,
         readable: Callable[[Sequence[Key]], Sequence[Record | None]],
+        signer: RecordSigner | None = None,
     ) -> None:
-        """`readable` gives the records of blocks that can be read from here (`Reader.readable`)."""
+        """`readable` gives the records of blocks that can be read from here (`Reader.readable`);
+        with `signer`, only nodes count whose announcement it signed."""
         self._remote = remote
         self._index = index
         self._readable = readable
+        self._signer = signer
         self._salt = random.getrandbits(64)
         self._lock = threading.Lock()
         self._nodes: dict[int, Announcement] = {}
@@ -88,15 +92,12 @@ class RemoteWriter:
 
     def _look_around(self) -> None:
         try:
-            announced = self._index.nodes()
+            words = announced_nodes(self._index, self._signer)
         except IndexUnavailableError:
             return  # those known before may still be there
-        words = {node_id: Announcement.unpack(raw) for node_id, raw in announced.items()}
         with self._lock:
             self._nodes = {
-                node_id: word
-                for node_id, word in words.items()
-                if word is not None and self._remote.stream.usable(word)
+                node_id: word for node_id, word in words.items() if self._remote.stream.usable(word)
             }
             self._sent_bytes = {}
 

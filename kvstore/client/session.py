@@ -123,14 +123,15 @@ class BlockSession:
             use=SHM in self.transports,
             mapping=self._upkeep.start,
         )
+        self._signer = signer = RecordSigner(key, key_prefix) if key else None
         self.remote = RemoteNodes(
             self.index,
             self.transports,
             security or StreamSecurity.from_environment(),
             self.limits.stream_timeout_s,
             self._vram_nodes(key_prefix, device, sees_vram),
+            signer,
         )
-        self._signer = signer = RecordSigner(key, key_prefix) if key else None
         suspicion = Suspicion(self.limits.request_timeout_s)
         self.reader = Reader(
             self.index, self.nodes, self.remote, signer=signer, suspicion=suspicion
@@ -142,7 +143,7 @@ class BlockSession:
             checksums=verify == "always",
             start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
         )
-        self.remote_writer = RemoteWriter(self.remote, self.index, self.reader.readable)
+        self.remote_writer = RemoteWriter(self.remote, self.index, self.reader.readable, signer)
         self._explainer = Explainer(
             self.index,
             self.remote,

@@ -20,6 +20,8 @@ RECORD_BYTES = _BODY.size + _CRC.size
 assert RECORD_BYTES == 44
 SIGNATURE_BYTES = 16
 SIGNED_RECORD_BYTES = RECORD_BYTES + SIGNATURE_BYTES
+_WORD_FIELD = b', "signature": "%s"}'
+_WORD_FIELD_BYTES = len(_WORD_FIELD % bytes(2 * SIGNATURE_BYTES))
 
 
 def pack_record(key: Key, location: Location) -> bytes:
@@ -66,21 +68,24 @@ def slot_of(record: bytes) -> tuple[int, int]:
 
 
 class RecordSigner:
-    """Signs records of one tenant, and tells right signatures from wrong ones.
+    """Signs records of one tenant and announcements of its nodes, and tells right signatures
+    from wrong ones.
 
     BLAKE2b with a key, 128 bits, over tenant, key and record. Whoever can check a
     signature can make one: it keeps out those who reach Redis and lack the secret.
     """
 
-    __slots__ = ("_start",)
+    __slots__ = ("_start", "_start_word")
 
     def __init__(self, secret: bytes, tenant: str) -> None:
         """`tenant` is the key prefix; a secret of any length (blake2b takes at most 64 bytes)."""
         key = blake2b(secret, digest_size=32, person=b"kvstore-sign-key").digest()
         self._start = blake2b(key=key, digest_size=SIGNATURE_BYTES, person=b"kvstore-record")
+        self._start_word = blake2b(key=key, digest_size=SIGNATURE_BYTES, person=b"kvstore-node")
         # As long as it says, so that no two tenants and keys are the same bytes.
         raw = tenant.encode()
-        self._start.update(len(raw).to_bytes(4, "little") + raw)
+        for start in (self._start, self._start_word):
+            start.update(len(raw).to_bytes(4, "little") + raw)
 
     def signed(self, key: Key, record: bytes) -> bytes:
         """`record` and its signature."""
@@ -92,6 +97,21 @@ class RecordSigner:
             return False
         expected = self._signature(key, record[:RECORD_BYTES])
         return compare_digest(expected, record[RECORD_BYTES:])
+
+    def announcement(self, raw: bytes) -> bytes:
+        """The JSON object `raw` with one more field at its end: the signature of all before it.
+        Readers without the key pass it over, as any field that they do not know."""
+        return raw[:-1] + self._word_field(raw)
+
+    def announced(self, raw: bytes) -> bool:
+        """Whether `raw` is what `announcement` made of an object."""
+        end = len(raw) - _WORD_FIELD_BYTES
+        return end > 0 and compare_digest(self._word_field(raw[:end] + b"}"), raw[end:])
+
+    def _word_field(self, raw: bytes) -> bytes:
+        state = self._start_word.copy()
+        state.update(raw)
+        return _WORD_FIELD % state.hexdigest().encode()
 
     def _signature(self, key: Key, record: bytes) -> bytes:
         state = self._start.copy()

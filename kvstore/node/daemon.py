@@ -148,6 +148,7 @@ class Node:
         arenas, arena_bytes = config.shape()
         node_id = node_id_of(config.run_dir, config.name)
         key = secret(SIGNING_KEY, config.signing_key)
+        self._signer = RecordSigner(key, config.key_prefix) if key else None
         epoch = next_epoch(config.run_dir, config.name, time.time())
         make_core = partial(
             self.core_class,
@@ -157,7 +158,7 @@ class Node:
             arena_bytes=arena_bytes,
             limits=config.limits,
             policy=POLICIES[config.policy],
-            signer=RecordSigner(key, config.key_prefix) if key else None,
+            signer=self._signer,
         )
         base = segment_base(config.shm_dir, node_id, epoch)
         if config.end_with_last_client or not self.restartable:
@@ -239,10 +240,12 @@ class Node:
 
     def _heartbeat(self) -> Heartbeat:
         assert self.announcement is not None
-        return Heartbeat(self.index, self.announcement, self.publisher.refill, self._free_bytes)
+        return Heartbeat(
+            self.index, self.announcement, self.publisher.refill, self._free_bytes, self._signer
+        )
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
-        return Scrubber(self.core, self.index, self.publisher, heartbeat.beat)
+        return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)
 
     def _sweeper(self) -> Sweeper:
         config = self.config

@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable
 
+from kvstore.core.record import RecordSigner
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
@@ -31,11 +32,14 @@ class Heartbeat:
         announcement: Announcement,
         on_lost: Callable[[], None],
         free_bytes: Callable[[], int],
+        signer: RecordSigner | None = None,
     ) -> None:
+        """With `signer`, what is announced is signed."""
         self._index = index
         self._announcement = announcement
         self._on_lost = on_lost
         self._free_bytes = free_bytes
+        self._signer = signer
         self._incarnation = ""
         self._first = True
         """Nothing can have been published yet."""
@@ -52,7 +56,8 @@ class Heartbeat:
         try:
             incarnation = self._index.incarnation()
             word = dataclasses.replace(self._announcement, free_bytes=self._free_bytes())
-            self._index.announce(word.node_id, word.pack(), ANNOUNCEMENT_TTL_S)
+            raw = word.pack() if self._signer is None else self._signer.announcement(word.pack())
+            self._index.announce(word.node_id, raw, ANNOUNCEMENT_TTL_S)
         except IndexUnavailableError as e:
             if self._reachable:
                 log.warning("node %s cannot reach the index: %s", self._announcement.name, e)

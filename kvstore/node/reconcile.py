@@ -7,11 +7,12 @@ import logging
 from collections.abc import Callable
 
 from kvstore.core.node import NodeCore
+from kvstore.core.record import RecordSigner
 from kvstore.core.scrub import Scrub
 from kvstore.errors import IndexUnavailableError
+from kvstore.index.announced import announced_node
 from kvstore.index.base import Index
 from kvstore.node.publisher import Publisher
-from kvstore.nodedir import Announcement
 
 log = logging.getLogger("kvstore.node")
 
@@ -24,13 +25,20 @@ class Scrubber:
     """Looks up a few keys now and then, unless blocks are to be published; then lost ones are."""
 
     def __init__(
-        self, core: NodeCore, index: Index, publisher: Publisher, beat: Callable[[], None]
+        self,
+        core: NodeCore,
+        index: Index,
+        publisher: Publisher,
+        beat: Callable[[], None],
+        signer: RecordSigner | None = None,
     ) -> None:
-        """`beat` asks the index at once whether it is the one that it was."""
+        """`beat` asks the index at once whether it is the one that it was; with `signer`, other
+        nodes count only when it signed what they announce."""
         self._scrub = Scrub(core)
         self._index = index
         self._publisher = publisher
         self._beat = beat
+        self._signer = signer
 
     async def run(self) -> None:
         while True:
@@ -55,6 +63,5 @@ class Scrubber:
             self._beat()  # very likely all is gone: do not wait for the next heartbeat
 
     def _epoch_of(self, node_id: int) -> int | None:
-        raw = self._index.node(node_id)
-        word = Announcement.unpack(raw) if raw is not None else None
+        word = announced_node(self._index, node_id, self._signer)
         return word.epoch if word is not None else None

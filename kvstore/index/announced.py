@@ -1,0 +1,31 @@
+"""What the index says of nodes, as far as it can be believed."""
+
+from __future__ import annotations
+
+from kvstore.core.record import RecordSigner
+from kvstore.index.base import Index
+from kvstore.nodedir import Announcement
+
+
+def announced_node(
+    index: Index, node_id: int, signer: RecordSigner | None = None
+) -> Announcement | None:
+    """What `node_id` announces; None when it does not, or not so that it counts.
+
+    With a `signer`, only what it signed counts: who can write into the index could name
+    another address. Raises `IndexUnavailableError`.
+    """
+    return _believed(node_id, index.node(node_id), signer)
+
+
+def announced_nodes(index: Index, signer: RecordSigner | None = None) -> dict[int, Announcement]:
+    """All nodes that announce themselves, by id; as `announced_node` otherwise."""
+    believed = {node_id: _believed(node_id, raw, signer) for node_id, raw in index.nodes().items()}
+    return {node_id: word for node_id, word in believed.items() if word is not None}
+
+
+def _believed(node_id: int, raw: bytes | None, signer: RecordSigner | None) -> Announcement | None:
+    if raw is None or not (signer is None or signer.announced(raw)):
+        return None
+    word = Announcement.unpack(raw)
+    return word if word is not None and word.node_id == node_id else None
