@@ -26,6 +26,8 @@ from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.node.sharing import group_id
 from kvstore.nodedir import sweep
+from kvstore.segment.abandoned import free_abandoned, segments
+from kvstore.segment.shm import SHM_DIR
 from kvstore.transport.address import parse_listen
 from kvstore.transport.security import (
     SECRET,
@@ -61,7 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clean",
         action="store_true",
-        help="start nothing: free what dead nodes of this run directory left behind",
+        help="start nothing: free what dead nodes of this run directory left behind, and of others "
+        "what no start can take over",
     )
     parser.add_argument("--end-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     add_verbose(parser)
@@ -167,8 +170,17 @@ def _clean(run_dir: Path) -> int:
     removed = sweep(run_dir, kept=True)
     for name in removed:
         print(f"node {name} is dead: removed what it left behind")
-    if not removed:
-        print(f"no dead node in {run_dir}")
+    freed = free_abandoned(homeless=True)
+    for segment in freed:
+        print(f"{segment.base}: {human_bytes(segment.size_bytes)} of a dead node freed")
+    if not removed and not freed:
+        print(f"no dead node in {run_dir}, nothing of one in {SHM_DIR} that none can take over")
+    for segment in segments():
+        if not segment.owned and segment.waits_s:
+            print(
+                f"{segment.base}: {human_bytes(segment.size_bytes)} wait another "
+                f"{segment.waits_s / 60:.0f} min for the next start of {segment.home_named}"
+            )
     return 0
 
 

@@ -69,6 +69,13 @@ class Segment(NamedTuple):
         return word is None or word.head_path != f"{self.base}{HEAD}"
 
     @property
+    def home_named(self) -> str:
+        """For messages: the node and its run directory."""
+        if self.home is None:
+            return "a node that it does not name"
+        return f"node {self.home.name} in run directory {self.home.parent.parent}"
+
+    @property
     def waits_s(self) -> float:
         """How long it is left for its node's next start; 0: whoever looks may free it."""
         return 0.0 if self.owned else max(RESTART_WITHIN_S - self.age_s, 0.0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,7 +157,7 @@ def test_a_killed_node_is_told_of_and_how_it_is_swept(place: Place) -> None:
     os.utime(NodeDir(place.run_dir, "one").keep, (0, 0))  # as if it had died long ago
     found = machine.leftovers(context(run_dir=place.run_dir))
     (dead,) = [f for f in found if "node one is dead" in f.found]
-    assert (dead.level, "the next start of a node" in dead.do) == (Level.WARN, True)
+    assert (dead.level, "free it within a minute" in dead.do) == (Level.WARN, True)
     assert "still holds 4.1 MiB" in dead.found
 
 
@@ -173,14 +174,44 @@ def test_a_warm_start_and_what_came_of_it_are_told(place: Place) -> None:
     assert "one: warm start with 1 blocks, 0 unsealed or damaged dropped" in told
 
 
-def test_a_segment_that_nobody_uses_is_told_of(place: Place) -> None:
-    path = Path(f"/dev/shm/kvstore-{os.getuid()}-test{os.getpid()}-0.data")
-    path.write_bytes(b"x")
+def test_a_segment_of_another_run_directory_is_told_of_and_never_to_be_deleted_by_hand(
+    place: Place, tmp_path: Path
+) -> None:
+    """Its node may come back within ten minutes; whose directory is gone cannot."""
+    running = place.node("--name", "one")
+    (base,) = {str(path.with_suffix("")) for path in place.segments("one")}
+
+    def told() -> list[Finding]:
+        found = machine.leftovers(context(run_dir=tmp_path))
+        assert not any("rm " in f.do for f in found)
+        return [f for f in found if base in f.found]
+
+    assert told() == []
+    running.end(signal.SIGKILL)
+    (waits,) = told()
+    assert waits.level is Level.INFO
+    assert f"10 min for the next start of node one in run directory {place.run_dir}" in waits.found
+    shutil.rmtree(place.run_dir)
+    (gone,) = told()
+    assert (gone.level, gone.do) == (Level.WARN, "free them: kvstore node --clean")
+    cleaned = Place().here("node", "--clean").stdout.decode()
+    assert f"{base}: 4.1 MiB of a dead node freed" in cleaned
+    assert told() == []
+
+
+def test_a_file_that_another_user_put_there_is_named_and_passed_over(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = Path(f"/dev/shm/kvstore-{os.getuid()}-planted{os.getpid()}.head")
+    planted.symlink_to("/nowhere")
     try:
         found = machine.leftovers(context(run_dir=place.run_dir))
-        assert any(str(path) in f.found and f.level is Level.WARN for f in found)
+        (told,) = [f for f in found if str(planted) in f.found]
+        assert (told.level, "passed over" in told.found) == (Level.INFO, True)
+        assert str(planted) not in place.here("node", "--clean").stdout.decode()
+        assert planted.is_symlink()
     finally:
-        path.unlink()
+        planted.unlink()
 
 
 def test_a_node_that_hangs_is_a_failure_in_time(

@@ -18,6 +18,7 @@ from kvstore.limits import ARENA_BYTES_DEFAULT
 from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.nodedir import NAME_CHARS_MAX, Announcement, NodeDir, node_dirs
 from kvstore.rundir import RUN_DIR_ENV, run_dir, socket_path
+from kvstore.segment.abandoned import HEAD, Segment, foreign_files, segments
 from kvstore.segment.shm import RESERVE_BYTES, SHM_DIR, header_file_bytes
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import Address
@@ -25,7 +26,7 @@ from kvstore.transport.cuda_memory import Address
 PYTHON_MIN, PYTHON_BELOW = (3, 11), (3, 15)
 SHM_BYTES_MIN = 32 << 20
 """Below this no node is of any use."""
-SWEEPERS = "the next start of a node or a client that closes removes it, or `kvstore node --clean`"
+SWEEPERS = "nodes, `kvstore up` and clients free it within a minute, or `kvstore node --clean` now"
 THP_FILE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
@@ -112,14 +113,10 @@ def leftovers(context: Context) -> list[Finding]:
             continue
         found = f"node {directory.name} is dead and still holds {human_bytes(held)}"
         findings.append(Finding(Level.WARN, found, SWEEPERS))
-    others = {str(path) for path in SHM_DIR.glob(f"kvstore-{os.getuid()}-*")} - living - dead
-    mapped = _mapped() if others else set()
-    for name in sorted(others - mapped):
-        found = f"{name} is of a node in another run directory, and no process uses it"
-        findings.append(Finding(Level.WARN, found, f"delete it: rm {name}"))
-    if others & mapped:
-        found = f"{len(others & mapped)} files in use by nodes of other run directories"
-        findings.append(Finding(Level.INFO, found))
+    findings += _elsewhere([s for s in segments() if f"{s.base}{HEAD}" not in living | dead])
+    for path in foreign_files():
+        found = f"{path} belongs to another user, and is called like a segment of this one"
+        findings.append(Finding(Level.INFO, f"{found}; it is passed over"))
     return findings or [Finding(Level.OK, f"no segment of a dead node in {SHM_DIR}")]
 
 
@@ -130,12 +127,29 @@ def _size_of(name: str) -> int:
         return 0
 
 
-def _mapped() -> set[str]:
-    """Segment files that some process of this user has mapped."""
-    found: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        found |= set(re.findall(rf"{SHM_DIR}/kvstore-\S+", read_text(str(maps))))
-    return found
+def _elsewhere(others: list[Segment]) -> list[Finding]:
+    """Segments of this user's nodes in other run directories."""
+    findings = []
+    for segment in others:
+        held = f"{segment.base}: {human_bytes(segment.size_bytes)}"
+        if segment.owned:
+            continue
+        if segment.homeless:
+            found = f"{held} of a dead node whose directory is gone ({segment.home_named})"
+            findings.append(Finding(Level.WARN, found, "free them: kvstore node --clean"))
+        elif segment.waits_s:
+            found = (
+                f"{held} wait another {segment.waits_s / 60:.0f} min for the next start of "
+                f"{segment.home_named}"
+            )
+            findings.append(Finding(Level.INFO, found))
+        else:
+            found = f"{held} are still held; dead is {segment.home_named}"
+            findings.append(Finding(Level.WARN, found, SWEEPERS))
+    if living := sum(segment.owned for segment in others):
+        found = f"{living} segments in use by nodes of other run directories"
+        findings.append(Finding(Level.INFO, found))
+    return findings
 
 
 def memlock(context: Context) -> list[Finding]:
