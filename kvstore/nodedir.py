@@ -3,6 +3,7 @@
     lock          flock held for as long as the node's process lives
     node.json     its announcement (also in the index)
     control.sock  its control socket
+    room          bytes it can take without evicting, a hint
     keep          its last sign of life, when its segment is to wait for its next start
     leases/ID     one file per client, flock held for as long as the client's process lives
 
@@ -29,7 +30,8 @@ from kvstore.limits import RESTART_WITHIN_S
 log = logging.getLogger("kvstore.node")
 
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
-KEEP = "keep"
+KEEP, ROOM = "keep", "room"
+ROOM_BYTES = 8
 NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
 
@@ -133,6 +135,7 @@ class NodeDir:
         self.socket = self.path / SOCKET
         self.leases = self.path / LEASES
         self.keep = self.path / KEEP
+        self.room_path = self.path / ROOM
 
     def announce(self, word: Announcement) -> None:
         """Readers see the old announcement or the new one, whenever the node is killed."""
@@ -140,6 +143,22 @@ class NodeDir:
         fresh.write_bytes(word.pack())
         fresh.chmod(0o644)  # who may enter the directory may read it, whatever the umask
         fresh.rename(self.announcement_path)
+
+    def say_room(self, free_bytes: int) -> None:
+        """Clients of this host weigh their nodes by it. Where it cannot be written, they do not."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self.room_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.pwrite(fd, free_bytes.to_bytes(ROOM_BYTES, "little"), 0)
+            finally:
+                os.close(fd)
+
+    def room(self) -> int:
+        """What the node said last; 0 when it said nothing."""
+        try:
+            return int.from_bytes(self.room_path.read_bytes()[:ROOM_BYTES], "little")
+        except OSError:
+            return 0
 
     def keep_segment(self) -> None:
         """From here on, and while this is said again and again, a crash costs no blocks."""

@@ -54,12 +54,17 @@ class NodeProcess:
         key_prefix: str | None = None,
         options: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
+        run_dir: Path | None = None,
+        name: str = "node",
     ) -> None:
-        """`key_prefix` is one of its own unless given: nodes with the same one share blocks."""
+        """`key_prefix` is one of its own unless given: nodes with the same one share blocks.
+        Nodes of one `run_dir` are on one host; without one, each is on its own."""
         self.redis = redis
-        self.run_dir = Path(tempfile.mkdtemp(prefix="kvn-"))
+        self._of_its_own = run_dir is None
+        self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="kvn-"))
+        self.name = name
         self.key_prefix = key_prefix or f"kv:{self.run_dir.name}"
-        self.directory = NodeDir(self.run_dir, "node")
+        self.directory = NodeDir(self.run_dir, name)
         self._options = ("--size", str(size), "--arena", str(arena), *options)
         self._environment = {**os.environ, **(environment or {})}
         self.start()
@@ -88,7 +93,7 @@ class NodeProcess:
         self.process = WarmProcess(
             command,
             *("node", "--url", self.redis.url, "--run-dir", str(self.run_dir)),
-            *("--key-prefix", self.key_prefix, *self._options, *options),
+            *("--name", self.name, "--key-prefix", self.key_prefix, *self._options, *options),
             environment=self._environment,
         )
         wait_until(self._ready, "the node is ready")
@@ -123,7 +128,8 @@ class NodeProcess:
             self.process.terminate()
             self.process.wait(20)
         self.forget()
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        if self._of_its_own:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def __enter__(self) -> NodeProcess:
         return self

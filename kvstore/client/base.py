@@ -135,7 +135,7 @@ class BlockStore(Protocol):
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[Reservation | PutResult]:
-        """Ask the local node for a slot per key; one request.
+        """Ask the nodes of this host for a slot per key; one request to each that is to have some.
 
         A key that needs no writing comes back as its `PutResult` (exists, in
         progress by another, rejected and why). Raises `NodeUnavailableError` or
@@ -160,11 +160,11 @@ class BlockStore(Protocol):
         ...
 
     def pin(self, keys: Sequence[Key]) -> list[Found | None]:
-        """Keep blocks of the local node where they are; one request, no index.
+        """Keep blocks of this host's nodes where they are; no index.
 
         A pinned block is not evicted until as many `unpin`s, `close` or the end of
-        this process; `clear` still makes it a miss. None where the local node has
-        no such block or this store holds as many pins as it may
+        this process; `clear` still makes it a miss. None where no node here has
+        such a block or this store holds as many pins as it may
         (`Limits.pins_per_client`). Raises `NodeUnavailableError` or `DeadlineError`;
         then nothing is pinned.
         """
@@ -176,7 +176,7 @@ class BlockStore(Protocol):
         ...
 
     def clear(self, namespace_id: int) -> int:
-        """Drop every block of a namespace on the local node; returns how many.
+        """Drop every block of a namespace on the nodes of this host; returns how many.
 
         Raises `NodeUnavailableError` or `DeadlineError`.
         """
@@ -189,7 +189,7 @@ class BlockStore(Protocol):
     def mappings(self) -> Sequence[PoolMapping]:
         """What of this host's memory blocks are read from and written to in place, now.
 
-        Finds the local node if nobody has yet, but starts none. Never raises for a peer's
+        Finds the nodes of this host if nobody has yet, but starts none. Never raises for a peer's
         fault: what is not there is not among them.
         """
         ...

@@ -41,8 +41,8 @@ class Client:
     With no `url` (and no KVSTORE_URL) the embedded Redis and an embedded memory
     node of `node_size_bytes` serve all such clients of this user on this machine,
     and end with the last of them; the largest value is a sixteenth of the node. With
-    a `url`, values are saved to the memory node on this host that serves the same
-    index (`node` names one).
+    a `url`, values are saved to the memory nodes on this host that serve the same
+    index (`node` names the one to save to).
 
     What is missing or cannot be reached is a miss: gets return None, puts say
     "rejected" and why. Only wrong arguments raise (`UsageError`), and calls that

@@ -102,6 +102,12 @@ class ControlChannel:
         does: connect again."""
         self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
 
+    @property
+    def silent(self) -> bool:
+        """The node did not answer lately, and is not to be asked yet."""
+        breaker = self._breaker
+        return breaker.state is not BreakerState.CLOSED and time.monotonic() < breaker.probe_at
+
     def request(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Any:
         """The node's answer, as `accept` makes it."""
         return self.collect(self.post(op, *args, accept=accept))

@@ -56,6 +56,8 @@ class LocalNodes:
         self.mapped: tuple[Attached, ...] = ()
         """Every segment that is mapped now, the newest first."""
         self._absent: dict[tuple[int, int], float] = {}
+        self._ours: set[tuple[int, int]] = set()
+        """Starts of nodes that the index knew."""
         self._checked_at = 0.0
         self._looked_around_at = float("-inf")
         self.gone = 0
@@ -148,15 +150,21 @@ class LocalNodes:
             sweep(self._run_dir)
 
     def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
-        """The node on this host to write to: alive, and known to the same index.
+        """The first of `writables`, or the one called `name`; raises as they do."""
+        for found in self.writables():
+            if name is None or found[1].name == name:
+                return found
+        return None
 
-        With `name`, that one or none. Raises `IndexUnavailableError` when there may
-        be one but the index cannot say whether it is one of its own.
+    def writables(self) -> list[tuple[Announcement, NodeDir]]:
+        """The nodes on this host to write to, by name: alive, and known to the same index.
+
+        Raises `IndexUnavailableError` when there may be one but the index cannot say
+        whether any is one of its own.
         """
+        found: list[tuple[Announcement, NodeDir]] = []
         unanswered: IndexUnavailableError | None = None
         for directory in node_dirs(self._run_dir) if self._use else ():
-            if name is not None and directory.name != name:
-                continue
             word = directory.announcement()
             if word is None or word.key_prefix != self._key_prefix:
                 continue
@@ -166,13 +174,25 @@ class LocalNodes:
                 sweep(self._run_dir)
                 continue
             try:
-                if self._index.node(word.node_id) is not None:
-                    return word, directory
+                if self._is_ours(word):
+                    found.append((word, directory))
             except IndexUnavailableError as e:
                 unanswered = e
-        if unanswered is not None:
+        if unanswered is not None and not found:
             raise unanswered
-        return None
+        return found
+
+    def _is_ours(self, word: Announcement) -> bool:
+        """Whether the index knows the node. Asked once for each of its starts: it does not
+        change its index while it lives."""
+        start = (word.node_id, word.epoch)
+        if start not in self._ours:
+            if self._index.node(word.node_id) is None:
+                return False
+            if len(self._ours) >= ABSENT_MAX:
+                self._ours.clear()
+            self._ours.add(start)
+        return True
 
     def close(self) -> None:
         """From here on there are none: what another thread asks for meanwhile is not mapped."""

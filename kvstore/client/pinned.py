@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple, Self
 
 from kvstore.client.base import Found
+from kvstore.client.host_writer import HostWriter
 from kvstore.client.reader import Place
-from kvstore.client.writer import Writer
 from kvstore.types import Key
 
 
@@ -25,7 +25,7 @@ class Pinned:
     Also safe to drop: the pin ends with the client at the latest.
     """
 
-    def __init__(self, writer: Writer, place: Place, key: Key, record: bytes) -> None:
+    def __init__(self, writer: HostWriter, place: Place, key: Key, record: bytes) -> None:
         self._writer = writer
         self._key = key
         self._record: bytes | None = record

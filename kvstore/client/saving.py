@@ -1,15 +1,18 @@
-"""Many values into the store: while one part is copied, the node works on the parts beside it."""
+"""Many values into the store: while one part is copied, nodes work on the parts beside it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 
 import xxhash
 
 from kvstore.client.answers import NO_SPACE
 from kvstore.client.base import Reservation
+from kvstore.client.host_writer import HostWriter
+from kvstore.client.link import NodeLink
 from kvstore.client.tensors import Payload
 from kvstore.client.wants import Want
 from kvstore.client.writer import Later, Writer
@@ -32,48 +35,136 @@ NO_SPACE_TRIES = 6
 NO_SPACE_WAIT_S = 0.002
 """Before the second try; doubles with each further one."""
 
+ROUNDS = 2
+"""A node that is gone or silent is one that was not known to be: what was meant for it is asked
+of the others once."""
+
 _GONE = (NodeUnavailableError, DeadlineError)
 
 
 def save(
-    writer: Writer,
+    host: HostWriter,
     namespace_id: int,
     keys: Sequence[Key],
     payloads: Sequence[Payload],
     *,
     checksums: bool,
 ) -> list[PutResult]:
-    """Put `payloads` under `keys`; a node that cannot be reached rejects."""
-    results: list[PutResult] = []
-    for start, end in _windows(payloads):
-        window = payloads[start:end]
+    """Put `payloads` under `keys`. What the node that it was meant for could not be asked goes
+    to another; where none can be reached, all is rejected."""
+    results: list[PutResult] = [IN_PROGRESS] * len(keys)
+    todo = list(range(len(keys)))
+    without: set[NodeLink] = set()
+    for _ in range(ROUNDS):
+        blocks = [(keys[i], payloads[i].size_bytes) for i in todo]
         try:
-            wants = _wants(keys[start:end], window, writer.inline_bytes, checksums)
-        except _GONE as e:
-            results += [rejected(str(e))] * len(window)
-            continue
-        results += _with_patience(writer, namespace_id, wants, window)
+            plan = host.plan(blocks, without)
+        except NodeUnavailableError as e:
+            if not without:
+                results = [rejected(str(e))] * len(keys)
+            break
+        shares = [
+            _Share(link, writer, namespace_id, [todo[i] for i in which], keys, payloads, checksums)
+            for writer, link, which in plan
+        ]
+        _run(shares)
+        todo = []
+        for share in shares:
+            for i, result in zip_longest(share.which, share.results):
+                results[i] = rejected(str(share.failure)) if result is None else result
+                if result is None:
+                    todo.append(i)
+                    without.add(share.link)
+        if not todo:
+            break
     if len(keys) > 1 and sum(payload.size_bytes for payload in payloads) >= PART_BYTES_MIN:
         # What went in several requests was sealed head first: the end of a run would outlive it.
-        writer.touch(keys, time.monotonic(), at_once=True)
+        host.touch(keys, time.monotonic(), at_once=True)
     return results
 
 
-def _with_patience(
-    writer: Writer, namespace_id: int, wants: Sequence[Want], payloads: Sequence[Payload]
-) -> list[PutResult]:
+def _run(shares: Sequence[_Share]) -> None:
+    """Side by side: each node is asked before the answer of any is waited for."""
+    try:
+        while begun := [share for share in shares if share.begin()]:
+            for share in begun:
+                share.finish()
+    finally:
+        for share in shares:
+            share.close()
+
+
+class _Share:
+    """What is saved to one node, a window at a time."""
+
+    def __init__(
+        self,
+        link: NodeLink,
+        writer: Writer,
+        namespace_id: int,
+        which: Sequence[int],
+        keys: Sequence[Key],
+        payloads: Sequence[Payload],
+        checksums: bool,
+    ) -> None:
+        self.link = link
+        self.which = which
+        """The numbers of its keys in the call."""
+        self.results: list[PutResult | None] = []
+        """What became of the first of them; None as in `_Window`, as it is for the others."""
+        self.failure: NodeUnavailableError | None = None
+        self._writer = writer
+        self._namespace_id = namespace_id
+        self._keys = [keys[i] for i in which]
+        self._payloads = [payloads[i] for i in which]
+        self._checksums = checksums
+        self._windows = _windows(self._payloads)
+        self._window: _Window | None = None
+
+    def begin(self) -> bool:
+        """Ask for the next window; False when there is none."""
+        bounds = None if self.failure is not None else next(self._windows, None)
+        if bounds is None:
+            return False
+        start, end = bounds
+        payloads = self._payloads[start:end]
+        wants = _wants(self._keys[start:end], payloads, self.link.inline_bytes, self._checksums)
+        self._window = _Window(self._writer, self._namespace_id, wants, payloads)
+        try:
+            self._window.begin()
+        except NodeUnavailableError as e:
+            self.failure, self._window = e, None
+        except DeadlineError as e:
+            self.results += [rejected(str(e))] * len(wants)
+            self._window = None
+        return True
+
+    def finish(self) -> None:
+        window = self._window
+        if window is None:
+            return
+        self.results += _with_patience(window)
+        self.failure, self._window = window.failure, None
+
+    def close(self) -> None:
+        """Whatever ended it, nothing stays reserved."""
+        if self._window is not None:
+            self._window.close()
+
+
+def _with_patience(window: _Window) -> list[PutResult | None]:
     """Try again what found every slot reserved: reservations are short, and some were ours."""
-    results = _Window(writer, namespace_id, wants, payloads).run()
+    results = window.finish()
     for attempt in range(NO_SPACE_TRIES):
         again = [i for i, result in enumerate(results) if result is NO_SPACE]
         if not again:
             break
         if len(again) == len(results):
             time.sleep(NO_SPACE_WAIT_S * 2**attempt)
-        wanted = [wants[i] for i in again]
-        retried = _Window(writer, namespace_id, wanted, [payloads[i] for i in again]).run()
-        for i, result in zip(again, retried, strict=True):
+        further = window.of(again)
+        for i, result in zip(again, further.run(), strict=True):
             results[i] = result
+        window.failure = further.failure
     return results
 
 
@@ -122,39 +213,69 @@ class _Window:
         self._namespace_id = namespace_id
         self._wants = wants
         self._payloads = payloads
-        self._results: list[PutResult] = [IN_PROGRESS] * len(wants)
+        self._results: list[PutResult | None] = [None] * len(wants)
+        self.failure: NodeUnavailableError | None = None
         self._commits: list[tuple[list[int], Later]] = []
+        self._parts = self._divided(wants)
+        self._ahead: Later | None = None
+        """The answer to what was asked for and is not written yet."""
 
-    def run(self) -> list[PutResult]:
-        parts = self._parts()
-        answers: Sequence[Reservation | PutResult]
-        ahead: Later | None = None
+    def of(self, which: Sequence[int]) -> _Window:
+        """A new one, of some of its values."""
+        wants = [self._wants[i] for i in which]
+        return _Window(self._writer, self._namespace_id, wants, [self._payloads[i] for i in which])
+
+    def run(self) -> list[PutResult | None]:
+        """`begin` and `finish`; raises nothing for a peer's fault."""
+        try:
+            self.begin()
+        except _GONE as e:
+            self._failed(e, range(len(self._wants)))
+            return self._results
+        return self.finish()
+
+    def begin(self) -> None:
+        """Ask for the slots of the first part."""
+        self._ahead = self._writer.reserve_later(self._wants[self._parts[0]], self._namespace_id)
+
+    def finish(self) -> list[PutResult | None]:
+        """What became of each; None where the node went away, and it may be saved elsewhere."""
         done = 0
         try:
-            for i, part in enumerate(parts):
-                if ahead is None:
-                    answers = self._writer.reserve(self._wants[part], self._namespace_id)
-                else:
-                    answers = ahead()
-                    ahead = None
-                if i + 1 < len(parts):
-                    wants = self._wants[parts[i + 1]]
-                    ahead = self._writer.reserve_later(wants, self._namespace_id)
+            for i, part in enumerate(self._parts):
+                assert self._ahead is not None
+                ahead, self._ahead = self._ahead, None
+                answers = ahead()
+                if i + 1 < len(self._parts):
+                    wants = self._wants[self._parts[i + 1]]
+                    self._ahead = self._writer.reserve_later(wants, self._namespace_id)
                 self._write(part.start, answers)
                 done = part.stop
         except _GONE as e:
-            for i in range(done, len(self._wants)):
-                self._results[i] = rejected(str(e))
+            self._failed(e, range(done, len(self._wants)))
         finally:
-            if ahead is not None:
-                with suppress(PeerError):
-                    self._writer.abort([a for a in ahead() if isinstance(a, Reservation)])
+            self.close()
         self._collect()
         return self._results
 
-    def _parts(self) -> list[slice]:
-        count = len(self._wants)
-        total_bytes = sum(want.size_bytes for want in self._wants if want.value is None)
+    def _failed(self, error: NodeUnavailableError | DeadlineError, which: Iterable[int]) -> None:
+        if isinstance(error, NodeUnavailableError):
+            self.failure = error
+        else:  # it may still take them
+            for i in which:
+                self._results[i] = rejected(str(error))
+
+    def close(self) -> None:
+        """Give back what was asked for and not written."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            with suppress(PeerError):
+                self._writer.abort([a for a in ahead() if isinstance(a, Reservation)])
+
+    @staticmethod
+    def _divided(wants: Sequence[Want]) -> list[slice]:
+        count = len(wants)
+        total_bytes = sum(want.size_bytes for want in wants if want.value is None)
         parts = max(1, min(PARTS, count, total_bytes // PART_BYTES_MIN))
         step = -(-count // parts)
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
@@ -190,5 +311,4 @@ class _Window:
                 for i, outcome in zip(places, outcomes(), strict=True):
                     self._results[i] = outcome
             except _GONE as e:
-                for i in places:
-                    self._results[i] = rejected(str(e))
+                self._failed(e, places)

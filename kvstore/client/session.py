@@ -13,6 +13,7 @@ from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.fetching import fetch_blocks
 from kvstore.client.here import found_here, leading
+from kvstore.client.host_writer import HostWriter
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.remote import RemoteNodes
@@ -22,7 +23,6 @@ from kvstore.client.suspect import Suspicion
 from kvstore.client.upkeep import Upkeep
 from kvstore.client.vram import VramNodes
 from kvstore.client.wants import Want
-from kvstore.client.writer import Writer
 from kvstore.core.record import RecordSigner
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
@@ -70,7 +70,7 @@ class BlockSession:
 
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
     embedded Redis of this machine. `node` names the local node to write to, None
-    takes any that serves the same index. With `verify="always"` payload checksums
+    takes all that serve the same index. With `verify="always"` payload checksums
     are written and every read is checked against them, on this host too. With a
     `signing_key` (None: KVSTORE_SIGNING_KEY) only records signed with it count. With
     `node_size_bytes` the first save starts the embedded memory node, of that size,
@@ -136,7 +136,7 @@ class BlockSession:
         self.reader = Reader(
             self.index, self.nodes, self.remote, signer=signer, suspicion=suspicion
         )
-        self.writer = Writer(
+        self.writer = HostWriter(
             self.nodes,
             name=node,
             timeout_s=self.limits.request_timeout_s,
@@ -380,9 +380,10 @@ class BlockSession:
     def mappings(self) -> Sequence[PoolMapping]:
         found: list[PoolMapping] = []
         with contextlib.suppress(NodeUnavailableError):
-            link = self.writer.link(start=False)
-            if not link.reads_only and link.shm is not None:
-                found += _mapping(link.shm, writable=True)
+            for writer in self.writer.writers():
+                link = writer.linked
+                if link is not None and not link.reads_only and link.shm is not None:
+                    found += _mapping(link.shm, writable=True)
         for attached in self.nodes.mapped:
             found += _mapping(attached.shm, writable=False)
         return found

@@ -1,4 +1,4 @@
-"""Saving through the local node: reserve, copy, commit; pins and deletions go the same way.
+"""Saving through one local node: reserve, copy, commit; pins and deletions go the same way.
 
 In one file because what a client holds (`Holdings`) must change under the same lock as
 the requests that change it (rule 5).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import xxhash
 
 from kvstore.client.answers import block_rows, counters, flags, outcome, outcomes, pins, whole
 from kvstore.client.base import Reservation
-from kvstore.client.control import ControlChannel, Ticket, as_it_is
+from kvstore.client.control import Accept, ControlChannel, Ticket, as_it_is
 from kvstore.client.link import Holdings, NodeLink
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.wants import Want, reserve_arguments
@@ -29,8 +29,8 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.hashing import Namespace
-from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.nodedir import Announcement, NodeDir
 from kvstore.types import Key, Location, PutResult
 
 NODE_SEARCH_S = 0.5
@@ -51,15 +51,15 @@ class Writer:
         name: str | None,
         timeout_s: float,
         checksums: bool,
-        start_node: Callable[[], None] | None,
+        introductions: dict[int, bytes] | None = None,
     ) -> None:
+        """`introductions`, where they are shared, are `self.introductions`."""
         self._nodes = nodes
-        self.introductions: dict[int, bytes] = {}
+        self.introductions: dict[int, bytes] = {} if introductions is None else introductions
         """Fields of the namespaces that this client saves to, by id."""
         self._name = name
         self._timeout_s = timeout_s
         self._checksums = checksums
-        self._start_node = start_node
         self._lock = threading.Lock()
         self._link: NodeLink | None = None
         self._search_at = 0.0
@@ -72,11 +72,13 @@ class Writer:
 
     # --- the link ---------------------------------------------------------
 
-    def link(self, *, start: bool = True) -> NodeLink:
-        """Raises `NodeUnavailableError` when no node of this index runs on this host.
+    @property
+    def linked(self) -> NodeLink | None:
+        """The link, if there is one: nothing is looked for."""
+        return self._link
 
-        With `start`, the embedded node is started when this client may do that.
-        """
+    def link(self) -> NodeLink:
+        """Raises `NodeUnavailableError` when no node of this index runs on this host."""
         link = self._link
         if link is not None:
             return link
@@ -84,28 +86,36 @@ class Writer:
             if self._closed:
                 raise NodeUnavailableError("this client is closed")
             if self._link is None:
-                self._link = self._find(start)
+                self._link = self._find()
             return self._link
 
-    def _find(self, start: bool) -> NodeLink:
+    def join(self, word: Announcement, directory: NodeDir) -> NodeLink:
+        """`link` to this start of the node; one to a former start of it is let go."""
+        link = self._link
+        if link is not None and not _is_start(link, word):
+            self._drop(link)
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
+            if self._link is None:
+                self._link = self._joined(word, directory)
+            return self._link
+
+    def _find(self) -> NodeLink:
         now = time.monotonic()
         if now < self._search_at:
-            raise NodeUnavailableError("no memory node on this host: start one with `kvstore node`")
+            raise NodeUnavailableError(nobody_here(self._name))
         try:
             found = self._nodes.writable(self._name)
-            if found is None and start and self._start_node is not None:
-                self._start_node()
-                found = self._nodes.writable(self._name)
         except IndexUnavailableError as e:
             self._search_at = now + NODE_SEARCH_S
             raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
         if found is None:
             self._search_at = now + NODE_SEARCH_S
-            which = f"named {self._name!r} " if self._name else ""
-            raise NodeUnavailableError(
-                f"no memory node {which}on this host: start one with `kvstore node`"
-            )
-        word, directory = found
+            raise NodeUnavailableError(nobody_here(self._name))
+        return self._joined(*found)
+
+    def _joined(self, word: Announcement, directory: NodeDir) -> NodeLink:
         self._nodes.mapping()
         held = Holdings()
         control = ControlChannel(directory, (word.node_id, word.epoch), self._timeout_s, held.said)
@@ -114,7 +124,7 @@ class Writer:
         except (OSError, ValueError) as e:
             raise NodeUnavailableError(f"segment of node {word.name}: {e}") from e
         # Known to be a node of this index: its blocks can be read without asking the index.
-        self._nodes.segment(word.node_id, word.epoch, now)
+        self._nodes.segment(word.node_id, word.epoch, time.monotonic())
         return link
 
     def _ask(self, op: Op, *args: Any, accept: Callable[[NodeLink, Any], Any] | None = None) -> Any:
@@ -158,11 +168,6 @@ class Writer:
 
     # --- saving -----------------------------------------------------------
 
-    @property
-    def inline_bytes(self) -> int:
-        """The largest value that may travel in a request."""
-        return self.link().inline_bytes
-
     def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
         """A slot, or what became of it, for each of `wants`; one request per `BATCH_KEYS_MAX`."""
         answers: list[Reservation | PutResult] = []
@@ -189,13 +194,6 @@ class Writer:
             raise NodeUnavailableError(f"node {link.word.name}: this user may only read its blocks")
         return link
 
-    def introduce(self, namespaces: Iterable[Namespace]) -> None:
-        """Nodes are told of these when something is first saved there."""
-        for namespace in namespaces:
-            raw = namespace.canonical()
-            if len(raw) <= NAMESPACE_BYTES_MAX:
-                self.introductions[namespace.id] = raw
-
     def _introduce(self, namespace_id: int) -> None:
         """Tell the node once what the id stands for. After a request: then the channel is open,
         and a node that is slow costs this nothing."""
@@ -214,8 +212,20 @@ class Writer:
         link = self._may_save()
         arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
         accept = partial(self._granted, wants, link)
-        ticket = link.control.post(Op.RESERVE, *arguments, accept=accept)
-        return partial(self._collect, link, ticket)
+        ticket = self._post(link, Op.RESERVE, *arguments, accept=accept)
+        return partial(self._reserved, link, ticket, namespace_id)
+
+    def _reserved(self, link: NodeLink, ticket: Ticket, namespace_id: int) -> Any:
+        answers = self._collect(link, ticket)
+        self._introduce(namespace_id)
+        return answers
+
+    def _post(self, link: NodeLink, op: Op, *args: Any, accept: Accept) -> Ticket:
+        try:
+            return link.control.post(op, *args, accept=accept)
+        except NodeUnavailableError:
+            self._drop(link)
+            raise
 
     def _granted(
         self, wants: Sequence[Want], link: NodeLink, raw: list[Any]
@@ -267,11 +277,7 @@ class Writer:
         link = self.link()
         if len(_of_node(link, reservations)) < len(reservations):
             raise NodeUnavailableError("the node that reserved these slots is gone")
-        try:
-            ticket = link.control.post(Op.COMMIT, items, accept=partial(outcomes, len(items)))
-        except NodeUnavailableError:
-            self._drop(link)
-            raise
+        ticket = self._post(link, Op.COMMIT, items, accept=partial(outcomes, len(items)))
         return partial(self._collect, link, ticket)
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
@@ -289,11 +295,11 @@ class Writer:
                 link.control.request(op, items[start : start + BATCH_KEYS_MAX])
 
     def _forget(self, reservations: Sequence[Reservation]) -> None:
-        for link in self._links():
+        for link in self.links():
             link.held.reserved.difference_update(_of_node(link, reservations))
         self._settle()
 
-    def _links(self) -> list[NodeLink]:
+    def links(self) -> list[NodeLink]:
         """Those of former nodes too, as long as something of theirs is in use."""
         link = self._link
         return [*self._former, link] if link is not None else list(self._former)
@@ -351,7 +357,7 @@ class Writer:
     def _pin_released(self, location: Location) -> NodeLink | None:
         """The node that is to be told, if it lives."""
         with self._lock:
-            for link in self._links():
+            for link in self.links():
                 if (link.word.node_id, link.word.epoch) == (location.node_id, location.epoch):
                     link.held.unpin((location.slot, location.generation))
                     if link is self._link:
@@ -370,7 +376,7 @@ class Writer:
         self._touched_at = now
         self._touched = {}
         try:
-            link = self.link(start=False)
+            link = self.link()
         except NodeUnavailableError:
             return
         if not link.control.say(Op.TOUCH, join_keys(list(touched)[:BATCH_KEYS_MAX])):
@@ -395,10 +401,20 @@ class Writer:
 
     def close(self) -> None:
         with self._lock:
-            links, self._closed = self._links(), True
+            links, self._closed = self.links(), True
             self._link, self._former = None, []
         for link in links:
             link.control.close()
+
+
+def nobody_here(name: str | None) -> str:
+    """Why there is no link to the node called `name`, or to any."""
+    which = f"named {name!r} " if name else ""
+    return f"no memory node {which}on this host: start one with `kvstore node`"
+
+
+def _is_start(link: NodeLink, word: Announcement) -> bool:
+    return (link.word.node_id, link.word.epoch) == (word.node_id, word.epoch)
 
 
 def _of_node(link: NodeLink, reservations: Sequence[Reservation]) -> list[tuple[int, int]]:

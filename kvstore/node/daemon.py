@@ -55,6 +55,8 @@ log = logging.getLogger("kvstore.node")
 LEASE_POLL_S = 0.1
 START_TIMEOUT_S = 30.0
 SOCKET_BACKLOG = 128
+ROOM_STEPS = 256
+"""Parts of the node of which clients are told that they are free, or not any more."""
 
 
 class Node:
@@ -77,6 +79,7 @@ class Node:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stream: StreamServer | None = None
+        self._said_room = -1
         self._keeps = False
         """The segment stays behind: this was an orderly end, and it was asked for."""
 
@@ -217,6 +220,7 @@ class Node:
             self.dir.keep_segment()
             tasks.append(asyncio.ensure_future(restart.stay_restartable(self.dir)))
         self._end_former()
+        self._say_room()
         self.publisher.schedule()
         log.info(
             "node %s (id %016x, epoch %d) serves %d MiB at %s",
@@ -366,6 +370,15 @@ class Node:
             else:
                 connection.send(answer)
         self.publisher.schedule()
+        self._say_room()
+
+    def _say_room(self) -> None:
+        """Not for every block: what it says is weighed, not counted on."""
+        free_bytes = self._free_bytes()
+        steps = free_bytes * ROOM_STEPS // self.core.allocator.capacity_bytes
+        if steps != self._said_room:
+            self._said_room = steps
+            self.dir.say_room(free_bytes)
 
     def _end(self, session: Session) -> None:
         self._act(SessionDead(session.number))

@@ -132,7 +132,7 @@ def sidecar(node: Node) -> NixlSidecar:
 def save_blocks(node: Node, run_dir: Path) -> list[tuple[str, list[int]]]:
     """(key, location) of each block."""
     nodes = LocalNodes(run_dir, node.index, "kv:default")
-    writer = Writer(nodes, name=None, timeout_s=READ_TIMEOUT_S, checksums=True, start_node=None)
+    writer = Writer(nodes, name=None, timeout_s=READ_TIMEOUT_S, checksums=True)
     blocks = []
     for number in range(BLOCKS):
         key, payload = secrets.token_bytes(32), payload_of(number)

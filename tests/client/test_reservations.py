@@ -123,14 +123,15 @@ def test_when_the_second_request_of_a_reserve_fails_nothing_is_reserved(
     lasting: NodeProcess, patient: BlockSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [i.to_bytes(32, "big") for i in range(BATCH_KEYS_MAX + 1)]
-    reserve = patient.writer._reserve
+    (writer,) = patient.writer.writers()
+    reserve = writer._reserve
 
     def fails_for_one(wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
         if len(wants) == 1:
             raise DeadlineError("the node did not answer in time")
         return reserve(wants, namespace_id)
 
-    monkeypatch.setattr(patient.writer, "_reserve", fails_for_one)
+    monkeypatch.setattr(writer, "_reserve", fails_for_one)
     with pytest.raises(DeadlineError):
         patient.reserve(keys, 100, 1)
     assert open_reservations(lasting) == 0
@@ -195,7 +196,7 @@ def test_the_lease_of_a_dead_node_is_kept_until_no_answer_of_it_can_be_taken(
     mortal: NodeProcess, session: BlockSession
 ) -> None:
     """A grant that came before the node died is taken by whoever waits for it."""
-    writer = session.writer
+    (writer,) = session.writer.writers()
     link = writer.link()
     assert link.control.request(Op.STAT)
     leases = list(mortal.directory.leases.iterdir())

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from kvstore.client import saving
+from kvstore.client.host_writer import HostWriter
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.tensors import encode
 from kvstore.client.wants import Want
-from kvstore.client.writer import Writer
 from kvstore.core.wire import Op
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.index.memory import MemoryIndex
@@ -48,7 +48,7 @@ def nodes(tmp_path, index, node):
 
 @pytest.fixture
 def writer(nodes):
-    writer = Writer(nodes, name=None, timeout_s=2.0, checksums=False, start_node=None)
+    writer = HostWriter(nodes, name=None, timeout_s=2.0, checksums=False, start_node=None)
     yield writer
     writer.close()
 
@@ -203,7 +203,7 @@ def test_what_was_on_its_way_fails_with_its_connection(writer):
 
 def test_an_answer_nobody_waited_for_leaves_nothing_reserved(writer):
     """Its grants are told to nobody, so the next connection says that they are not held."""
-    later = writer.reserve_later([want(1)], NAMESPACE)
+    later = writer.writers()[0].reserve_later([want(1)], NAMESPACE)
     control = writer.link().control
     done = threading.Event()
 

@@ -43,9 +43,7 @@ class Place:
         self.node = Node(NodeConfig(run_dir=run_dir, **options), self.index).start()
         self.word = self.node.announcement
         self.nodes = LocalNodes(run_dir, self.index, "kv:default")
-        self.writer = Writer(
-            self.nodes, name=None, timeout_s=PATIENCE_S, checksums=False, start_node=None
-        )
+        self.writer = Writer(self.nodes, name=None, timeout_s=PATIENCE_S, checksums=False)
         self.transport: Transport = transport_of(self)
 
     def save(self, payload: bytes, key: Key | None = None, kind=Kind.BLOCK, meta=0):

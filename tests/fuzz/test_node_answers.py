@@ -156,7 +156,7 @@ def test_any_answer_is_a_value_or_one_of_our_errors(
     index.announce(7, broken.word.pack(), 60)
     run_dir = broken.directory.path.parent.parent
     nodes = LocalNodes(run_dir, index, "kv:a")
-    writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False, start_node=None)
+    writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False)
     remote = RemoteNodes(index, (), StreamSecurity(), TIMEOUT_S)
     explainer = Explainer(index, remote, run_dir, "kv:a", TIMEOUT_S)
     try:

@@ -267,9 +267,7 @@ def test_nobody_but_the_owner_writes(place, tmp_path):
     from kvstore.client.writer import Writer
     from kvstore.errors import KVStoreError
 
-    writer = Writer(
-        place.nodes, name="node", timeout_s=PATIENCE_S, checksums=False, start_node=None
-    )
+    writer = Writer(place.nodes, name="node", timeout_s=PATIENCE_S, checksums=False)
     with pytest.raises(KVStoreError):
         writer.reserve([Want(b"k" * 32, 100, 0, 0, b"1" * 100, 0)], 7)
     writer.close()

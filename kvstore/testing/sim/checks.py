@@ -220,9 +220,13 @@ class Checks:
                 held = node.core._sessions.get(session.number)
                 if held is None:
                     continue
-                link = writer._link
-                reserved = {slot for slot, _ in link.held.reserved} if link is not None else set()
-                pinned = {slot for slot, _ in link.held.pinned} if link is not None else set()
+                held_here = [
+                    link.held
+                    for link in writer.links()
+                    if (link.word.node_id, link.word.epoch) == (node.core.node_id, node.core.epoch)
+                ]
+                reserved = {slot for here in held_here for slot, _ in here.reserved}
+                pinned = {slot for here in held_here for slot, _ in here.pinned}
                 if not (set(held.reserved) <= reserved and set(held.pins) <= pinned):
                     self._world.fail(
                         f"{node.process.name} keeps {sorted(held.reserved)} and {held.pins} for "

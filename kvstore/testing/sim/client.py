@@ -137,10 +137,11 @@ class SimClient:
         return self._failed == failed_before
 
     def _answered(self) -> None:
-        """Reach the node again, in peace."""
+        """Reach every node again, in peace."""
         for _ in range(ANSWER_TRIES_MAX):
             try:
-                self.real.session.writer.stats()
+                for writer in self.real.session.writer.writers():
+                    writer.stats()
             except PeerError:
                 self.world.sleep(1.0)
             else:
@@ -156,7 +157,7 @@ class SimClient:
         """Whether this client believes that the slot of that memory is reserved for it."""
         return any(
             link.word.data_path == data_path and any(held == slot for held, _ in link.held.reserved)
-            for link in self.real.session.writer._links()
+            for link in self.real.session.writer.links()
         )
 
     # --- saving ------------------------------------------------------------------

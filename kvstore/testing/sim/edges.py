@@ -15,7 +15,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvstore import clock
-from kvstore.client import client, control, link, nodes, reader, saving, session, writer
+from kvstore.client import (
+    client,
+    control,
+    host_writer,
+    host_writers,
+    link,
+    nodes,
+    reader,
+    saving,
+    session,
+    writer,
+)
 from kvstore.index import breaker
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.open import OpenedIndex
@@ -101,7 +112,20 @@ def guarded(world: World, timeout_s: float) -> GuardedIndex:
 def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     """(module, name, what stands there during a simulation)"""
     time = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep, time=world.wall)
-    for module in (client, control, reader, saving, session, writer, daemon, publisher):
+    for module in (
+        *(
+            client,
+            control,
+            host_writer,
+            host_writers,
+            reader,
+            saving,
+            session,
+            writer,
+            daemon,
+            publisher,
+        ),
+    ):
         if hasattr(module, "time"):
             yield module, "time", time
     yield clock, "monotonic", time.monotonic
@@ -109,7 +133,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     def lock() -> _SimLock:
         return _SimLock(world)
 
-    for module in (control, nodes, writer):
+    for module in (control, host_writers, nodes, writer):
         yield module, "threading", SimpleNamespace(Lock=lock)
     yield (
         breaker,

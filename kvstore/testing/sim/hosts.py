@@ -50,6 +50,7 @@ class SimNodeDir(NodeDir):
         self.keep: Any = _KeepFile()
         self.holder: Process | None = None
         """Whose lock it is; a dead process holds nothing."""
+        self._free_bytes = 0
 
     def announcement(self) -> Announcement | None:
         return self.file.word
@@ -62,6 +63,12 @@ class SimNodeDir(NodeDir):
 
     def announce(self, word: Announcement) -> None:
         self.file.word = word
+
+    def say_room(self, free_bytes: int) -> None:
+        self._free_bytes = free_bytes
+
+    def room(self) -> int:
+        return self._free_bytes
 
     def kept_for_s(self) -> float:
         word = self.file.word

@@ -1,0 +1,167 @@
+"""The nodes of this host that one client writes to: found, linked and let go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.client.link import NodeLink
+from kvstore.client.nodes import LocalNodes
+from kvstore.client.writer import NODE_SEARCH_S, Writer, nobody_here
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError
+
+LOOK_AROUND_S = 0.5
+"""How often nodes are looked for that were not there before."""
+
+
+class HostWriters:
+    """A `Writer` for each node of this host. Thread-safe.
+
+    Finds nodes when they are first needed, and others when one is gone. Calls raise
+    `NodeUnavailableError` when there is no node on this host.
+    """
+
+    def __init__(
+        self,
+        nodes: LocalNodes,
+        *,
+        name: str | None,
+        timeout_s: float,
+        checksums: bool,
+        start_node: Callable[[], None] | None,
+    ) -> None:
+        """With `name`, only that node is saved to. `start_node` makes one where there is none."""
+        self.introductions: dict[int, bytes] = {}
+        """Fields of the namespaces that this client saves to, by id."""
+        self._nodes = nodes
+        self._name = name
+        self._timeout_s = timeout_s
+        self._checksums = checksums
+        self._start_node = start_node
+        self._lock = threading.Lock()
+        self._closed = False
+        self._by_name: dict[str, Writer] = {}
+        """Also of nodes that are gone, while something of theirs is in somebody's hands."""
+        self._found: tuple[Writer, ...] = ()
+        self._look_at = 0.0
+        self._search_at = 0.0
+        self._free: dict[NodeLink, int] = {}
+        """Bytes of room that nodes said they have, less what was sent there since."""
+        self._free_until = 0.0
+
+    def writers(self, *, start: bool = False) -> tuple[Writer, ...]:
+        """One for each living node of this index on this host, by name: at least one.
+
+        With `start`, the embedded node is started when this client may do that.
+        """
+        found = self._known()
+        if found:
+            return found
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
+            return self._known() or self._look(start)
+
+    def _known(self) -> tuple[Writer, ...]:
+        """Empty when it is time to look around, and when a node has gone."""
+        if time.monotonic() < self._look_at and all(w.linked is not None for w in self._found):
+            return self._found
+        return ()
+
+    def _look(self, start: bool) -> tuple[Writer, ...]:
+        now = time.monotonic()
+        if now < self._search_at:
+            raise NodeUnavailableError(nobody_here(None))
+        try:
+            words = self._nodes.writables()
+            if not words and start and self._start_node is not None:
+                self._start_node()
+                words = self._nodes.writables()
+        except IndexUnavailableError as e:
+            self._search_at = now + NODE_SEARCH_S
+            raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
+        joined: list[Writer] = []
+        failure = NodeUnavailableError(nobody_here(None))
+        for word, directory in words:
+            writer = self._by_name.get(word.name) or self._new(word.name)
+            try:
+                writer.join(word, directory)
+            except NodeUnavailableError as e:
+                failure = e
+            else:
+                joined.append(writer)
+        joined += [w for w in self._found if w not in joined and self._lives(w)]
+        self._found = tuple(joined)
+        self._forget_gone()
+        if not joined:
+            self._search_at = now + NODE_SEARCH_S
+            raise failure
+        self._look_at = now + LOOK_AROUND_S
+        return self._found
+
+    def _new(self, name: str) -> Writer:
+        writer = self._by_name[name] = Writer(
+            self._nodes,
+            name=name,
+            timeout_s=self._timeout_s,
+            checksums=self._checksums,
+            introductions=self.introductions,
+        )
+        return writer
+
+    @staticmethod
+    def _lives(writer: Writer) -> bool:
+        """Believed where nobody can look: no file descriptor is left, say."""
+        writer.let_go()
+        return writer.linked is not None
+
+    def _forget_gone(self) -> None:
+        for name, writer in list(self._by_name.items()):
+            if writer not in self._found:
+                writer.let_go()
+                if not writer.links():
+                    del self._by_name[name]
+                    writer.close()
+
+    def _targets(self, *, start: bool = False) -> list[tuple[Writer, NodeLink]]:
+        """Those that may be saved to."""
+        found = [
+            (writer, link)
+            for writer in self.writers(start=start)
+            if (link := writer.linked) is not None and self._name in (None, link.word.name)
+        ]
+        if not found:
+            raise NodeUnavailableError(nobody_here(self._name))
+        return found
+
+    def link(self, *, start: bool = True) -> NodeLink:
+        """To one of those that may be saved to."""
+        return self._targets(start=start)[0][1]
+
+    def links(self) -> list[NodeLink]:
+        """All that there are, those to nodes that are gone too while something is held there."""
+        return [link for writer in self._every() for link in writer.links()]
+
+    def _every(self) -> list[Writer]:
+        return list(self._by_name.values())
+
+    def let_go(self) -> None:
+        """Unmap nodes that died; whoever only saves finds out at the next save otherwise."""
+        for writer in self._every():
+            writer.let_go()
+
+    def _of(self, node_id: int) -> Writer | None:
+        """That of a node, whichever of its starts."""
+        for writer in self._every():
+            if any(link.word.node_id == node_id for link in writer.links()):
+                return writer
+        return None
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            self._found = ()
+        for writer in self._every():
+            writer.close()
