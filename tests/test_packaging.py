@@ -19,6 +19,7 @@ from kvstore.cli.checks.software import DISTRIBUTION
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("kvstore", "connector")
+PLUGIN = "kvstore_vllm_plugin.py"
 CORE_BYTES_MAX = 20_000_000
 
 BLOCKED_IMPORT = """
@@ -102,20 +103,20 @@ def test_wheel_is_typed_and_licensed(wheel_names: set[str]) -> None:
 
 def test_wheel_holds_every_module_and_nothing_else(wheel_names: set[str]) -> None:
     packaged = {name for name in wheel_names if ".dist-info/" not in name}
-    assert {name.partition("/")[0] for name in packaged} == set(PACKAGES)
+    assert {name.partition("/")[0] for name in packaged} == {*PACKAGES, PLUGIN}
     sources = {
         str(path.relative_to(REPOSITORY))
         for package in PACKAGES
         for path in (REPOSITORY / package).rglob("*.py")
     }
-    assert sources == {name for name in packaged if name.endswith(".py")}
+    assert {*sources, PLUGIN} == {name for name in packaged if name.endswith(".py")}
 
 
 @pytest.mark.parametrize(
     ("group", "target"),
     [
         ("console_scripts", "kvstore.cli:main"),
-        ("vllm.general_plugins", "connector.adapters:register_vllm"),
+        ("vllm.general_plugins", "kvstore_vllm_plugin:register_vllm"),
     ],
 )
 def test_entry_point_loads(group: str, target: str) -> None:

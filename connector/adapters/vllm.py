@@ -1,33 +1,35 @@
-"""vLLM 0.32: translates its connector calls to the two sides of the core, and nothing else."""
+"""vLLM 0.32 and 0.33: translates their connector calls to the core, and nothing else."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-from connector.adapters.vllm_events import VllmEvents
-from connector.adapters.vllm_plugin import register_vllm
-from connector.adapters.vllm_request import HashedRequest
-from connector.adapters.vllm_shape import engine_shape, vllm_hash_tokens
-from connector.adapters.vllm_states import completed_states
-from connector.adapters.vllm_stats import KVStorePromMetrics, KVStoreStats
+from connector.adapters.vllm_plugin import of_vllm, register_vllm
 from connector.assembly import scheduler_side, worker_side
 from connector.base import BlockTables, StateBlock, StepPlan, WorkerReport
 from connector.limits import IDLE_WAIT_S
 from connector.prompt_keys import PromptKeys
 from connector.settings import ConnectorSettings
+
+with of_vllm():
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.logger import init_logger
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from connector.adapters.vllm_events import VllmEvents
+    from connector.adapters.vllm_request import HashedRequest
+    from connector.adapters.vllm_shape import engine_shape, vllm_hash_tokens
+    from connector.adapters.vllm_states import completed_states
+    from connector.adapters.vllm_stats import KVStorePromMetrics, KVStoreStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

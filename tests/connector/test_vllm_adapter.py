@@ -97,11 +97,15 @@ class TestRegistration:
         found = KVConnectorFactory.get_connector_class(config)
         assert found.__module__ == "connector.adapters.vllm"
 
-    def test_the_entry_point_names_the_registration(self) -> None:
+    def test_the_entry_point_registers_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        monkeypatch.setattr(KVConnectorFactory, "_registry", {})
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
         points = project["project"]["entry-points"]["vllm.general_plugins"]
         module, _, function = points["kvstore"].partition(":")
-        assert getattr(importlib.import_module(module), function) is register_vllm
+        getattr(importlib.import_module(module), function)()
+        assert list(KVConnectorFactory._registry) == ["KVStoreConnector"]
 
     def test_every_method_of_vllms_base_class_keeps_its_signature(self) -> None:
         """Drift guard: what we override must still exist and take the same arguments."""

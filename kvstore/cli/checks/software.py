@@ -16,6 +16,7 @@ from kvstore.transport import select
 from kvstore.transport.nixl import NAME as NIXL
 from kvstore.transport.nixl_child import INSTALL as NIXL_INSTALL
 from kvstore.transport.nixl_process import installed
+from kvstore_vllm_plugin import foreign_connector
 
 DISTRIBUTION = "kvstore-llm"
 """What `pip` knows this package by."""
@@ -164,12 +165,32 @@ def vllm(context: Context) -> list[Finding]:
             e.name == "kvstore" for e in metadata.entry_points(group="vllm.general_plugins")
         )
         found = f"{version}" + (f" (made for {wanted})" if wanted else "")
-        if registered:
+        foreign = foreign_connector()
+        if foreign is not None:
+            found = f"{found}; the package `connector` is found in {foreign}, which is not ours"
+            do = "remove it from this environment or from sys.path: no engine finds the connector"
+            findings.append(Finding(Level.WARN, found, do))
+        elif wanted and not _within(version, wanted):
+            do = f"nobody tried these together: install vllm{wanted}"
+            findings.append(Finding(Level.WARN, found, do))
+        elif registered:
             findings.append(Finding(Level.OK, f"{found}, KVStoreConnector is registered"))
         else:
             do = f"pip install {DISTRIBUTION} into this environment, not only on PYTHONPATH"
             findings.append(Finding(Level.WARN, f"{found}, KVStoreConnector not registered", do))
     return findings
+
+
+def _within(version: str, wanted: str) -> bool:
+    """Whether a version is one of `wanted`, which is `>=A,<B`; True where that cannot be told."""
+
+    def number(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+    least, most = re.search(r">=([\d.]+)", wanted), re.search(r"<([\d.]+)", wanted)
+    return (least is None or number(version) >= number(least[1])) and (
+        most is None or number(version) < number(most[1])
+    )
 
 
 def _wanted_vllm() -> str:
