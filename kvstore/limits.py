@@ -48,6 +48,9 @@ STREAM_FRAME_BYTES_MAX = 1 << 20
 """A request over a stream without its payload."""
 STREAM_CONNECTIONS_PER_NODE = 4
 """Connections that one client keeps to one node: requests at the same time."""
+STREAM_NODES_AT_ONCE = 64
+"""Nodes that one call reads from, and that one client tries again, at the same time: each has a
+thread, which a silent node keeps for a whole deadline."""
 STREAM_CONNECTIONS_MAX = 256
 """Connections that a node serves at the same time; each has a thread."""
 TOLD_MAX = 1024

@@ -168,14 +168,17 @@ class Explainer:
         here = {word.node_id for _, word in living}
         for word in self._elsewhere(here)[: NODES_ASKED_MAX - len(living)]:
             deadline = time.monotonic() + self._timeout_s / 2
+            if time.monotonic() > give_up_at or not self._remote.allows(word.node_id):
+                silent.append(f"{word.name} on {word.host}")
+                continue
             try:
-                if time.monotonic() > give_up_at:
-                    raise TimeoutError
                 body = ask(self._remote.stream, word, [Op.EXPLAIN, 1, key], deadline)
                 answers.append(_Answer(word.name, *explained(body)))
-            except (PeerError, TimeoutError, TypeError, ValueError):
+            except (PeerError, TypeError, ValueError):
                 self._remote.failed(word.node_id)
                 silent.append(f"{word.name} on {word.host}")
+            else:
+                self._remote.succeeded(word.node_id)
         return answers, silent
 
     def _elsewhere(self, here: Container[int]) -> list[Announcement]:

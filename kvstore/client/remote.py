@@ -1,77 +1,41 @@
-"""Nodes on other hosts: who can be reached, and blocks read from them, many at once."""
+"""Blocks of nodes on other hosts, read from many of them at once."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
+from kvstore.client.peers import HURRIED_SHARE, PROBE_TIMEOUT_S, Peers
 from kvstore.client.vram import VramNodes
-from kvstore.core.breaker import Breaker, BreakerState
+from kvstore.core.breaker import BreakerState
 from kvstore.core.record import RecordSigner
 from kvstore.core.wire import Op, join_keys
-from kvstore.errors import IndexUnavailableError, PeerError
-from kvstore.forks import in_each_child
-from kvstore.index.announced import announced_node
+from kvstore.errors import PeerError
 from kvstore.index.base import Index
-from kvstore.limits import (
-    NODE_BELIEVED_S,
-    NODE_TTL_S,
-    STREAM_BATCH_BYTES_MAX,
-    STREAM_BLOCKS_MAX,
-    STREAM_SLOW_BYTES_PER_S,
-)
+from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_NODES_AT_ONCE
 from kvstore.nodedir import Announcement
-from kvstore.segment.layout import Layout
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
 from kvstore.transport.nixl import NAME as NIXL
-from kvstore.transport.nixl import NixlTransport
 from kvstore.transport.security import StreamSecurity
-from kvstore.transport.select import choose
-from kvstore.transport.stream import CHECKSUM_REASON, StreamTransport
+from kvstore.transport.stream import CHECKSUM_REASON
 from kvstore.transport.stream import NAME as STREAM
 from kvstore.transport.stream_requests import tell
 from kvstore.types import Key
 
 log = logging.getLogger("kvstore.client")
 
-NODES_KNOWN_MAX = 1024
-NODES_AT_ONCE = 8
-"""Nodes that one call reads from at the same time."""
 REPORT_TIMEOUT_S = 0.25
 """For saying that a block is damaged, over a connection that has just been used."""
-HURRIED_MAX = 3
-"""Reads in a row that had less time than a node may take, and failed for it: it is then left
-alone for a while, as after one that had its time."""
-RETRY_AFTER_S = 0.25
-RETRY_AFTER_MAX_S = 5.0
 TOUCH_TIMEOUT_S = 0.05
 UNCHECKED_REASON = "it has no checksum and can be read in no way that makes one"
 
 
-class _Known:
-    """What is known of one node."""
-
-    __slots__ = ("asked_at", "breaker", "confirmed_at", "word")
-
-    def __init__(self) -> None:
-        self.word: Announcement | None = None
-        self.asked_at = float("-inf")
-        self.confirmed_at = float("-inf")
-        # One failure costs a whole deadline: the next calls must not.
-        self.breaker = Breaker(
-            failures_max=HURRIED_MAX,
-            retry_after_s=RETRY_AFTER_S,
-            retry_after_max_s=RETRY_AFTER_MAX_S,
-        )
-
-
-class RemoteNodes:
-    """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None, and
-    what it has is FAILED or a MISS."""
+class RemoteNodes(Peers):
+    """Thread-safe. Never raises for a peer's fault: what a node has that cannot be reached is
+    FAILED or a MISS."""
 
     def __init__(
         self,
@@ -82,70 +46,14 @@ class RemoteNodes:
         vram: VramNodes | None = None,
         signer: RecordSigner | None = None,
     ) -> None:
-        """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
-        `signer` only nodes count whose announcement it signed."""
-        self.vram = vram
-        self._index = index
-        self._signer = signer
-        self._allowed = allowed
-        self._timeout_s = timeout_s
-        self.stream = StreamTransport(security)
-        self._nixl = NixlTransport(self.stream, Layout) if NIXL in allowed else None
-        self._lock = threading.Lock()
-        self._known: dict[int, _Known] = {}
+        """As `Peers`."""
         self._workers: ThreadPoolExecutor | None = None
         self.counts = {
             f"{way}_{what}": 0
             for way in (STREAM, NIXL)
             for what in ("hits", "bytes", "misses", "failed", "checksum")
         }
-        in_each_child(self)
-
-    # --- who is there -------------------------------------------------------
-
-    def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
-        """That start of that node when it can be read from here now; asks the index now and then.
-
-        One whose last read failed is not there until it is time to try it again.
-        """
-        if self.vram is not None and (word := self.vram.node(node_id, epoch, now)) is not None:
-            return word
-        if STREAM not in self._allowed and self._nixl is None:
-            return None
-        known = self._known.get(node_id)
-        if known is None or now >= known.asked_at + NODE_BELIEVED_S:
-            known = self._ask(node_id, now)
-        word = known.word
-        if word is None or word.epoch != epoch:
-            return None
-        if known.breaker.state is not BreakerState.CLOSED and now < known.breaker.probe_at:
-            return None
-        return word
-
-    def _ask(self, node_id: int, now: float) -> _Known:
-        with self._lock:
-            known = self._known.get(node_id)
-            if known is None:
-                if len(self._known) >= NODES_KNOWN_MAX:
-                    self._known.pop(next(iter(self._known)))
-                known = self._known[node_id] = _Known()
-            if now < known.asked_at + NODE_BELIEVED_S:
-                return known
-            known.asked_at = now
-        try:
-            word = announced_node(self._index, node_id, self._signer)
-        except IndexUnavailableError:
-            if now >= known.confirmed_at + NODE_TTL_S - NODE_BELIEVED_S:
-                known.word = None
-            return known
-        if word is not None and not choose(self._allowed, self._offered(word), mapped=False):
-            word = None
-        known.word, known.confirmed_at = word, now
-        return known
-
-    def _offered(self, word: Announcement) -> list[str]:
-        offered = [STREAM] if self.stream.usable(word) else []
-        return [*offered, NIXL] if self._nixl is not None and self._nixl.usable(word) else offered
+        super().__init__(index, allowed, security, timeout_s, vram, signer)
 
     def _ways(self, word: Announcement) -> list[tuple[str, Transport]]:
         """How to read from it, best first. NIXL only when it is ready, or all there is."""
@@ -160,7 +68,11 @@ class RemoteNodes:
     # --- reading ------------------------------------------------------------
 
     def read(self, wanted: Sequence[Wanted], deadline: float | None = None) -> list[Outcome]:
-        """One outcome per block; all nodes at the same time, each in batches with deadlines."""
+        """One outcome per block; all nodes at the same time, each in batches with deadlines, and
+        all of it by one deadline, whatever is asked for."""
+        total_bytes = sum(one.location.length for one in wanted)
+        give_up_at = time.monotonic() + self.timeout_s(total_bytes)
+        deadline = give_up_at if deadline is None else min(deadline, give_up_at)
         by_node: dict[tuple[int, int], list[int]] = {}
         for i, one in enumerate(wanted):
             by_node.setdefault((one.location.node_id, one.location.epoch), []).append(i)
@@ -203,30 +115,31 @@ class RemoteNodes:
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._workers is None:
-                self._workers = ThreadPoolExecutor(NODES_AT_ONCE, "kvstore-remote")
+                self._workers = ThreadPoolExecutor(STREAM_NODES_AT_ONCE, "kvstore-remote")
             return self._workers
 
-    def _read_node(self, wanted: Sequence[Wanted], deadline: float | None) -> list[Outcome]:
+    def _read_node(self, wanted: Sequence[Wanted], deadline: float) -> list[Outcome]:
         if self.vram is not None:
             at, now = wanted[0].location, time.monotonic()
             word = self.vram.node(at.node_id, at.epoch, now)
             if word is not None:
                 give_up_at = now + self.timeout_s(sum(one.location.length for one in wanted))
-                return self.vram.read(word, wanted, min(give_up_at, deadline or give_up_at))
+                return self.vram.read(word, wanted, min(give_up_at, deadline))
         outcomes: list[Outcome] = []
         for batch in _batches(wanted):
             outcomes += self._read_batch(batch, deadline)
         return outcomes
 
-    def _read_batch(self, batch: Sequence[Wanted], deadline: float | None) -> Sequence[Outcome]:
+    def _read_batch(self, batch: Sequence[Wanted], deadline: float) -> Sequence[Outcome]:
         now = time.monotonic()
         location = batch[0].location
         word = self.node(location.node_id, location.epoch, now)
         known = self._known.get(location.node_id)
         left_s = self.timeout_s(sum(one.location.length for one in batch))
-        if deadline is not None:
-            left_s = min(left_s, deadline - now)
         with self._lock:
+            if known is not None and known.breaker.state is not BreakerState.CLOSED:
+                left_s -= max(self._timeout_s - PROBE_TIMEOUT_S, 0.0)
+            left_s = min(left_s, deadline - now)
             ready = (
                 word is not None and known is not None and left_s > 0 and known.breaker.allows(now)
             )
@@ -241,7 +154,7 @@ class RemoteNodes:
         with self._lock:
             if failed is not None:
                 ended_at = time.monotonic()
-                hurried = left_s < self._timeout_s and ended_at >= give_up_at
+                hurried = left_s < self._timeout_s * HURRIED_SHARE and ended_at >= give_up_at
                 known.breaker.failed(ended_at, hung=not hurried)
                 known.asked_at = float("-inf")
             else:
@@ -317,18 +230,6 @@ class RemoteNodes:
         with suppress(PeerError):
             tell(self.stream, word, [Op.SUSPECT, 0, join_keys(damaged)], deadline)
 
-    def failed(self, node_id: int) -> None:
-        """A save there failed: it is left alone for a while, by reads too."""
-        with self._lock:
-            known = self._known.get(node_id)
-            if known is not None:
-                known.breaker.failed(time.monotonic(), hung=True)
-                known.asked_at = float("-inf")
-
-    def timeout_s(self, size_bytes: int) -> float:
-        """What a batch of `size_bytes` may take."""
-        return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S
-
     def _counted(
         self, way: str, outcomes: Sequence[Outcome], batch: Sequence[Wanted]
     ) -> Sequence[Outcome]:
@@ -346,15 +247,11 @@ class RemoteNodes:
         return outcomes
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
+        super().after_fork_in_child()
         self._workers = None
 
     def close(self) -> None:
-        if self._nixl is not None:
-            self._nixl.close()
-        self.stream.close()
-        if self.vram is not None:
-            self.vram.close()
+        super().close()
         with self._lock:
             workers, self._workers = self._workers, None
         if workers is not None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.client.answers import CODES
+from kvstore.client.answers import CODES, NO_SPACE
 from kvstore.client.base import Reservation
 from kvstore.client.remote import RemoteNodes
 from kvstore.core.placement import Candidate, emptiest_first
@@ -27,7 +27,9 @@ from kvstore.types import EXISTS, Key, Kind, PutResult, rejected
 
 LOOK_AROUND_S = 5.0
 """How often the index is asked which nodes there are, and how much room they have."""
-NODES_TRIED_MAX = 2
+ANSWER_SHARE = 0.5
+"""Of a save's time besides that of its bytes, what the emptiest node has to say what it takes: in
+the rest all others can be asked."""
 AWAY_SLOT = -1
 """In a reservation: its buffer is this process's own memory."""
 NOBODY = (
@@ -68,15 +70,13 @@ class RemoteWriter:
     # --- where to -----------------------------------------------------------
 
     def _targets(self) -> list[Announcement]:
-        """Nodes that can be reached, the emptiest first."""
+        """Nodes that can be reached or are to be tried again, the emptiest first."""
         now = time.monotonic()
         with self._lock:
-            look = now >= self._looked_at + LOOK_AROUND_S
-            if look:
+            # Whoever comes meanwhile waits for what the first one finds: it knows of no node.
+            if now >= self._looked_at + LOOK_AROUND_S:
                 self._looked_at = now
-        if look:
-            self._look_around()
-        with self._lock:
+                self._look_around()
             there = {
                 node_id: word
                 for node_id, word in self._nodes.items()
@@ -91,15 +91,15 @@ class RemoteWriter:
         return [there[node_id] for node_id in emptiest_first(candidates, self._salt)]
 
     def _look_around(self) -> None:
+        """The caller holds the lock."""
         try:
             words = announced_nodes(self._index, self._signer)
         except IndexUnavailableError:
             return  # those known before may still be there
-        with self._lock:
-            self._nodes = {
-                node_id: word for node_id, word in words.items() if self._remote.stream.usable(word)
-            }
-            self._sent_bytes = {}
+        self._nodes = {
+            node_id: word for node_id, word in words.items() if self._remote.stream.usable(word)
+        }
+        self._sent_bytes = {}
 
     # --- saving -------------------------------------------------------------
 
@@ -116,23 +116,51 @@ class RemoteWriter:
         return results
 
     def _save(self, batch: Sequence[Payload], namespace: tuple[int, bytes]) -> list[PutResult]:
+        """What finds no room in one node is offered to the next; by one deadline for all of it."""
         size_bytes = sum(payload.size_bytes for payload in batch)
+        began = time.monotonic()
+        deadline = began + self._remote.timeout_s(size_bytes)
+        answer_by = began + self._remote.timeout_s(0) * ANSWER_SHARE
         failure: PeerError = NodeUnavailableError(NOBODY)
-        for word in self._targets()[:NODES_TRIED_MAX]:
-            deadline = time.monotonic() + self._remote.timeout_s(size_bytes)
+        results: dict[int, PutResult] = {}
+        left = list(range(len(batch)))
+        for word in self._in_turn(deadline):
+            offered = [batch[i] for i in left]
             try:
-                answers = put(self._remote.stream, word, batch, namespace, deadline)
+                answers = put(
+                    self._remote.stream, word, offered, namespace, deadline, answer_by=answer_by
+                )
             except PeerError as e:
                 self._remote.failed(word.node_id)
                 failure = e
                 continue
-            with self._lock:
-                self._sent_bytes[word.node_id] = self._sent_bytes.get(word.node_id, 0) + size_bytes
-            return [
-                CODES.get(a, rejected(f"answer {a}")) if isinstance(a, int) else rejected(a)
-                for a in answers
-            ]
-        raise failure
+            finally:
+                answer_by = deadline  # who comes next has just answered a question
+            self._remote.succeeded(word.node_id)
+            self._count_sent(word.node_id, sum(payload.size_bytes for payload in offered))
+            results |= dict(zip(left, map(_result, answers), strict=True))
+            left = [i for i in left if results[i] is NO_SPACE]
+            if not left:
+                break
+        if not results:
+            raise failure
+        return [results[i] for i in range(len(batch))]
+
+    def _in_turn(self, deadline: float) -> Iterator[Announcement]:
+        """Who may take a save: the emptiest healthy node; when it fails or is full, whichever of
+        all the others answers first."""
+        targets = self._targets()
+        healthy = [word for word in targets if self._remote.healthy(word.node_id)]
+        others = [word for word in targets if not self._remote.healthy(word.node_id)]
+        if healthy:
+            self._remote.try_again(others)
+            if self._remote.allows(healthy[0].node_id):
+                yield healthy[0]
+        yield from self._remote.answering(healthy[1:] if healthy else others, deadline)
+
+    def _count_sent(self, node_id: int, size_bytes: int) -> None:
+        with self._lock:
+            self._sent_bytes[node_id] = self._sent_bytes.get(node_id, 0) + size_bytes
 
     # --- as connectors save --------------------------------------------------
 
@@ -193,6 +221,12 @@ class RemoteWriter:
     def abort(self, reservations: Sequence[Reservation]) -> None:
         for reservation in reservations:
             self._open.pop(reservation.generation, None)
+
+
+def _result(answer: int | str) -> PutResult:
+    if isinstance(answer, str):
+        return rejected(answer)
+    return CODES.get(answer, rejected(f"answer {answer}"))
 
 
 def _batches(payloads: Sequence[Payload]) -> Iterator[Sequence[Payload]]:

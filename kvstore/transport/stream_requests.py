@@ -50,20 +50,24 @@ def put(
     payloads: Sequence[Payload],
     namespace: tuple[int, bytes],
     deadline: float,
+    *,
+    answer_by: float | None = None,
 ) -> list[Answer]:
     """What became of each of `payloads`, at most one batch of them. `namespace`: id and fields.
+    The node has to say until `answer_by` what it takes, if that is earlier than the deadline.
 
     Raises `PeerError` when nobody knows: the node cannot be reached, breaks the rules
     or is not done by the deadline.
     """
     offers = [_offer(payload) for payload in payloads]
     pool = transport.pool(node)
-    channel = pool.take(deadline)
+    answer_by = deadline if answer_by is None else min(answer_by, deadline)
+    channel = pool.take(answer_by)
     in_step = False
     try:
         request = pack_put(offers, *namespace, deadline - time.monotonic())
-        channel.send_frame(request, deadline)
-        codes = _codes(channel, len(offers), deadline)
+        channel.send_frame(request, answer_by)
+        codes = _codes(channel, len(offers), answer_by)
         granted = [i for i, code in enumerate(codes) if code == GRANTED]
         for i in granted:
             _send(channel, payloads[i].pieces, deadline)

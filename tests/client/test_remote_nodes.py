@@ -6,7 +6,8 @@ import time
 import pytest
 from stores import announcement
 
-from kvstore.client.remote import HURRIED_MAX, RemoteNodes
+from kvstore.client.peers import HURRIED_MAX
+from kvstore.client.remote import RemoteNodes
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S

@@ -10,6 +10,7 @@ from stores import MIB
 from two_hosts import client_of, listening_node
 
 from kvstore import Client, Limits, PutStatus
+from kvstore.client import remote_writer
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, (64 << 10) + 1, 3 * MIB + 7, 4 * MIB])
@@ -139,3 +140,26 @@ def test_a_save_goes_elsewhere_when_the_first_node_is_stopped(redis_server, far,
         with client_of(far, elsewhere, limits=quick) as client:
             assert client.put("k", os.urandom(100_000)).status is PutStatus.STORED
         larger.signal(signal.SIGCONT)
+
+
+def test_what_finds_no_room_in_the_emptiest_node_goes_to_the_next(
+    redis_server, far, elsewhere, monkeypatch
+):
+    """A cache is mostly full, and some of it may be pinned."""
+    real, full = remote_writer.put, []
+
+    def put(stream, word, payloads, *options, **more):
+        if not full:
+            full.append(word.node_id)
+        if word.node_id != full[0]:
+            return real(stream, word, payloads, *options, **more)
+        return [0 if i == 0 else 3 for i in range(len(payloads))]  # stored; no space
+
+    monkeypatch.setattr(remote_writer, "put", put)
+    with (
+        listening_node(redis_server, key_prefix=far.key_prefix),
+        client_of(far, elsewhere) as client,
+    ):
+        results = client.put_many([(f"k{i}", b"v" * 1000) for i in range(3)])
+        assert [result.status for result in results] == [PutStatus.STORED] * 3
+        assert client.get_many([f"k{i}" for i in range(3)]) == [None, b"v" * 1000, b"v" * 1000]

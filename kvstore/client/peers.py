@@ -1,0 +1,234 @@
+"""Nodes on other hosts: who is there, and who is left alone for a while."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.client.vram import VramNodes
+from kvstore.core.breaker import Breaker, BreakerState
+from kvstore.core.record import RecordSigner
+from kvstore.core.wire import Op
+from kvstore.errors import IndexUnavailableError, PeerError
+from kvstore.forks import in_each_child
+from kvstore.index.announced import announced_node
+from kvstore.index.base import Index
+from kvstore.limits import (
+    NODE_BELIEVED_S,
+    NODE_TTL_S,
+    STREAM_NODES_AT_ONCE,
+    STREAM_SLOW_BYTES_PER_S,
+)
+from kvstore.nodedir import Announcement
+from kvstore.segment.layout import Layout
+from kvstore.transport.nixl import NAME as NIXL
+from kvstore.transport.nixl import NixlTransport
+from kvstore.transport.security import StreamSecurity
+from kvstore.transport.select import choose
+from kvstore.transport.stream import NAME as STREAM
+from kvstore.transport.stream import StreamTransport
+from kvstore.transport.stream_requests import ask
+
+NODES_KNOWN_MAX = 1024
+PROBE_TIMEOUT_S = 0.25
+"""For a node whose breaker is not closed to show that it is there again, besides the time of its
+bytes."""
+HURRIED_SHARE = 0.5
+"""Of the time that a node may take: a read that had less, and failed for it, was hurried."""
+HURRIED_MAX = 3
+"""So many of them in a row, and the node is left alone for a while, as after one that had its
+time."""
+RETRY_AFTER_S = 0.25
+RETRY_AFTER_MAX_S = 5.0
+
+
+class _Known:
+    """What is known of one node."""
+
+    __slots__ = ("asked_at", "breaker", "confirmed_at", "word")
+
+    def __init__(self) -> None:
+        self.word: Announcement | None = None
+        self.asked_at = float("-inf")
+        self.confirmed_at = float("-inf")
+        # One failure costs a whole deadline: the next calls must not.
+        self.breaker = Breaker(
+            failures_max=HURRIED_MAX,
+            retry_after_s=RETRY_AFTER_S,
+            retry_after_max_s=RETRY_AFTER_MAX_S,
+        )
+
+
+class Peers:
+    """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
+
+    def __init__(
+        self,
+        index: Index,
+        allowed: Sequence[str],
+        security: StreamSecurity,
+        timeout_s: float,
+        vram: VramNodes | None = None,
+        signer: RecordSigner | None = None,
+    ) -> None:
+        """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
+        `signer` only nodes count whose announcement it signed."""
+        self.vram = vram
+        self._index = index
+        self._signer = signer
+        self._allowed = allowed
+        self._timeout_s = timeout_s
+        self.stream = StreamTransport(security)
+        self._nixl = NixlTransport(self.stream, Layout) if NIXL in allowed else None
+        self._lock = threading.Lock()
+        self._known: dict[int, _Known] = {}
+        self._asking = 0
+        """Threads that ask a node whether it is there."""
+        in_each_child(self)
+
+    # --- who is there -------------------------------------------------------
+
+    def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
+        """That start of that node when it can be read from here now; asks the index now and then.
+
+        One whose last read failed is not there until it is time to try it again.
+        """
+        if self.vram is not None and (word := self.vram.node(node_id, epoch, now)) is not None:
+            return word
+        if STREAM not in self._allowed and self._nixl is None:
+            return None
+        known = self._known.get(node_id)
+        if known is None or now >= known.asked_at + NODE_BELIEVED_S:
+            known = self._ask(node_id, now)
+        word = known.word
+        if word is None or word.epoch != epoch:
+            return None
+        if known.breaker.state is not BreakerState.CLOSED and now < known.breaker.probe_at:
+            return None
+        return word
+
+    def _ask(self, node_id: int, now: float) -> _Known:
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is None:
+                if len(self._known) >= NODES_KNOWN_MAX:
+                    self._known.pop(next(iter(self._known)))
+                known = self._known[node_id] = _Known()
+            if now < known.asked_at + NODE_BELIEVED_S:
+                return known
+            known.asked_at = now
+        try:
+            word = announced_node(self._index, node_id, self._signer)
+        except IndexUnavailableError:
+            if now >= known.confirmed_at + NODE_TTL_S - NODE_BELIEVED_S:
+                known.word = None
+            return known
+        if word is not None and not choose(self._allowed, self._offered(word), mapped=False):
+            word = None
+        known.word, known.confirmed_at = word, now
+        return known
+
+    def _offered(self, word: Announcement) -> list[str]:
+        offered = [STREAM] if self.stream.usable(word) else []
+        return [*offered, NIXL] if self._nixl is not None and self._nixl.usable(word) else offered
+
+    # --- asking for anything else ---------------------------------------------
+
+    def healthy(self, node_id: int) -> bool:
+        """Nothing that was asked of it last has failed."""
+        known = self._known.get(node_id)
+        return known is not None and known.breaker.state is BreakerState.CLOSED
+
+    def allows(self, node_id: int) -> bool:
+        """Whether to ask it for something now. What becomes of that must be told: `succeeded` or
+        `failed`."""
+        with self._lock:
+            known = self._known.get(node_id)
+            return known is not None and known.breaker.allows(time.monotonic())
+
+    def succeeded(self, node_id: int) -> None:
+        """What `allows` allowed was answered."""
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is not None:
+                known.breaker.succeeded()
+
+    def failed(self, node_id: int) -> None:
+        """It was not answered: the node is left alone for a while, by reads too."""
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is not None:
+                known.breaker.failed(time.monotonic(), hung=True)
+                known.asked_at = float("-inf")
+
+    def answering(self, words: Sequence[Announcement], deadline: float) -> Iterator[Announcement]:
+        """Those of `words` that answer a question now, in the order in which they do; all are asked
+        at the same time, unless their breakers say no."""
+        answers: queue.SimpleQueue[Announcement | None] = queue.SimpleQueue()
+        asked = sum(self._probe(word, deadline, answers.put) for word in words)
+        for _ in range(asked):
+            try:
+                word = answers.get(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty:
+                return
+            if word is not None:
+                yield word
+
+    def try_again(self, words: Sequence[Announcement]) -> None:
+        """Find out without waiting whether nodes that failed are there again, if it is time to."""
+        for word in words:
+            self._probe(word, time.monotonic() + PROBE_TIMEOUT_S, lambda _: None)
+
+    def _probe(
+        self,
+        word: Announcement,
+        deadline: float,
+        tell_result: Callable[[Announcement | None], None],
+    ) -> bool:
+        """Whether another thread asks it now; that one tells the breaker, and the word or None."""
+        with self._lock:
+            known = self._known.get(word.node_id)
+            if known is None or self._asking >= STREAM_NODES_AT_ONCE:
+                return False
+            if not known.breaker.allows(time.monotonic()):
+                return False
+            self._asking += 1
+
+        def probe() -> None:
+            answered = False
+            try:
+                ask(self.stream, word, [Op.STAT, 1], deadline)
+                answered = True
+            except PeerError:
+                self.failed(word.node_id)
+            else:
+                self.succeeded(word.node_id)
+            finally:
+                with self._lock:
+                    self._asking -= 1
+                tell_result(word if answered else None)
+
+        try:
+            threading.Thread(target=probe, name="kvstore-probe", daemon=True).start()
+        except RuntimeError:  # this host has no more threads to give
+            with self._lock:
+                self._asking -= 1
+            return False
+        return True
+
+    def timeout_s(self, size_bytes: int) -> float:
+        """What a batch of `size_bytes` may take."""
+        return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._asking = 0
+
+    def close(self) -> None:
+        if self._nixl is not None:
+            self._nixl.close()
+        self.stream.close()
+        if self.vram is not None:
+            self.vram.close()
