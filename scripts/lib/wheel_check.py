@@ -80,8 +80,8 @@ class Bare:
             stderr=subprocess.STDOUT,
         )
 
-    def run(self, words: Sequence[str], given: bytes = b"") -> bytes:
-        """A program's standard output; it must end well."""
+    def run(self, words: Sequence[str], given: bytes = b"", *, code: int = 0) -> bytes:
+        """A program's standard output; it must end with `code`. If that is not 0, its errors."""
         ran = subprocess.run(
             [str(self.bin / words[0]), *words[1:]],
             env=self._environment,
@@ -91,10 +91,10 @@ class Bare:
             timeout=RUN_TIMEOUT_S,
             check=False,
         )
-        if ran.returncode:
+        if ran.returncode != code:
             said = (ran.stdout + ran.stderr).decode(errors="replace")
             raise WheelError(f"`{shlex.join(words)}` ended with {ran.returncode}: {said[-2000:]}")
-        return ran.stdout
+        return ran.stderr if code else ran.stdout
 
 
 def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
@@ -143,6 +143,8 @@ def check(wheel: Path, python: str) -> None:
         tokens = directory / "tokens.json"
         tokens.write_text(str(list(range(512))))
         run_commands(bare, commands(text), tokens)
+        if b"pip install aiohttp" not in bare.run(["kvstore-router", "--help"], code=1):
+            raise WheelError("kvstore-router does not say what it needs")
 
 
 def main(wheel: str, *pythons: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from examples.router.routing import Engine
+from connector.router.routing import Engine
 
 _METRICS = (
     ("requests_total", "counter", "Requests, or prefills, that it was given."),

@@ -10,10 +10,10 @@ import aiohttp
 from aiohttp.test_utils import TestServer
 from fake_engines import TOKENS, FakeEngine
 
-from examples.router.discovery import Name
-from examples.router.prefix import Prefixes
-from examples.router.routing import Engine, Fleet, Role
-from examples.router.server import Router, RouterSettings
+from connector.router.discovery import Name
+from connector.router.prefix import Prefixes
+from connector.router.routing import Engine, Fleet, Role
+from connector.router.server import Router, RouterSettings
 from kvstore import Locator
 
 FOUND, PREFILL, DECODE = "X-KVStore-Found-Tokens", "X-KVStore-Prefill", "X-KVStore-Decode"

@@ -13,7 +13,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not install
 from aiohttp import web  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
-from examples.router import measure  # noqa: E402
+from connector.router import measure  # noqa: E402
 
 Reply = Callable[[int], tuple[list[int], int]]
 """From the number of the request, from 0, to (tokens, prompt tokens loaded)."""

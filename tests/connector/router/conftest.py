@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from stores import PATIENT, NodeProcess
 
-from examples.router import prefix
+from connector.router import prefix
 from kvstore import BlockSession, Locator
 
 PATIENCE_S = 20.0
@@ -20,7 +20,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is late because this machine is busy; tests about what is late set their own."""
     monkeypatch.setattr(prefix, "LOOKUP_TIMEOUT_S", PATIENCE_S)
     if find_spec("aiohttp") is not None:
-        monkeypatch.setattr("examples.router.server.PROBE_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr("connector.router.server.PROBE_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`python -m examples.router`: run the router until a signal."""
+"""The command line of the router, and its process until a signal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 from aiohttp import web
 
-from examples.router.discovery import SCHEME, Name
-from examples.router.prefix import Prefixes
-from examples.router.routing import Engine, Fleet, Role
-from examples.router.server import Router, RouterSettings
+from connector.router.discovery import SCHEME, Name
+from connector.router.prefix import Prefixes
+from connector.router.routing import Engine, Fleet, Role
+from connector.router.server import Router, RouterSettings
 from kvstore import KVStoreError, Locator
 
 EPILOG = """An engine is http://HOST:PORT, or http://HOST:PORT@NODE, where NODE is the memory node
@@ -22,7 +22,11 @@ NAME, looked up again and again. --prefill and --decode may be given several tim
 
 def main() -> int:
     defaults = RouterSettings()
-    parser = argparse.ArgumentParser(prog="python -m examples.router", epilog=EPILOG)
+    parser = argparse.ArgumentParser(
+        prog="kvstore-router",
+        description="Send requests to prefill and decode engines that share a store.",
+        epilog=EPILOG,
+    )
     parser.add_argument("--prefill", action="append", default=[], metavar="ENGINE")
     parser.add_argument("--decode", action="append", default=[], metavar="ENGINE", required=True)
     parser.add_argument("--host", default="127.0.0.1")
@@ -44,7 +48,7 @@ def main() -> int:
         fleet = Fleet([Engine.parse(*one) for one in given if not one[1].startswith(SCHEME)])
         locator = Locator(options.url, key_prefix=options.key_prefix)
     except KVStoreError as e:
-        print(f"router: {e}", file=sys.stderr)
+        print(f"kvstore-router: {e}", file=sys.stderr)
         return 1
     settings = RouterSettings(
         timeout_s=options.timeout_s,
@@ -55,7 +59,3 @@ def main() -> int:
     # A client that hangs up ends its request in the engine too.
     web.run_app(app, host=options.host, port=options.port, print=None, handler_cancellation=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

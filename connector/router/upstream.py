@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from examples.router.routing import Engine
+from connector.router.routing import Engine
 
 CONNECT_TIMEOUT_S = 2.0
 SILENT_S = 20.0

@@ -17,9 +17,9 @@ from aiohttp import web  # noqa: E402
 from fake_engines import TOKENS, FakeEngine, saver, silent, talk  # noqa: E402
 from routed import DECODE, FOUND, PATIENCE_S, PREFILL, routed  # noqa: E402
 
-from examples.router import prefix, server, upstream  # noqa: E402
-from examples.router.discovery import Name, resolve  # noqa: E402
-from examples.router.routing import Fleet, Role  # noqa: E402
+from connector.router import prefix, server, upstream  # noqa: E402
+from connector.router.discovery import Name, resolve  # noqa: E402
+from connector.router.routing import Fleet, Role  # noqa: E402
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:

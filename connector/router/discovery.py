@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from examples.router.routing import DOWN_S, Engine, Fleet, Role
+from connector.router.routing import DOWN_S, Engine, Fleet, Role
 from kvstore import UsageError
 
 log = logging.getLogger("kvstore.router")

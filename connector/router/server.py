@@ -21,11 +21,11 @@ from typing import Any
 from aiohttp import web
 
 from connector import PromptKeys
-from examples.router.discovery import Name, keep_resolving, resolve
-from examples.router.metrics import exposition
-from examples.router.prefix import Prefix, Prefixes
-from examples.router.routing import Engine, Fleet, Role, needs_prefill
-from examples.router.upstream import Answer, EngineFailedError, TooLateError, Upstream
+from connector.router.discovery import Name, keep_resolving, resolve
+from connector.router.metrics import exposition
+from connector.router.prefix import Prefix, Prefixes
+from connector.router.routing import Engine, Fleet, Role, needs_prefill
+from connector.router.upstream import Answer, EngineFailedError, TooLateError, Upstream
 
 log = logging.getLogger("kvstore.router")
 

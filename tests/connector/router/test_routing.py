@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples.router.routing import (
+from connector.router.routing import (
     DOWN_S,
     ENGINES_MAX,
     LOAD_GAP_MAX,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from connector import PromptKeys
-from examples.router.routing import held_at
+from connector.router.routing import held_at
 from kvstore import Holder, Key, Locator, MissReason, UsageError
 
 log = logging.getLogger("kvstore.router")

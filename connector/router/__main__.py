@@ -1,0 +1,20 @@
+"""`kvstore-router`, `python -m connector.router`: run the router until a signal."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+
+def main() -> int:
+    """The exit code. What only the router needs is not installed with the package."""
+    if find_spec("aiohttp") is None:
+        print("kvstore-router: needs aiohttp: pip install aiohttp", file=sys.stderr)
+        return 1
+    from connector.router.run import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

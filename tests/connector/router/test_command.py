@@ -1,0 +1,65 @@
+"""`kvstore-router` as a user has it: from anywhere, with and without what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connector.router import __main__ as command
+from kvstore.testing.ports import held_ports
+
+SCRIPT = Path(sys.executable).with_name("kvstore-router")
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A short path: a Unix socket has to fit below it."""
+    with tempfile.TemporaryDirectory(prefix="kvr-", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+def answer(url: str, process: subprocess.Popen[bytes]) -> object:
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as said:
+                return json.load(said)
+        except OSError:
+            assert process.poll() is None, "the router ended"
+            assert time.monotonic() < give_up_at, "the router does not answer"
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("words", [[str(SCRIPT)], [sys.executable, "-m", "connector.router"]])
+def test_it_runs_outside_the_clone(words: list[str], tmp_path: Path, run_dir: Path) -> None:
+    pytest.importorskip("aiohttp")
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    with held_ports(1) as (port,):
+        process = subprocess.Popen(
+            [*words, "--port", str(port), "--decode", "http://127.0.0.1:1@node-a"],
+            cwd=tmp_path,
+            env={**kept, "KVSTORE_RUN_DIR": str(run_dir)},
+        )
+        try:
+            assert "http://127.0.0.1:1" in str(answer(f"http://127.0.0.1:{port}/engines", process))
+        finally:
+            process.terminate()
+            process.wait(TIMEOUT_S)
+
+
+def test_without_aiohttp_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert command.main() == 1
+    assert capsys.readouterr().err == "kvstore-router: needs aiohttp: pip install aiohttp\n"
