@@ -32,7 +32,13 @@ from kvstore.types import Key, Kind, PutResult, rejected
 
 log = logging.getLogger("kvstore.client")
 
-Items = Mapping[str | bytes, Any] | Iterable[tuple[str | bytes, Any]]
+# To a type checker a dict[str, int] is no Mapping[str | bytes, int].
+Items = (
+    Mapping[str, Any]
+    | Mapping[bytes, Any]
+    | Mapping[str | bytes, Any]
+    | Iterable[tuple[str | bytes, Any]]
+)
 
 
 class Client:
