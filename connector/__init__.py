@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from connector.copy import copy_kv_blocks
     from connector.factory import KVConnectorFactory
     from connector.geometry import KVGeometry, ShardTopology
+    from connector.identity import forward_digest
     from connector.kvstore_connector import EngineInfo, KVStoreConnector
     from connector.lookup_buffer import KVEntry, LookupBuffer
     from connector.multi import MultiConnector
@@ -48,6 +49,7 @@ _EXPORTS = {
     "copy": ("copy_kv_blocks",),
     "factory": ("KVConnectorFactory",),
     "geometry": ("KVGeometry", "ShardTopology"),
+    "identity": ("forward_digest",),
     "kvstore_connector": ("EngineInfo", "KVStoreConnector"),
     "lookup_buffer": ("KVEntry", "LookupBuffer"),
     "multi": ("MultiConnector",),
@@ -100,6 +102,7 @@ __all__ = [
     "CountStats",
     "WorkerEvents",
     "KVStoreConnector",
+    "forward_digest",
     "MultiConnector",
     "EngineInfo",
     "EngineShape",

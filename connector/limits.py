@@ -102,6 +102,9 @@ SAY_EVERY_S = 30.0
 NODE_BYTES_MIN = 16 << 20
 """Of an embedded node: below it hardly a block would stay."""
 
+FINGERPRINTS_KEPT_MAX = 1024
+"""Fingerprints of weights and adapters that one process remembers."""
+
 CONFIG_BYTES_MAX = 1 << 20
 """Characters of a configuration document."""
 PORT_MAX = 65535

@@ -25,8 +25,7 @@ STORE_SETTINGS = (
     "run_dir",
     "lookup_timeout_s",
     "verify",
-    "model_id",
-    "model_revision",
+    "weights_id",
 )
 """Those that mean something to an engine which names and lays out its pages itself."""
 
@@ -67,10 +66,9 @@ class ConnectorSettings:
     """Whether payload checksums are written and checked on this host too."""
     save_decode: bool = True
     """Save blocks that hold generated tokens too."""
-    model_id: str | None = None
-    """Name of the weights in the namespace; None: the engine's model name or path."""
-    model_revision: str | None = None
-    """Revision of the weights in the namespace; None: the engine's."""
+    weights_id: str | None = None
+    """What stands for the weights in the namespace, for those who know it better: engines that
+    give the same have the same weights, whatever their files say. None: a fingerprint of them."""
     pinned_fraction: float = PINNED_FRACTION_MAX
     """Share of the engine's blocks that saves in flight may hold."""
 
@@ -78,7 +76,7 @@ class ConnectorSettings:
         for name in ("lookup_timeout_s", "load_timeout_s", "save_timeout_s"):
             _number(name, getattr(self, name), TIMEOUT_S_MAX)
         _number("pinned_fraction", self.pinned_fraction, 1.0)
-        for name in ("key_prefix", "node", "run_dir", "model_id", "model_revision"):
+        for name in ("key_prefix", "node", "run_dir", "weights_id"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise UsageError(name, value, "must be a string that is not empty")

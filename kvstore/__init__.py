@@ -39,6 +39,7 @@ from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.types import Key, PutResult, PutStatus
+from kvstore.weights import weights_fingerprint
 
 __version__ = "0.2.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "PutStatus",
     "Namespace",
     "tenant_salt",
+    "weights_fingerprint",
     "Limits",
     "BlockSession",
     "BlockStore",

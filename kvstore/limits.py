@@ -83,6 +83,22 @@ NIXL_PEERS_MAX = 256
 NIXL_OWNER_RETRY_AFTER_MAX_S = 60.0
 """Between two starts of a node's NIXL process when it dies again and again."""
 
+WEIGHTS_TIMEOUT_S = 60.0
+"""How long the fingerprint of a model's weights may take; cold, over a slow network, it is reads
+that wait."""
+WEIGHTS_THREADS = 8
+"""Files of weights that are read at the same time."""
+WEIGHT_FILES_MAX = 4096
+WEIGHT_WHOLE_BYTES_MAX = 8 << 20
+"""Files of weights up to this size are read whole: adapters, indexes, code."""
+WEIGHT_HEADER_BYTES_MAX = 100 << 20
+"""What safetensors itself allows a header."""
+WEIGHT_SAMPLE_BYTES = 4096
+WEIGHT_SAMPLES_MAX = 16384
+"""Samples of all files of one model together: 64 MiB."""
+WEIGHT_SAMPLES_MIN = 16
+"""Of each file, however many there are."""
+
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 

@@ -49,6 +49,8 @@ def vllm_config(
             max_position_embeddings=2048,
             architectures=["LlamaForCausalLM"],
         ).save_pretrained(model)
+        # Nobody loads it: what it stands for is computed by vllm_model_engine.py.
+        (model / "pytorch_model.bin").write_bytes(b"weights")
     model_config = ModelConfig(
         model=str(model), dtype="bfloat16", seed=0, skip_tokenizer_init=True, max_model_len=1024
     )

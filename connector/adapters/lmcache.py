@@ -3,7 +3,7 @@
     lmcache server --l1-size-gb 20 --eviction-policy LRU --l2-adapter '{
         "type": "plugin", "module_path": "connector.adapters.lmcache",
         "class_name": "KVStoreL2Adapter",
-        "adapter_params": {"url": "redis://HOST:6379"}}'
+        "adapter_params": {"url": "redis://HOST:6379", "weights_id": "llama-3-2026-11"}}'
 
 Settings are listed in docs/engines.md.
 """
@@ -41,7 +41,7 @@ SETTINGS = (
     "run_dir",
     "lookup_timeout_s",
     "verify",
-    "model_revision",
+    "weights_id",
 )
 """Of `ConnectorSettings`; beside them there are `locked_keys_max` and `lock_timeout_s`."""
 OBJECT_VERSION = 1
@@ -63,10 +63,19 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         own = {name: params[name] for name in params if name not in _LOCK_SETTINGS}
         config = ConnectorSettings.from_extra(own, where="adapter_params", only=SETTINGS)
         most, timeout_s = _lock_settings(params)
-        fields: dict[str, Field] = {"engine": "lmcache", "object_version": OBJECT_VERSION}
-        namespace = Namespace(
-            {**fields, "revision": config.model_revision or ""}, salt=tenant_salt()
-        )
+        if config.weights_id is None:
+            raise UsageError(
+                "weights_id",
+                None,
+                "must be a name that changes with the weights or dtype of any model: LMCache's "
+                "keys have a model's name alone, and its server does not see the weights",
+            )
+        fields: dict[str, Field] = {
+            "engine": "lmcache",
+            "object_version": OBJECT_VERSION,
+            "weights": f"id {config.weights_id}",
+        }
+        namespace = Namespace(fields, salt=tenant_salt())
         self._store = open_store(config)
         self._pages = Pages(self._store, namespace)
         self._locks = Locks(self._store, most=most, timeout_s=timeout_s)

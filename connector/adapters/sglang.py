@@ -17,12 +17,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import sglang
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 
 from connector.adapters.sglang_shape import page_namespace, settings
 from connector.assembly import open_store
+from connector.identity import config_digest, files_of, weights_or_unknown
 from connector.pages import Pages, Parts, is_there, memory_at, pages_at
 from kvstore import PeerError, UsageError
 
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNREADABLE_FORMATS = ("dummy", "remote", "remote_instance", "runai_streamer", "private")
+"""`load_format`s whose weights are in no file of this host."""
+_OF_THIS_PROCESS = f"of process {uuid4().hex}"
 SAMPLES_MAX = 1024
 """Transfers whose figures wait for `get_stats`; beyond it the oldest are dropped."""
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """Pages by SGLang's hash, bound to the namespace of model, dtype, pool and shard.
+    """Pages by SGLang's hash, bound to the namespace of weights, dtype, pool and shard.
 
     Called by SGLang's prefetch and backup threads at the same time. A peer's
     fault is a miss or False here, never an exception; only wrong settings raise.
@@ -58,12 +63,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take the pool whose memory pages are copied from and to."""
         super().register_mem_pool_host(mem_pool_host)
-        engine = _engine_fields()
-        if "model" not in engine and self._config.model_id is None:
-            log.warning(
-                "kvstore: SGLang's served model name %r stands for the weights; set model_id",
-                self._storage.model_name,
-            )
+        engine = _engine_fields(self._config.weights_id)
         self._v1, self._flat = (
             Pages(
                 self._store,
@@ -214,18 +214,27 @@ def _tensor(tensor: Any) -> Parts:
     return [memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
 
 
-def _engine_fields() -> dict[str, Field]:
-    """Namespace fields that SGLang's process knows, without the model outside of a server."""
+def _engine_fields(weights_id: str | None) -> dict[str, Field]:
+    """Namespace fields that SGLang's process knows."""
     fields: dict[str, Field] = {"version": str(sglang.__version__)}
     try:
         from sglang.srt.runtime_context import get_server_args
 
         args = get_server_args()
-        fields["model"] = str(args.model_path)
+        model, revision = str(args.model_path), getattr(args, "revision", None)
     except (ImportError, ValueError, AttributeError, RuntimeError, AssertionError):
+        if weights_id is None:
+            why_not = "the server's arguments cannot be read"
+            fields["weights"] = weights_or_unknown(None, why_not, _OF_THIS_PROCESS)
         return fields
+    path, why_not = files_of(model, revision, getattr(args, "download_dir", None))
+    if weights_id is None:
+        if str(getattr(args, "load_format", "auto")) in UNREADABLE_FORMATS:
+            path, why_not = None, f"load_format {args.load_format} reads no files of this host"
+        fields["weights"] = weights_or_unknown(path, why_not, _OF_THIS_PROCESS)
+    fields["forward"] = config_digest(path) if path is not None else ""
     for field, name in (
-        ("revision", "revision"),
+        ("overrides", "json_model_override_args"),
         ("weights_dtype", "dtype"),
         ("quantisation", "quantization"),
         ("kv_cache_dtype", "kv_cache_dtype"),

@@ -51,13 +51,10 @@ def page_namespace(
     """Everything that must match for a page to be reusable; SGLang's hash covers the tokens alone.
 
     `storage` is its HiCacheStorageConfig and `pool` the host pool. `engine` has
-    what only the process knows: version, model, revision, dtypes. `interface`
+    what only the process knows: version, weights, overrides, dtypes. `interface`
     ("v1" or "flat") decides the order of the bytes in a page. Raises
     `UsageError` for what cannot be told apart from something else.
     """
-    model = config.model_id or engine.get("model") or storage.model_name
-    if not model:
-        raise UsageError("model_id", model, "must be set: SGLang does not say which model it is")
     if getattr(storage, "dcp_size", 1) != 1:
         raise UsageError("dcp_size", storage.dcp_size, "must be 1: sequence shards are not stored")
     # The KV of such a model is the same on every rank of a tensor-parallel group,
@@ -68,8 +65,7 @@ def page_namespace(
         "engine": "sglang",
         "page_version": PAGE_VERSION,
         "interface": interface,
-        "model": str(model),
-        "revision": config.model_revision or engine.get("revision") or "",
+        "weights": f"id {config.weights_id}" if config.weights_id else engine["weights"],
         "dtype": str(pool.dtype),
         "pool": type(pool).__name__,
         "page_format": getattr(pool, "storage_format_tag", None),

@@ -30,6 +30,7 @@ with of_vllm():
     from connector.adapters.vllm_shape import engine_shape, vllm_hash_tokens
     from connector.adapters.vllm_states import completed_states
     from connector.adapters.vllm_stats import KVStorePromMetrics, KVStoreStats
+    from connector.adapters.vllm_weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -100,6 +101,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerCore | None = None
         self._worker: WorkerCore | None = None
         self._requests: dict[str, HashedRequest] = {}
+        self._weights = Weights(vllm_config)
         self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
         layout = shape.layout(config)
         self._block_tokens = layout.block_tokens
@@ -138,7 +140,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _hashed(self, request: Any) -> HashedRequest:
         known = self._requests.get(request.request_id)
         if known is None:
-            known = HashedRequest(request, self._block_tokens, self._hash_tokens)
+            computed_with = self._weights.of(request)
+            known = HashedRequest(request, self._block_tokens, self._hash_tokens, computed_with)
             self._requests[request.request_id] = known
         return known
 

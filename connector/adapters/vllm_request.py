@@ -18,10 +18,14 @@ class HashedRequest:
     are made with: whatever keeps them apart keeps these apart.
     """
 
-    __slots__ = ("_block_tokens", "_chain", "_hash_tokens", "_request")
+    __slots__ = ("_block_tokens", "_chain", "_computed_with", "_hash_tokens", "_request")
 
-    def __init__(self, request: Any, block_tokens: int, hash_tokens: int) -> None:
-        """`hash_tokens`: tokens of one of vLLM's own hashes, a divisor of `block_tokens`."""
+    def __init__(
+        self, request: Any, block_tokens: int, hash_tokens: int, computed_with: tuple[str, ...] = ()
+    ) -> None:
+        """`hash_tokens`: tokens of one of vLLM's own hashes, a divisor of `block_tokens`.
+        `computed_with` is what vLLM's hashes leave out (`vllm_weights.Weights`)."""
+        self._computed_with = computed_with
         self._request = request
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens
@@ -58,7 +62,7 @@ class HashedRequest:
 
     def _extra(self, first: int, end: int) -> object:
         keys, _ = generate_block_hash_extra_keys(self._request, first, end, 0)
-        return keys
+        return (keys, self._computed_with) if self._computed_with else keys
 
     def _engine_hash(self, num_tokens: int) -> bytes | None:
         index = num_tokens // self._hash_tokens - 1

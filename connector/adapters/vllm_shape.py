@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -17,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from connector.adapters.vllm_identity import model_fields
 from connector.adapters.vllm_states import (
     state_fields,
     state_geometry,
@@ -24,8 +23,8 @@ from connector.adapters.vllm_states import (
     state_topology,
 )
 from connector.assembly import EngineShape, GroupShape
-from connector.chain import ALGORITHM
-from connector.geometry import Field, KVGeometry, ShardTopology
+from connector.geometry import KVGeometry, ShardTopology
+from connector.identity import digest_of
 from kvstore import UsageError
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
     return EngineShape(
         groups=groups,
         workers=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-        model=_model_fields(vllm_config, config),
+        model=model_fields(vllm_config, config),
         null_block_id=VLLM_NULL_BLOCK_ID,
         # A draft model's layers see the next token: the last block is final one step late.
         volatile_tokens=(
@@ -121,7 +120,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     pp_size = parallel.pipeline_parallel_size
     # Each pipeline stage has other layers.
-    layers = {"kv_layers": _digest(group.layer_names) if pp_size == 1 else ""}
+    layers = {"kv_layers": digest_of(group.layer_names) if pp_size == 1 else ""}
     states = state_spec(number, group.kv_cache_spec)
     if states is not None:
         return GroupShape(
@@ -202,33 +201,3 @@ def _within_block(vllm_config: Any, spec: Any) -> str:
         return f"cpu {isa}, {spec.block_size} tokens"
     dense = spec.state_content_bytes is None and spec.kv_quant_mode == KVQuantMode.NONE
     return "" if dense else f"{spec.kv_quant_mode.name}, {spec.block_size} tokens"
-
-
-def _model_fields(vllm_config: Any, config: ConnectorSettings) -> dict[str, Field]:
-    model = vllm_config.model_config
-    speculative = vllm_config.speculative_config
-    return {
-        "engine": "vllm",
-        "model": config.model_id or str(model.model),
-        "revision": config.model_revision or model.revision or "",
-        "dtype": str(model.dtype),
-        "quantisation": str(model.quantization or ""),
-        "layers": int(model.get_total_num_hidden_layers()),
-        "kv_heads": int(model.get_total_num_kv_heads()),
-        "rope": _rope_digest(model),
-        "draft": str(speculative.model) if speculative is not None else "",
-        "hash_algorithm": ALGORITHM,
-    }
-
-
-def _digest(value: object) -> str:
-    raw = json.dumps(value, sort_keys=True, default=str).encode()
-    return blake2b(raw, digest_size=8).hexdigest()
-
-
-def _rope_digest(model: Any) -> str:
-    """Position encoding changes K and may be overridden at start without a new model name."""
-    text = model.hf_text_config
-    names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-    values = {name: getattr(text, name, None) for name in names}
-    return _digest(values)

@@ -17,6 +17,7 @@ import pytest
 from stores import MIB, NodeProcess
 
 from connector.limits import LOCKED_KEYS_MAX
+from kvstore import UsageError
 
 if TYPE_CHECKING:
     from redis_servers import RedisServer
@@ -34,7 +35,7 @@ def spec(node: NodeProcess, **params: Any) -> dict[str, Any]:
         "type": "plugin",
         "module_path": "connector.adapters.lmcache",
         "class_name": "KVStoreL2Adapter",
-        "adapter_params": {**node.engine_settings, **params},
+        "adapter_params": {**node.engine_settings, "weights_id": "w", **params},
     }
 
 
@@ -237,7 +238,7 @@ def test_trap_every_part_of_the_object_key_counts(adapter: Any, change: dict[str
     assert look_up(adapter, [key, replace(key, **change)]) == [True, False]
 
 
-def test_trap_objects_of_equal_size_and_another_dtype_or_model_revision_are_misses(
+def test_trap_objects_of_equal_size_and_another_dtype_or_of_other_weights_are_misses(
     node: NodeProcess, adapter: Any
 ) -> None:
     keys = object_keys(1)
@@ -245,9 +246,14 @@ def test_trap_objects_of_equal_size_and_another_dtype_or_model_revision_are_miss
     assert load(adapter, keys, objects([0], dtype="float16")) == [False]
     assert load(adapter, keys, objects([0], size=SIZE // 2, dtype="bfloat16")) == [False]
     assert load(adapter, keys, objects([0], dtype="bfloat16")) == [True]
-    other = adapter_of(node, model_revision="r2")
+    other = adapter_of(node, weights_id="r2")
     assert look_up(other, keys) == [False]
     other.close()
+
+
+def test_the_weights_must_be_named(node: NodeProcess) -> None:
+    with pytest.raises(UsageError, match="weights_id"):
+        adapter_of(node, weights_id=None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -43,7 +43,7 @@ def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
         ("save_decode", "yes"),
         ("layerwise", 1),
         ("verify", "sometimes"),
-        ("model_id", ""),
+        ("weights_id", ""),
         ("node", 3),
         ("vram_size_bytes", 1 << 20),
         ("vram_size_bytes", 1e9),

@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +34,7 @@ def storage_config(node: NodeProcess, **changes: Any) -> Any:
         "class_name": "KVStoreHiCache",
         "interface_v1": 1,
         **node.engine_settings,
+        "weights_id": "tiny",
         **ours,
     }
     plain = {
@@ -236,7 +238,7 @@ def test_a_page_that_exists_is_a_success(node: NodeProcess) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"tp_rank": 1, "tp_size": 2}, {"model_name": "other"}, {"ours": {"model_revision": "r2"}}],
+    [{"tp_rank": 1, "tp_size": 2}, {"ours": {"weights_id": "other"}}],
     ids=str,
 )
 def test_trap_equal_hashes_of_another_shard_or_model_are_misses(
@@ -264,22 +266,26 @@ def test_trap_equal_hashes_of_another_dtype_or_layout_are_misses(node: NodeProce
         other.close()
 
 
-def test_trap_in_a_server_the_weights_count_and_not_their_alias(
-    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+def test_trap_in_a_server_the_weights_count_and_not_what_they_are_called(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from types import SimpleNamespace
 
     from sglang.srt import runtime_context
 
-    pool, names, found = mha_pool(), hashes(1), []
-    for path, alias in (("/a", "default"), ("/b", "default"), ("/a", "another")):
-        args = SimpleNamespace(model_path=path, kv_cache_dtype="auto")
-        monkeypatch.setattr(runtime_context, "get_server_args", lambda args=args: args)
-        store = backend(node, pool, model_name=alias)
-        found.append(store.exists(names[0]))
+    def server(path: str, weights: bytes) -> bool:
+        (tmp_path / path).mkdir(exist_ok=True)
+        (tmp_path / path / "pytorch_model.bin").write_bytes(weights)
+        args = SimpleNamespace(model_path=str(tmp_path / path), kv_cache_dtype="auto")
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
+        store = backend(node, pool, ours={"weights_id": None})
+        found = bool(store.exists(names[0]))
         assert store.batch_set_v1(names, slots(pool, 0)) == [True]
         store.close()
-    assert found == [False, False, True]
+        return found
+
+    pool, names = mha_pool(), hashes(1)
+    assert [server(*one) for one in (("a", b"1"), ("a", b"2"), ("b", b"1"))] == [False, False, True]
 
 
 def test_trap_every_rank_finds_replicated_kv_that_one_rank_saved(node: NodeProcess) -> None:

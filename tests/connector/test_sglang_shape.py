@@ -32,7 +32,7 @@ POOL = {
     "head_dim": 8,
     "v_head_dim": 8,
 }
-ENGINE = {"version": "1", "model": "/weights", "revision": "", "kv_cache_dtype": "auto"}
+ENGINE = {"version": "1", "weights": "w1-0", "forward": "", "kv_cache_dtype": "auto"}
 
 
 def namespace(
@@ -66,12 +66,11 @@ def namespace(
         {"pool": {"head_dim": 16}},
         {"pool": {"storage_format_tag": "fp8"}},
         {"engine": {"version": "2"}},
-        {"engine": {"model": "/other"}},
-        {"engine": {"revision": "main"}},
+        {"engine": {"weights": "w1-1"}},
+        {"engine": {"forward": "other"}},
         {"engine": {"kv_cache_dtype": "fp8_e5m2"}},
         {"interface": "flat"},
-        {"model_id": "tuned"},
-        {"model_revision": "r2"},
+        {"weights_id": "tuned"},
     ],
     ids=str,
 )
@@ -82,19 +81,14 @@ def test_trap_what_sglangs_hash_leaves_out_is_in_the_namespace(other: dict[str, 
 def test_equal_configurations_share_pages() -> None:
     assert namespace() == namespace()
     assert namespace({"model_name": "another alias"}) == namespace()
-    assert namespace(model_id="m") == namespace(model_id="m", engine={"model": "/elsewhere"})
+    named = [namespace(weights_id="m", engine={"weights": w}) for w in ("w1-1", "w1-2")]
+    assert named[0] == named[1]
 
 
 def test_trap_ranks_that_hold_the_same_kv_share_it_as_only_one_of_them_saves() -> None:
     ranks = [namespace({"is_mla_model": True, "tp_rank": rank}) for rank in range(2)]
     assert ranks[0] == ranks[1]
     assert ranks[0] == namespace({"is_mla_model": True, "tp_size": 8})
-
-
-def test_a_model_without_a_name_is_refused() -> None:
-    with pytest.raises(UsageError, match="model_id"):
-        namespace({"model_name": None}, engine={"model": ""})
-    assert namespace({"model_name": "m"}, engine={"model": ""}).fields["model"] == "m"
 
 
 def test_sequence_shards_are_refused() -> None:

@@ -290,7 +290,7 @@ def test_trap_under_multi_connector_the_child_that_lost_loads_nothing(
     """Two of ours with different namespaces: both save, the first one's hit wins."""
     store = MemoryBlockStore()
     children = [
-        transfer(kv_connector_extra_config={"block_tokens": 32, "model_id": name})
+        transfer(kv_connector_extra_config={"block_tokens": 32, "weights_id": name})
         for name in ("a", "b")
     ]
     multi = {

@@ -224,7 +224,7 @@ def test_trap_records_that_point_nowhere_are_computed_and_the_request_ends(
 def test_engines_of_other_tensor_parallel_sizes_share_kv(start: Start, store: Store) -> None:
     """In float32: two workers add up in another order than one, which bf16 would show."""
     wide = {"dtype": "float32"}
-    transfer = store.transfer(model_id="mixed")
+    transfer = store.transfer(weights_id="mixed")
     two = {**wide, "tensor_parallel_size": 2}
     pair = start(transfer, in_process=False, cpus="0|1", extra=two)
     single = start(transfer, extra=wide)
@@ -329,7 +329,7 @@ def test_a_model_with_sliding_windows_shares_kv(
 ) -> None:
     """Two KV cache groups, with vLLM's hybrid KV cache manager."""
     model = build_hybrid(tmp_path_factory.mktemp("hybrid"))
-    transfer = store.transfer(model_id="hybrid")
+    transfer = store.transfer(weights_id="hybrid")
     writer = start(transfer, path_of=model)
     wanted = prompts(3, seed=10)
     before = store.blocks

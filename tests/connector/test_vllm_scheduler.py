@@ -83,7 +83,7 @@ def test_trap_two_connectors_that_are_asked_give_one_answer(
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    children = [{**ours, "kv_connector_extra_config": {"model_id": name}} for name in ("a", "b")]
+    children = [{**ours, "kv_connector_extra_config": {"weights_id": name}} for name in ("a", "b")]
     multi = {
         **ours,
         "kv_connector": "MultiConnector",
@@ -95,7 +95,7 @@ def test_trap_two_connectors_that_are_asked_give_one_answer(
     engine.scheduler.requests["a"].kv_transfer_params = {PromptKeys.ASKED: True}
     engine.run()
     keys, _ = PromptKeys.from_answer(engine.told["a"][PromptKeys.ASKED])
-    assert keys.namespace.fields["model"] == "a"
+    assert keys.namespace.fields["weights"] == "id a"
     engine.close()
 
 

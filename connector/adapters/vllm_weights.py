@@ -1,0 +1,38 @@
+"""What a request of vLLM is computed with, beyond what its namespace and vLLM's hashes say."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+from uuid import uuid4
+
+from connector.identity import files_of, weights_or_unknown
+from connector.limits import FINGERPRINTS_KEPT_MAX
+
+
+class Weights:
+    """Tells adapters apart by their files: vLLM knows them by name and path."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        load = vllm_config.load_config
+        self._cache_dir = load.download_dir
+        self._own = f"of process {uuid4().hex}"
+        self._adapters: OrderedDict[tuple[int, str, str], str] = OrderedDict()
+
+    def of(self, request: Any) -> tuple[str, ...]:
+        """Goes into the hashes of all of the request's blocks; reads an adapter's files when its
+        first request comes, and again when vLLM is to load it again."""
+        adapter = request.lora_request
+        return () if adapter is None else ("lora", self._adapter(adapter))
+
+    def _adapter(self, adapter: Any) -> str:
+        name = (int(adapter.lora_int_id), str(adapter.lora_name), str(adapter.lora_path))
+        known = self._adapters.get(name)
+        if known is None or adapter.load_inplace:
+            path, why_not = files_of(name[2], None, self._cache_dir)
+            known = weights_or_unknown(path, why_not, self._own)
+        self._adapters[name] = known
+        self._adapters.move_to_end(name)
+        if len(self._adapters) > FINGERPRINTS_KEPT_MAX:
+            self._adapters.popitem(last=False)
+        return known
