@@ -102,6 +102,11 @@ SAY_EVERY_S = 30.0
 NODE_BYTES_MIN = 16 << 20
 """Of an embedded node: below it hardly a block would stay."""
 
+RESET_WAIT_S = 5.0
+"""How long an engine's thread waits for a reset that its user asked for; then it goes on in the
+background, and nothing is loaded until it is complete."""
+RESET_RETRY_S = 1.0
+"""Pause before a reset that was not complete is tried again."""
 FINGERPRINTS_KEPT_MAX = 1024
 """Fingerprints of weights and adapters that one process remembers."""
 

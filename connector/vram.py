@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from connector.limits import RESET_WAIT_S
 from kvstore import (
     Answers,
     BlockSession,
@@ -27,6 +28,7 @@ from kvstore import (
     PutStatus,
     Question,
     Reservation,
+    ResetResult,
     Run,
     VramPool,
 )
@@ -171,6 +173,9 @@ class VramStore:
             self.pool.abort(granted)
         if below:
             self._store.abort(below)
+
+    def reset(self, namespace_ids: Sequence[int], timeout_s: float = RESET_WAIT_S) -> ResetResult:
+        return self._store.reset(namespace_ids, timeout_s)  # the pool hears of it as nodes do
 
     def clear(self, namespace_id: int) -> int:
         cleared = self.pool.clear(namespace_id) if self.pool is not None else 0

@@ -18,6 +18,7 @@ from kvstore.client.client import Client
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.locator import Holder, Holders, Locator
 from kvstore.client.pinned import Match, Pinned
+from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession
 from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.cuda.bindings import open_device as cuda_device
@@ -56,6 +57,7 @@ __all__ = [
     "MissReason",
     "FieldDifference",
     "PutResult",
+    "ResetResult",
     "PutStatus",
     "Namespace",
     "tenant_salt",

@@ -99,6 +99,19 @@ WEIGHT_SAMPLES_MAX = 16384
 WEIGHT_SAMPLES_MIN = 16
 """Of each file, however many there are."""
 
+RESET_NAMESPACES_MAX = 64
+"""Namespaces that one reset names; clients split longer ones."""
+RESETS_IDS_MAX = 1024
+"""Namespaces of all resets that a node remembers together: 5.5 KB of its announcement."""
+RESET_TIMEOUT_S = 5.0
+"""How long a reset waits for all nodes to confirm it: they hear of it with a heartbeat."""
+RESET_LISTENS_S = 2.0
+"""How long the index must have answered before a reset believes that it has seen all nodes: one
+that was emptied a moment ago hears of them with their next heartbeat."""
+RESETS_SETTLE_S = 3.0
+"""How long a node that starts with the blocks of a former start waits for the others to say
+again which resets it missed, when the index may have lost what they had said."""
+
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 

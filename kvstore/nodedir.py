@@ -4,6 +4,7 @@
     node.json     its announcement (also in the index)
     control.sock  its control socket
     room          bytes it can take without evicting, a hint
+    resets        resets of namespaces that it knows of, and what it last saw of the index
     keep          its last sign of life, when its segment is to wait for its next start
     leases/ID     one file per client, flock held for as long as the client's process lives
 
@@ -23,6 +24,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from kvstore.errors import UsageError
 from kvstore.limits import RESTART_WITHIN_S
@@ -30,7 +32,7 @@ from kvstore.limits import RESTART_WITHIN_S
 log = logging.getLogger("kvstore.node")
 
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
-KEEP, ROOM = "keep", "room"
+KEEP, ROOM, RESETS = "keep", "room", "resets"
 ROOM_BYTES = 8
 NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
@@ -56,6 +58,9 @@ class Announcement:
     """Values up to this size may travel in a reserve request."""
     free_bytes: int = 0
     """Room without evicting anything, as of the last heartbeat; 0 in the node's own directory."""
+    resets: str = ""
+    """Resets that the node knows of (core/resets.py), as of the last heartbeat; in its own
+    directory they are in a file beside."""
     transports: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other ways to reach it than this host's memory: an address by the transport's name."""
 
@@ -136,6 +141,7 @@ class NodeDir:
         self.leases = self.path / LEASES
         self.keep = self.path / KEEP
         self.room_path = self.path / ROOM
+        self.resets_path = self.path / RESETS
 
     def announce(self, word: Announcement) -> None:
         """Readers see the old announcement or the new one, whenever the node is killed."""
@@ -159,6 +165,20 @@ class NodeDir:
             return int.from_bytes(self.room_path.read_bytes()[:ROOM_BYTES], "little")
         except OSError:
             return 0
+
+    def keep_resets(self, kept: dict[str, Any]) -> None:
+        """Readers see the old ones or the new ones, whenever the node is killed."""
+        fresh = self.resets_path.with_suffix(".new")
+        fresh.write_bytes(json.dumps(kept).encode())
+        fresh.rename(self.resets_path)
+
+    def kept_resets(self) -> dict[str, Any]:
+        """What `keep_resets` wrote last; nothing where it cannot be read."""
+        try:
+            found = json.loads(self.resets_path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def keep_segment(self) -> None:
         """From here on, and while this is said again and again, a crash costs no blocks."""

@@ -4,7 +4,7 @@ A name or a path says nothing: another fine-tune is mounted there, or a new one 
 deployed under it. `weights_fingerprint` looks at the files: headers and indexes
 whole, of large files the size and bytes at places that follow from size and header
 alone. No path, no time and no owner goes in, so every host that has the same files
-comes to the same answer. docs/decisions/0026-identity-of-weights.md says what it sees
+comes to the same answer. docs/decisions/0028-identity-of-weights.md says what it sees
 and what it does not.
 """
 

@@ -10,6 +10,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 from kvstore.client.client import Client, Items
 from kvstore.client.explanation import Explanation, Missing
 from kvstore.client.pinned import Match, Pinned
+from kvstore.client.reset_result import ResetResult
+from kvstore.limits import RESET_TIMEOUT_S
 from kvstore.types import PutResult
 
 THREADS = 4
@@ -47,6 +49,9 @@ class AsyncClient:
 
     async def get_blocks(self, tokens: Sequence[int], out: Sequence[Any]) -> int:
         return await self._run(self._client.get_blocks, tokens, out)
+
+    async def clear(self, timeout_s: float = RESET_TIMEOUT_S) -> ResetResult:
+        return await self._run(self._client.clear, timeout_s)
 
     async def exists(self, key: str | bytes) -> bool:
         return await self._run(self._client.exists, key)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.client.explanation import FieldDifference, Missing, MissReason
+from kvstore.client.reset_result import ResetResult
 from kvstore.hashing import Namespace
 from kvstore.index.base import Record
+from kvstore.limits import RESET_TIMEOUT_S
 from kvstore.types import Key, PutResult
 
 
@@ -179,6 +181,17 @@ class BlockStore(Protocol):
         """Drop every block of a namespace on the nodes of this host; returns how many.
 
         Raises `NodeUnavailableError` or `DeadlineError`.
+        """
+        ...
+
+    def reset(
+        self, namespace_ids: Sequence[int], timeout_s: float = RESET_TIMEOUT_S
+    ) -> ResetResult:
+        """Drop every block of these namespaces on all nodes, wherever they are.
+
+        Waits until all have confirmed it, at most `timeout_s`; the answer says who has not.
+        Raises `NodeUnavailableError` or `DeadlineError` when there are nodes and none could
+        be told.
         """
         ...
 

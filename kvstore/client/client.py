@@ -18,12 +18,13 @@ from kvstore.client.out import Out
 from kvstore.client.pinned import Match, Pinned
 from kvstore.client.questions import about_block, about_value
 from kvstore.client.reader import Place
+from kvstore.client.reset_result import ResetResult
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.hashing import Namespace
-from kvstore.limits import Limits
+from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy
 from kvstore.transport import stream_requests
@@ -352,6 +353,14 @@ class Client:
         raw_key = self.namespace.value_key(key)
         self._reader.forget(raw_key)
         return self._writer.drop([raw_key])[0]
+
+    def clear(self, timeout_s: float = RESET_TIMEOUT_S) -> ResetResult:
+        """Drop all values and blocks of this client's namespace, on every node of every host.
+
+        The answer is true when all nodes have confirmed it: then nobody finds any more what
+        was saved before. It says which have not within `timeout_s`, and what holds then.
+        """
+        return self.session.reset([self.namespace.id], timeout_s)
 
     # --- telling ----------------------------------------------------------
 

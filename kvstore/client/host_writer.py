@@ -278,6 +278,16 @@ class HostWriter(HostWriters):
             raise failure
         return dropped
 
+    def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
+        """Tell one node of a reset; the number that it got. The others hear of it from that one."""
+        failure: PeerError = NodeUnavailableError(nobody_here(self._name))
+        for writer in self.writers():
+            try:
+                return writer.reset(number, namespace_ids)
+            except _GONE as e:
+                failure = e
+        raise failure
+
     # --- telling ------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float]:

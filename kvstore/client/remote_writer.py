@@ -12,17 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.client.answers import CODES, NO_SPACE
+from kvstore.client.answers import CODES, NO_SPACE, whole
 from kvstore.client.base import Reservation
 from kvstore.client.remote import RemoteNodes
 from kvstore.core.placement import Candidate, emptiest_first
 from kvstore.core.record import RecordSigner, unpack_record
+from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
-from kvstore.transport.stream_requests import Payload, put
+from kvstore.transport.stream_requests import Payload, ask, put
 from kvstore.types import EXISTS, Key, Kind, PutResult, rejected
 
 LOOK_AROUND_S = 5.0
@@ -100,6 +101,25 @@ class RemoteWriter:
             node_id: word for node_id, word in words.items() if self._remote.stream.usable(word)
         }
         self._sent_bytes = {}
+
+    # --- resets -------------------------------------------------------------
+
+    def reset(self, number: int, namespace_ids: Sequence[int], deadline: float) -> int:
+        """Tell one node of a reset, which tells the others; the number that it got.
+
+        Raises `PeerError` when none can be told.
+        """
+        failure: PeerError = NodeUnavailableError(NOBODY)
+        for word in self._targets()[:NODES_TRIED_MAX]:
+            message = [Op.RESET, 1, number, list(namespace_ids)]
+            try:
+                (got, _) = ask(self._remote.stream, word, message, deadline)
+                return whole(got)
+            except (TypeError, ValueError) as e:
+                failure = NodeUnavailableError(f"node {word.name} speaks no sense: {e}")
+            except PeerError as e:
+                failure = e
+        raise failure
 
     # --- saving -------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.remote import RemoteNodes
 from kvstore.client.remote_writer import AWAY_SLOT, RemoteWriter
+from kvstore.client.reset_result import ResetResult
+from kvstore.client.resetting import reset_everywhere
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.suspect import Suspicion
 from kvstore.client.upkeep import Upkeep
@@ -29,7 +31,7 @@ from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageErr
 from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
-from kvstore.limits import Limits
+from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.nodedir import Announcement
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
@@ -371,6 +373,21 @@ class BlockSession:
 
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
+
+    def reset(
+        self, namespace_ids: Sequence[int], timeout_s: float = RESET_TIMEOUT_S
+    ) -> ResetResult:
+        return reset_everywhere(
+            self.writer,
+            self.remote_writer,
+            self.index,
+            self.run_dir,
+            self.key_prefix,
+            namespace_ids,
+            timeout_s,
+            alone=self.embedded,
+            signer=self._signer,
+        )
 
     def read_bytes(self) -> Mapping[str, int]:
         away = self.remote.counts

@@ -392,6 +392,12 @@ class Writer:
     def clear(self, namespace_id: int) -> int:
         return int(self._ask(Op.CLEAR, namespace_id, accept=lambda _, body: whole(body)))
 
+    def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
+        """Tell the node of a reset of these namespaces; the number that it got."""
+        return int(
+            self._ask(Op.RESET, number, list(namespace_ids), accept=lambda _, body: whole(body[0]))
+        )
+
     def stats(self) -> dict[str, int | float]:
         return dict(self._ask(Op.STAT, accept=lambda _, body: counters(body)))
 

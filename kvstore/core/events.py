@@ -67,6 +67,18 @@ class Clear(NamedTuple):
     namespace_id: int
 
 
+class Reset(NamedTuple):
+    """Drop every block of these namespaces, of all when there are none, and know it by a number.
+
+    Of a client `number` is a wish: the answer has the number that it got.
+    """
+
+    session: int
+    request: int
+    number: int
+    namespace_ids: Sequence[int]
+
+
 class Stat(NamedTuple):
     session: int
     request: int
@@ -159,6 +171,7 @@ Event = (
     | Touch
     | Drop
     | Clear
+    | Reset
     | Stat
     | Listing
     | Explain

@@ -28,6 +28,7 @@ from kvstore.core.events import (
     Pin,
     Reply,
     Reserve,
+    Reset,
     SessionDead,
     SessionResumed,
     Stat,
@@ -42,10 +43,13 @@ from kvstore.core.holdings import FORMER, Session
 from kvstore.core.namespaces import Namespaces
 from kvstore.core.record import RecordSigner
 from kvstore.core.report import explain, listing, stats
+from kvstore.core.resets import Resets
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.suspects import CheckBudget
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, Limits
 
+NOBODY = -1
+"""In place of a session's number: an event that no client has asked for."""
 EXISTS_CODE = 1
 IN_PROGRESS_CODE = 2
 NO_SPACE_CODE = 3
@@ -79,6 +83,7 @@ class NodeCore(Blocks):
         )
         self._sessions: dict[int, Session] = {}
         self.namespaces = Namespaces(self.limits.namespaces)
+        self.resets = Resets()
         self._checks = CheckBudget(CHECKED_BYTES_PER_S_MAX)
         self._handlers: dict[type[Any], Callable[[Any, Effects, float], None]] = {
             Reserve: self._reserve,
@@ -89,6 +94,7 @@ class NodeCore(Blocks):
             Touch: self._touch,
             Drop: self._drop,
             Clear: self._clear,
+            Reset: self._reset,
             Stat: self._stat,
             Listing: self._listing,
             Explain: self._explain,
@@ -260,6 +266,21 @@ class NodeCore(Blocks):
         why = GoneWhy.CLEARED
         dropped = sum(self._drop_slot(slot, why, effects.writes, now) for slot in doomed)
         effects.replies.append(Reply(event.session, event.request, dropped, True))
+
+    def _reset(self, event: Reset, effects: Effects, now: float) -> None:
+        """Once for each number, however often and by whomever it is told.
+
+        A block that is reserved will not be sealed: what is saved after this was reserved after.
+        """
+        asked = event.session != NOBODY
+        number = self.resets.next_number(event.number) if asked else event.number
+        dropped = 0
+        if self.resets.add(number, event.namespace_ids):
+            of = frozenset(event.namespace_ids)
+            doomed = [s for s in self.by_key.values() if not of or s.namespace_id in of]
+            why = GoneWhy.CLEARED
+            dropped = sum(self._drop_slot(slot, why, effects.writes, now) for slot in doomed)
+        effects.replies.append(Reply(event.session, event.request, [number, dropped], True))
 
     def _suspect(self, event: Suspect, effects: Effects, now: float) -> None:
         """Nothing is dropped on a client's word: it may lie, or have read what was evicted."""

@@ -26,6 +26,7 @@ from kvstore.core.events import (
     Listing,
     Pin,
     Reserve,
+    Reset,
     Stat,
     Suspect,
     Touch,
@@ -33,7 +34,13 @@ from kvstore.core.events import (
 )
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import UsageError
-from kvstore.limits import BATCH_KEYS_MAX, HELD_MAX, MESSAGE_BYTES_MAX, META_BYTES_MAX
+from kvstore.limits import (
+    BATCH_KEYS_MAX,
+    HELD_MAX,
+    MESSAGE_BYTES_MAX,
+    META_BYTES_MAX,
+    RESET_NAMESPACES_MAX,
+)
 from kvstore.types import KEY_BYTES, Key, Kind
 
 PROTOCOL_VERSION = 2
@@ -56,6 +63,7 @@ class Op(enum.IntEnum):
     EXPLAIN = 12
     NAMESPACE = 13
     SUSPECT = 14
+    RESET = 15
 
 
 READER_OPS = frozenset({Op.TOUCH, Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN, Op.SUSPECT})
@@ -188,6 +196,15 @@ def _introduce(session: int, request: int, namespace_id: Any, fields: Any) -> In
     return Introduce(session, namespace)
 
 
+def _reset(session: int, request: int, number: Any, namespace_ids: Any) -> Reset:
+    if not isinstance(namespace_ids, list) or not 0 < len(namespace_ids) <= RESET_NAMESPACES_MAX:
+        raise _fail(
+            "namespace_ids", namespace_ids, f"must be a list of 1 to {RESET_NAMESPACES_MAX}"
+        )
+    ids = _ints("namespace_id", namespace_ids, len(namespace_ids), 1 << 32)
+    return Reset(session, request, _ints("number", number, 1, 1 << 63)[0], ids)
+
+
 _DECODERS: dict[int, tuple[int, Any]] = {
     Op.RESERVE: (7, _reserve),
     Op.COMMIT: (1, lambda s, r, items: Commit(s, r, _tuples("items", items, 3))),
@@ -197,6 +214,7 @@ _DECODERS: dict[int, tuple[int, Any]] = {
     Op.TOUCH: (1, lambda s, r, keys: Touch(s, _split_keys(keys))),
     Op.DROP: (1, lambda s, r, keys: Drop(s, r, _split_keys(keys))),
     Op.CLEAR: (1, lambda s, r, ns: Clear(s, r, _ints("namespace_id", ns, 1, 1 << 32)[0])),
+    Op.RESET: (2, _reset),
     Op.STAT: (0, lambda s, r: Stat(s, r)),
     Op.LIST: (2, _listing),
     Op.EXPLAIN: (1, lambda s, r, keys: Explain(s, r, _split_keys(keys))),

@@ -12,16 +12,24 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
 from kvstore.core import wire
-from kvstore.core.events import Clear, Corrupt, Drop, Event, SessionDead, SessionResumed
+from kvstore.core.events import (
+    Clear,
+    Corrupt,
+    Drop,
+    Event,
+    Reset,
+    SessionDead,
+    SessionResumed,
+)
 from kvstore.core.eviction import POLICIES
 from kvstore.core.holdings import FORMER
-from kvstore.core.node import NodeCore
+from kvstore.core.node import NOBODY, NodeCore
 from kvstore.core.record import RecordSigner
 from kvstore.core.report import stats
 from kvstore.core.wire import Hello, Op
@@ -43,6 +51,7 @@ from kvstore.node.last_client import wait_for_last_client
 from kvstore.node.naming import take_name
 from kvstore.node.publisher import STOP_TIMEOUT_S, Publisher
 from kvstore.node.reconcile import Scrubber
+from kvstore.node.resets import ResetNews
 from kvstore.node.sessions import Session, Sessions
 from kvstore.node.sharing import give, owns_node, share_directory, share_files
 from kvstore.node.stream_server import StreamServer
@@ -180,6 +189,9 @@ class Node:
             arena_bytes=arena_bytes,
             inline_bytes=config.limits.inline_bytes,
         )
+        self._resets = ResetNews(
+            self.dir, config.run_dir, config.key_prefix, self.index, self._signer
+        )
         started = self._begin(word, make_core)
         self.core, self.segment, self.announcement, self._former = started
         share_files(self.announcement, config.group)
@@ -189,7 +201,8 @@ class Node:
 
     def _begin(self, word: Announcement, make_core: Callable[[], NodeCore]) -> restart.Started:
         """What it starts with; `word` says where an empty segment is to be."""
-        return restart.start(self.dir, word, make_core, self.config.run_dir)
+        catch_up = self._resets.catch_up
+        return restart.start(self.dir, word, make_core, self.config.run_dir, catch_up)
 
     async def _run(self, on_ready: Callable[[], None] | None) -> None:
         assert self._loop is not None
@@ -244,9 +257,22 @@ class Node:
 
     def _heartbeat(self) -> Heartbeat:
         assert self.announcement is not None
-        return Heartbeat(
-            self.index, self.announcement, self.publisher.refill, self._free_bytes, self._signer
+        self._beat = Heartbeat(
+            self.index,
+            self.announcement,
+            self.publisher.refill,
+            self._free_bytes,
+            self._signer,
+            self._hear,
+            lambda incarnation: self._resets.announced(incarnation, self.core.resets),
         )
+        return self._beat
+
+    def _hear(self, announcements: Iterable[Announcement]) -> str:
+        """What others say was reset is dropped here too; the answer is what is known then."""
+        for number, namespace_ids in self._resets.unknown_to(self.core.resets, announcements):
+            self._act(Reset(NOBODY, 0, number, namespace_ids))
+        return self.core.resets.pack()
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
         return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)
@@ -291,6 +317,7 @@ class Node:
         self._vanish()
         with suppress(IndexUnavailableError):
             assert self.announcement is not None
+            self._resets.withdrawn()
             self.index.withdraw(self.announcement.node_id)
             if not self._keeps:
                 self.publisher.withdraw_all()
@@ -352,11 +379,15 @@ class Node:
         except (InternalError, AssertionError, KeyError) as e:
             self._fail(e)
             return
+        if isinstance(event, Reset):
+            self._resets.save(self.core.resets)
+            if event.session != NOBODY:
+                self._beat.beat()  # the others hear of it with their next one
         for check in effects.checks:
             if self.segment.checksum(check.offset, check.length) != check.checksum:
                 log.warning("node %s: slot %d is damaged", self.config.name, check.slot_id)
                 self._act(Corrupt(check.slot_id, check.generation))
-        if isinstance(event, Drop | Clear):
+        if isinstance(event, Drop | Clear | Reset):
             # Asked for by somebody: the answer waits until the index was told.
             self.publisher.remove()
         for reply in effects.replies:

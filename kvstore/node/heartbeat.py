@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvstore.core.record import RecordSigner
 from kvstore.errors import IndexUnavailableError
+from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
 from kvstore.nodedir import Announcement
@@ -33,8 +34,14 @@ class Heartbeat:
         on_lost: Callable[[], None],
         free_bytes: Callable[[], int],
         signer: RecordSigner | None = None,
+        news: Callable[[Iterable[Announcement]], str] = lambda _: "",
+        announced: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """With `signer`, what is announced is signed."""
+        """With `signer`, what is announced is signed. `news` is told what all nodes announce and
+        says which resets this one knows of then; `announced` hears of every announcement, with
+        the index's incarnation."""
+        self._news = news
+        self._announced = announced
         self._index = index
         self._announcement = announcement
         self._on_lost = on_lost
@@ -55,14 +62,19 @@ class Heartbeat:
         first, self._first = self._first, False
         try:
             incarnation = self._index.incarnation()
-            word = dataclasses.replace(self._announcement, free_bytes=self._free_bytes())
+            resets = self._news(announced_nodes(self._index, self._signer).values())
+            word = dataclasses.replace(
+                self._announcement, free_bytes=self._free_bytes(), resets=resets
+            )
             raw = word.pack() if self._signer is None else self._signer.announcement(word.pack())
             self._index.announce(word.node_id, raw, ANNOUNCEMENT_TTL_S)
         except IndexUnavailableError as e:
+            self._news(())
             if self._reachable:
                 log.warning("node %s cannot reach the index: %s", self._announcement.name, e)
             self._reachable = False
             return
+        self._announced(incarnation)
         if not self._reachable:
             log.info("node %s reaches the index again", self._announcement.name)
         self._reachable = True

@@ -12,9 +12,11 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.core.events import Effects
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
@@ -85,16 +87,21 @@ class FormerClients:
 
 
 def start(
-    directory: NodeDir, word: Announcement, make_core: Callable[[], NodeCore], run_dir: Path
+    directory: NodeDir,
+    word: Announcement,
+    make_core: Callable[[], NodeCore],
+    run_dir: Path,
+    catch_up: Callable[[NodeCore, Callable[[Effects], None]], None],
 ) -> Started:
     """Warm when the former start left a segment of this shape, else with an empty one.
 
-    `word` says where an empty segment is to be. The caller holds the node's lock.
+    `word` says where an empty segment is to be. The caller holds the node's lock. `catch_up`
+    drops what may not be read any more, and raises `ValueError` when it cannot tell.
     Raises `NoSpaceError`.
     """
     directory.leases.mkdir(exist_ok=True, mode=0o700)
     former = directory.announcement()
-    warm = None if former is None else _take_over(former, word, make_core)
+    warm = None if former is None else _take_over(former, word, make_core, catch_up)
     if former is not None and warm is None:
         remove_segment(former)
     clients = FormerClients(directory.leases, matter=warm is not None)
@@ -118,7 +125,10 @@ def start(
 
 
 def _take_over(
-    former: Announcement, word: Announcement, make_core: Callable[[], NodeCore]
+    former: Announcement,
+    word: Announcement,
+    make_core: Callable[[], NodeCore],
+    catch_up: Callable[[NodeCore, Callable[[Effects], None]], None],
 ) -> tuple[NodeCore, OwnedShm] | None:
     segment: OwnedShm | None = None
     try:
@@ -136,6 +146,7 @@ def _take_over(
             writes = recover(core, arenas, epoch)
         for write in writes:
             segment.apply(write)
+        catch_up(core, partial(_apply, segment))
     except (OSError, ValueError, InternalError, AssertionError, LookupError) as e:
         # A segment that nothing can be made of must not keep the node from starting.
         log.warning("node %s starts empty, not with what it left behind: %s", word.name, e)
@@ -150,6 +161,11 @@ def _take_over(
         core.counts["recovery_dropped"],
     )
     return core, segment
+
+
+def _apply(segment: OwnedShm, effects: Effects) -> None:
+    for write in effects.writes:
+        segment.apply(write)
 
 
 @contextlib.contextmanager

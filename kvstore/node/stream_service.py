@@ -17,6 +17,7 @@ from kvstore.core.events import (
     Explain,
     Introduce,
     Reserve,
+    Reset,
     Stat,
     Suspect,
     Touch,
@@ -54,7 +55,7 @@ TRANSFER_TIMEOUT_MAX_S = 60.0
 SNAPSHOT_BYTES = 64 << 10
 """A group up to this size is copied first, and then all of it leaves in one call."""
 CHECKSUMS_KEPT_MAX = 1 << 16
-CONTROL_EVENTS = (Stat, Explain, Touch, Suspect)
+CONTROL_EVENTS = (Stat, Explain, Touch, Suspect, Reset)
 """What a client on another host may ask of the core besides reading and saving."""
 Part = memoryview | bytes
 """Of what is sent."""

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from kvstore.client.base import Answers, BlockView, Found, PoolMapping, Question, Reservation, Run
 from kvstore.client.explanation import Missing, MissReason
+from kvstore.client.reset_result import ResetResult
 from kvstore.core.record import pack_record, unpack_record
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.hashing import Namespace
+from kvstore.limits import RESET_TIMEOUT_S
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
 
 NODE_ID = 1
@@ -224,6 +226,13 @@ class MemoryBlockStore:
                     and slot.pins > 0
                 ):
                     slot.pins -= 1
+
+    def reset(
+        self, namespace_ids: Sequence[int], timeout_s: float = RESET_TIMEOUT_S
+    ) -> ResetResult:
+        for namespace_id in namespace_ids:
+            self.clear(namespace_id)
+        return ResetResult(("model@here",), (), index_answered=True)
 
     def clear(self, namespace_id: int) -> int:
         """See `BlockStore.clear`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from vllm_model_config import BLOCK
@@ -48,8 +49,15 @@ def test_trap_blocks_that_are_not_laid_out_by_token_stay_with_their_block_size(
 
 
 @pytest.mark.usefixtures("token_by_token")
-def test_trap_adapters_and_salts_stay_apart_across_block_sizes(make: MakeEngine) -> None:
+def test_trap_adapters_and_salts_stay_apart_across_block_sizes(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.lora.request import LoRARequest
+
+    monkeypatch.chdir(tmp_path)
+    for path in ("a/path", "b/path", "another/path"):
+        Path(path).mkdir(parents=True)
+        (Path(path) / "adapter_model.safetensors").write_bytes(b"the same")
 
     producer, consumer = make(block_size=16), make(block_size=32)
     tokens = prompt(2 * BLOCK + 5)

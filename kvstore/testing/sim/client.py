@@ -290,7 +290,10 @@ class SimClient:
         self.real.delete(self.rng.choice(VALUES[:2]))
 
     def _clear(self) -> None:
-        self.real.session.clear(self.real.namespace.id)
+        if self.rng.random() < 0.5:
+            self.real.session.clear(self.real.namespace.id)
+        else:
+            self.world.count("resets_complete", int(bool(self.real.clear(self.rng.random() * 4))))
 
     def _look_around(self) -> None:
         self.real.exists(self.rng.choice(VALUES))

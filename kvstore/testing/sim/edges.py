@@ -23,6 +23,7 @@ from kvstore.client import (
     link,
     nodes,
     reader,
+    resetting,
     saving,
     session,
     writer,
@@ -31,7 +32,7 @@ from kvstore.index import breaker
 from kvstore.index.breaker import GuardedIndex
 from kvstore.index.open import OpenedIndex
 from kvstore.limits import Limits
-from kvstore.node import daemon, publisher, restart
+from kvstore.node import daemon, publisher, resets, restart
 from kvstore.node.control import Connection
 from kvstore.segment import shm
 from kvstore.testing.sim import memory
@@ -112,6 +113,7 @@ def guarded(world: World, timeout_s: float) -> GuardedIndex:
 def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     """(module, name, what stands there during a simulation)"""
     time = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep, time=world.wall)
+    time.time_ns = lambda: int(world.wall() * 1e9)
     for module in (
         *(
             client,
@@ -124,6 +126,8 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
             writer,
             daemon,
             publisher,
+            resets,
+            resetting,
         ),
     ):
         if hasattr(module, "time"):
@@ -153,6 +157,9 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield session, "Upkeep", lambda _: SimpleNamespace(start=lambda: None, close=lambda: None)
     yield nodes, "node_dirs", world.dirs_of
     yield nodes, "sweep", world.sweep
+    yield resets, "node_dirs", world.dirs_of
+    yield resetting, "node_dirs", world.dirs_of
+    yield resetting, "secrets", SimpleNamespace(randbits=world.rng.getrandbits)
     yield nodes, "AttachedShm", memory.SimAttached
     yield link, "AttachedShm", memory.SimAttached
     yield shm, "_create", world.files.create

@@ -48,6 +48,7 @@ class SimNodeDir(NodeDir):
         self.file = _WordFile()
         self.announcement_path: Any = self.file
         self.keep: Any = _KeepFile()
+        self._kept_resets: dict[str, Any] = {}
         self.holder: Process | None = None
         """Whose lock it is; a dead process holds nothing."""
         self._free_bytes = 0
@@ -70,6 +71,12 @@ class SimNodeDir(NodeDir):
     def room(self) -> int:
         return self._free_bytes
 
+    def keep_resets(self, kept: dict[str, Any]) -> None:
+        self._kept_resets = kept
+
+    def kept_resets(self) -> dict[str, Any]:
+        return self._kept_resets
+
     def kept_for_s(self) -> float:
         word = self.file.word
         return 1.0 if word is not None and self._world.files.exists(word.head_path) else 0.0
@@ -79,6 +86,7 @@ class SimNodeDir(NodeDir):
         if word is not None:
             self._world.files.remove(word.data_path, word.head_path)
         self.file.word = None
+        self._kept_resets = {}
 
 
 class SimLease:

@@ -1,0 +1,160 @@
+"""A reset of namespaces on all nodes, and who has confirmed it (docs/decisions/0029-reset.md)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvstore.client.host_writer import HostWriter
+from kvstore.client.remote_writer import RemoteWriter
+from kvstore.client.reset_result import ResetResult
+from kvstore.core.record import RecordSigner
+from kvstore.core.resets import RANDOM_BITS, Resets
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
+from kvstore.index.announced import announced_nodes
+from kvstore.index.base import Index
+from kvstore.limits import RESET_LISTENS_S, RESET_NAMESPACES_MAX
+from kvstore.nodedir import Announcement, node_dirs
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+
+POLL_S = 0.05
+
+
+def reset_everywhere(
+    writer: HostWriter,
+    away: RemoteWriter,
+    index: Index,
+    run_dir: Path,
+    key_prefix: str,
+    namespace_ids: Sequence[int],
+    timeout_s: float,
+    *,
+    alone: bool = False,
+    signer: RecordSigner | None = None,
+) -> ResetResult:
+    """Tell a node, of this host if there is one, which tells all others; wait until they have
+    confirmed it. `alone`: all nodes are in this run directory.
+
+    Raises `NodeUnavailableError` or `DeadlineError` when there are nodes and none could be told.
+    """
+    deadline = time.monotonic() + timeout_s
+    if not namespace_ids:
+        raise UsageError("namespace_ids", namespace_ids, "must be at least one")
+    where = _Where(index, run_dir, key_prefix, alone, signer)
+
+    def tell(number: int, some: Sequence[int]) -> int:
+        try:
+            return writer.reset(number, some)
+        except NodeUnavailableError:
+            return away.reset(number, some, deadline)
+
+    try:
+        numbers = _tell_all(tell, namespace_ids)
+    except NodeUnavailableError:
+        seen = _confirmed(where, [], deadline)
+        if seen and not seen.confirmed:
+            return seen.plain()  # there is no node at all
+        raise
+    seen = _confirmed(where, numbers, deadline)
+    if seen.vram:
+        # A block on its way from VRAM to host memory may have come after its node was reset,
+        # and have left before the pool was.
+        seen = _confirmed(where, _tell_all(tell, namespace_ids), deadline)
+    return seen.plain()
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    index: Index
+    run_dir: Path
+    key_prefix: str
+    alone: bool
+    signer: RecordSigner | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen(ResetResult):
+    vram: bool
+
+    def plain(self) -> ResetResult:
+        return ResetResult(self.confirmed, self.unconfirmed, self.index_answered)
+
+
+def _tell_all(tell: Callable[[int, Sequence[int]], int], namespace_ids: Sequence[int]) -> list[int]:
+    """The numbers that the resets got."""
+    numbers: list[int] = []
+    for start in range(0, len(namespace_ids), RESET_NAMESPACES_MAX):
+        wanted = time.time_ns() // 1_000_000 << RANDOM_BITS | secrets.randbits(RANDOM_BITS)
+        numbers.append(tell(wanted, namespace_ids[start : start + RESET_NAMESPACES_MAX]))
+    return numbers
+
+
+def _confirmed(where: _Where, numbers: Sequence[int], deadline: float) -> _Seen:
+    """Wait until all nodes know of all of `numbers`, and until all have been heard of."""
+    listening = _Listening(where.index)
+    while True:
+        seen = _look(where, numbers)
+        heard = where.alone or listening.long_enough(time.monotonic(), answered=seen.index_answered)
+        if seen and heard:
+            return seen
+        if time.monotonic() >= deadline:
+            return replace(seen, index_answered=seen.index_answered and heard)
+        time.sleep(POLL_S)
+
+
+class _Listening:
+    """How long the index has answered without having forgotten anything."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._incarnation = ""
+        self._since = 0.0
+
+    def long_enough(self, now: float, *, answered: bool) -> bool:
+        try:
+            incarnation = self._index.incarnation() if answered else ""
+        except IndexUnavailableError:
+            incarnation = ""
+        if not incarnation or incarnation != self._incarnation:
+            self._incarnation, self._since = incarnation, now
+        return bool(incarnation) and now - self._since >= RESET_LISTENS_S
+
+
+def _look(where: _Where, numbers: Sequence[int]) -> _Seen:
+    """Who knows of all the resets by now."""
+    known: dict[int, tuple[str, bool]] = {}
+    answered, vram = True, False
+
+    def note(word: Announcement, resets: str) -> None:
+        nonlocal vram
+        told = Resets.unpack(resets)
+        name, before = known.get(word.node_id, (f"{word.name}@{word.host}", False))
+        known[word.node_id] = (name, before or all(number in told for number in numbers))
+        vram = vram or CUDA_IPC in word.transports
+
+    try:
+        announced = announced_nodes(where.index, where.signer).values()
+    except IndexUnavailableError:
+        answered, announced = False, {}.values()
+    for word in announced:
+        if word.key_prefix == where.key_prefix:
+            note(word, word.resets)
+    for word, resets in _here(where.run_dir, where.key_prefix):
+        note(word, resets)
+    return _Seen(
+        tuple(sorted(name for name, done in known.values() if done)),
+        tuple(sorted(name for name, done in known.values() if not done)),
+        answered,
+        vram,
+    )
+
+
+def _here(run_dir: Path, key_prefix: str) -> Iterator[tuple[Announcement, str]]:
+    """Living nodes of this host: one may be there that the index has forgotten."""
+    for directory in node_dirs(run_dir):
+        word = directory.announcement()
+        if word is not None and word.key_prefix == key_prefix and directory.alive():
+            yield word, str(directory.kept_resets().get("resets", ""))

@@ -1,0 +1,103 @@
+"""Which resets of namespaces a node knows of, and what that means for what others know.
+
+A reset is a number and the namespaces whose blocks it drops. A node that hears of one it
+does not know drops them once and knows it from then on; it never forgets one that others
+may still come to tell of. docs/decisions/0029-reset.md has the whole protocol.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterable
+
+from kvstore.limits import RESET_NAMESPACES_MAX, RESETS_IDS_MAX
+
+EVERYTHING: tuple[int, ...] = ()
+"""Namespaces of a reset that drops all blocks."""
+RANDOM_BITS = 20
+"""Of a number; above them is the time in milliseconds."""
+_HEAD = struct.Struct("<QH")
+
+
+class Resets:
+    """Numbers of resets and their namespaces; the largest numbers, as many as there is room for."""
+
+    __slots__ = ("_known", "floor")
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, ...]] = {}
+        self.floor = 0
+        """No number up to this one is known any more, or ever taken again."""
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, number: int, namespace_ids: Iterable[int]) -> bool:
+        """Know a reset from here on; False when it was known, or is older than what was let go."""
+        if number in self._known or number <= self.floor:
+            return False
+        self._known[number] = tuple(sorted(set(namespace_ids)))
+        while sum(map(_room, self._known.values())) > RESETS_IDS_MAX and len(self._known) > 1:
+            self.floor = min(self._known)
+            del self._known[self.floor]
+        return True
+
+    def next_number(self, wanted: int) -> int:
+        """`wanted`, or one with the same low bits that is larger than all that are known here.
+
+        Its low bits are random: nodes whose clocks are behind must not come to the same one.
+        """
+        newest = max(self.floor, max(self._known, default=0))
+        if wanted > newest:
+            return wanted
+        return (newest >> RANDOM_BITS) + 1 << RANDOM_BITS | wanted & (1 << RANDOM_BITS) - 1
+
+    def news(self, told: Resets) -> list[tuple[int, tuple[int, ...]]]:
+        """What is `told` and not known here, the oldest first.
+
+        Who has let go of resets that are not known here may have let go of any: everything
+        is dropped then.
+        """
+        fresh = sorted((n, ids) for n, ids in told._known.items() if n not in self._known)
+        fresh = [one for one in fresh if one[0] > self.floor]
+        if told.floor > max(self.floor, max(self._known, default=0)) and told.floor:
+            return [(told.floor, EVERYTHING), *fresh]
+        return fresh
+
+    def pack(self) -> str:
+        """For an announcement or a file."""
+        raw = struct.pack("<Q", self.floor) + b"".join(
+            _HEAD.pack(number, len(ids)) + struct.pack(f"<{len(ids)}I", *ids)
+            for number, ids in sorted(self._known.items())
+        )
+        return base64.b64encode(raw).decode() if self._known or self.floor else ""
+
+    @classmethod
+    def unpack(cls, text: str) -> Resets:
+        """What `pack` wrote; nothing of what is damaged."""
+        found = cls()
+        if not text:
+            return found
+        try:
+            raw = base64.b64decode(text, validate=True)
+            (found.floor,) = struct.unpack_from("<Q", raw)
+            at = 8
+            while at < len(raw):
+                number, count = _HEAD.unpack_from(raw, at)
+                at += _HEAD.size
+                if count > RESET_NAMESPACES_MAX:
+                    return cls()
+                found._known[number] = struct.unpack_from(f"<{count}I", raw, at)
+                at += 4 * count
+        except (ValueError, struct.error):
+            return cls()
+        return found
+
+
+def _room(namespace_ids: tuple[int, ...]) -> int:
+    """A reset costs about as much as its number and so many ids."""
+    return len(namespace_ids) + 3
