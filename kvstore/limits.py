@@ -42,6 +42,9 @@ STREAM_BLOCKS_MAX = BATCH_KEYS_MAX
 STREAM_BATCH_BYTES_MAX = 64 << 20
 """Payload in one request over a stream, so that its deadline means something; one larger block
 travels alone."""
+CLAIMED_BYTES_MAX = 16 << 20
+"""What a call makes room for on the word of records in the index; beyond it the nodes are asked
+first whether blocks are as long as that."""
 STREAM_SLOW_BYTES_PER_S = 50 << 20
 """A stream slower than this counts as stuck: what a batch's deadline is lengthened by."""
 STREAM_FRAME_BYTES_MAX = 1 << 20

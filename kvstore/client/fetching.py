@@ -12,7 +12,7 @@ from kvstore.client.base import BlockView
 from kvstore.client.out import Out
 from kvstore.client.remote import RemoteNodes
 from kvstore.errors import UsageError
-from kvstore.limits import META_BYTES_MAX
+from kvstore.limits import CLAIMED_BYTES_MAX, META_BYTES_MAX
 from kvstore.segment.copying import copy
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.types import Key, Kind, Location
@@ -49,19 +49,48 @@ class _Place(NamedTuple):
 def fetch_values(remote: RemoteNodes, aways: Sequence[Away]) -> list[Any]:
     """The values; None for what cannot be had. Raises `UsageError` for an `out` that does not fit
     its value; nothing is then written into it."""
-    if not aways:
-        return []
     outs = [None if away.out is None else Out(away.out) for away in aways]
-    places = [_place(away, out) for away, out in zip(aways, outs, strict=True)]
+    rooms = [0 if out is None else out.room.nbytes for out in outs]
+    blocks = [(away.key, away.location) for away in aways]
+    too_small = [
+        i
+        for i, (_, location) in enumerate(blocks)
+        if outs[i] is not None and location.length > rooms[i] + META_BYTES_MAX
+    ]
+    values: list[Any] = [None] * len(aways)
+    places = {i: _place(aways[i], outs[i]) for i in _believed(remote, blocks, rooms, too_small)}
     wanted = [
-        Wanted(away.key, away.location, [part for part in place if part.nbytes])
-        for away, place in zip(aways, places, strict=True)
+        Wanted(aways[i].key, aways[i].location, [part for part in place if part.nbytes])
+        for i, place in places.items()
     ]
-    outcomes = remote.read(wanted)
-    return [
-        _value(away, out, place, outcome) if outcome.read is Read.HIT else None
-        for away, out, place, outcome in zip(aways, outs, places, outcomes, strict=True)
-    ]
+    outcomes = remote.read(wanted) if wanted else []
+    for (i, place), outcome in zip(places.items(), outcomes, strict=True):
+        if outcome.read is Read.HIT:
+            values[i] = _value(aways[i], outs[i], place, outcome)
+    return values
+
+
+def _believed(
+    remote: RemoteNodes,
+    blocks: Sequence[tuple[Key, Location]],
+    rooms: Sequence[int],
+    doubted: Sequence[int] = (),
+) -> list[int]:
+    """The numbers of the `blocks` that are worth room of their own, in bytes beyond `rooms`.
+
+    A record can lie about a length, and neither memory nor time nor an error is due to a lie:
+    the nodes are asked about those that are `doubted`, and about all that claim too much.
+    """
+    claimed_bytes = sum(
+        max(location.length - room, 0) for (_, location), room in zip(blocks, rooms, strict=True)
+    )
+    if claimed_bytes > CLAIMED_BYTES_MAX:
+        doubted = range(len(blocks))
+    if not doubted:
+        return list(range(len(blocks)))
+    there = remote.there([blocks[i] for i in doubted])
+    lies = {i for i, answer in zip(doubted, there, strict=True) if not answer}
+    return [i for i in range(len(blocks)) if i not in lies]
 
 
 def _place(away: Away, out: Out | None) -> _Place:
@@ -132,6 +161,9 @@ def fetch_blocks(
     if not away:
         return {}
     if staging is None:
+        numbers = list(away)
+        believed = _believed(remote, list(away.values()), [0] * len(away))
+        away = {numbers[i]: away[numbers[i]] for i in believed}
         staging = memoryview(bytearray(sum(location.length for _, location in away.values())))
     start = 0
     wanted: dict[int, Wanted] = {}

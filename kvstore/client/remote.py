@@ -18,12 +18,13 @@ from kvstore.index.base import Index
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_NODES_AT_ONCE
 from kvstore.nodedir import Announcement
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl import NAME as NIXL
 from kvstore.transport.security import StreamSecurity
 from kvstore.transport.stream import CHECKSUM_REASON
 from kvstore.transport.stream import NAME as STREAM
-from kvstore.transport.stream_requests import tell
-from kvstore.types import Key
+from kvstore.transport.stream_requests import look, tell
+from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.client")
 
@@ -73,9 +74,6 @@ class RemoteNodes(Peers):
         total_bytes = sum(one.location.length for one in wanted)
         give_up_at = time.monotonic() + self.timeout_s(total_bytes)
         deadline = give_up_at if deadline is None else min(deadline, give_up_at)
-        by_node: dict[tuple[int, int], list[int]] = {}
-        for i, one in enumerate(wanted):
-            by_node.setdefault((one.location.node_id, one.location.epoch), []).append(i)
         outcomes: list[Outcome] = [Outcome(Read.FAILED)] * len(wanted)
 
         def read_node(which: list[int]) -> None:
@@ -83,15 +81,56 @@ class RemoteNodes(Peers):
             for i, outcome in zip(which, self._read_node(batch, deadline), strict=True):
                 outcomes[i] = outcome
 
-        first, *others = by_node.values()
-        pending = [task for which in others if (task := self._start(read_node, which)) is not None]
+        self._at_every_node([one.location for one in wanted], read_node)
+        return outcomes
+
+    def there(self, blocks: Sequence[tuple[Key, Location]]) -> list[bool]:
+        """Which of `blocks` their nodes have, as long as the locations say, as far as is known by
+        one deadline, which does not depend on what they claim."""
+        deadline = time.monotonic() + self.timeout_s(0)
+        found = [False] * len(blocks)
+
+        def look_at_node(which: list[int]) -> None:
+            for start in range(0, len(which), STREAM_BLOCKS_MAX):
+                batch = which[start : start + STREAM_BLOCKS_MAX]
+                answers = self._look([blocks[i] for i in batch], deadline)
+                for i, answer in zip(batch, answers, strict=True):
+                    found[i] = answer
+
+        self._at_every_node([location for _, location in blocks], look_at_node)
+        return found
+
+    def _look(self, blocks: Sequence[tuple[Key, Location]], deadline: float) -> list[bool]:
+        """Of one node."""
+        at, now = blocks[0][1], time.monotonic()
+        word = self.node(at.node_id, at.epoch, now)
+        if word is not None and self.vram is not None and CUDA_IPC in word.transports:
+            return self.vram.there(word, blocks)
+        if word is None or not self.allows(word.node_id):
+            return [False] * len(blocks)
         try:
-            read_node(first)
+            answers = look(self.stream, word, blocks, deadline)
+        except PeerError:
+            self.failed(word.node_id)
+            return [False] * len(blocks)
+        self.succeeded(word.node_id)
+        return answers
+
+    def _at_every_node(
+        self, locations: Sequence[Location], work: Callable[[list[int]], None]
+    ) -> None:
+        """Call `work` with the numbers of each node's locations, all nodes at the same time."""
+        by_node: dict[tuple[int, int], list[int]] = {}
+        for i, location in enumerate(locations):
+            by_node.setdefault((location.node_id, location.epoch), []).append(i)
+        first, *others = by_node.values()
+        pending = [task for which in others if (task := self._start(work, which)) is not None]
+        try:
+            work(first)
         finally:
             wait(pending)  # also when it was interrupted: they write into the caller's memory
         for future in pending:
             future.result()
-        return outcomes
 
     def _start(self, read: Callable[[list[int]], None], which: list[int]) -> Future[None] | None:
         """Read in another thread; None, and it never will be, when there is none to be had."""

@@ -117,6 +117,16 @@ class VramNodes:
 
     # --- reading ----------------------------------------------------------------
 
+    def there(self, word: Announcement, blocks: Sequence[tuple[Key, Location]]) -> list[bool]:
+        """Which of `blocks` are there, as long as their locations say."""
+        heads = attach(word)
+        if heads is None:
+            return [False] * len(blocks)
+        try:
+            return [heads.locate(key, location) is not None for key, location in blocks]
+        finally:
+            heads.close()
+
     def read(
         self, word: Announcement, wanted: Sequence[Wanted | WantedAnywhere], deadline: float
     ) -> list[Outcome]:

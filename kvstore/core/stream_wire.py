@@ -14,6 +14,7 @@ follows is sealed (stream_seal.py), unless TLS does that already or there is no 
 Then the client asks, one request at a time, in frames: type, length, body, tag.
 
     READ     which blocks; answered by heads, payloads and tails (stream_reply.py)
+    LOOK     the same, answered by heads alone
     PUT      which blocks the client has; answered by ANSWERS. The node then takes the
              payload of each one it granted, in order, and a tag over them, and says ANSWERS again
     CONTROL  one message of core/wire.py; answered by ANSWERS
@@ -231,6 +232,7 @@ class Frame(enum.IntEnum):
     CONTROL = 3
     ANSWERS = 4
     NIXL = 5
+    LOOK = 6
 
 
 Message = tuple[Frame, bytes]
@@ -289,15 +291,17 @@ class Asked(NamedTuple):
     location: Location
 
 
-def pack_read(asked: Sequence[tuple[Key, Location]], timeout_s: float) -> Message:
-    """A READ frame. `timeout_s` is how long the client will wait for all of it."""
+def pack_read(
+    asked: Sequence[tuple[Key, Location]], timeout_s: float, kind: Frame = Frame.READ
+) -> Message:
+    """A READ or LOOK frame. `timeout_s` is how long the client will wait for all of it."""
     body = [_READ.pack(_milliseconds(timeout_s))]
     body += [_ASKED.pack(key, *location[1:]) for key, location in asked]
-    return Frame.READ, b"".join(body)
+    return kind, b"".join(body)
 
 
 def unpack_read(body: bytes, node_id: int) -> tuple[float, list[Asked]]:
-    """(timeout in seconds, blocks) of a READ frame's body."""
+    """(timeout in seconds, blocks) of a READ or LOOK frame's body."""
     timeout_s = _seconds(body)
     asked = [
         Asked(key, Location(node_id, *fields))

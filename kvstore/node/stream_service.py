@@ -111,6 +111,10 @@ class StreamService:
             timeout_s, asked = unpack_read(body, self._node[0])
             _check_batch([one.location.length for one in asked])
             self._read(channel, asked, began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S))
+        elif kind is Frame.LOOK:
+            timeout_s, asked = unpack_read(body, self._node[0])
+            heads = _heads([self._spot(key, location) for key, location in asked])
+            channel.send([pack_heads(heads, channel.seals.sent)], began + REQUEST_TIMEOUT_S)
         elif kind is Frame.PUT:
             timeout_s, namespace_id, fields, offers = unpack_put(body)
             _check_batch([offer.size_bytes for offer in offers])
@@ -130,12 +134,8 @@ class StreamService:
         """What comes between two sends is as little as can be: a group of payloads leaves
         nothing of this code in the processor's cache."""
         spots = [self._spot(key, location) for key, location in asked]
-        heads = [
-            Head(Sent.MISS) if spot is None else Head(Sent.GOOD, *spot.header[4:6])
-            for spot in spots
-        ]
         there = {i: spot for i, spot in enumerate(spots) if spot is not None}
-        out: list[Part] = [pack_heads(heads, channel.seals.sent)]
+        out: list[Part] = [pack_heads(_heads(spots), channel.seals.sent)]
         for group in grouped((i, spot.header[2]) for i, spot in there.items()):
             out = self._group(channel, out, [(asked[i].key, there[i]) for i in group], deadline)
         channel.send(out, deadline)
@@ -319,6 +319,12 @@ class StreamService:
                 if seen != checksum:
                     # If the slot was reused meanwhile, its generation says so to the core.
                     self._inside.tell(Corrupt(slot_id, generation))
+
+
+def _heads(spots: Sequence[Spot | None]) -> list[Head]:
+    return [
+        Head(Sent.MISS) if spot is None else Head(Sent.GOOD, *spot.header[4:6]) for spot in spots
+    ]
 
 
 def _check_batch(sizes: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvstore.core.nixl_wire import Way, unpack_way
+from kvstore.core.stream_reply import ReadReply, heads_bytes
 from kvstore.core.stream_wire import (
     GRANTED,
     Frame,
@@ -18,13 +19,14 @@ from kvstore.core.stream_wire import (
     WireError,
     pack_control,
     pack_put,
+    pack_read,
     unpack_answers,
 )
 from kvstore.nodedir import Announcement
 from kvstore.transport.channel import Channel
 from kvstore.transport.chunks import Digests, chunked
 from kvstore.transport.stream import StreamTransport, receive_frame
-from kvstore.types import Key
+from kvstore.types import Key, Location
 
 
 class Payload(NamedTuple):
@@ -80,6 +82,31 @@ def put(
     for i, outcome in zip(granted, outcomes, strict=True):
         codes[i] = outcome
     return codes
+
+
+def look(
+    transport: StreamTransport,
+    node: Announcement,
+    asked: Sequence[tuple[Key, Location]],
+    deadline: float,
+) -> list[bool]:
+    """Which of `asked`, at most `STREAM_BLOCKS_MAX`, are there, as long as their locations say.
+
+    Raises `PeerError`.
+    """
+    pool = transport.pool(node)
+    channel = pool.take(deadline)
+    in_step = False
+    try:
+        channel.send_frame(pack_read(asked, deadline - time.monotonic(), Frame.LOOK), deadline)
+        raw = channel.receive_bytes(heads_bytes(len(asked)), deadline)
+        reply = ReadReply([location.length for _, location in asked])
+        coming = reply.heads(raw, channel.seals.received)
+        in_step = True
+    finally:
+        pool.give(channel, in_step)
+    there = {i for group in coming for i in group}
+    return [i in there for i in range(len(asked))]
 
 
 def ask(transport: StreamTransport, node: Announcement, message: list[Any], deadline: float) -> Any:
