@@ -110,7 +110,7 @@ class RemoteWriter:
         Raises `PeerError` when none can be told.
         """
         failure: PeerError = NodeUnavailableError(NOBODY)
-        for word in self._targets()[:NODES_TRIED_MAX]:
+        for word in self._in_turn(deadline):
             message = [Op.RESET, 1, number, list(namespace_ids)]
             try:
                 (got, _) = ask(self._remote.stream, word, message, deadline)

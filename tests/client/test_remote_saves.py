@@ -163,3 +163,11 @@ def test_what_finds_no_room_in_the_emptiest_node_goes_to_the_next(
         results = client.put_many([(f"k{i}", b"v" * 1000) for i in range(3)])
         assert [result.status for result in results] == [PutStatus.STORED] * 3
         assert client.get_many([f"k{i}" for i in range(3)]) == [None, b"v" * 1000, b"v" * 1000]
+
+
+def test_a_client_without_a_node_on_its_host_clears_the_namespace_everywhere(reader, writer):
+    for client, name in ((reader, "far"), (writer, "near")):
+        assert client.put(name, b"1")
+    result = reader.clear(20.0)
+    assert result, str(result)
+    assert writer.get_many(["far", "near"]) == reader.get_many(["far", "near"]) == [None, None]
