@@ -123,6 +123,9 @@ NODE_TTL_S = 6.0
 heartbeat, and after the client last heard of it where the index cannot be reached."""
 NODE_BELIEVED_S = 1.0
 """Part of it: how long a client uses what it heard of a node without asking the index again."""
+FIRST_NODE_WAIT_S = 5.0
+"""How long the first save of a client that may start a node waits for an index that does not
+say whether the node there is one of its own."""
 RESTART_WITHIN_S = 600.0
 """How long after a node died its segment waits for the next start: then whatever else of this
 user lives on the host frees it (segment/abandoned.py), and before that a node of the same run

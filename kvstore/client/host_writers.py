@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 from kvstore.client.link import NodeLink
 from kvstore.client.nodes import LocalNodes
+from kvstore.client.spawn import POLL_S
 from kvstore.client.writer import NODE_SEARCH_S, Writer, nobody_here
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError
+from kvstore.limits import FIRST_NODE_WAIT_S
+from kvstore.nodedir import Announcement, NodeDir
 
 LOOK_AROUND_S = 0.5
 """How often nodes are looked for that were not there before."""
@@ -39,6 +42,7 @@ class HostWriters:
         self._timeout_s = timeout_s
         self._checksums = checksums
         self._start_node = start_node
+        self._patient = start_node is not None
         self._lock = threading.Lock()
         self._closed = False
         self._by_name: dict[str, Writer] = {}
@@ -74,12 +78,12 @@ class HostWriters:
         if now < self._search_at:
             raise NodeUnavailableError(nobody_here(None))
         try:
-            words = self._nodes.writables()
+            words = self._writables(start)
             if not words and start and self._start_node is not None:
                 self._start_node()
-                words = self._nodes.writables()
+                words = self._writables(start)
         except IndexUnavailableError as e:
-            self._search_at = now + NODE_SEARCH_S
+            self._search_at = time.monotonic() + NODE_SEARCH_S
             raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
         joined: list[Writer] = []
         failure = NodeUnavailableError(nobody_here(None))
@@ -99,6 +103,22 @@ class HostWriters:
             raise failure
         self._look_at = now + LOOK_AROUND_S
         return self._found
+
+    def _writables(self, start: bool) -> list[tuple[Announcement, NodeDir]]:
+        """Waits for the index once, in a client that may start a node: it, its Redis and the
+        node start together, and the machine is busy just then."""
+        give_up_at = time.monotonic() + (FIRST_NODE_WAIT_S if start and self._patient else 0.0)
+        while True:
+            try:
+                found = self._nodes.writables()
+            except IndexUnavailableError:
+                if time.monotonic() >= give_up_at:
+                    self._patient = self._patient and not start
+                    raise
+                time.sleep(POLL_S)
+            else:
+                self._patient = self._patient and not found
+                return found
 
     def _new(self, name: str) -> Writer:
         writer = self._by_name[name] = Writer(

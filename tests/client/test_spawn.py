@@ -1,5 +1,8 @@
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -7,10 +10,16 @@ import pytest
 from redis_servers import wait_until
 
 from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
-from kvstore.client.spawn import EMBEDDED_NAME, arena_bytes_for
+from kvstore.client import host_writers
+from kvstore.client import session as session_module
+from kvstore.client.spawn import EMBEDDED_NAME, arena_bytes_for, start_embedded_node
+from kvstore.client.writer import NODE_SEARCH_S
+from kvstore.index.embedded import EmbeddedRedis
 from kvstore.nodedir import NodeDir
+from kvstore.testing.stopping import stop
 from kvstore.types import STORED
 
+sleep = time.sleep
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
 
 OTHER = """
@@ -53,6 +62,47 @@ def test_the_store_outlives_the_client_that_started_it_while_another_uses_it(tmp
         first.close()
         time.sleep(2.0)
         assert second.get("k") == b"1"
+
+
+def test_the_first_put_waits_for_a_redis_that_is_late(tmp_path, monkeypatch):
+    """A busy machine answers late just when a process, Redis and a node start together."""
+    run_dir = tmp_path / "run"
+    with EmbeddedRedis.acquire(run_dir) as redis:
+
+        def start_and_stall(*args, **kwargs):
+            start_embedded_node(*args, **kwargs)
+            stop(redis.pid)
+            threading.Timer(0.5, os.kill, (redis.pid, signal.SIGCONT)).start()
+
+        monkeypatch.setattr(session_module, "start_embedded_node", start_and_stall)
+        quick = Limits(request_timeout_s=10.0)
+        with Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=quick) as client:
+            result = client.put("k", b"1")
+            assert result, result.reason
+            assert client.get("k") == b"1"
+
+
+def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_writers, "FIRST_NODE_WAIT_S", 0.5)
+    slept = []
+    monkeypatch.setattr(host_writers, "POLL_S", 0.0123)  # told from what other threads sleep
+    monkeypatch.setattr(host_writers.time, "sleep", lambda s: (slept.append(s), sleep(s)))
+    run_dir = tmp_path / "run"
+    with EmbeddedRedis.acquire(run_dir) as redis:
+
+        def start_and_hang(*args, **kwargs):
+            start_embedded_node(*args, **kwargs)
+            stop(redis.pid)
+
+        monkeypatch.setattr(session_module, "start_embedded_node", start_and_hang)
+        with Client(run_dir=run_dir, node_size_bytes=16 << 20) as client:
+            assert "the index cannot be asked" in client.put("k", b"1").reason
+            assert 0.0123 in slept
+            slept.clear()
+            sleep(NODE_SEARCH_S)
+            assert "the index cannot be asked" in client.put("k", b"1").reason
+            assert 0.0123 not in slept
+        os.kill(redis.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
