@@ -217,6 +217,14 @@ class ControlChannel:
         self._breaker.succeeded()
         return True
 
+    def restate(self) -> None:
+        """Say anew what is held: the node takes back the rest. Never raises for a peer's fault;
+        the next connection says it then."""
+        if self._pid == os.getpid():
+            self._out_of_step = True
+            with contextlib.suppress(PeerError):
+                self.request(Op.STAT)
+
     def retire(self) -> None:
         """The node is gone for good: no further answer is taken. The lease stays until `close`."""
         with self._lock:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kvstore.client.base import Reservation
 from kvstore.client.host_writers import HostWriters
 from kvstore.client.link import NodeLink
+from kvstore.client.pins import Pin, Pins
 from kvstore.client.wants import Want
 from kvstore.client.writer import Later, Writer, nobody_here
 from kvstore.core.placement import Home, homes_of
@@ -212,6 +213,15 @@ class HostWriter(HostWriters):
         """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
         self.unpin_many([(key, record)])
 
+    def view(self, pin: Pin, payload: memoryview) -> tuple[Any, Pins]:
+        """The memory of what was just pinned; the pin ends with it (`Pins`), whoever closes this
+        meanwhile."""
+        location = unpack_record(*pin)
+        writer = None if location is None else self._of(location.node_id)
+        if writer is None:
+            raise NodeUnavailableError("the node that has pinned it is gone")
+        return writer.view(pin, payload), writer.pins
+
     def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """The record of each block that now stays until `unpin_many`; None for the others."""
         records: list[bytes | None] = [None] * len(keys)
@@ -228,9 +238,9 @@ class HostWriter(HostWriters):
             raise failures[0]
         return records
 
-    def unpin_many(self, pinned: Sequence[tuple[Key, bytes]]) -> None:
+    def unpin_many(self, pinned: Sequence[Pin]) -> None:
         """Let each go once."""
-        shares: dict[int, list[tuple[Key, bytes]]] = {}
+        shares: dict[int, list[Pin]] = {}
         for key, record in pinned:
             location = unpack_record(key, record)
             if location is not None:

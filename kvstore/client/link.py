@@ -16,6 +16,8 @@ class Holdings:
     def __init__(self) -> None:
         self.reserved: set[tuple[int, int]] = set()
         self.pinned: dict[tuple[int, int], int] = {}
+        self.viewed: dict[tuple[int, int], int] = {}
+        """Of `pinned`, what somebody may look at also when the client is closed."""
 
     def said(self) -> Held:
         # Copied at once: other threads change both, and need no lock of the connection's for it.
@@ -25,12 +27,23 @@ class Holdings:
     def __bool__(self) -> bool:
         return bool(self.reserved or self.pinned)
 
-    def unpin(self, handle: tuple[int, int]) -> None:
-        count = self.pinned.get(handle, 0)
-        if count <= 1:
-            self.pinned.pop(handle, None)
-        else:
-            self.pinned[handle] = count - 1
+    def unpin(self, handle: tuple[int, int], *, viewed: bool = False) -> None:
+        _less(self.pinned, handle)
+        if viewed:
+            _less(self.viewed, handle)
+
+    def keep_viewed(self) -> None:
+        """The client is closed: nothing else is in use any more."""
+        self.reserved.clear()
+        self.pinned = dict(self.viewed)
+
+
+def _less(counts: dict[tuple[int, int], int], handle: tuple[int, int]) -> None:
+    count = counts.get(handle, 0)
+    if count <= 1:
+        counts.pop(handle, None)
+    else:
+        counts[handle] = count - 1
 
 
 class NodeLink:
@@ -50,14 +63,21 @@ class NodeLink:
         self.inline_bytes = word.inline_bytes
         self.introduced: set[int] = set()
         """Namespaces of which this start of the node was told."""
-
-    @property
-    def retired(self) -> bool:
+        self.retired = False
         """No answer that comes can make anything held any more."""
-        return self.shm is None
 
     def retire(self) -> None:
         """The node is gone: no slot is granted any more, and its memory is not kept. The buffers
         of reservations keep it until they are dropped (rule 5)."""
         self.control.retire()
+        self.retired = True
+        self._unmap()
+
+    def linger(self) -> None:
+        """The client is closed, and somebody still looks at what it has pinned here."""
+        self._unmap()
+        self.held.keep_viewed()
+        self.control.restate()
+
+    def _unmap(self) -> None:
         self.shm, self.payload = None, memoryview(b"")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from kvstore.client.base import Found
+from kvstore.client.dtypes import Described, described
 from kvstore.client.host_writer import HostWriter
+from kvstore.client.pins import Pin
 from kvstore.client.reader import Place
-from kvstore.types import Key
+from kvstore.client.tensors import numpy_dtype, torch_dtype
+from kvstore.errors import UsageError
+from kvstore.segment.copying import address_of
+from kvstore.segment.shm import private_pages
+from kvstore.types import Key, Kind
 
 
 class Match(NamedTuple):
@@ -20,28 +26,93 @@ class Match(NamedTuple):
 
 
 class Pinned:
-    """A read-only view of a value in place; the block stays until `close()` or the `with` ends.
+    """A value in place, read-only: it is not evicted, nor its memory used for another.
 
-    Also safe to drop: the pin ends with the client at the latest.
+    The pin ends with `close`, the `with` or this object, and with everything made of it:
+    every `memoryview`, slice, array and tensor of its memory keeps it until that is
+    dropped too, also beyond `Client.close`. It is no pin in a forked child.
     """
 
     def __init__(self, writer: HostWriter, place: Place, key: Key, record: bytes) -> None:
-        self._writer = writer
-        self._key = key
-        self._record: bytes | None = record
-        self.buffer: memoryview = place.data[:]  # of its own: the place is remembered
+        self._pin: Pin = (key, record)
+        self._memory: Any
+        self._memory, self._pins = writer.view(self._pin, place.payload)
+        self._attached = place.attached
+        self._kind = place.kind
+        self._size_bytes = len(place.data)
+
+    @property
+    def buffer(self) -> memoryview:
         """The value's bytes, read-only, format 'B', no copy."""
+        return self._view()
+
+    def numpy(self) -> Any:
+        """The value as a read-only numpy array of its dtype and shape, no copy.
+
+        What was put as bytes is a row of uint8. Raises `UsageError` when numpy, or
+        ml_dtypes for bfloat16 and its like, is missing.
+        """
+        view, numbers = self._view(), self._numbers()
+        dtype = numpy_dtype(numbers.dtype)
+        import numpy
+
+        return numpy.ndarray(numbers.shape, dtype, buffer=view)
+
+    def tensor(self) -> Any:
+        """The value as a torch tensor in CPU memory, of its dtype and shape, no copy.
+
+        What was put as bytes is a row of uint8. It is for reading: an inference tensor, to
+        which torch lets nobody write outside `torch.inference_mode()`, and what is
+        written all the same is seen in this tensor alone, never in the store; `clone()`
+        it to change it. Raises `UsageError` when torch is missing or has no such dtype.
+        """
+        numbers = self._numbers()
+        dtype = torch_dtype(numbers.dtype)
+        import torch as untyped_torch
+
+        torch: Any = untyped_torch
+        with torch.inference_mode():
+            if not self._size_bytes:
+                return torch.empty(numbers.shape, dtype=dtype)
+            raw = torch.frombuffer(self._own_pages(), dtype=torch.uint8)
+            return raw.view(dtype).reshape(numbers.shape)
+
+    def _own_pages(self) -> Any:
+        """The value's bytes as a buffer that may be written to: torch has no read-only tensors,
+        and who writes to pages that are mapped read-only ends his process."""
+        view = self._view()
+        attached = self._attached
+        try:
+            offset = address_of(view) - address_of(attached.shm.payload)
+            pages = private_pages(attached.announcement.data_path, offset, view.nbytes)
+        except (OSError, ValueError):
+            return bytearray(view)
+        if not attached.directory.lives_as(attached.announcement):
+            return bytearray(view)  # that path may be of another start by now
+        pages.pin = self._memory
+        return pages
+
+    def _whole(self) -> memoryview:
+        if self._memory is None:
+            raise UsageError("pin", "(closed)", "take what you need of it before it is closed")
+        return memoryview(self._memory).cast("B").toreadonly()
+
+    def _view(self) -> memoryview:
+        return self._whole()[: self._size_bytes]
+
+    def _numbers(self) -> Described:
+        meta = bytes(self._whole()[self._size_bytes :])
+        if self._kind == Kind.BYTES or not meta:
+            return Described("uint8", (self._size_bytes,))
+        try:
+            return described(meta)
+        except ValueError as e:
+            raise UsageError("pin", "(damaged)", f"has no dtype and shape: {e}") from e
 
     def close(self) -> None:
-        """Release the view and let the block go. Safe to call twice.
-
-        Raises `BufferError`, and lets nothing go, while somebody holds `buffer` by the buffer
-        protocol: close again when that is over.
-        """
-        self.buffer.release()
-        record, self._record = self._record, None
-        if record is not None:
-            self._writer.unpin(self._key, record)
+        """Let the value go, unless something else still holds its memory. Safe to call twice."""
+        with self._pins.closing():
+            self._memory = None
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from kvstore.limits import META_BYTES_MAX, TENSOR_DIMS_MAX
 from kvstore.types import Kind
 
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d{1,9}(\[\w{1,8}\])?", re.ASCII)
+_COMMON_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)", re.ASCII)
 _ML_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}")
 EMPTY = b"\xc0"
 """Meta of an empty value: a slot cannot have zero bytes."""
@@ -126,16 +127,37 @@ def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
     return raw, memoryview(raw)
 
 
-def _make_array(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
+def numpy_dtype(name: str) -> Any:
+    """Raises `UsageError` without the library that knows it, `ValueError` when none does."""
     try:
         import numpy
     except ImportError as e:
         raise UsageError("value", "a numpy array", "needs numpy to be read") from e
-    name, shape = read_meta(meta)
     try:
-        dtype = numpy.dtype(name if _NUMPY_DTYPE.fullmatch(name) else _ml_dtype(name))
+        if _NUMPY_DTYPE.fullmatch(name) or _COMMON_DTYPE.fullmatch(name):
+            return numpy.dtype(name)
+        return numpy.dtype(_ml_dtype(name))
     except TypeError as e:
         raise ValueError(f"no dtype: {name!r}") from e
+
+
+def torch_dtype(name: str) -> Any:
+    """Raises `UsageError` without torch, and for a dtype it has not."""
+    try:
+        import torch
+    except ImportError as e:
+        raise UsageError("value", "a torch tensor", "needs torch to be read") from e
+    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError("value", f"{name} numbers", "torch has no such dtype")
+    return dtype
+
+
+def _make_array(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
+    name, shape = read_meta(meta)
+    dtype = numpy_dtype(name)
+    import numpy
+
     # Before any memory is taken. An array of objects would take its bytes for pointers.
     if dtype.hasobject or prod(shape) * dtype.itemsize != size_bytes:
         raise ValueError(f"{name} of {shape} is not {size_bytes} bytes")

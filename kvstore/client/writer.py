@@ -20,6 +20,7 @@ from kvstore.client.base import Reservation
 from kvstore.client.control import Accept, ControlChannel, Ticket, as_it_is
 from kvstore.client.link import Holdings, NodeLink
 from kvstore.client.nodes import LocalNodes
+from kvstore.client.pins import Pin, Pins
 from kvstore.client.wants import Want, reserve_arguments
 from kvstore.core.record import slot_of, unpack_record
 from kvstore.core.wire import Op, join_keys
@@ -67,6 +68,7 @@ class Writer:
         self._former: list[NodeLink] = []
         """Of nodes that are gone, while something of theirs is still in somebody's hands: the
         next start may use the same memory, and the lease keeps it off those slots."""
+        self.pins = Pins(self._unpin_viewed)
         self._touched: dict[Key, None] = {}
         self._touched_at = 0.0
 
@@ -161,7 +163,8 @@ class Writer:
         if not self._former:
             return
         with self._lock:
-            done = [link for link in self._former if link.retired and not link.held]
+            over = self._closed
+            done = [link for link in self._former if (link.retired or over) and not link.held]
             self._former = [link for link in self._former if link not in done]
         for link in done:
             link.control.close()
@@ -307,7 +310,7 @@ class Writer:
     # --- pins, touches, deletions -------------------------------------------
 
     def pin(self, key: Key) -> bytes | None:
-        """The record of a block that now stays until `unpin(key, record)`."""
+        """The record of a block that now stays until `unpin`, or until its `view` is gone."""
         answers = self._ask(Op.PIN, key, accept=self._pinned_now)
         answer = answers[0] if answers else None
         if isinstance(answer, str):
@@ -343,27 +346,51 @@ class Writer:
             raise
         return records
 
-    def unpin_many(self, pinned: Sequence[tuple[Key, bytes]]) -> None:
+    def view(self, pin: Pin, payload: memoryview) -> Any:
+        """The memory of what was just pinned (`Pins.hold`): the pin ends with it, whoever closes
+        this meanwhile."""
+        location = unpack_record(*pin)
+        with self._lock:
+            link = None if self._closed or location is None else self._link_of(location)
+            if location is None or link is None:
+                raise NodeUnavailableError("the node that has pinned it is gone")
+            handle = (location.slot, location.generation)
+            link.held.viewed[handle] = link.held.viewed.get(handle, 0) + 1
+        try:
+            return self.pins.hold(pin, payload)
+        except BaseException:
+            self._unpin_viewed([pin])
+            raise
+
+    def unpin_many(self, pinned: Sequence[Pin]) -> None:
         """Let each go once."""
+        self._unpin(pinned, viewed=False)
+
+    def _unpin_viewed(self, pinned: Sequence[Pin]) -> None:
+        self._unpin(pinned, viewed=True)
+
+    def _unpin(self, pinned: Sequence[Pin], *, viewed: bool) -> None:
         handles: dict[NodeLink, list[tuple[int, int]]] = {}
         for key, record in pinned:
             location = unpack_record(key, record)
-            link = None if location is None else self._pin_released(location)
-            if location is not None and link is not None:
-                handles.setdefault(link, []).append((location.slot, location.generation))
+            if location is None:
+                continue
+            handle = (location.slot, location.generation)
+            with self._lock:
+                link = self._link_of(location)
+                if link is not None:
+                    link.held.unpin(handle, viewed=viewed)
+            if link is not None and not link.retired:
+                handles.setdefault(link, []).append(handle)
         for link, items in handles.items():
             self._give_back(link, Op.UNPIN, items)
-
-    def _pin_released(self, location: Location) -> NodeLink | None:
-        """The node that is to be told, if it lives."""
-        with self._lock:
-            for link in self.links():
-                if (link.word.node_id, link.word.epoch) == (location.node_id, location.epoch):
-                    link.held.unpin((location.slot, location.generation))
-                    if link is self._link:
-                        return link
         self._settle()
-        return None
+
+    def _link_of(self, location: Location) -> NodeLink | None:
+        """The connection to the start of the node that a location is of."""
+        node = (location.node_id, location.epoch)
+        links = self.links()
+        return next((x for x in links if (x.word.node_id, x.word.epoch) == node), None)
 
     def touch(self, keys: Sequence[Key], now: float, *, at_once: bool = False) -> None:
         """Remember that `keys`, in the order of their prefix, were used; tell the node now and
@@ -406,11 +433,20 @@ class Writer:
         return list(self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body)))
 
     def close(self) -> None:
+        """Give back everything but pins that somebody still has a view of: their nodes are told
+        so, and the lease stays until the last of them has ended. Safe to call twice."""
+        self.pins.settle()
         with self._lock:
+            if self._closed:
+                return
             links, self._closed = self.links(), True
-            self._link, self._former = None, []
+            self._link, self._former = None, [link for link in links if link.held.viewed]
+            kept = list(self._former)
         for link in links:
-            link.control.close()
+            if link not in kept:
+                link.control.close()
+            elif not link.retired:
+                link.linger()
 
 
 def nobody_here(name: str | None) -> str:

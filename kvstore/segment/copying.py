@@ -34,6 +34,16 @@ _release_buffer.restype = None
 _PYBUF_SIMPLE = 0
 
 
+def address_of(view: memoryview) -> int:
+    """Where a contiguous view begins; good for as long as the view is."""
+    buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(buffer), _PYBUF_SIMPLE)
+    try:
+        return int(buffer.buf or 0)
+    finally:
+        _release_buffer(ctypes.byref(buffer))
+
+
 def copy(destination: memoryview, source: memoryview) -> None:
     """Copy `source` over `destination`: both format 'B', contiguous, equally long."""
     size_bytes = source.nbytes

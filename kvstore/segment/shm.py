@@ -7,6 +7,7 @@ at the start and never a SIGBUS in the middle of a write.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -425,3 +427,22 @@ def _map(path: Path, *, writable: bool) -> mmap.mmap:
         return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
     finally:
         os.close(fd)
+
+
+def private_pages(path: str, offset: int, size_bytes: int) -> Any:
+    """A part of a segment as a ctypes array of this caller alone: what it writes to nobody sees.
+
+    What it has not written to is the segment's as it is now. Raises `OSError` and `ValueError`
+    when there is no such part.
+    """
+    start = offset & -mmap.PAGESIZE
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        length = offset - start + size_bytes
+        pages = mmap.mmap(fd, length, mmap.MAP_PRIVATE, offset=start)
+    finally:
+        os.close(fd)
+    if size_bytes >= POPULATE_BYTES_MIN:
+        with contextlib.suppress(OSError):
+            pages.madvise(MADV_POPULATE_READ)
+    return (ctypes.c_ubyte * size_bytes).from_buffer(pages, offset - start)

@@ -204,7 +204,7 @@ def test_a_closed_pin_leaves_the_value_readable(client):
 def test_a_pin_of_a_client_that_closes_ends(node, client):
     with fresh(node) as other:
         other.put("k", bytes(MIB))
-        other.pin("k")
+        other.session.pin([other.namespace.value_key("k")])
         assert client.stats()["node"]["pinned"] == 1
     wait_until(lambda: client.stats()["node"]["pinned"] == 0, "the goodbye is heard")
 

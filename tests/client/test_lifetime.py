@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import pickle
 import resource
 import signal
 
@@ -61,19 +60,6 @@ def test_a_child_that_closes_its_parents_client_takes_nothing_from_it(client, no
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert list(node.directory.leases.iterdir()) == leases
     assert client.get("k") == bytes(100_000)
-
-
-def test_a_pin_whose_view_is_in_use_is_kept_and_can_be_closed_later(client):
-    client.put("k", b"v" * 100_000)
-    pinned = client.pin("k")
-    in_use = pickle.PickleBuffer(pinned.buffer)
-    with pytest.raises(BufferError):
-        pinned.close()
-    assert client.stats()["node"]["pinned"] == 1
-    in_use.release()
-    pinned.close()
-    pinned.close()
-    assert client.stats()["node"]["pinned"] == 0
 
 
 def test_a_pin_that_comes_after_its_call_was_cancelled_is_not_kept(client, node):

@@ -126,15 +126,17 @@ def get_blocks_counts_all_hits(patch):
 
 
 @bug
-def closing_a_pin_spoils_the_place(patch):
-    """The next get of the same key raises."""
-    real = client.Pinned.__init__
+def a_pin_ends_although_a_view_lives(patch):
+    """Its `with` ends it, whoever still looks at the memory."""
+    real = client.Pinned.close
 
-    def init(self, owner, place, key, record):
-        real(self, owner, place, key, record)
-        self.buffer = place.data
+    def close(self):
+        view, self._memory = self._memory, None
+        if view is not None:
+            self._pins._unpin([self._pin])
+        real(self)
 
-    patch(client.Pinned, "__init__", init)
+    patch(client.Pinned, "close", close)
 
 
 # --- the index ------------------------------------------------------------------

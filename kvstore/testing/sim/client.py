@@ -264,16 +264,24 @@ class SimClient:
             self.world.count("misses")
             return
         key = self.real.namespace.value_key(name)
-        assert pinned._record is not None
-        location = unpack_record(key, pinned._record)
+        location = unpack_record(*pinned._pin)
         assert location is not None
-        with pinned, self._pinned(location):
-            seen = bytes(pinned.buffer)
-            self._read(key, seen)
-            for _ in range(self.rng.randrange(8)):
-                self.world.sleep(self.rng.expovariate(10.0))
-                if bytes(pinned.buffer) != seen:
-                    self.world.fail(f"pinned bytes of {name} changed")
+        view = pinned.buffer
+        seen = bytes(view)
+        self._read(key, seen)
+        with self._pinned(location):
+            self._watch(view, seen, name)
+            if self.rng.random() < 0.5:
+                pinned.close()  # `view` keeps the pin
+                self._watch(view, seen, name)
+        del view
+        pinned.close()
+
+    def _watch(self, view: memoryview, seen: bytes, name: str) -> None:
+        for _ in range(self.rng.randrange(8)):
+            self.world.sleep(self.rng.expovariate(10.0))
+            if bytes(view) != seen:
+                self.world.fail(f"pinned bytes of {name} changed")
 
     @contextmanager
     def _pinned(self, at: Location) -> Iterator[None]:

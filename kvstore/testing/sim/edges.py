@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from kvstore.client import (
     host_writers,
     link,
     nodes,
+    pins,
     reader,
     resetting,
     saving,
@@ -139,6 +141,13 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
 
     for module in (control, host_writers, nodes, writer):
         yield module, "threading", SimpleNamespace(Lock=lock)
+    # Pins end by calls alone, as below: a thread of the real machine would not replay.
+    no_thread = SimpleNamespace(start=lambda: None)
+    yield (
+        pins,
+        "threading",
+        SimpleNamespace(Lock=lock, local=threading.local, Thread=lambda **_: no_thread),
+    )
     yield (
         breaker,
         "threading",

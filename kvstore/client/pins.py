@@ -1,0 +1,98 @@
+"""Pins of a client: each ends with the last view of its memory, whoever holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvstore.forks import in_each_child
+from kvstore.segment.copying import address_of
+from kvstore.types import Key
+
+IDLE_S = 1.0
+"""How long the thread waits for a further pin after the last has ended."""
+
+Pin = tuple[Key, bytes]
+"""A key and the record that the node gave for it."""
+
+
+class Pins:
+    """Thread-safe. `unpin` is called for pins that have ended, a batch at a time, by who closes
+    one or by a thread of its own: never by the garbage collector, which may run inside a lock."""
+
+    def __init__(self, unpin: Callable[[Sequence[Pin]], None]) -> None:
+        self._unpin = unpin
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._settling = threading.Lock()
+        self._ended: deque[Pin] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closing = threading.local()
+        self._open = 0
+        self._thread: threading.Thread | None = None
+        in_each_child(self)
+
+    def hold(self, pin: Pin, payload: memoryview) -> Any:
+        """All of `payload` as a ctypes array: the pin ends when nobody holds it, or a buffer,
+        array, tensor or slice made of it. `payload` stays mapped as long."""
+        memory: Any = (ctypes.c_ubyte * payload.nbytes).from_address(address_of(payload))
+        memory.payload = payload
+        with self._lock:
+            self._open += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvstore-pins", daemon=True)
+                self._thread.start()
+        weakref.finalize(memory, self._end, pin).atexit = False
+        return memory
+
+    def _end(self, pin: Pin) -> None:
+        """In whatever thread dropped the last view, at any point of it: take no lock, ask nobody.
+        A forked child has the view too, but not the pin."""
+        if os.getpid() == self._pid:
+            self._ended.append(pin)
+            if not getattr(self._closing, "here", False):
+                self._wake.put(None)
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """What ends in here has ended at the node too afterwards, as far as that can be reached."""
+        self._closing.here = True
+        try:
+            yield
+        finally:
+            self._closing.here = False
+            self.settle()
+
+    def settle(self) -> None:
+        """Let go what has ended. Never raises for a peer's fault."""
+        if os.getpid() != self._pid:
+            return
+        with self._settling:
+            ended = [self._ended.popleft() for _ in range(len(self._ended))]
+            if ended:
+                with self._lock:
+                    self._open -= len(ended)
+                self._unpin(ended)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._wake.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if not self._open:
+                        self._thread = None
+                        return
+            else:
+                self.settle()
+
+    def after_fork_in_child(self) -> None:
+        self._lock, self._settling = threading.Lock(), threading.Lock()
+        self._ended.clear()
