@@ -34,6 +34,12 @@ META_BYTES_MAX = 255
 NAMESPACE_BYTES_MAX = 4096
 """Fields of one namespace as JSON, as a client tells a node of them."""
 NAMESPACE_FIELDS_MAX = 64
+NAME_BYTES_MAX = 256
+"""Of what a user calls a value, as a client tells a node of it; longer names are not told."""
+NAMES_WAITING_MAX = 4096
+"""Names that a client has yet to tell; further ones are not told."""
+NAMES_MESSAGE_BYTES_MAX = 32 << 10
+"""Of keys and names in one message, less the last: a socket must take it at once."""
 CHECKED_BYTES_PER_S_MAX = 1 << 30
 """What a node reads again because clients say that it is wrong: a tenth of its time."""
 
@@ -148,7 +154,9 @@ class Limits:
     gone_keys: int = 1 << 15
     """Keys that left the node lately and why, kept for `explain`: about 170 bytes each."""
     namespaces: int = 256
-    """Namespaces whose fields a node remembers for `explain`."""
+    """Namespaces whose fields a node remembers for `explain` and `kvstore ls`."""
+    names: int = 1 << 14
+    """Values whose names a node remembers for `kvstore ls`: at most about 6 MB together."""
     redis_timeout_s: float = 0.05
     sweep_every_s: float = 60.0
     """How often nodes, `kvstore up` and clients look for memory that dead nodes of this user

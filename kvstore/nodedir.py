@@ -61,6 +61,9 @@ class Announcement:
     resets: str = ""
     """Resets that the node knows of (core/resets.py), as of the last heartbeat; in its own
     directory they are in a file beside."""
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What it holds and has done (core/report.py), as of the last heartbeat; empty in the node's
+    own directory."""
     transports: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other ways to reach it than this host's memory: an address by the transport's name."""
 
@@ -85,6 +88,7 @@ class Announcement:
         right = all(
             type(getattr(found, n)).__name__ == t.partition("[")[0] for n, t in known.items()
         ) and all(isinstance(address, str) for address in found.transports.values())
+        right = right and all(type(count) is int for count in found.counts.values())
         return found if right else None
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "acl": "rights in Redis for clients, nodes and operators of one key prefix",
     "doctor": "look for what would keep it from working, and say what to do",
 }
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 128 + signal.SIGINT
+EXIT_FAILED, EXIT_USAGE, EXIT_MISS, EXIT_INTERRUPTED = 1, 2, 3, 128 + signal.SIGINT
 EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
 
 
@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="kvstore", description="Keep and share the KV cache of LLM engines."
+        prog="kvstore",
+        description="Keep and share the KV cache of LLM engines.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong use, 3 `get` found nothing, 130 Ctrl-C. "
+        "`kvstore COMMAND --help` lists a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"kvstore {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgpack
 
+from kvstore.cli import EXIT_MISS
 from kvstore.cli.options import add_store, run_dir_of
 from kvstore.cli.store import open_client
 from kvstore.client.client import Client
@@ -19,6 +20,10 @@ _LIBRARIES = {Kind.NUMPY: "a numpy array", Kind.TORCH: "a torch tensor"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit codes: 0 it was there, 3 a miss (nothing is written), 1 the store could not be "
+        "asked, 2 wrong use."
+    )
     parser.add_argument("key", metavar="KEY")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
     add_store(parser, namespace=True)
@@ -29,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         found = read_raw(client, args.key)
     if found is None:
         print(f"kvstore: {args.key}: miss", file=sys.stderr)
-        return 1
+        return EXIT_MISS
     value, note = found
     if note:
         print(f"kvstore: {args.key}: {note}", file=sys.stderr)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
+COLUMNS_MIN = 80
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -20,17 +22,66 @@ def human_bytes(count: float) -> str:
     return f"{text} {_UNITS[unit]}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
-    """Columns as wide as their widest cell; the first `left` to the left, the rest to the right."""
+def human_count(count: float) -> str:
+    """As it is up to a million, then three digits or so: `12.3M`, `1.5G`."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:g}"
+
+
+def screen_columns() -> int:
+    """How wide lines may be: the terminal's width, COLUMNS where that is set, at least 80."""
+    return max(shutil.get_terminal_size((COLUMNS_MIN, 24)).columns, COLUMNS_MIN)
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    left: int = 1,
+    elastic: Sequence[int] = (0,),
+    columns: int | None = None,
+) -> str:
+    """Columns as wide as their widest cell; the first `left` to the left, the rest to the right.
+
+    When that is wider than `columns` (None: the screen), the widest of the `elastic` ones are cut
+    until it fits, down to their heads.
+    """
     lines = [list(head), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    room = (screen_columns() if columns is None else columns) - 2 * (len(head) - 1)
+    while sum(widths) > room:
+        widest = max(elastic, key=lambda i: widths[i] - len(head[i]))
+        if widths[widest] <= len(head[widest]):
+            break
+        widths[widest] -= 1
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
+            _cut(cell, width).ljust(width) if i < left else _cut(cell, width).rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else cell[: width - 1] + "…"
+
+
+def human_age(seconds: float | None) -> str:
+    """One number and its unit: `12s`, `3m`, `5h`, `9d`; `-` when it is not known."""
+    if seconds is None:
+        return "-"
+    for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length_s:
+            return f"{int(seconds // length_s)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def printable(text: str) -> str:
+    """For a terminal: what somebody else chose must not move its cursor or colour it."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def as_json(value: Any) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvstore.cli.options import add_store, no_password, run_dir_of
-from kvstore.cli.output import as_json, human_bytes, table
+from kvstore.cli.output import as_json, human_bytes, human_count, screen_columns, table
 from kvstore.cli.store import LIMITS, local_nodes, store_url
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.index.redis import open_index
@@ -28,6 +29,9 @@ SUMMED = (
     "pinned",
     "unpublished",
 )
+
+WHERE = ("NODE", "HOST", "STATE", "SIZE", "USED")
+COUNTED = ("blocks", "stored", "exists", "rejected", "evicted", "pinned", "unpublished")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +60,7 @@ def _one(args: argparse.Namespace) -> int:
     for node in local_nodes(run_dir_of(args), args.key_prefix):
         if node.word.name == args.node:
             stats = node.stats()
-            print(as_json(stats) if args.json else table(list(stats), [list(stats.values())]))
+            print(as_json(stats) if args.json else table(("COUNTER", "VALUE"), list(stats.items())))
             return 0
     raise NodeUnavailableError(f"no node {args.node} runs here")
 
@@ -81,6 +85,10 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
                 stats = local[node_id].stats()
             except PeerError as e:
                 error = str(e)
+        else:
+            # Of blocks alone is only known which room they leave.
+            used_bytes = max(word.arenas * word.arena_bytes - word.free_bytes, 0)
+            stats = {"block_bytes": used_bytes, **word.counts} if word.counts else None
         nodes.append(
             asdict(word)
             | {
@@ -92,7 +100,7 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
                 "error": error,
             }
         )
-    told = [node["stats"] for node in nodes if node["stats"] is not None]
+    told = [node["stats"] for node in nodes if node["local"] and node["stats"] is not None]
     totals = {name: sum(stats[name] for stats in told) for name in SUMMED}
     return {"index": index, "nodes": nodes, "local_totals": totals}
 
@@ -124,17 +132,18 @@ def _counters(servers: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any]) -> str:
-    columns = "NODE HOST STATE SIZE USED BLOCKS STORED EXISTS REJECTED EVICTED PINNED UNPUBLISHED"
-    rows = [_row(node) for node in found["nodes"]]
-    totals = found["local_totals"]
-    if sum(node["stats"] is not None for node in found["nodes"]) > 1:
-        rows.append(("total here", "", "", *_numbers(totals["capacity_bytes"], totals)))
-    lines = [table(columns.split(), rows, left=3), ""]
-    lines[1:1] = [text for node in found["nodes"] if (text := warm_start(node))]
-    index = found["index"]
-    if not found["nodes"]:
-        lines = ["no nodes", ""]
-    lines.append(f"index       Redis {index['redis']}, key prefix {index['key_prefix']}")
+    index, nodes, totals = found["index"], found["nodes"], found["local_totals"]
+    lines = ["no nodes", ""]
+    if nodes:
+        where = [(*_place(node), *_room(node["capacity_bytes"], node["stats"])) for node in nodes]
+        what = [(node["name"], *_counts(node["stats"])) for node in nodes]
+        if sum(node["local"] and node["stats"] is not None for node in nodes) > 1:
+            where.append(("total here", "", "", *_room(totals["capacity_bytes"], totals)))
+            what.append(("total here", *_counts(totals)))
+        lines = [table(WHERE, where, left=3, elastic=(0, 1))]
+        lines += [text for node in nodes if (text := warm_start(node))]
+        lines += ["", table(("NODE", *(name.upper() for name in COUNTED)), what), ""]
+    lines += [f"index       {index['redis']}", f"key prefix  {index['key_prefix']}"]
     if not index["error"]:
         hits, misses = index["lookup_hits"], index["lookup_misses"]
         memory = human_bytes(index["used_memory_bytes"])
@@ -150,27 +159,31 @@ def _text(found: dict[str, Any]) -> str:
 def warm_start(node: dict[str, Any]) -> str:
     """What the node found of its former start, empty when it started empty."""
     stats = node["stats"]
-    if stats is None or not (stats["recovered"] or stats["recovery_dropped"]):
+    if not node["local"] or not stats or not (stats["recovered"] or stats["recovery_dropped"]):
         return ""
-    return (
+    text = (
         f"{node['name']}: warm start with {stats['recovered']} blocks, "
         f"{stats['recovery_dropped']} unsealed or damaged dropped, "
         f"{stats['quarantined']} slots held for clients of before"
     )
+    return textwrap.fill(text, screen_columns(), subsequent_indent="    ")
 
 
-def _row(node: dict[str, Any]) -> tuple[object, ...]:
+def _place(node: dict[str, Any]) -> tuple[str, str, str]:
     state = "on this host" if node["local"] else "elsewhere"
     if node["error"]:
         state = "does not answer"
     elif not node["announced"]:
         state = "not in the index"
-    return node["name"], node["host"], state, *_numbers(node["capacity_bytes"], node["stats"])
+    return node["name"], node["host"], state
 
 
-def _numbers(capacity_bytes: int, stats: dict[str, Any] | None) -> tuple[object, ...]:
+def _room(capacity_bytes: int, stats: dict[str, Any] | None) -> tuple[str, str]:
+    used = "-" if stats is None else human_bytes(stats["block_bytes"])
+    return human_bytes(capacity_bytes), used
+
+
+def _counts(stats: dict[str, Any] | None) -> tuple[object, ...]:
     if stats is None:
-        return human_bytes(capacity_bytes), *("-" for _ in range(8))
-    names = ("blocks", "stored", "exists", "rejected", "evicted", "pinned", "unpublished")
-    used = human_bytes(stats["block_bytes"])
-    return human_bytes(capacity_bytes), used, *(stats[name] for name in names)
+        return tuple("-" for _ in COUNTED)
+    return tuple(human_count(stats[name]) if name in stats else "-" for name in COUNTED)

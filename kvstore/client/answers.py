@@ -5,10 +5,10 @@ A node is of the same user and trusted, but it may be broken, or of another vers
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.core.record import RECORD_BYTES, SIGNED_RECORD_BYTES
-from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, PutResult, rejected
+from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Kind, PutResult, rejected
 
 NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
 CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
@@ -25,6 +25,10 @@ def _seconds(value: Any) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"no time: {str(value)[:40]!r}")
     return float(value)
+
+
+def _seconds_or_none(value: Any) -> float | None:
+    return None if value is None else _seconds(value)
 
 
 def outcome(answer: Any) -> PutResult:
@@ -70,15 +74,53 @@ def pins(body: Any) -> list[bytes | str | None]:
     return body
 
 
-def block_rows(body: Any) -> list[tuple[Key, int, int, int]]:
-    """LIST: (key, length, namespace id, pins) of each block."""
+class BlockRow(NamedTuple):
+    """One block as LIST tells of it."""
+
+    key: Key
+    size_bytes: int
+    namespace_id: int
+    pins: int
+    kind: Kind
+    age_s: float | None
+    """Since it was saved; None when that was before the node's start."""
+    idle_s: float | None
+    """Since it was last used; None when that was before the node's start."""
+    name: bytes
+    """What its user calls it; empty when the node does not know."""
+
+
+def block_rows(body: Any) -> list[BlockRow]:
+    """LIST: one row for each block."""
     rows = []
-    for key, *numbers in body:
-        length, namespace_id, pins = map(whole, numbers)
-        if type(key) is not bytes:
+    for key, length, namespace_id, pins, kind, age_s, idle_s, name in body:
+        if type(key) is not bytes or type(name) is not bytes:
             raise ValueError("no key")
-        rows.append((key, length, namespace_id, pins))
+        rows.append(
+            BlockRow(
+                key,
+                whole(length),
+                whole(namespace_id),
+                whole(pins),
+                Kind(whole(kind)),
+                _seconds_or_none(age_s),
+                _seconds_or_none(idle_s),
+                name,
+            )
+        )
     return rows
+
+
+def namespaces(body: Any) -> dict[int, bytes]:
+    """EXPLAIN of no key: the fields of namespaces that have blocks there, by id; empty where no
+    client has told."""
+    _, _, rows = body
+    found = {}
+    for namespace_id, _, raw in rows:
+        if type(raw) is not bytes:
+            raise ValueError("no fields")
+        found[whole(namespace_id)] = raw
+    return found
 
 
 Explained = tuple[int, float, float | None, list[tuple[int, int, bytes]]]

@@ -114,13 +114,13 @@ class Client:
 
         An existing key is left as it is: a cache's values follow from their keys.
         """
-        return self._save([self.namespace.value_key(key)], [tensors.encode(value)])[0]
+        return self._save_values([key], [tensors.encode(value)])[0]
 
     def put_many(self, items: Items) -> list[PutResult]:
         """`put` for a mapping or pairs, in a few requests for all; results in order."""
         pairs = list(items.items() if isinstance(items, Mapping) else items)
         payloads = [tensors.encode(value) for _, value in pairs]
-        return self._save([self.namespace.value_key(key) for key, _ in pairs], payloads)
+        return self._save_values([key for key, _ in pairs], payloads)
 
     def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Any]) -> list[PutResult]:
         """Save the KV blocks at the head of `tokens`: `blocks[i]` is a buffer with the KV of
@@ -134,6 +134,14 @@ class Client:
             )
         payloads = [tensors.encode_block(block) for block in blocks]
         return self._save(keys[: len(blocks)], payloads)
+
+    def _save_values(
+        self, names: Sequence[str | bytes], payloads: Sequence[Payload]
+    ) -> list[PutResult]:
+        keys = [self.namespace.value_key(name) for name in names]
+        results = self._save(keys, payloads)
+        self.session.value_names.note(keys, names)
+        return results
 
     def _save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
         away = self.session.no_local_node()

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
+from kvstore.client.answers import BlockRow
 from kvstore.client.base import Reservation
 from kvstore.client.host_writers import HostWriters
 from kvstore.client.link import NodeLink
@@ -317,10 +318,10 @@ class HostWriter(HostWriters):
             raise failure
         return total
 
-    def listing(self, after: bytes, at_most: int) -> list[tuple[Key, int, int, int]]:
-        """(key, length, namespace id, pins) of blocks in key order, from above `after`."""
+    def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
+        """Blocks in key order, from above `after`."""
         rows = [writer.listing(after, at_most) for writer in self.writers()]
-        return list(islice(heapq.merge(*rows), at_most))
+        return list(islice(heapq.merge(*rows, key=lambda row: row.key), at_most))
 
 
 def _ask_all(

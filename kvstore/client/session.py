@@ -23,6 +23,7 @@ from kvstore.client.resetting import reset_everywhere
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.suspect import Suspicion
 from kvstore.client.upkeep import Upkeep
+from kvstore.client.value_names import ValueNames
 from kvstore.client.vram import VramNodes
 from kvstore.client.wants import Want
 from kvstore.core.record import RecordSigner
@@ -145,6 +146,7 @@ class BlockSession:
             checksums=verify == "always",
             start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
         )
+        self.value_names = ValueNames(self.writer)
         self.remote_writer = RemoteWriter(self.remote, self.index, self.reader.readable, signer)
         self._explainer = Explainer(
             self.index,
@@ -178,6 +180,7 @@ class BlockSession:
         self.nodes.check(now)
         self.reader.let_go()
         self.writer.let_go()
+        self.value_names.tell()
         if self._sweeper.due(now):
             self._sweeper.sweep()
 
@@ -414,6 +417,7 @@ class BlockSession:
     def close(self) -> None:
         self._upkeep.close()
         self._explainer.close()
+        self.value_names.tell()
         self.writer.close()
         self.reader.close()
         self.remote.close()

@@ -15,7 +15,16 @@ from typing import Any
 
 import xxhash
 
-from kvstore.client.answers import block_rows, counters, flags, outcome, outcomes, pins, whole
+from kvstore.client.answers import (
+    BlockRow,
+    block_rows,
+    counters,
+    flags,
+    outcome,
+    outcomes,
+    pins,
+    whole,
+)
 from kvstore.client.base import Reservation
 from kvstore.client.control import Accept, ControlChannel, Ticket, as_it_is
 from kvstore.client.link import Holdings, NodeLink
@@ -428,8 +437,8 @@ class Writer:
     def stats(self) -> dict[str, int | float]:
         return dict(self._ask(Op.STAT, accept=lambda _, body: counters(body)))
 
-    def listing(self, after: bytes, at_most: int) -> list[tuple[Key, int, int, int]]:
-        """(key, length, namespace id, pins) of blocks in key order, from above `after`."""
+    def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
+        """Blocks in key order, from above `after`."""
         return list(self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body)))
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from kvstore.core.allocator import Allocator
 from kvstore.core.events import Hold, Mark, Seal, Write
 from kvstore.core.eviction import PolicyFactory
 from kvstore.core.gone import Gone, GoneWhy
+from kvstore.core.names import Names
 from kvstore.core.outbox import KeyedRecord, Outbox
 from kvstore.core.record import RecordSigner, pack_place
 from kvstore.core.slots import Slot, SlotEvent, SlotState
@@ -43,6 +44,9 @@ class Blocks:
         self.outbox = Outbox(limits.pending_remove)
         """What Redis has yet to hear."""
         self.gone = Gone(limits.gone_keys)
+        self.names = Names(limits.names)
+        self.now = 0.0
+        """When the event that is being handled happened."""
         # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
         self.counts: dict[str, int] = dict.fromkeys(
             (
@@ -112,6 +116,8 @@ class Blocks:
     def _forget_key(self, slot: Slot) -> None:
         if self.by_key.get(slot.key) is slot:
             del self.by_key[slot.key]
+            if self.names:
+                self.names.forget(slot.key)
 
     def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
         """Take a SEALED slot out: readers miss from here on, the index hears of it."""

@@ -108,6 +108,14 @@ class Introduce(NamedTuple):
     namespace: Namespace
 
 
+class Named(NamedTuple):
+    """What users call the values under these keys; one way."""
+
+    session: int
+    keys: Sequence[Key]
+    names: Sequence[bytes]
+
+
 class Suspect(NamedTuple):
     """A client read bytes of these keys that do not have the checksum saved with them; one way.
 
@@ -176,6 +184,7 @@ Event = (
     | Listing
     | Explain
     | Introduce
+    | Named
     | Suspect
     | Coldest
     | Retire

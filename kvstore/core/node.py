@@ -25,6 +25,7 @@ from kvstore.core.events import (
     Introduce,
     Listing,
     Mark,
+    Named,
     Pin,
     Reply,
     Reserve,
@@ -99,6 +100,7 @@ class NodeCore(Blocks):
             Listing: self._listing,
             Explain: self._explain,
             Introduce: self._introduce,
+            Named: self._named,
             Suspect: self._suspect,
             Corrupt: self._corrupt,
             SessionResumed: self._session_resumed,
@@ -108,6 +110,7 @@ class NodeCore(Blocks):
     def handle(self, event: Event, now: float) -> Effects:
         """Decide. `now` is in seconds of a clock that never runs backwards."""
         effects = Effects([], [], [])
+        self.now = now
         self._handlers[type(event)](event, effects, now)
         return effects
 
@@ -144,7 +147,7 @@ class NodeCore(Blocks):
             slot.meta_length = event.meta_lengths[i]
             slot.namespace_id = event.namespace_id
             slot.owner = event.session
-            slot.reserved_at = now
+            slot.reserved_at = slot.used_at = now
             slot.void = False
             slot.published = False
             slot.former_epoch = 0
@@ -170,6 +173,7 @@ class NodeCore(Blocks):
         if slot.state is SlotState.SEALED:
             self.counts["exists"] += 1
             self.allocator.used(slot)
+            slot.used_at = self.now
             return EXISTS_CODE
         self.counts["in_progress"] += 1
         return IN_PROGRESS_CODE
@@ -319,6 +323,7 @@ class NodeCore(Blocks):
         for slot in reversed(run):
             if slot.state is SlotState.SEALED:
                 self.allocator.used(slot)
+                slot.used_at = self.now
 
     def _pin(self, event: Pin, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
@@ -332,6 +337,7 @@ class NodeCore(Blocks):
                 answers.append(f"pins={len(session.pins)}: at most this many a client")
                 continue
             self._pin_slot(slot, effects.writes)
+            slot.used_at = now
             session.pins[slot.slot_id] = session.pins.get(slot.slot_id, 0) + 1
             answers.append(slot.record)
         effects.replies.append(Reply(event.session, event.request, answers, False))
@@ -364,12 +370,17 @@ class NodeCore(Blocks):
         effects.replies.append(Reply(event.session, event.request, stats(self, now), False))
 
     def _listing(self, event: Listing, effects: Effects, now: float) -> None:
-        rows = listing(self, event.after, event.at_most)
+        rows = listing(self, event.after, event.at_most, now)
         effects.replies.append(Reply(event.session, event.request, rows, False))
 
     def _explain(self, event: Explain, effects: Effects, now: float) -> None:
         answer = explain(self, event.keys, now)
         effects.replies.append(Reply(event.session, event.request, answer, False))
+
+    def _named(self, event: Named, effects: Effects, now: float) -> None:
+        for key, name in zip(event.keys, event.names, strict=True):
+            if key in self.by_key:
+                self.names.told(key, name)
 
     def _introduce(self, event: Introduce, effects: Effects, now: float) -> None:
         self.namespaces.told(event.namespace)

@@ -64,6 +64,7 @@ class Slot:
         "size_class",
         "slot_id",
         "state",
+        "used_at",
         "void",
     )
 
@@ -92,6 +93,9 @@ class Slot:
         self.former_epoch = 0
         """Of the start that sealed it, if not this one: the index may hold a record of then."""
         self.reserved_at = 0.0
+        """Of the node's clock; 0 when a former start granted it."""
+        self.used_at = 0.0
+        """The same; 0 when nobody has used it since that start."""
         self.void = False
         """RESERVED, but its key was cleared meanwhile: the commit will not seal it."""
 

@@ -24,6 +24,7 @@ from kvstore.core.events import (
     Explain,
     Introduce,
     Listing,
+    Named,
     Pin,
     Reserve,
     Reset,
@@ -39,6 +40,7 @@ from kvstore.limits import (
     HELD_MAX,
     MESSAGE_BYTES_MAX,
     META_BYTES_MAX,
+    NAME_BYTES_MAX,
     RESET_NAMESPACES_MAX,
 )
 from kvstore.types import KEY_BYTES, Key, Kind
@@ -64,6 +66,7 @@ class Op(enum.IntEnum):
     NAMESPACE = 13
     SUSPECT = 14
     RESET = 15
+    NAMES = 16
 
 
 READER_OPS = frozenset({Op.TOUCH, Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN, Op.SUSPECT})
@@ -205,6 +208,16 @@ def _reset(session: int, request: int, number: Any, namespace_ids: Any) -> Reset
     return Reset(session, request, _ints("number", number, 1, 1 << 63)[0], ids)
 
 
+def _named(session: int, request: int, raw_keys: Any, raw_names: Any) -> Named:
+    keys = _split_keys(raw_keys)
+    if not isinstance(raw_names, list) or len(raw_names) != len(keys):
+        raise _fail("names", type(raw_names).__name__, f"must be a list of {len(keys)}")
+    for name in raw_names:
+        if not isinstance(name, bytes) or not 0 < len(name) <= NAME_BYTES_MAX:
+            raise _fail("names", type(name).__name__, f"must be binary, 1 to {NAME_BYTES_MAX}")
+    return Named(session, keys, raw_names)
+
+
 _DECODERS: dict[int, tuple[int, Any]] = {
     Op.RESERVE: (7, _reserve),
     Op.COMMIT: (1, lambda s, r, items: Commit(s, r, _tuples("items", items, 3))),
@@ -219,6 +232,7 @@ _DECODERS: dict[int, tuple[int, Any]] = {
     Op.LIST: (2, _listing),
     Op.EXPLAIN: (1, lambda s, r, keys: Explain(s, r, _split_keys(keys))),
     Op.NAMESPACE: (2, _introduce),
+    Op.NAMES: (2, _named),
     Op.SUSPECT: (1, lambda s, r, keys: Suspect(s, _split_keys(keys))),
 }
 

@@ -31,7 +31,7 @@ from kvstore.core.eviction import POLICIES
 from kvstore.core.holdings import FORMER
 from kvstore.core.node import NOBODY, NodeCore
 from kvstore.core.record import RecordSigner
-from kvstore.core.report import stats
+from kvstore.core.report import counts, stats
 from kvstore.core.wire import Hello, Op
 from kvstore.errors import (
     DeadlineError,
@@ -265,6 +265,7 @@ class Node:
             self._signer,
             self._hear,
             lambda incarnation: self._resets.announced(incarnation, self.core.resets),
+            lambda: counts(self.core),
         )
         return self._beat
 

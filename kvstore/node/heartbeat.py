@@ -36,10 +36,11 @@ class Heartbeat:
         signer: RecordSigner | None = None,
         news: Callable[[Iterable[Announcement]], str] = lambda _: "",
         announced: Callable[[str], None] = lambda _: None,
+        counts: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """With `signer`, what is announced is signed. `news` is told what all nodes announce and
         says which resets this one knows of then; `announced` hears of every announcement, with
-        the index's incarnation."""
+        the index's incarnation; `counts` are for whoever looks at the node."""
         self._news = news
         self._announced = announced
         self._index = index
@@ -47,6 +48,7 @@ class Heartbeat:
         self._on_lost = on_lost
         self._free_bytes = free_bytes
         self._signer = signer
+        self._counts = counts
         self._incarnation = ""
         self._first = True
         """Nothing can have been published yet."""
@@ -64,7 +66,10 @@ class Heartbeat:
             incarnation = self._index.incarnation()
             resets = self._news(announced_nodes(self._index, self._signer).values())
             word = dataclasses.replace(
-                self._announcement, free_bytes=self._free_bytes(), resets=resets
+                self._announcement,
+                free_bytes=self._free_bytes(),
+                resets=resets,
+                counts=self._counts(),
             )
             raw = word.pack() if self._signer is None else self._signer.announcement(word.pack())
             self._index.announce(word.node_id, raw, ANNOUNCEMENT_TTL_S)

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+from typing import Any
 
 import numpy
 import pytest
-from places import COMMAND, REPOSITORY, Place, clean_env
+from places import COMMAND, REPOSITORY, Place, clean_env, wait_until
+from redis_servers import RedisServer
+from stores import NodeThread
 
 from kvstore import Client, Namespace
+from kvstore.cli import stat
 from kvstore.cli.store import LIMITS
 
 VALUE = bytes(range(256)) * 1000
@@ -46,7 +51,7 @@ def test_nothing_comes_back_as_nothing(store: Place) -> None:
 def test_namespaces_are_apart_and_a_miss_says_so(store: Place) -> None:
     assert store.here("put", "apart", "--namespace", "mine", stdin=b"1").returncode == 0
     got = store.here("get", "apart")
-    assert (got.returncode, got.stdout, got.stderr) == (1, b"", b"kvstore: apart: miss\n")
+    assert (got.returncode, got.stdout, got.stderr) == (3, b"", b"kvstore: apart: miss\n")
     assert store.here("get", "apart", "--namespace", "mine").stdout == b"1"
 
 
@@ -73,6 +78,14 @@ def test_a_file_that_is_not_there_is_told(store: Place) -> None:
     )
 
 
+def test_a_miss_and_a_store_that_cannot_be_asked_have_their_own_exit_codes(store: Place) -> None:
+    assert store.here("get", "nowhere").returncode == 3
+    away = store.here("get", "nowhere", "--url", "redis://127.0.0.1:1")
+    assert (away.returncode, b"miss" in away.stderr) == (1, False)
+    for help_of in (("--help",), ("get", "--help")):
+        assert "3" in store.kv(*help_of).stdout.decode().partition("Exit codes: ")[2]
+
+
 def test_ls_shows_the_blocks_of_this_host(store: Place, client: Client) -> None:
     namespace = Namespace.named("listed")
     for name in ("a", "b"):
@@ -82,11 +95,54 @@ def test_ls_shows_the_blocks_of_this_host(store: Place, client: Client) -> None:
     for row in rows:
         assert (row["size_bytes"], row["pins"], row["node"]) == (5, 0, "node-0")
         assert row["namespace_id"] == f"{namespace.id:08x}"
+        assert (row["namespace"], row["kind"]) == ({"name": "listed"}, "bytes")
+        assert 0 <= row["idle_s"] <= row["age_s"] < 60
+    assert sorted(row["name"] for row in rows) == ["a", "b"]
     some = store.kv("ls", "--namespace", "listed", "--limit", "1")
     head, line = some.stdout.decode().splitlines()
-    assert head.split() == ["KEY", "BYTES", "NAMESPACE", "PINS", "NODE"]
-    assert line.split()[1:] == ["5", f"{namespace.id:08x}", "0", "node-0"]
+    assert head.split() == ["KEY", "KIND", "SIZE", "AGE", "USED", "NAMESPACE", "PINS", "NODE"]
+    key, kind, *size, _, _, named, pins, node = line.split()
+    assert key in ("a", "b")
+    assert (kind, size, named, pins, node) == ("bytes", ["5", "B"], "listed", "0", "node-0")
     assert some.stderr == b"kvstore: there are more; --limit is 1\n"
+
+
+def test_ls_fits_80_columns_and_shows_keys_as_they_are_not_as_a_terminal_obeys(
+    store: Place, client: Client
+) -> None:
+    namespace = f"long-{'n' * 60}"
+    keys = ("k" * 200, "evil\x1b[31m\n")
+    options = {"run_dir": store.run_dir, "namespace": namespace, "limits": LIMITS}
+    with Client(client.session.url, **options) as writer:
+        assert all(writer.put_many(dict.fromkeys(keys, b"1")))
+        assert all(writer.put_blocks(range(512), [bytes(100), bytes(100)]))
+    lines = store.kv("ls", "--namespace", namespace).stdout.decode().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 5
+    (evil,) = [line for line in lines if line.startswith("evil")]
+    assert evil.startswith(r"evil\x1b[31m\n")
+    rows = json.loads(store.here("ls", "--namespace", namespace, "--json").stdout)
+    assert {row["name"] for row in rows} == {*keys, None}
+    assert sorted(row["kind"] for row in rows) == ["block", "block", "bytes", "bytes"]
+
+
+def test_ls_says_what_a_restarted_node_does_not_know(place: Place) -> None:
+    with RedisServer() as redis:
+        node = place.node("--url", redis.url)
+        options = {"run_dir": place.run_dir, "limits": LIMITS}
+        with Client(redis.url, **options) as client:
+            assert client.put("k", b"1")
+        node.end(signal.SIGKILL)
+        place.node("--url", redis.url)
+        (row,) = json.loads(place.here("ls", "--json").stdout)
+        assert (row["name"], row["age_s"], row["idle_s"], row["namespace"]) == (None,) * 4
+        line = place.here("ls").stdout.decode().splitlines()[1]
+        assert line.split()[0].removesuffix("…") in row["key"]
+        with Client(redis.url, **options) as client:  # whoever puts it again says so again
+            assert client.put("k", b"1")
+        (row,) = json.loads(place.here("ls", "--json").stdout)
+        assert (row["name"], row["namespace"]) == ("k", {"name": "default"})
+        assert (row["age_s"], row["idle_s"] < 60) == (None, True)
 
 
 def test_ls_shows_pins(store: Place, client: Client) -> None:
@@ -112,11 +168,50 @@ def test_stat_tells_of_nodes_totals_and_lookups(store: Place, client: Client) ->
     assert totals["stored"] == old["stored"] + 1
     assert found["index"]["lookup_hits"] > before["index"]["lookup_hits"]
     assert found["index"]["lookup_misses"] == before["index"]["lookup_misses"] + 1
-    head, row, *rest = store.kv("stat").stdout.decode().splitlines()
-    assert head.split()[:4] == ["NODE", "HOST", "STATE", "SIZE"]
+    lines = store.kv("stat").stdout.decode().splitlines()
+    head, row, _, counted, counts, *rest = lines
+    assert head.split() == ["NODE", "HOST", "STATE", "SIZE", "USED"]
     assert row.split()[0] == "node-0"
     assert "on this host  16 MiB" in row
+    told = dict(zip(counted.split(), counts.split(), strict=True))
+    assert told["BLOCKS"] == str(node["stats"]["blocks"])
     assert any(line.startswith("key lookups") for line in rest)
+    assert max(map(len, lines)) <= 80
+
+
+def test_stat_fits_80_columns_whatever_nodes_and_hosts_are_called() -> None:
+    numbers = dict.fromkeys((*stat.SUMMED, "recovered", "recovery_dropped"), 10**9)
+    node = {
+        "name": "n" * 32,
+        "host": "h" * 60,
+        "local": True,
+        "announced": False,
+        "error": "",
+        "capacity_bytes": 1023 << 30,
+        "stats": {**numbers, "quarantined": 10**6},
+    }
+    index = {"redis": "redis://r:6379", "key_prefix": "kv:x", "error": "away"}
+    found = {"index": index, "nodes": [node, {**node, "name": "m"}], "local_totals": numbers}
+    lines = stat._text(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("nnn") and "…" in line for line in lines)
+
+
+def test_stat_tells_what_nodes_of_other_hosts_hold_as_of_their_heartbeat(place: Place) -> None:
+    with RedisServer() as redis, NodeThread(redis, size_bytes=8 << 20) as away:
+        with Client(**away.client_options) as client:
+            assert client.put("k", bytes(10_000))
+        command = ("stat", "--url", redis.url, "--key-prefix", f"kv:{away.run_dir.name}")
+
+        def heard() -> dict[str, Any]:
+            (node,) = json.loads(place.here(*command, "--json").stdout)["nodes"]
+            return node
+
+        wait_until(lambda: (heard()["stats"] or {}).get("blocks") == 1, "a heartbeat says it")
+        assert (heard()["local"], heard()["stats"]["stored"]) == (False, 1)
+        lines = place.here(*command).stdout.decode().splitlines()
+    assert dict(zip(lines[3].split(), lines[4].split(), strict=True))["STORED"] == "1"
+    assert "elsewhere  8 MiB" in lines[1]
 
 
 def test_stat_of_one_node_asks_nobody_else(store: Place) -> None:
@@ -124,8 +219,8 @@ def test_stat_of_one_node_asks_nobody_else(store: Place) -> None:
     ran = store.kv("stat", "--node", "node-0", "--json", *away)
     assert (ran.returncode, ran.stderr) == (0, b"")
     assert json.loads(ran.stdout)["capacity_bytes"] == 16 << 20
-    head, row = store.kv("stat", "--node", "node-0", *away).stdout.decode().splitlines()
-    assert dict(zip(head.split(), row.split(), strict=True))["capacity_bytes"] == str(16 << 20)
+    lines = store.kv("stat", "--node", "node-0", *away).stdout.decode().splitlines()
+    assert dict(line.split() for line in lines)["capacity_bytes"] == str(16 << 20)
     other = store.kv("stat", "--node", "node-9")
     assert (other.returncode, other.stderr) == (1, b"kvstore: no node node-9 runs here\n")
 

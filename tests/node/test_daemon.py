@@ -124,7 +124,7 @@ def test_the_node_announces_itself_and_takes_it_back_at_the_end(tmp_path, index)
         ((node_id, raw),) = index.nodes().items()
         word = Announcement.unpack(raw)
         assert word.free_bytes > 0
-        assert dataclasses.replace(word, free_bytes=0) == node.announcement
+        assert dataclasses.replace(word, free_bytes=0, counts={}) == node.announcement
         assert node_id == node.announcement.node_id
     assert index.nodes() == {}
 
