@@ -107,6 +107,8 @@ class StepPlan:
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    dropped_loads: list[str] = field(default_factory=list)
+    """Requests whose loads under way are to end early: what they load is from before a reset."""
     idle: bool = False
     """No forward runs in this step, so the worker may wait a moment for transfers."""
 
@@ -239,7 +241,7 @@ class SchedulerSide(Protocol):
         ...
 
     def reset(self) -> bool:
-        """Clear what is stored; False when that could not be done now."""
+        """Drop what is stored, on all nodes; goes on in the background when that takes long."""
         ...
 
     def close(self) -> None: ...

@@ -187,6 +187,7 @@ class KVStoreWorker(KVConnectorWorker):
         return self._plan is not None
 
     def start_load_kv(self) -> None:
+        self._core.cancel_loads(self._bound().dropped_loads)
         self._core.start_loads(self._bound().loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

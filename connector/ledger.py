@@ -37,6 +37,10 @@ class SaveLedger:
         """Jobs in flight."""
         return len(self._jobs)
 
+    def jobs(self) -> list[int]:
+        """Their numbers."""
+        return list(self._jobs)
+
     @property
     def room_blocks(self) -> int:
         """Engine blocks that one more job may hold now; 0 when it must wait."""

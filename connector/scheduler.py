@@ -49,8 +49,9 @@ from connector.plan import (
     usable_run,
 )
 from connector.requests import LoadUnderWay, Offer, RequestState
+from connector.resetting import Resetter
 from connector.unconfirmed import Unconfirmed
-from kvstore import Explanation, KVStoreError, MissReason
+from kvstore import Explanation, MissReason
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -113,6 +114,11 @@ class SchedulerCore:
         that are loaded by us."""
         self._loads: dict[str, LoadUnderWay] = {}
         """By request, until the load has ended on every worker."""
+        self._dropped_loads: list[str] = []
+        """Requests whose loads under way are to end, told with the next step."""
+        self._resetter = Resetter(
+            store, sorted({namespace.id for namespace in layout.all_namespaces()})
+        )
         self._next_load_id = 0
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
 
@@ -154,6 +160,9 @@ class SchedulerCore:
             return 0
         state = self._state(request.request_id)
         state.offer = None
+        if self._resetter.pending:
+            self._history.refused(request, MissReason.CLEARED)
+            return 0
         if state.failed_loads >= LOAD_ATTEMPTS_MAX:
             self._history.barred(request, state.failed_loads)
             return 0
@@ -248,8 +257,10 @@ class SchedulerCore:
                 self._requests[request_id].forget_progress()
         scheduled = list(scheduled)
         self._bar_saves_on_others_loads(request for request, _ in scheduled)
-        plan = StepPlan(loads=self._planned_loads, idle=not scheduled)
-        self._planned_loads = []
+        plan = StepPlan(
+            loads=self._planned_loads, dropped_loads=self._dropped_loads, idle=not scheduled
+        )
+        self._planned_loads, self._dropped_loads = [], []
         for request, num_scheduled_tokens in scheduled if self._settings.saves else ():
             # First, since they are shown once, while other blocks can wait for room.
             self._plan_state_saves(request, states(request.request_id), plan.saves)
@@ -346,6 +357,7 @@ class SchedulerCore:
             stored_by_all = self._ledger.ended(job_id, workers, stored)
             if stored_by_all is not None:
                 self._events.saved(job_id, stored_by_all)
+        self._resetter.in_flight(self._ledger.jobs())
         if report.ended_loads:
             self._step_loads_ended(report.ended_loads, invalid)
 
@@ -404,30 +416,29 @@ class SchedulerCore:
         """Saves are in flight: an engine that stopped stepping would never learn their end."""
         return len(self._ledger) > 0
 
-    def reset(self) -> bool:
-        """Clear the namespaces on the local node and forget every lookup.
+    def forget(self) -> None:
+        """Offer nothing that was asked for before this, nor save what was computed before it.
 
-        False while transfers are in flight and when the node cannot be reached.
-        What live requests have computed so far is not saved after this.
+        For when the engine's own cache is emptied: what is in the store stays, for this engine
+        too. A lookup under way comes to nothing, a load under way fails.
         """
         for state in self._requests.values():
             state.lookup = None
             state.offer = None
             state.present_blocks = 0
             state.save_barred = True
-        if self._loads or len(self._ledger):
-            in_flight = (len(self._loads), len(self._ledger))
-            log.warning("reset refused: %d loads and %d saves are in flight", *in_flight)
-            return False
-        store = self._store.get()
-        if store is None:
-            return False
-        try:
-            for namespace in self._layout.all_namespaces():
-                store.clear(namespace.id)
-        except KVStoreError as e:
-            log.warning("reset failed: %s", e)
-            return False
+        self._planned_loads = [_without_source(job) for job in self._planned_loads]
+        self._dropped_loads += self._loads
+
+    def reset(self) -> bool:
+        """`forget`, and drop the namespaces on all nodes.
+
+        Waits up to `RESET_WAIT_S` for them. Never fails: what could not be done now goes on in
+        the background, and until it is complete nothing is loaded.
+        """
+        self.forget()
+        if not self._resetter.ask(self._ledger.jobs()):
+            log.warning("the reset goes on in the background; until it is complete nothing loads")
         self._events.clear()
         return True
 
@@ -435,6 +446,7 @@ class SchedulerCore:
         """Stop the lookup thread and close the store."""
         self._lookups.close()
         self._history.close()
+        self._resetter.close()
         self._store.close()
 
     def _state(self, request_id: str) -> RequestState:
@@ -442,3 +454,8 @@ class SchedulerCore:
         if state is None:
             state = self._requests[request_id] = RequestState()
         return state
+
+
+def _without_source(job: LoadJob) -> LoadJob:
+    """The same load from nowhere: it fails, and the engine computes."""
+    return job._replace(blocks=tuple(block._replace(found=()) for block in job.blocks))

@@ -172,13 +172,16 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._pages.run_length(_names(keys))
 
     def clear(self) -> None:
-        """Drop this namespace's pages from the node of this host."""
-        for pages in (self._v1, self._flat):
-            if pages is not None:
-                try:
-                    self._store.clear(pages.namespace.id)
-                except PeerError as e:
-                    log.warning("kvstore: pages are not cleared: %s", e)
+        """Drop this namespace's pages on every node."""
+        ids = [pages.namespace.id for pages in (self._v1, self._flat) if pages is not None]
+        try:
+            result = self._store.reset(ids) if ids else True
+        except PeerError as e:
+            result, why = False, str(e)
+        else:
+            why = str(result)
+        if not result:
+            log.warning("kvstore: pages are not cleared everywhere: %s", why)
 
     def get_stats(self) -> Any:
         """Pages and GB/s of every transfer since the last call, if SGLang collects them."""

@@ -248,6 +248,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._w.cancel_loads(self._plan.dropped_loads)
         self._w.start_loads(self._plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -250,23 +250,51 @@ class TestReset:
         assert store.sealed() == []
         assert side.match(request) == 0, "an answer of before must not be offered"
 
-    def test_trap_a_reset_during_a_load_says_false(
+    def test_a_load_under_way_is_ended_by_a_reset(
         self, side: Side, store: MemoryBlockStore
     ) -> None:
         request = prompt(2)
         side.put(request, 2)
-        (job,) = load(side, request)
-        side.core.finished(request.request_id)
-        assert side.core.reset() is False
-        assert len(store.sealed()) == 2
-        side.core.loads_ended([job.request_id])
+        load(side, request)
         assert side.core.reset() is True
+        assert store.sealed() == []
+        plan = side.step()
+        assert plan.dropped_loads == [request.request_id]
+        assert side.step().dropped_loads == []
 
-    def test_trap_a_reset_that_cannot_reach_the_node_says_false(
+    def test_a_load_that_was_planned_before_a_reset_comes_from_nowhere(self, side: Side) -> None:
+        request = prompt(2)
+        side.put(request, 2)
+        assert side.match(request) == 2 * BLOCK
+        side.core.allocated(request, lambda: [[1, 2, 3, 4, 5]], 2 * BLOCK)
+        assert side.core.reset() is True
+        (job,) = side.step().loads
+        assert [block.found for block in job.blocks] == [(), ()]
+
+    def test_trap_while_the_store_is_down_a_reset_says_true_and_nothing_older_is_loaded(
         self, side: Side, store: MemoryBlockStore
     ) -> None:
+        request = prompt(2)
+        side.put(request, 2)
         store.node_down = True
-        assert side.core.reset() is False
+        assert side.core.reset() is True
+        assert len(store.sealed()) == 2
+        assert side.match(request) == 0, "it is there, and from before"
+        store.node_down = False
+        wait_for(lambda: not store.sealed(), "it is done as soon as it can be")
+        wait_for(lambda: not side.core._resetter.pending, "and said to be")
+        side.put(request, 2)
+        assert side.match(prompt(2)) == 2 * BLOCK
+
+    def test_when_the_engine_forgets_its_own_cache_the_store_keeps_what_it_has(
+        self, side: Side, store: MemoryBlockStore
+    ) -> None:
+        request = prompt(2)
+        side.put(request, 2)
+        assert side.match(request) == 2 * BLOCK
+        side.core.forget()
+        assert len(store.sealed()) == 2
+        assert side.match(request) == 2 * BLOCK
 
     def test_a_lookup_asked_before_a_reset_is_not_used_after_it(
         self, side: Side, store: MemoryBlockStore

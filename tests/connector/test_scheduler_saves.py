@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side
+from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side, wait_for
 
 from connector.base import StepPlan, WorkerReport
 from connector.geometry import ShardTopology
@@ -206,12 +206,20 @@ class TestPins:
         plan = side.step((request, len(request.tokens)))
         assert [len(job.blocks) for job in plan.saves] == [SAVE_JOB_BLOCKS_MAX, 1]
 
-    def test_a_reset_during_a_save_says_false(self, side: Side) -> None:
+    def test_what_a_save_in_flight_stores_after_a_reset_is_dropped_too(
+        self, side: Side, store: MemoryBlockStore
+    ) -> None:
         request = prompt(side, 1)
         plan = side.step((request, BLOCK))
-        assert side.core.reset() is False
-        end_all(side, plan)
         assert side.core.reset() is True
+        side.put(request, 1)  # what the worker does before it hears of anything
+        other = FakeRequest("other", list(request.tokens))
+        assert side.match(other) == 0, "it may have been saved before"
+        end_all(side, plan)
+        wait_for(lambda: not store.sealed(), "it is dropped")
+        wait_for(lambda: not side.core._resetter.pending, "the reset is complete")
+        side.put(request, 1)
+        assert side.match(FakeRequest("after", list(request.tokens))) == BLOCK
 
     def test_an_end_reported_twice_frees_nothing_twice(self, side: Side) -> None:
         request = prompt(side, 1, extra=0)
