@@ -8,9 +8,8 @@ with Client() as store:
     store.put("numbers", np.arange(100_000, dtype=np.int64))
     pinned = store.pin("numbers")
     assert pinned is not None  # a miss
-    with pinned:
-        numbers = np.frombuffer(pinned.buffer, np.int64)
-        print(numbers.sum())
-        print(numbers.flags.writeable)  # False: it is everybody's
-        last = int(numbers[-1])  # what is needed later is copied
-    print(last)
+    numbers = pinned.numpy()  # pinned.tensor() is a torch tensor
+    pinned.close()
+    print(numbers.sum())
+    print(numbers.flags.writeable)  # False: it is everybody's
+print(numbers[-1])  # as long as this array, or a slice of it, lives, so does the memory
