@@ -1,11 +1,15 @@
-"""What a node's answers must look like; whatever does not is a `ValueError`.
+"""What a node's answers must look like; whatever does not is a `NonsenseError`.
 
-A node is of the same user and trusted, but it may be broken, or of another version.
+A node is of the same user and trusted, but it may be broken, or of another version. What such
+bytes can make Python raise is caught here, where they are decoded, and nowhere else: the same
+classes from anything else are a bug of ours.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from kvstore.core.record import RECORD_BYTES, SIGNED_RECORD_BYTES
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Kind, PutResult, rejected
@@ -14,6 +18,28 @@ NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
 CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class NonsenseError(ValueError):
+    """An answer that is none: the node is broken, or no node."""
+
+
+def decoder(decode: Callable[P, R]) -> Callable[P, R]:
+    """For functions that do nothing but look at an answer."""
+
+    @wraps(decode)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return decode(*args, **kwargs)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as e:
+            raise NonsenseError(str(e)) from e
+
+    return checked
+
+
+@decoder
 def whole(value: Any) -> int:
     """A number from 0."""
     if type(value) is not int or value < 0:
@@ -31,6 +57,7 @@ def _seconds_or_none(value: Any) -> float | None:
     return None if value is None else _seconds(value)
 
 
+@decoder
 def outcome(answer: Any) -> PutResult:
     """RESERVE and COMMIT: what became of a block, by its code or in words."""
     if type(answer) is int and answer in CODES:
@@ -40,6 +67,22 @@ def outcome(answer: Any) -> PutResult:
     return rejected(answer)
 
 
+@decoder
+def grants(count: int, body: Any) -> list[tuple[int, int, int] | PutResult]:
+    """RESERVE: (slot, generation, offset), or what became of it, for each of `count` blocks."""
+    if len(body) != count:
+        raise ValueError(f"{len(body)} answers of {count}")
+    found: list[tuple[int, int, int] | PutResult] = []
+    for answer in body:
+        if type(answer) is list:
+            slot, generation, offset = map(whole, answer)
+            found.append((slot, generation, offset))
+        else:
+            found.append(outcome(answer))
+    return found
+
+
+@decoder
 def outcomes(count: int, body: Any) -> list[PutResult]:
     """COMMIT: one for each of `count` blocks."""
     if len(body) != count:
@@ -47,6 +90,7 @@ def outcomes(count: int, body: Any) -> list[PutResult]:
     return [outcome(answer) for answer in body]
 
 
+@decoder
 def counters(body: Any) -> dict[str, int | float]:
     """STAT: numbers by name."""
     numbers = dict(body)
@@ -55,6 +99,7 @@ def counters(body: Any) -> dict[str, int | float]:
     return numbers
 
 
+@decoder
 def flags(body: Any) -> list[bool]:
     """DROP: what was there."""
     if type(body) is not list or any(type(flag) is not bool for flag in body):
@@ -62,6 +107,7 @@ def flags(body: Any) -> list[bool]:
     return body
 
 
+@decoder
 def pins(body: Any) -> list[bytes | str | None]:
     """PIN: a record, None where there is no such block, or why it is not pinned."""
     if type(body) is not list or not all(
@@ -90,6 +136,7 @@ class BlockRow(NamedTuple):
     """What its user calls it; empty when the node does not know."""
 
 
+@decoder
 def block_rows(body: Any) -> list[BlockRow]:
     """LIST: one row for each block."""
     rows = []
@@ -127,6 +174,7 @@ Explained = tuple[int, float, float | None, list[tuple[int, int, bytes]]]
 """(code, age in seconds, how far back the node remembers, (namespace id, blocks, fields) ...)"""
 
 
+@decoder
 def explained(body: Any) -> Explained:
     """EXPLAIN of one key."""
     fates, reaches_back_s, namespaces = body
@@ -140,3 +188,10 @@ def explained(body: Any) -> Explained:
             raise ValueError("no fields")
         rows.append((whole(namespace_id), whole(count), raw))
     return code, _seconds(age_s), back, rows
+
+
+@decoder
+def reset_number(body: Any) -> int:
+    """RESET: the number that the node has got to."""
+    number, _ = body
+    return whole(number)

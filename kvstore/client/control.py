@@ -17,11 +17,18 @@ from typing import Any
 
 import msgpack
 
+from kvstore.client.answers import NonsenseError
 from kvstore.client.lease import Lease, lease_at
 from kvstore.core import wire
 from kvstore.core.breaker import Breaker, BreakerState
 from kvstore.core.wire import PROTOCOL_VERSION, Op
-from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
+from kvstore.errors import (
+    DeadlineError,
+    InternalError,
+    NodeUnavailableError,
+    PeerError,
+    UsageError,
+)
 from kvstore.nodedir import NodeDir
 
 CONNECT_TIMEOUT_S = 1.0
@@ -37,12 +44,6 @@ caller need not pay another whole deadline for a node that is stopped."""
 Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int, int]]]
 """(slot, generation) reserved and (slot, generation, times) pinned by this client right now."""
 
-
-_NONSENSE = (
-    *(msgpack.UnpackException, ValueError, LookupError, TypeError, AttributeError),
-    ArithmeticError,
-)
-"""What reading an answer raises that is not as it should be: the node is broken, or no node."""
 
 Accept = Callable[[Any], Any]
 
@@ -143,7 +144,7 @@ class ControlChannel:
             self._acquire(ticket.give_up_at)
             try:
                 self._receive(ticket)
-                if ticket.error is None:
+                if ticket.error is None or isinstance(ticket.error, InternalError):
                     self._breaker.succeeded()
             except (DeadlineError, NodeUnavailableError):
                 self._failed()
@@ -319,15 +320,25 @@ class ControlChannel:
                 data = connection.recv(RECV_BYTES)
                 if not data:
                     raise NodeUnavailableError(f"node {self.directory.name} hung up")
-                self._unpacker.feed(data)
-                for number, good, body in self._unpacker:
+                for number, good, body in self._messages(data):
                     self._accept(number, good, body)
         except TimeoutError as e:
             raise self._too_late() from e
         except OSError as e:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
-        except _NONSENSE as e:
+        except NonsenseError as e:
             raise self._nonsense(e) from e
+
+    def _messages(self, data: bytes) -> list[tuple[int, Any, Any]]:
+        """The answers that are whole with `data`. Raises `NonsenseError`."""
+        try:
+            self._unpacker.feed(data)
+            found = list(self._unpacker)
+        except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as e:
+            raise NonsenseError(str(e)) from e
+        if not all(type(one) is list and len(one) == 3 and type(one[0]) is int for one in found):
+            raise NonsenseError("no answers")
+        return [(number, good, body) for number, good, body in found]
 
     def _accept(self, number: int, good: Any, body: Any) -> None:
         ticket = self._awaited.pop(number, None)
@@ -338,9 +349,14 @@ class ControlChannel:
             return
         try:
             ticket.end(ticket.accept(body), None)
-        except _NONSENSE as e:  # raised for the one who reads; the ticket may be another's
+        except NonsenseError as e:  # raised for the one who reads; the ticket may be another's
             ticket.end(None, self._nonsense(e))
             raise
+        except Exception as e:  # our bug, not the node's: of the ticket, not of who reads
+            self._out_of_step = True  # what the answer granted may be held by nobody
+            bug = InternalError(f"an answer of node {self.directory.name}: {e!r}")
+            bug.__cause__ = e
+            ticket.end(None, bug)
 
     def _nonsense(self, error: Exception) -> NodeUnavailableError:
         return NodeUnavailableError(f"node {self.directory.name} speaks no sense: {error}")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.client.answers import explained
+from kvstore.client.answers import NonsenseError, explained
 from kvstore.client.base import Question
 from kvstore.client.control import ControlChannel
 from kvstore.client.explanation import (
@@ -174,7 +174,7 @@ class Explainer:
             try:
                 body = ask(self._remote.stream, word, [Op.EXPLAIN, 1, key], deadline)
                 answers.append(_Answer(word.name, *explained(body)))
-            except (PeerError, TypeError, ValueError):
+            except (PeerError, NonsenseError):
                 self._remote.failed(word.node_id)
                 silent.append(f"{word.name} on {word.host}")
             else:

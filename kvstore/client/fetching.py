@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgpack
-
 from kvstore.client import tensors
 from kvstore.client.base import BlockView
 from kvstore.client.out import Out
@@ -16,17 +14,6 @@ from kvstore.limits import CLAIMED_BYTES_MAX, META_BYTES_MAX
 from kvstore.segment.copying import copy
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.types import Key, Kind, Location
-
-_BAD_META = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    MemoryError,
-    OverflowError,
-    RuntimeError,
-    msgpack.UnpackException,
-)
-"""What making a value raises when its description is none."""
 
 
 class Away(NamedTuple):
@@ -135,7 +122,7 @@ def _value(away: Away, out: Out | None, place: _Place, outcome: Outcome) -> Any:
         value, target = tensors.make(outcome.kind, bytes(payload[data_bytes:]), data_bytes)
     except UsageError:
         raise  # a library is missing here
-    except _BAD_META:
+    except ValueError:  # its description is none
         return None
     copy(target, data)
     return value

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.client.answers import CODES, NO_SPACE, whole
+from kvstore.client.answers import CODES, NO_SPACE, NonsenseError, reset_number
 from kvstore.client.base import Reservation
 from kvstore.client.remote import RemoteNodes
 from kvstore.core.placement import Candidate, emptiest_first
@@ -113,9 +113,8 @@ class RemoteWriter:
         for word in self._in_turn(deadline):
             message = [Op.RESET, 1, number, list(namespace_ids)]
             try:
-                (got, _) = ask(self._remote.stream, word, message, deadline)
-                return whole(got)
-            except (TypeError, ValueError) as e:
+                return reset_number(ask(self._remote.stream, word, message, deadline))
+            except NonsenseError as e:
                 failure = NodeUnavailableError(f"node {word.name} speaks no sense: {e}")
             except PeerError as e:
                 failure = e

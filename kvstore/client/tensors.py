@@ -161,7 +161,10 @@ def _make_array(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
     # Before any memory is taken. An array of objects would take its bytes for pointers.
     if dtype.hasobject or prod(shape) * dtype.itemsize != size_bytes:
         raise ValueError(f"{name} of {shape} is not {size_bytes} bytes")
-    array = numpy.empty(shape, dtype)
+    try:
+        array = numpy.empty(shape, dtype)
+    except (OverflowError, MemoryError) as e:  # sizes it cannot count, beside a zero
+        raise ValueError(f"{name} of {shape} cannot be made") from e
     if array.nbytes != size_bytes:
         raise ValueError(f"{name} of {shape} is not {size_bytes} bytes")
     if size_bytes == 0:
@@ -194,6 +197,6 @@ def _make_tensor(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
         raise ValueError(f"{name} of {shape} is not {size_bytes} bytes")
     try:
         tensor = torch.empty(shape, dtype=dtype)
-    except (RuntimeError, TypeError) as e:  # quantised types, and sizes it cannot count
+    except (RuntimeError, TypeError, OverflowError) as e:  # quantised, or it cannot count them
         raise ValueError(f"{name} of {shape} cannot be made") from e
     return tensor, tensor_bytes("value", tensor, own=True)

@@ -17,10 +17,11 @@ import xxhash
 
 from kvstore.client.answers import (
     BlockRow,
+    NonsenseError,
     block_rows,
     counters,
     flags,
-    outcome,
+    grants,
     outcomes,
     pins,
     whole,
@@ -245,13 +246,13 @@ class Writer:
         """What the node's answer means; from here on the slots count as held."""
         word, shm, payload = link.word, link.shm, link.payload
         if shm is None:
-            raise ValueError("an answer of a node that is gone")
+            raise NonsenseError("an answer of a node that is gone")
         answers: list[Reservation | PutResult] = []
-        for want, answer in zip(wants, raw, strict=True):
-            if type(answer) is list:
-                slot, generation, offset = map(whole, answer)
+        for want, answer in zip(wants, grants(len(wants), raw), strict=True):
+            if not isinstance(answer, PutResult):
+                slot, generation, offset = answer
                 if offset + want.size_bytes > len(payload):
-                    raise ValueError("a slot outside the segment")
+                    raise NonsenseError("a slot outside the segment")
                 link.held.reserved.add((slot, generation))
                 shm.populate(offset, want.size_bytes)
                 buffer = payload[offset : offset + want.size_bytes]
@@ -259,7 +260,7 @@ class Writer:
                     Reservation(want.key, buffer, word.node_id, word.epoch, slot, generation)
                 )
             else:
-                answers.append(outcome(answer))
+                answers.append(answer)
         return answers
 
     def _collect(self, link: NodeLink, ticket: Ticket) -> Any:

@@ -8,10 +8,12 @@ import time
 import msgpack
 import pytest
 
+from kvstore.client.answers import NonsenseError
 from kvstore.client.control import PROBE_TIMEOUT_S, ControlChannel
 from kvstore.core import wire
+from kvstore.core.breaker import BreakerState
 from kvstore.core.wire import Op
-from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.errors import DeadlineError, InternalError, NodeUnavailableError
 from kvstore.nodedir import NodeDir
 
 TIMEOUT_S = 60.0
@@ -40,31 +42,80 @@ def test_asking_whether_a_stopped_node_answers_again_costs_no_whole_deadline(cha
         channel.request(Op.STAT)
 
 
-def test_who_reads_nonsense_for_another_ends_that_ones_wait_too(tmp_path):
+@pytest.fixture
+def answered(tmp_path):
+    """To a node that answers everything with None."""
     directory = NodeDir(tmp_path, "node")
     directory.leases.mkdir(parents=True)
-
-    def nonsense(body):
-        raise ValueError("no sense")
-
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(directory.socket))
         server.listen(8)
         channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
         threading.Thread(target=answer_all, args=(server,), daemon=True).start()
-        first = channel.post(Op.STAT, accept=nonsense)
-        second = channel.post(Op.STAT)
-        for ticket in (second, first):
-            with pytest.raises(NodeUnavailableError):
-                channel.collect(ticket)
+        yield channel
+        channel.close()
+
+
+def test_who_reads_nonsense_for_another_ends_that_ones_wait_too(answered):
+    def nonsense(body):
+        raise NonsenseError("no sense")
+
+    first = answered.post(Op.STAT, accept=nonsense)
+    second = answered.post(Op.STAT)
+    for ticket in (second, first):
+        with pytest.raises(NodeUnavailableError):
+            answered.collect(ticket)
+
+
+BUGS = [ValueError, TypeError, AttributeError, KeyError, IndexError, ZeroDivisionError, OSError]
+
+
+@pytest.mark.parametrize("error", BUGS)
+def test_a_bug_in_what_is_made_of_an_answer_is_ours_and_not_the_nodes(answered, error):
+    def broken(body):
+        raise error("a bug")
+
+    first = answered.post(Op.STAT, accept=broken)
+    second = answered.post(Op.STAT)
+    assert answered.collect(second) is None  # who reads for the other does not end with it
+    with pytest.raises(InternalError, match="a bug") as caught:
+        answered.collect(first)
+    assert isinstance(caught.value.__cause__, error)
+    assert answered._breaker.state is BreakerState.CLOSED
+    assert answered.request(Op.STAT) is None
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, AttributeError])
+def test_a_bug_in_the_search_for_what_is_held_is_ours(tmp_path, error):
+    """It is raised as it is, and nobody calls the node silent for it."""
+
+    def broken():
+        raise error("a bug")
+
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory.socket))
+        server.listen(8)
+        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, broken)
+        for _ in range(3):
+            with pytest.raises(error, match="a bug"):
+                channel.request(Op.STAT)
+        assert channel._breaker.state is BreakerState.CLOSED
         channel.close()
 
 
 def answer_all(server):
-    connection, _ = server.accept()
-    unpacker = msgpack.Unpacker()
-    with connection, contextlib.suppress(OSError):
-        while data := connection.recv(1 << 16):
-            unpacker.feed(data)
-            for op, request, *_ in unpacker:
-                connection.sendall(wire.packed([request, True, [1, 1] if op == Op.HELLO else None]))
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        unpacker = msgpack.Unpacker()
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                unpacker.feed(data)
+                for op, request, *_ in unpacker:
+                    body = [1, 1] if op == Op.HELLO else None
+                    if request:
+                        connection.sendall(wire.packed([request, True, body]))

@@ -146,3 +146,17 @@ def test_a_released_view_is_refused():
     value.release()
     with pytest.raises(UsageError, match=r"^value="):
         tensors.encode(value)
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, RuntimeError, MemoryError])
+def test_a_bug_in_making_a_value_is_no_miss(writer, reader, monkeypatch, error):
+    """Neither here nor for what comes from another host."""
+
+    def broken(*_):
+        raise error("a bug")
+
+    writer.put("k", numpy.arange(10))
+    monkeypatch.setattr(tensors, "make", broken)
+    for client in (writer, reader):
+        with pytest.raises(error, match="a bug"):
+            client.get("k")
