@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 
 import kvstore
-from kvstore.cli.checks.software import DISTRIBUTION
+from kvstore.cli.checks.software import DISTRIBUTION, REQUIRED
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("kvstore", "connector")
@@ -45,6 +45,14 @@ def test_core_imports_without_torch_numpy_and_vllm() -> None:
 def test_the_distribution_has_a_name_of_its_own_and_the_version_of_the_code() -> None:
     assert DISTRIBUTION != "kvstore", "that one is another project's"
     assert distribution(DISTRIBUTION).version == kvstore.__version__
+
+
+def test_doctor_and_gpu_check_look_for_every_package_of_the_core() -> None:
+    wanted = map(Requirement, distribution(DISTRIBUTION).requires or ())
+    core = {each.name for each in wanted if each.marker is None}
+    assert set(REQUIRED) == core
+    lines = (REPOSITORY / "scripts" / "gpu-check").read_text()
+    assert [name for name in core if not re.search(rf"\b{name}\b", lines)] == []
 
 
 def test_no_text_names_another_projects_distribution() -> None:

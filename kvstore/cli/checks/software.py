@@ -23,7 +23,7 @@ DISTRIBUTION = "kvstore-llm"
 STRANGER = "kvstore"
 """The distribution of another project, whose import name is ours; early builds of this one
 had that name too."""
-REQUIRED = ("redis", "hiredis", "msgpack", "xxhash", "tenacity")
+REQUIRED = ("redis", "hiredis", "msgpack", "xxhash", "blake3", "tenacity")
 OPTIONAL = {
     "numpy": ("numpy",),
     "torch": ("torch",),
