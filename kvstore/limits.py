@@ -60,6 +60,8 @@ STREAM_CONNECTIONS_PER_NODE = 4
 STREAM_NODES_AT_ONCE = 64
 """Nodes that one call reads from, and that one client tries again, at the same time: each has a
 thread, which a silent node keeps for a whole deadline."""
+SILENCED_MAX = 256
+"""Nodes of other hosts that clients of one host tell each other of as silent."""
 STREAM_CONNECTIONS_MAX = 256
 """Connections that a node serves at the same time; each has a thread."""
 TOLD_MAX = 1024

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from kvstore.client.silenced import Silenced
 from kvstore.client.vram import VramNodes
 from kvstore.core.breaker import Breaker, BreakerState
 from kvstore.core.record import RecordSigner
@@ -29,12 +30,12 @@ from kvstore.transport.security import StreamSecurity
 from kvstore.transport.select import choose
 from kvstore.transport.stream import NAME as STREAM
 from kvstore.transport.stream import StreamTransport
-from kvstore.transport.stream_requests import ask
+from kvstore.transport.stream_requests import ask, look
+from kvstore.types import KEY_BYTES, Location
 
 NODES_KNOWN_MAX = 1024
 PROBE_TIMEOUT_S = 0.25
-"""For a node whose breaker is not closed to show that it is there again, besides the time of its
-bytes."""
+"""For a node to show that it is there (again)."""
 HURRIED_SHARE = 0.5
 """Of the time that a node may take: a read that had less, and failed for it, was hurried."""
 HURRIED_MAX = 3
@@ -42,23 +43,52 @@ HURRIED_MAX = 3
 time."""
 RETRY_AFTER_S = 0.25
 RETRY_AFTER_MAX_S = 5.0
+HUNG_UP_CHECK_S = 0.25
+"""Idle connections to a node are looked at so often: a process that ends hangs up."""
+
+
+def _has_time(stream: StreamTransport, word: Announcement, deadline: float) -> None:
+    """Ask what the node's event loop has to answer: a save needs it. Raises `PeerError`."""
+    ask(stream, word, [Op.STAT, 1], deadline)
+
+
+def _is_there(stream: StreamTransport, word: Announcement, deadline: float) -> None:
+    """Ask what a thread of the node answers, as it does reads. Raises `PeerError`."""
+    nowhere = Location(word.node_id, word.epoch, 0, 0, 0, 0, 0, 0)
+    look(stream, word, [(bytes(KEY_BYTES), nowhere)], deadline)
 
 
 class _Known:
     """What is known of one node."""
 
-    __slots__ = ("asked_at", "breaker", "confirmed_at", "word")
+    __slots__ = (
+        "answered_at",
+        "asked_at",
+        "breaker",
+        "confirmed_at",
+        "looked_at",
+        "loop",
+        "word",
+    )
 
     def __init__(self) -> None:
         self.word: Announcement | None = None
         self.asked_at = float("-inf")
         self.confirmed_at = float("-inf")
+        self.answered_at = 0.0
+        """Here, by `time.time`: others' word of before does not count."""
+        self.looked_at = float("-inf")
+        """When its idle connections were looked at."""
         # One failure costs a whole deadline: the next calls must not.
-        self.breaker = Breaker(
-            failures_max=HURRIED_MAX,
-            retry_after_s=RETRY_AFTER_S,
-            retry_after_max_s=RETRY_AFTER_MAX_S,
+        self.breaker, self.loop = (
+            Breaker(
+                failures_max=HURRIED_MAX,
+                retry_after_s=RETRY_AFTER_S,
+                retry_after_max_s=RETRY_AFTER_MAX_S,
+            )
+            for _ in range(2)
         )
+        """Of reads, and of what its event loop has to answer."""
 
 
 class Peers:
@@ -72,10 +102,13 @@ class Peers:
         timeout_s: float,
         vram: VramNodes | None = None,
         signer: RecordSigner | None = None,
+        silenced: Silenced | None = None,
     ) -> None:
         """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
-        `signer` only nodes count whose announcement it signed."""
+        `signer` only nodes count whose announcement it signed; by `silenced` the clients of this
+        host tell each other who is silent."""
         self.vram = vram
+        self._silenced = silenced
         self._index = index
         self._signer = signer
         self._allowed = allowed
@@ -93,7 +126,8 @@ class Peers:
     def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
         """That start of that node when it can be read from here now; asks the index now and then.
 
-        One whose last read failed is not there until it is time to try it again.
+        One that failed, here or at another client of this host, or that has hung up and does not
+        answer, is not there until it has answered again: it is tried beside this.
         """
         if self.vram is not None and (word := self.vram.node(node_id, epoch, now)) is not None:
             return word
@@ -105,9 +139,26 @@ class Peers:
         word = known.word
         if word is None or word.epoch != epoch:
             return None
-        if known.breaker.state is not BreakerState.CLOSED and now < known.breaker.probe_at:
+        self._listen(now)
+        if known.breaker.state is not BreakerState.CLOSED:
+            if now >= known.breaker.probe_at:
+                self.try_again([word], loop=False)
             return None
+        if now >= known.looked_at + HUNG_UP_CHECK_S:
+            known.looked_at = now
+            if self.stream.hung_up(word):
+                self.try_again([word], loop=False)
         return word
+
+    def _listen(self, now: float) -> None:
+        """Leave alone for a while whom another client of this host has found silent."""
+        for node_id, epoch, said_at in () if self._silenced is None else self._silenced.heard(now):
+            known = self._known.get(node_id)
+            if known is None or known.word is None or known.word.epoch != epoch:
+                continue
+            with self._lock:
+                if said_at > known.answered_at and known.breaker.state is BreakerState.CLOSED:
+                    known.breaker.failed(now, hung=True)
 
     def _ask(self, node_id: int, now: float) -> _Known:
         with self._lock:
@@ -134,40 +185,61 @@ class Peers:
         offered = [STREAM] if self.stream.usable(word) else []
         return [*offered, NIXL] if self._nixl is not None and self._nixl.usable(word) else offered
 
-    # --- asking for anything else ---------------------------------------------
+    # --- what became of what was asked ------------------------------------------
+
+    def _answered(self, known: _Known) -> None:
+        """A thread of it answered, as it does reads. The caller holds the lock."""
+        was = known.breaker.state
+        known.breaker.succeeded()
+        known.answered_at = time.time()
+        word = known.word
+        if was is not BreakerState.CLOSED and word is not None and self._silenced is not None:
+            self._silenced.unsay(word.node_id, word.epoch)
+
+    def _broke(self, known: _Known, *, hung: bool) -> None:
+        """It did not. The caller holds the lock."""
+        known.breaker.failed(time.monotonic(), hung=hung)
+        known.asked_at = float("-inf")
+        word = known.word
+        if known.breaker.state is BreakerState.OPEN and word and self._silenced is not None:
+            self._silenced.say(word.node_id, word.epoch)
+
+    # --- asking its event loop: saves, questions ----------------------------------
 
     def healthy(self, node_id: int) -> bool:
-        """Nothing that was asked of it last has failed."""
+        """Nothing but reads that was asked of it last has failed."""
         known = self._known.get(node_id)
-        return known is not None and known.breaker.state is BreakerState.CLOSED
+        return known is not None and known.loop.state is BreakerState.CLOSED
 
     def allows(self, node_id: int) -> bool:
         """Whether to ask it for something now. What becomes of that must be told: `succeeded` or
         `failed`."""
         with self._lock:
             known = self._known.get(node_id)
-            return known is not None and known.breaker.allows(time.monotonic())
+            return known is not None and known.loop.allows(time.monotonic())
 
     def succeeded(self, node_id: int) -> None:
         """What `allows` allowed was answered."""
         with self._lock:
             known = self._known.get(node_id)
             if known is not None:
-                known.breaker.succeeded()
+                known.loop.succeeded()
+                self._answered(known)
 
     def failed(self, node_id: int) -> None:
-        """It was not answered: the node is left alone for a while, by reads too."""
+        """It was not answered: the node is left alone for a while, by reads too until a thread of
+        it has answered."""
         with self._lock:
             known = self._known.get(node_id)
             if known is not None:
-                known.breaker.failed(time.monotonic(), hung=True)
-                known.asked_at = float("-inf")
+                known.loop.failed(time.monotonic(), hung=True)
+                self._broke(known, hung=True)
 
     def answering(self, words: Sequence[Announcement], deadline: float) -> Iterator[Announcement]:
         """Those of `words` that answer a question now, in the order in which they do; all are asked
         at the same time, unless their breakers say no."""
         answers: queue.SimpleQueue[Announcement | None] = queue.SimpleQueue()
-        asked = sum(self._probe(word, deadline, answers.put) for word in words)
+        asked = sum(self._probe(word, deadline, answers.put, loop=True) for word in words)
         for _ in range(asked):
             try:
                 word = answers.get(timeout=max(deadline - time.monotonic(), 0.001))
@@ -176,35 +248,46 @@ class Peers:
             if word is not None:
                 yield word
 
-    def try_again(self, words: Sequence[Announcement]) -> None:
-        """Find out without waiting whether nodes that failed are there again, if it is time to."""
+    def try_again(self, words: Sequence[Announcement], *, loop: bool) -> None:
+        """Find out without waiting whether nodes are there (again), where it is time to; with
+        `loop`, whether their event loops are."""
         for word in words:
-            self._probe(word, time.monotonic() + PROBE_TIMEOUT_S, lambda _: None)
+            self._probe(word, time.monotonic() + PROBE_TIMEOUT_S, lambda _: None, loop=loop)
 
     def _probe(
         self,
         word: Announcement,
         deadline: float,
         tell_result: Callable[[Announcement | None], None],
+        *,
+        loop: bool,
     ) -> bool:
         """Whether another thread asks it now; that one tells the breaker, and the word or None."""
         with self._lock:
             known = self._known.get(word.node_id)
             if known is None or self._asking >= STREAM_NODES_AT_ONCE:
                 return False
-            if not known.breaker.allows(time.monotonic()):
+            if not (known.loop if loop else known.breaker).allows(time.monotonic()):
                 return False
             self._asking += 1
 
         def probe() -> None:
             answered = False
             try:
-                ask(self.stream, word, [Op.STAT, 1], deadline)
+                (_has_time if loop else _is_there)(self.stream, word, deadline)
                 answered = True
             except PeerError:
-                self.failed(word.node_id)
+                if loop:
+                    self.failed(word.node_id)
+                else:
+                    with self._lock:
+                        self._broke(known, hung=True)
             else:
-                self.succeeded(word.node_id)
+                if loop:
+                    self.succeeded(word.node_id)
+                else:
+                    with self._lock:
+                        self._answered(known)
             finally:
                 with self._lock:
                     self._asking -= 1
@@ -227,6 +310,8 @@ class Peers:
         self._asking = 0
 
     def close(self) -> None:
+        with self._lock:
+            self._silenced = None  # whoever still waits for an answer writes nothing any more
         if self._nixl is not None:
             self._nixl.close()
         self.stream.close()

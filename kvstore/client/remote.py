@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
-from kvstore.client.peers import HURRIED_SHARE, PROBE_TIMEOUT_S, Peers
+from kvstore.client.peers import HURRIED_SHARE, Peers
+from kvstore.client.silenced import Silenced
 from kvstore.client.vram import VramNodes
-from kvstore.core.breaker import BreakerState
 from kvstore.core.record import RecordSigner
 from kvstore.core.wire import Op, join_keys
 from kvstore.errors import PeerError
@@ -46,6 +46,7 @@ class RemoteNodes(Peers):
         timeout_s: float,
         vram: VramNodes | None = None,
         signer: RecordSigner | None = None,
+        silenced: Silenced | None = None,
     ) -> None:
         """As `Peers`."""
         self._workers: ThreadPoolExecutor | None = None
@@ -54,7 +55,7 @@ class RemoteNodes(Peers):
             for way in (STREAM, NIXL)
             for what in ("hits", "bytes", "misses", "failed", "checksum")
         }
-        super().__init__(index, allowed, security, timeout_s, vram, signer)
+        super().__init__(index, allowed, security, timeout_s, vram, signer, silenced)
 
     def _ways(self, word: Announcement) -> list[tuple[str, Transport]]:
         """How to read from it, best first. NIXL only when it is ready, or all there is."""
@@ -106,14 +107,17 @@ class RemoteNodes(Peers):
         word = self.node(at.node_id, at.epoch, now)
         if word is not None and self.vram is not None and CUDA_IPC in word.transports:
             return self.vram.there(word, blocks)
-        if word is None or not self.allows(word.node_id):
+        known = self._known.get(at.node_id)
+        if word is None or known is None:
             return [False] * len(blocks)
         try:
             answers = look(self.stream, word, blocks, deadline)
         except PeerError:
-            self.failed(word.node_id)
+            with self._lock:
+                self._broke(known, hung=True)
             return [False] * len(blocks)
-        self.succeeded(word.node_id)
+        with self._lock:
+            self._answered(known)
         return answers
 
     def _at_every_node(
@@ -175,10 +179,8 @@ class RemoteNodes(Peers):
         word = self.node(location.node_id, location.epoch, now)
         known = self._known.get(location.node_id)
         left_s = self.timeout_s(sum(one.location.length for one in batch))
+        left_s = min(left_s, deadline - now)
         with self._lock:
-            if known is not None and known.breaker.state is not BreakerState.CLOSED:
-                left_s -= max(self._timeout_s - PROBE_TIMEOUT_S, 0.0)
-            left_s = min(left_s, deadline - now)
             ready = (
                 word is not None and known is not None and left_s > 0 and known.breaker.allows(now)
             )
@@ -194,10 +196,9 @@ class RemoteNodes(Peers):
             if failed is not None:
                 ended_at = time.monotonic()
                 hurried = left_s < self._timeout_s * HURRIED_SHARE and ended_at >= give_up_at
-                known.breaker.failed(ended_at, hung=not hurried)
-                known.asked_at = float("-inf")
+                self._broke(known, hung=not hurried)
             else:
-                known.breaker.succeeded()
+                self._answered(known)
         damaged = [
             one.key
             for one, outcome in zip(batch, outcomes, strict=True)

@@ -117,6 +117,7 @@ class RemoteWriter:
             except NonsenseError as e:
                 failure = NodeUnavailableError(f"node {word.name} speaks no sense: {e}")
             except PeerError as e:
+                self._remote.failed(word.node_id)
                 failure = e
         raise failure
 
@@ -172,7 +173,7 @@ class RemoteWriter:
         healthy = [word for word in targets if self._remote.healthy(word.node_id)]
         others = [word for word in targets if not self._remote.healthy(word.node_id)]
         if healthy:
-            self._remote.try_again(others)
+            self._remote.try_again(others, loop=True)
             if self._remote.allows(healthy[0].node_id):
                 yield healthy[0]
         yield from self._remote.answering(healthy[1:] if healthy else others, deadline)

@@ -20,6 +20,7 @@ from kvstore.client.remote import RemoteNodes
 from kvstore.client.remote_writer import AWAY_SLOT, RemoteWriter
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.resetting import reset_everywhere
+from kvstore.client.silenced import Silenced
 from kvstore.client.spawn import start_embedded_node
 from kvstore.client.suspect import Suspicion
 from kvstore.client.upkeep import Upkeep
@@ -134,6 +135,7 @@ class BlockSession:
             self.limits.stream_timeout_s,
             self._vram_nodes(key_prefix, device, sees_vram),
             signer,
+            Silenced(self.run_dir),
         )
         suspicion = Suspicion(self.limits.request_timeout_s)
         self.reader = Reader(

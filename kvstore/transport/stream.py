@@ -103,6 +103,12 @@ class StreamTransport:
             old.close()
         return pool
 
+    def hung_up(self, node: Announcement) -> bool:
+        """Whether that start of `node` has ended a connection that was kept for later."""
+        address = self._address(node)
+        pool = self._pools.get((node.node_id, node.epoch, str(address)))
+        return pool is not None and pool.hung_up()
+
     def _connect(self, node: Announcement, address: Address, deadline: float) -> Channel:
         try:
             connection = tcp.connect(address.host, address.port, deadline)
@@ -187,6 +193,10 @@ class Pool:
             if channel.quiet():
                 return channel
             channel.close()  # the node hung up, or says what nobody asked for
+
+    def hung_up(self) -> bool:
+        with self._lock:
+            return any(not channel.quiet() for channel in self._idle)
 
     def give(self, channel: Channel, in_step: bool) -> None:
         """Give it back. One that is not `in_step` with the node is closed, and those that are idle

@@ -17,9 +17,10 @@ from stores import MIB, NodeProcess, announcement
 from two_hosts import client_of
 
 from kvstore import Client, Limits, PutStatus
-from kvstore.client.peers import PROBE_TIMEOUT_S, RETRY_AFTER_S, Peers
+from kvstore.client import peers as peers_module
+from kvstore.client.peers import RETRY_AFTER_S, Peers
 from kvstore.client.remote import RemoteNodes
-from kvstore.core.breaker import BreakerState
+from kvstore.errors import NodeUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis import open_index
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_NODES_AT_ONCE
@@ -178,20 +179,30 @@ def test_batches_of_one_node_share_the_deadline_of_their_call(
     assert max(untils) <= time.monotonic() + 0.001
 
 
-def test_a_node_that_failed_gets_little_time_to_show_that_it_is_back(
-    many: tuple[RemoteNodes, list[float]],
+def test_a_node_that_failed_is_tried_again_beside_the_reads(
+    many: tuple[RemoteNodes, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nobody waits for it, and it is there again once it has answered."""
     nodes, untils = many
+    there = threading.Event()
+    asked: list[int] = []
+
+    def look(stream, word, blocks, deadline):  # type: ignore[no-untyped-def]
+        asked.append(word.node_id)
+        if not there.is_set():
+            raise NodeUnavailableError("not yet")
+        return [False]
+
+    monkeypatch.setattr(peers_module, "look", look)
     batch = wanted_of_each()[:1]
     nodes.read(batch)
-    breaker = nodes._known[0].breaker
-    while not nodes.node(0, 1, time.monotonic()):
+    while len(asked) < 3:
+        assert nodes.node(0, 1, time.monotonic()) is None
+        assert [outcome.read for outcome in nodes.read(batch)] == [Read.FAILED]
+    there.set()
+    while nodes.node(0, 1, time.monotonic()) is None:
         time.sleep(0.01)
-    asked_at = time.monotonic()
-    nodes.read(batch)
-    assert len(untils) == 2
-    assert untils[1] - asked_at <= PROBE_TIMEOUT_S + 0.2
-    assert breaker.state is BreakerState.OPEN
+    assert len(untils) == 1, "no read went there meanwhile"
 
 
 # --- the breaker -------------------------------------------------------------------
@@ -211,7 +222,7 @@ def test_what_fails_while_a_node_is_tried_again_keeps_it_away_for_longer() -> No
             time.sleep(0.01)
         peers.failed(1)
         assert not peers.allows(1)
-        delays.append(peers._known[1].breaker.probe_at - time.monotonic())
+        delays.append(peers._known[1].loop.probe_at - time.monotonic())
     assert delays[0] < delays[1] < delays[2]
     assert not peers.healthy(1)
     peers.close()
