@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,6 +68,9 @@ def start_embedded_node(
             time.sleep(POLL_S)
     finally:
         process.stderr.close()
+        # Somebody must take note of its end, whenever that is: or it stays a zombie, and
+        # Python warns of a process that nobody waits for.
+        threading.Thread(target=process.wait, name="kvstore-embedded-node", daemon=True).start()
 
 
 def _ready(directory: NodeDir) -> bool:
