@@ -23,6 +23,7 @@ from connector.layerwise_worker import LayerwiseWorker
 from connector.lazy_store import LazyStore
 from connector.scheduler import SchedulerCore, SchedulerSettings
 from connector.settings import ConnectorSettings
+from connector.topology import HeadRange
 from connector.worker import WorkerCore
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -93,7 +94,9 @@ class TpEngine:
         tp_sizes: Sequence[int] = (1, 2, 4, 8),
         seed: int = 0,
         layerwise: bool = False,
+        shape: EngineShape | None = None,
     ) -> None:
+        """`shape` is what an adapter has read of such an engine; None: what is right."""
         self.model, self.store, self.engine_block = model, store, engine_block
         self.layer_names = [f"l{i}" for i in range(model.layers)]
         """Of each group."""
@@ -101,7 +104,7 @@ class TpEngine:
         self._rng = random.Random(seed)
         windows = [None] if model.window_tokens is None else [None, model.window_tokens]
         groups = [self._group(i, window, tp_size) for i, window in enumerate(windows)]
-        shape = EngineShape(groups=tuple(groups), workers=tp_size, model={"model": "m"})
+        shape = shape or EngineShape(groups=tuple(groups), workers=tp_size, model={"model": "m"})
         settings = ConnectorSettings(block_tokens=block_tokens, tp_sizes=list(tp_sizes))
         self.layout = shape.layout(settings)
         self.scheduler = SchedulerCore(
@@ -123,13 +126,17 @@ class TpEngine:
             for rank in range(tp_size)
         ]
         self.heads = [
-            [g.topology.heads_of(g.topology.shard_of(rank), g.geometry.heads) for g in groups]
-            for rank in range(tp_size)
+            [self._heads(i, rank, tp_size) for i in range(len(groups))] for rank in range(tp_size)
         ]
         # Per worker and group: [layer, block, head, token, C], whatever the memory's order.
         self.kv = [[self._memory(g.geometry, order) for g in groups] for _ in self.workers]
         for worker, per_group in zip(self.workers, self.kv, strict=True):
             worker.register_kv_caches(*(self._layers(kv) for kv in per_group))
+
+    def _heads(self, group: int, rank: int, tp_size: int) -> HeadRange:
+        """Heads that a worker holds, as engines place them, whatever an adapter believes."""
+        total = self.model.heads_of(group)
+        return HeadRange(rank * total // tp_size, max(1, total // tp_size))
 
     def _group(self, number: int, window: int | None, tp_size: int) -> GroupShape:
         heads = self.model.heads_of(number)
@@ -174,6 +181,12 @@ class TpEngine:
                     block, offset = divmod(i, self.engine_block)
                     mine = expected[:, heads[group].first : heads[group].end, i]
                     kv[group][:, table[block], :, offset] = mine
+
+    def wipe(self) -> None:
+        """As before anything was computed or loaded."""
+        for per_group in self.kv:
+            for kv in per_group:
+                kv[...] = 0xA5
 
     def save(self, tokens: list[int], salt: str | None = None) -> None:
         """Compute a prompt and save its full blocks."""

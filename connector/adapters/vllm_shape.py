@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from connector.adapters.vllm_heads import tp_shards
 from connector.adapters.vllm_identity import model_fields
 from connector.adapters.vllm_states import (
     state_fields,
@@ -119,8 +121,7 @@ def vllm_hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     pp_size = parallel.pipeline_parallel_size
-    # Each pipeline stage has other layers.
-    layers = {"kv_layers": digest_of(group.layer_names) if pp_size == 1 else ""}
+    layers = {"kv_layers": _layers_digest(group, vllm_config)}
     states = state_spec(number, group.kv_cache_spec)
     if states is not None:
         return GroupShape(
@@ -130,10 +131,13 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
             fields={**state_fields(states), **layers},
         )
     spec, window_tokens = _attention(number, group.kv_cache_spec)
-    heads = spec.max_tp_shards or model.get_total_num_kv_heads()
     # Where vLLM packs heads in another way, ranges of them mean nothing to another size.
     plain = spec.num_heads == spec.num_kv_heads
-    topology = ShardTopology.of(parallel.tensor_parallel_size, pp_size, heads)
+    topology = ShardTopology(
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=pp_size,
+        tp_shards=tp_shards(spec, group.layer_names, vllm_config),
+    )
     return GroupShape(
         geometry=KVGeometry(
             layers=len(group.layer_names),
@@ -176,6 +180,12 @@ def _attention(number: int, spec: Any) -> tuple[Any, int | None]:
             "only full and sliding-window attention and states of state-space layers can be "
             "stored, and a prefix of which one group is missing is of no use",
         )
+    if getattr(spec, "non_causal", False):
+        raise UsageError(
+            "kv_cache_spec",
+            f"{type(spec).__name__}, non-causal, in group {number}",
+            "cannot be stored: the KV of a prefix depends on the tokens behind it",
+        )
     if spec.tokens_per_state != 1:
         raise UsageError(
             "kv_cache_spec", (type(spec).__name__, spec.tokens_per_state), "one state a token"
@@ -201,3 +211,17 @@ def _within_block(vllm_config: Any, spec: Any) -> str:
         return f"cpu {isa}, {spec.block_size} tokens"
     dense = spec.state_content_bytes is None and spec.kv_quant_mode == KVQuantMode.NONE
     return "" if dense else f"{spec.kv_quant_mode.name}, {spec.block_size} tokens"
+
+
+def _layers_digest(group: Any, vllm_config: Any) -> str:
+    """Which layers a shard has.
+
+    Each pipeline stage has others and the scheduler knows those of the first only; but it knows
+    how they are parted, and what else vLLM groups them by.
+    """
+    pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    if pp_size == 1:
+        return digest_of(group.layer_names)
+    count = vllm_config.model_config.get_total_num_hidden_layers()
+    parts = [get_pp_indices(count, stage, pp_size) for stage in range(pp_size)]
+    return digest_of([parts, getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None)])

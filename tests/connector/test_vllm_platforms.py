@@ -45,13 +45,13 @@ def become(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's modules see a machine of that kind."""
     import vllm.platforms
 
-    from connector.adapters import vllm_shape, vllm_states
+    from connector.adapters import vllm_identity, vllm_shape, vllm_states
 
     if vllm.platforms.current_platform.device_type == device:
         return
     machine = SimpleNamespace(device_type=device, is_cpu=lambda: False)
     monkeypatch.setattr(vllm.platforms, "current_platform", machine, raising=False)
-    for module in (vllm_shape, vllm_states):
+    for module in (vllm_identity, vllm_shape, vllm_states):
         monkeypatch.setattr(module, "current_platform", machine)
 
 
