@@ -16,6 +16,7 @@ from kvstore.client.base import (
 )
 from kvstore.client.client import Client
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
+from kvstore.client.health import Health
 from kvstore.client.locator import Holder, Holders, Locator
 from kvstore.client.pinned import Match, Pinned
 from kvstore.client.reset_result import ResetResult
@@ -26,6 +27,7 @@ from kvstore.embedded.vram_pool import DeviceReservation, VramPool
 from kvstore.errors import (
     DeadlineError,
     DeviceError,
+    IndexRefusedError,
     IndexUnavailableError,
     InternalError,
     KVStoreError,
@@ -47,6 +49,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Client",
     "AsyncClient",
+    "Health",
     "Match",
     "Pinned",
     "Locator",
@@ -84,6 +87,7 @@ __all__ = [
     "UsageError",
     "PeerError",
     "IndexUnavailableError",
+    "IndexRefusedError",
     "NodeUnavailableError",
     "DeadlineError",
     "NoSpaceError",

@@ -36,6 +36,11 @@ class IndexDeadlineError(IndexUnavailableError):
     """The index did not answer in time."""
 
 
+class IndexRefusedError(IndexUnavailableError):
+    """The index answers, and this user's name, password or rights are wrong: waiting does not
+    help."""
+
+
 class IndexBreakerOpenError(IndexUnavailableError):
     """The index was not asked: it failed lately and is being probed."""
 

@@ -126,6 +126,11 @@ again which resets it missed, when the index may have lost what they had said.""
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 
+INDEX_WARNED_EVERY_S = 30.0
+"""Between two warnings of one client or node that the index cannot be asked."""
+INDEX_LOOKED_AFTER_EVERY_S = 10.0
+"""How often a client looks whether it can ask the index, whatever it asks otherwise."""
+
 NODE_TTL_S = 6.0
 """A node that died is gone for every client that reaches the index this long after its last
 heartbeat, and after the client last heard of it where the index cannot be reached."""

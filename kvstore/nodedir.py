@@ -3,6 +3,7 @@
     lock          flock held for as long as the node's process lives
     node.json     its announcement (also in the index)
     control.sock  its control socket
+    ready         why it is not ready; empty once it is
     room          bytes it can take without evicting, a hint
     resets        resets of namespaces that it knows of, and what it last saw of the index
     keep          its last sign of life, when its segment is to wait for its next start
@@ -32,7 +33,7 @@ from kvstore.limits import RESTART_WITHIN_S
 log = logging.getLogger("kvstore.node")
 
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
-KEEP, ROOM, RESETS = "keep", "room", "resets"
+KEEP, READY, ROOM, RESETS = "keep", "ready", "room", "resets"
 ROOM_BYTES = 8
 NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
@@ -144,6 +145,7 @@ class NodeDir:
         self.socket = self.path / SOCKET
         self.leases = self.path / LEASES
         self.keep = self.path / KEEP
+        self.ready_path = self.path / READY
         self.room_path = self.path / ROOM
         self.resets_path = self.path / RESETS
 
@@ -153,6 +155,20 @@ class NodeDir:
         fresh.write_bytes(word.pack())
         fresh.chmod(0o644)  # who may enter the directory may read it, whatever the umask
         fresh.rename(self.announcement_path)
+
+    def say_ready(self, why_not: str) -> None:
+        """Empty: it is. For health checks, which are processes of their own."""
+        with contextlib.suppress(OSError):
+            fresh = self.ready_path.with_suffix(".new")
+            fresh.write_text(why_not)
+            fresh.rename(self.ready_path)
+
+    def why_not_ready(self) -> str:
+        """Empty when the node is ready (node/readiness.py)."""
+        try:
+            return self.ready_path.read_text()
+        except OSError:
+            return "it has not tried its index and its memory yet"
 
     def say_room(self, free_bytes: int) -> None:
         """Clients of this host weigh their nodes by it. Where it cannot be written, they do not."""

@@ -204,7 +204,7 @@ async def _serve(node: Node, redis: str) -> int:
             flush=True,
         )
 
-    await node.serve(say_ready)
+    await node.serve(on_ready=say_ready)
     return 128 + signal.SIGINT if signal.SIGINT in ended_by else 0
 
 

@@ -56,10 +56,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one(args: argparse.Namespace) -> int:
-    """For health checks: a node that lives and answers is healthy while Redis is away."""
+    """For health checks: a node that is ready and answers is healthy while Redis is away, and
+    not while Redis refuses it (node/readiness.py)."""
     for node in local_nodes(run_dir_of(args), args.key_prefix):
         if node.word.name == args.node:
             stats = node.stats()
+            why_not = node.directory.why_not_ready()
+            if why_not:
+                raise NodeUnavailableError(f"node {args.node} is not ready: {why_not}")
             print(as_json(stats) if args.json else table(("COUNTER", "VALUE"), list(stats.items())))
             return 0
     raise NodeUnavailableError(f"no node {args.node} runs here")

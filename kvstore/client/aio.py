@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from kvstore.client.client import Client, Items
 from kvstore.client.explanation import Explanation, Missing
+from kvstore.client.health import Health
 from kvstore.client.pinned import Match, Pinned
 from kvstore.client.reset_result import ResetResult
 from kvstore.limits import RESET_TIMEOUT_S
@@ -77,6 +78,12 @@ class AsyncClient:
 
     async def explain_key(self, key: str | bytes) -> Missing | None:
         return await self._run(self._client.explain_key, key)
+
+    async def ping(self) -> None:
+        await self._run(self._client.ping)
+
+    async def health(self) -> Health:
+        return await self._run(self._client.health)
 
     async def stats(self) -> dict[str, dict[str, int | float]]:
         return await self._run(self._client.stats)

@@ -14,6 +14,7 @@ from typing import Any, Self
 from kvstore.client import tensors
 from kvstore.client.explanation import Explanation, Missing, MissReason
 from kvstore.client.fetching import Away, fetch_values
+from kvstore.client.health import Health, ask_index
 from kvstore.client.out import Out
 from kvstore.client.pinned import Match, Pinned
 from kvstore.client.questions import about_block, about_value
@@ -415,6 +416,21 @@ class Client:
         name = missing.reason.value
         self._explained[name] = self._explained.get(name, 0) + 1
         log.info("%s", missing)
+
+    def ping(self) -> None:
+        """Return when Redis answers, and lets this client look blocks up.
+
+        Raises `IndexUnavailableError` otherwise, within `Limits.redis_timeout_s`.
+        """
+        ask_index(self.session.index)
+
+    def health(self) -> Health:
+        """What works now: a round trip to Redis and one to each memory node of this host.
+
+        Truthy when all does, and its text says what does not. Starts nothing, and raises nothing
+        for a peer's fault; a node that hangs costs `Limits.request_timeout_s`.
+        """
+        return self.session.health()
 
     def stats(self) -> dict[str, dict[str, int | float]]:
         """Counters of this client ("client") and of this host's node ("node", empty when gone).

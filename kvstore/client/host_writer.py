@@ -318,6 +318,25 @@ class HostWriter(HostWriters):
             raise failure
         return total
 
+    def health(self) -> dict[str, str]:
+        """What is wrong with each node, by name; nothing, when it answers and is ready."""
+        found: dict[str, str] = {}
+        try:
+            writers = self.writers()
+        except NodeUnavailableError:
+            return found
+        for writer in writers:
+            link = writer.linked
+            if link is None:
+                continue
+            directory = link.control.directory
+            try:
+                writer.stats()
+                found[directory.name] = directory.why_not_ready()
+            except _GONE as e:
+                found[directory.name] = str(e)
+        return found
+
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
         """Blocks in key order, from above `after`."""
         rows = [writer.listing(after, at_most) for writer in self.writers()]

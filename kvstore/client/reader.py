@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvstore.client.explanation import MissReason, reason_of
+from kvstore.client.health import IndexWatch
 from kvstore.client.nodes import Attached, LocalNodes
 from kvstore.client.remote import RemoteNodes
 from kvstore.client.suspect import Suspicion
@@ -99,9 +100,11 @@ class Reader:
         *,
         signer: RecordSigner | None = None,
         suspicion: Suspicion | None = None,
+        watch: IndexWatch | None = None,
     ) -> None:
         """Without `remote`, only blocks of this host can be read. With `signer` only records
-        count that it signed; `suspicion` tells nodes of damage."""
+        count that it signed; `suspicion` tells nodes of damage, `watch` people of an index that
+        fails."""
         self._index = index
         self._nodes = nodes
         self._remote = remote
@@ -113,19 +116,15 @@ class Reader:
         self.index_failures = 0
         self.miss_reasons: dict[str, int] = {}
         """Calls that missed for another reason than that the index had no record, by reason."""
-        self._last_failure = ""
+        self._watch = watch or IndexWatch(index)
         self._gone_seen = 0
 
     def index_failed(self, error: IndexUnavailableError, *, missed: bool = True) -> None:
-        """Count it, and the call when it `missed`; say it once, and again when the reason
-        changes."""
+        """Count it, and the call when it `missed`."""
         self.index_failures += 1
         if missed:
             self.missed(reason_of(error))
-        reason = str(error)
-        if reason != self._last_failure:
-            self._last_failure = reason
-            log.warning("the index cannot be asked, only blocks of this host are found: %s", reason)
+        self._watch.failed(error)
 
     def missed(self, reason: MissReason) -> None:
         name = reason.value

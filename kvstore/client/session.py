@@ -12,6 +12,7 @@ from kvstore.client.base import Answers, BlockView, Found, PoolMapping, Question
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.fetching import fetch_blocks
+from kvstore.client.health import Health, IndexWatch, ask_index
 from kvstore.client.here import found_here, leading
 from kvstore.client.host_writer import HostWriter
 from kvstore.client.nodes import LocalNodes
@@ -118,7 +119,8 @@ class BlockSession:
         self.transports = allowed(transports)
         self.viewed = {"hits": 0, "hit_bytes": 0}
         """Blocks of this host that `views` has handed out."""
-        self._upkeep = Upkeep(self._let_go)
+        self._watch = IndexWatch(self.index)
+        self._upkeep = Upkeep(self._look_after)
         self._sweeper = Sweeper(self.run_dir, every_s=self.limits.sweep_every_s)
         self.nodes = LocalNodes(
             self.run_dir,
@@ -139,7 +141,12 @@ class BlockSession:
         )
         suspicion = Suspicion(self.limits.request_timeout_s)
         self.reader = Reader(
-            self.index, self.nodes, self.remote, signer=signer, suspicion=suspicion
+            self.index,
+            self.nodes,
+            self.remote,
+            signer=signer,
+            suspicion=suspicion,
+            watch=self._watch,
         )
         self.writer = HostWriter(
             self.nodes,
@@ -158,6 +165,7 @@ class BlockSession:
             self.limits.request_timeout_s,
             signer,
         )
+        self._upkeep.start()
 
     def _vram_nodes(
         self, key_prefix: str, device: CudaDevice | None, sees_vram: bool
@@ -176,8 +184,10 @@ class BlockSession:
             self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes, signing_key=key
         )
 
-    def _let_go(self) -> None:
-        """Keep nothing of dead nodes: their next start may need the room in /dev/shm."""
+    def _look_after(self) -> None:
+        """Warn of an index that fails. Keep nothing of dead nodes: their next start may need the
+        room in /dev/shm."""
+        self._watch.look(time.monotonic())
         now = time.monotonic()
         self.nodes.check(now)
         self.reader.let_go()
@@ -416,7 +426,18 @@ class BlockSession:
     def why_missing(self, question: Question) -> Missing:
         return self._explainer.why(question)
 
+    def health(self) -> Health:
+        """A round trip to the index and one to each node of this host. Starts nothing, raises
+        nothing for a peer's fault."""
+        index = ""
+        try:
+            ask_index(self.index)
+        except IndexUnavailableError as e:
+            index = str(e)
+        return Health(index=index, nodes=self.writer.health())
+
     def close(self) -> None:
+        self._watch.close()
         self._upkeep.close()
         self._explainer.close()
         self.value_names.tell()

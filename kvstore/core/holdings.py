@@ -7,6 +7,8 @@ from kvstore.core.slots import Slot
 FORMER = -1
 """Session number of all clients of former starts of a node together: who of them holds what
 died with the node. It ends when the last of them is known to have let go (rule 5)."""
+TRIAL = -2
+"""Session number of the node itself while it tries a slot."""
 
 
 class Session:

@@ -41,7 +41,7 @@ class GuardStats:
 class _Side:
     """One breaker with its counters. `open` is what callers look at, without a lock."""
 
-    __slots__ = ("breaker", "failures", "open", "opened", "refused")
+    __slots__ = ("breaker", "failures", "open", "opened", "refused", "why")
 
     def __init__(self, breaker: Breaker) -> None:
         self.breaker = breaker
@@ -49,6 +49,8 @@ class _Side:
         self.failures = 0
         self.refused = 0
         self.opened = 0
+        self.why = ""
+        """Its last failure."""
 
     def stats(self) -> GuardStats:
         return GuardStats(self.breaker.state, self.failures, self.refused, self.opened)
@@ -146,10 +148,12 @@ class GuardedIndex:
     def _call(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if side.open:
             side.refused += 1
-            raise IndexBreakerOpenError("the index failed and is being probed (breaker open)")
+            why = f"the index failed and is being probed (breaker open): {side.why}"
+            raise IndexBreakerOpenError(why)
         try:
             answer = call(*args, **kwargs)
         except IndexUnavailableError as e:
+            side.why = str(e)
             self._failed(side, hung=isinstance(e, IndexDeadlineError))
             raise
         except KVStoreError:
@@ -157,6 +161,7 @@ class GuardedIndex:
         except Exception as e:
             # Our bug, but a heartbeat or a lookup that ends with it would not be there again.
             log.exception("an index call failed in an unforeseen way")
+            side.why = repr(e)
             self._failed(side, hung=False)
             raise IndexUnavailableError(f"the index failed: {e!r}") from e
         # A race that resets a count one failure early or late is fine; a lock per call is not.

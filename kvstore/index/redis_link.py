@@ -19,7 +19,7 @@ import redis.exceptions
 from redis.connection import AbstractConnection
 from redis.exceptions import RedisError
 
-from kvstore.errors import IndexDeadlineError, IndexUnavailableError
+from kvstore.errors import IndexDeadlineError, IndexRefusedError, IndexUnavailableError
 from kvstore.forks import in_each_child
 
 READ_BYTES = 64 << 10
@@ -320,7 +320,8 @@ def refused(label: str, error: Exception) -> IndexUnavailableError:
         "ERR AUTH": "a password was given, but none is set there: ",
     }
     why = next((words for code, words in hint.items() if text.startswith(code)), "")
-    return IndexUnavailableError(f"Redis at {label}: {why}{text}")
+    family = IndexRefusedError if why else IndexUnavailableError
+    return family(f"Redis at {label}: {why}{text}")
 
 
 def _left(deadline: float) -> float:

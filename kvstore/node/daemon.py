@@ -17,18 +17,23 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
+import xxhash
+
 from kvstore.core import wire
 from kvstore.core.events import (
+    Abort,
     Clear,
     Corrupt,
     Drop,
     Event,
+    Fill,
+    Reserve,
     Reset,
     SessionDead,
     SessionResumed,
 )
 from kvstore.core.eviction import POLICIES
-from kvstore.core.holdings import FORMER
+from kvstore.core.holdings import FORMER, TRIAL
 from kvstore.core.node import NOBODY, NodeCore
 from kvstore.core.record import RecordSigner
 from kvstore.core.report import counts, stats
@@ -50,6 +55,7 @@ from kvstore.node.inside import Inside
 from kvstore.node.last_client import wait_for_last_client
 from kvstore.node.naming import take_name
 from kvstore.node.publisher import STOP_TIMEOUT_S, Publisher
+from kvstore.node.readiness import Readiness
 from kvstore.node.reconcile import Scrubber
 from kvstore.node.resets import ResetNews
 from kvstore.node.sessions import Session, Sessions
@@ -58,6 +64,7 @@ from kvstore.node.stream_server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper, segment_base
+from kvstore.types import Key, Kind
 
 log = logging.getLogger("kvstore.node")
 
@@ -135,8 +142,13 @@ class Node:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    async def serve(self, on_ready: Callable[[], None] | None = None) -> None:
-        """Serve until `stop()`; raises like `start()`. Clients can connect from `on_ready` on."""
+    async def serve(
+        self,
+        on_serving: Callable[[], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
+        """Serve until `stop()`; raises like `start()`. Clients can connect from `on_serving` on;
+        `on_ready` says that the index and the memory were tried too (readiness.py)."""
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         lock_fd = await take_name(self.dir, self.config.run_dir, self._stopping.is_set)
@@ -144,7 +156,7 @@ class Node:
             share_directory(self.config.run_dir, self.dir, self.config.group)
             self._create()
             try:
-                await self._run(on_ready)
+                await self._run(on_serving, on_ready)
             finally:
                 self._close()
         finally:
@@ -197,6 +209,8 @@ class Node:
         share_files(self.announcement, config.group)
         assert self._loop is not None
         self.publisher = Publisher(self.core, self.index, self._loop)
+        self.dir.ready_path.unlink(missing_ok=True)
+        self.readiness = Readiness(self.index, self.dir, (node_id, epoch), self._try_slot)
         self.sessions = Sessions(self.dir.leases, config.limits.clients)
 
     def _begin(self, word: Announcement, make_core: Callable[[], NodeCore]) -> restart.Started:
@@ -204,7 +218,9 @@ class Node:
         catch_up = self._resets.catch_up
         return restart.start(self.dir, word, make_core, self.config.run_dir, catch_up)
 
-    async def _run(self, on_ready: Callable[[], None] | None) -> None:
+    async def _run(
+        self, on_serving: Callable[[], None] | None, on_ready: Callable[[], None] | None
+    ) -> None:
         assert self._loop is not None
         assert self._stopping is not None
         self._serve_streams()
@@ -243,8 +259,9 @@ class Node:
             self.core.allocator.capacity_bytes >> 20,
             self.dir.socket,
         )
-        if on_ready is not None:
-            on_ready()
+        if on_serving is not None:
+            on_serving()
+        self.readiness.serving(on_ready)
         try:
             await self._stopping.wait()
         finally:
@@ -266,6 +283,7 @@ class Node:
             self._hear,
             lambda incarnation: self._resets.announced(incarnation, self.core.resets),
             lambda: counts(self.core),
+            self._beaten,
         )
         return self._beat
 
@@ -274,6 +292,28 @@ class Node:
         for number, namespace_ids in self._resets.unknown_to(self.core.resets, announcements):
             self._act(Reset(NOBODY, 0, number, namespace_ids))
         return self.core.resets.pack()
+
+    def _beaten(self, error: IndexUnavailableError | None) -> None:
+        self.readiness.beaten(error)
+
+    def _try_slot(self, key: Key) -> bool:
+        """Write into a slot and read it back; nothing is evicted for that."""
+        if not self.takes_saves or self._free_bytes() < self.core.allocator.arena_bytes:
+            return True
+        wanted = Reserve(TRIAL, 0, [key], [len(key)], 0, [Kind.BYTES], [0], [None], [0])
+        effects = self.core.handle(wanted, time.monotonic())
+        (granted,) = effects.replies[0].body
+        if not isinstance(granted, tuple):
+            return False
+        slot_id, generation, offset = granted
+        undone = self.core.handle(Abort(TRIAL, 0, [(slot_id, generation)]), time.monotonic())
+        for write in (*effects.writes, Fill(offset, key)):
+            self.segment.apply(write)
+        same = self.segment.checksum(offset, len(key)) == xxhash.xxh3_64_intdigest(key)
+        for write in undone.writes:
+            self.segment.apply(write)
+        self.core.handle(SessionDead(TRIAL), time.monotonic())
+        return same
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
         return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)

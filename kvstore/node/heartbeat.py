@@ -8,11 +8,12 @@ import logging
 import random
 from collections.abc import Callable, Iterable
 
+from kvstore import clock
 from kvstore.core.record import RecordSigner
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
-from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
+from kvstore.limits import INDEX_WARNED_EVERY_S, NODE_BELIEVED_S, NODE_TTL_S
 from kvstore.nodedir import Announcement
 
 log = logging.getLogger("kvstore.node")
@@ -37,10 +38,12 @@ class Heartbeat:
         news: Callable[[Iterable[Announcement]], str] = lambda _: "",
         announced: Callable[[str], None] = lambda _: None,
         counts: Callable[[], dict[str, int]] = dict,
+        on_beat: Callable[[IndexUnavailableError | None], None] = lambda error: None,
     ) -> None:
         """With `signer`, what is announced is signed. `news` is told what all nodes announce and
         says which resets this one knows of then; `announced` hears of every announcement, with
-        the index's incarnation; `counts` are for whoever looks at the node."""
+        the index's incarnation; `counts` are for whoever looks at the node; `on_beat` is told
+        after each beat what kept it from reaching the index."""
         self._news = news
         self._announced = announced
         self._index = index
@@ -49,10 +52,12 @@ class Heartbeat:
         self._free_bytes = free_bytes
         self._signer = signer
         self._counts = counts
+        self._on_beat = on_beat
         self._incarnation = ""
         self._first = True
         """Nothing can have been published yet."""
         self._reachable = True
+        self._warn_at = 0.0
 
     async def run(self) -> None:
         while True:
@@ -75,9 +80,16 @@ class Heartbeat:
             self._index.announce(word.node_id, raw, ANNOUNCEMENT_TTL_S)
         except IndexUnavailableError as e:
             self._news(())
-            if self._reachable:
-                log.warning("node %s cannot reach the index: %s", self._announcement.name, e)
+            now = clock.monotonic()
+            if self._reachable or now >= self._warn_at:
+                self._warn_at = now + INDEX_WARNED_EVERY_S
+                log.warning(
+                    "node %s cannot reach the index, only its own host finds its blocks: %s",
+                    self._announcement.name,
+                    e,
+                )
             self._reachable = False
+            self._on_beat(e)
             return
         self._announced(incarnation)
         if not self._reachable:
@@ -88,3 +100,4 @@ class Heartbeat:
         self._incarnation = incarnation
         if lost:
             self._on_lost()
+        self._on_beat(None)

@@ -76,7 +76,10 @@ def test_without_room_in_shared_memory_it_says_so_and_leaves_nothing(place: Plac
 
 
 def test_a_node_that_cannot_start_ends_the_others(place: Place) -> None:
-    taken = place.node("--name", "node-1", "--url", "redis://127.0.0.1:1")
+    taken = place.start(
+        "node", "--size", "4MiB", "--name", "node-1", "--url", "redis://127.0.0.1:1"
+    )
+    wait_until(NodeDir(place.run_dir, "node-1").socket.exists, "it serves its host")
     ran = place.kv("up", "--nodes", "2", "--size", "4MiB")
     assert ran.returncode == 1
     assert b"a node of this name runs" in ran.stderr

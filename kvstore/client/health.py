@@ -1,0 +1,86 @@
+"""Whether the index and the nodes of this host do their part: for people, logs and probes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index
+from kvstore.limits import INDEX_LOOKED_AFTER_EVERY_S, INDEX_WARNED_EVERY_S
+from kvstore.types import KEY_BYTES
+
+log = logging.getLogger("kvstore.client")
+
+NO_KEY = bytes(KEY_BYTES)
+"""The key of no block: asking for it needs the rights that a lookup needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What works now, as a round trip to each showed. Truthy when all of it does."""
+
+    index: str
+    """Why Redis cannot be asked; empty when it answers."""
+    nodes: Mapping[str, str]
+    """By name, for each memory node that lives on this host: what is wrong with it, or nothing.
+    Without any, values go to other hosts, or the first save starts the embedded node."""
+
+    def __bool__(self) -> bool:
+        return not self.index and not any(self.nodes.values())
+
+    def __str__(self) -> str:
+        wrong = [f"index: {self.index}"] if self.index else []
+        wrong += [f"node {name}: {why}" for name, why in self.nodes.items() if why]
+        return "; ".join(wrong) or "healthy"
+
+
+def ask_index(index: Index) -> None:
+    """One round trip with the rights of a lookup. Raises `IndexUnavailableError`."""
+    index.ping()
+    index.lookup([NO_KEY])
+
+
+class IndexWatch:
+    """Warns of an index that cannot be asked, also when nobody asks it: a get is then a miss
+    and a put is found by nobody else, and neither says so."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._look_at = 0.0
+        self._warn_at = 0.0
+        self._failing = False
+        self._closed = False
+
+    def close(self) -> None:
+        """From here on, what fails does so because the client was closed."""
+        self._closed = True
+
+    def look(self, now: float) -> None:
+        """Now and then; costs one round trip every `INDEX_LOOKED_AFTER_EVERY_S`."""
+        if now < self._look_at:
+            return
+        self._look_at = now + INDEX_LOOKED_AFTER_EVERY_S
+        try:
+            ask_index(self._index)
+        except IndexUnavailableError as e:
+            self.failed(e)
+            return
+        if self._failing:
+            self._failing, self._warn_at = False, 0.0
+            log.info("the index answers again")
+
+    def failed(self, error: IndexUnavailableError) -> None:
+        """Say it, once every `INDEX_WARNED_EVERY_S`."""
+        now = time.monotonic()
+        self._failing = True
+        if now < self._warn_at or self._closed:
+            return
+        self._warn_at = now + INDEX_WARNED_EVERY_S
+        log.warning(
+            "the index cannot be asked: only blocks of this host are found, and nothing that is "
+            "saved here is found elsewhere: %s",
+            error,
+        )

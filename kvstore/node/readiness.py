@@ -1,0 +1,82 @@
+"""Whether a node can do its work: a round trip through the index and through a slot.
+
+A node serves its own host from its start, with or without an index. It is ready when it has
+published a record, found it again and taken it out, and has read back what it wrote into a slot.
+From then on an index that is away changes nothing (rule 7); one that refuses it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from hashlib import blake2b
+
+from kvstore.core.record import RECORD_BYTES
+from kvstore.errors import IndexBreakerOpenError, IndexRefusedError, IndexUnavailableError
+from kvstore.index.base import Index, KeyRecord
+from kvstore.nodedir import NodeDir
+from kvstore.types import KEY_BYTES
+
+log = logging.getLogger("kvstore.node")
+
+
+class Readiness:
+    """Says in the node's directory whether it is ready, or why not."""
+
+    def __init__(
+        self,
+        index: Index,
+        directory: NodeDir,
+        node: tuple[int, int],
+        try_slot: Callable[[bytes], bool],
+    ) -> None:
+        """`node` is its (id, epoch). `try_slot` writes a block of this key and these bytes into
+        a slot and frees it: whether it read back the same."""
+        self._index = index
+        self._directory = directory
+        self._key = blake2b(b"ready %x %x" % node, digest_size=KEY_BYTES).digest()
+        self._try_slot = try_slot
+        self._proved = False
+        self._said: str | None = None
+        self._on_ready: Callable[[], None] | None = None
+
+    def serving(self, on_ready: Callable[[], None] | None) -> None:
+        """Clients can connect: call `on_ready` once the rest is proved too."""
+        if on_ready is not None and self._proved:
+            on_ready()
+        elif on_ready is not None:
+            self._on_ready = on_ready
+
+    def beaten(self, error: IndexUnavailableError | None) -> None:
+        """After each heartbeat; `error` is why it did not reach the index."""
+        if error is None and not self._proved:
+            error = self._prove()
+        if error is None:
+            first, self._proved = not self._proved, True
+            self._say("")
+            if first and self._on_ready is not None:
+                self._on_ready()
+            return
+        known = self._said and isinstance(error, IndexBreakerOpenError)
+        if isinstance(error, IndexRefusedError) or not (self._proved or known):
+            self._say(str(error))
+
+    def _prove(self) -> IndexUnavailableError | None:
+        record = bytes(RECORD_BYTES)  # no record of a block: whoever finds it has a miss
+        try:
+            self._index.publish([KeyRecord(self._key, record)])
+            found = self._index.lookup([self._key])
+            self._index.remove([KeyRecord(self._key, record)])
+        except IndexUnavailableError as e:
+            log.warning("node %s is not ready: %s", self._directory.name, e)
+            return e
+        if found != [record]:
+            return IndexUnavailableError("the index does not give back what is published in it")
+        if not self._try_slot(self._key):
+            return IndexUnavailableError("a slot does not give back what is written into it")
+        return None
+
+    def _say(self, why_not: str) -> None:
+        if why_not != self._said:
+            self._said = why_not
+            self._directory.say_ready(why_not)
