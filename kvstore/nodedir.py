@@ -59,6 +59,8 @@ class Announcement:
     """Values up to this size may travel in a reserve request."""
     free_bytes: int = 0
     """Room without evicting anything, as of the last heartbeat; 0 in the node's own directory."""
+    up_s: int = 0
+    """How long ago it started, as of the last heartbeat."""
     resets: str = ""
     """Resets that the node knows of (core/resets.py), as of the last heartbeat; in its own
     directory they are in a file beside."""

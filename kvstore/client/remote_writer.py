@@ -1,4 +1,4 @@
-"""Saving where there is no node on this host: to the emptiest one that can be reached.
+"""Saving where there is no node on this host: to one of those that can be reached.
 
 The node takes the bytes out of this process's memory (rule 6), so a reservation here
 is only memory: nothing is asked of a node before the commit.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore.client.answers import CODES, NO_SPACE, NonsenseError, reset_number
 from kvstore.client.base import Reservation
 from kvstore.client.remote import RemoteNodes
-from kvstore.core.placement import Candidate, emptiest_first
+from kvstore.core.placement import RAMP_S, Candidate, two_choices
 from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
@@ -29,8 +29,9 @@ from kvstore.types import EXISTS, Key, Kind, PutResult, rejected
 LOOK_AROUND_S = 5.0
 """How often the index is asked which nodes there are, and how much room they have."""
 ANSWER_SHARE = 0.5
-"""Of a save's time besides that of its bytes, what the emptiest node has to say what it takes: in
+"""Of a save's time besides that of its bytes, what the first node has to say what it takes: in
 the rest all others can be asked."""
+CAPACITY_BYTES_MAX = 1 << 50
 AWAY_SLOT = -1
 """In a reservation: its buffer is this process's own memory."""
 NOBODY = (
@@ -58,7 +59,7 @@ class RemoteWriter:
         self._index = index
         self._readable = readable
         self._signer = signer
-        self._salt = random.getrandbits(64)
+        self._random = random.Random()
         self._lock = threading.Lock()
         self._nodes: dict[int, Announcement] = {}
         self._sent_bytes: dict[int, int] = {}
@@ -71,7 +72,7 @@ class RemoteWriter:
     # --- where to -----------------------------------------------------------
 
     def _targets(self) -> list[Announcement]:
-        """Nodes that can be reached or are to be tried again, the emptiest first."""
+        """Nodes that can be reached or are to be tried again."""
         now = time.monotonic()
         with self._lock:
             # Whoever comes meanwhile waits for what the first one finds: it knows of no node.
@@ -83,13 +84,19 @@ class RemoteWriter:
                 for node_id, word in self._nodes.items()
                 if self._remote.node(node_id, word.epoch, now) is not None
             }
-            candidates = [
-                Candidate(node_id, max(word.free_bytes - self._sent_bytes.get(node_id, 0), 0))
-                for node_id, word in there.items()
-            ]
         if not there:
             self._looked_at = float("-inf")
-        return [there[node_id] for node_id in emptiest_first(candidates, self._salt)]
+        return list(there.values())
+
+    def _candidate(self, word: Announcement) -> Candidate:
+        sent_bytes = self._sent_bytes.get(word.node_id, 0)
+        return Candidate(
+            word.node_id,
+            # Of another host's word only what can be true is reckoned with.
+            min(max(word.arenas * word.arena_bytes, 1), CAPACITY_BYTES_MAX),
+            min(max(word.free_bytes - sent_bytes, 0), CAPACITY_BYTES_MAX),
+            min(word.up_s, RAMP_S) + time.monotonic() - self._looked_at,
+        )
 
     def _look_around(self) -> None:
         """The caller holds the lock."""
@@ -167,16 +174,19 @@ class RemoteWriter:
         return [results[i] for i in range(len(batch))]
 
     def _in_turn(self, deadline: float) -> Iterator[Announcement]:
-        """Who may take a save: the emptiest healthy node; when it fails or is full, whichever of
-        all the others answers first."""
+        """Who may take a save: a healthy node (core/placement.py); when it fails or is full,
+        whichever of all the others answers first."""
         targets = self._targets()
         healthy = [word for word in targets if self._remote.healthy(word.node_id)]
         others = [word for word in targets if not self._remote.healthy(word.node_id)]
         if healthy:
             self._remote.try_again(others, loop=True)
-            if self._remote.allows(healthy[0].node_id):
-                yield healthy[0]
-        yield from self._remote.answering(healthy[1:] if healthy else others, deadline)
+            chosen = two_choices([self._candidate(word) for word in healthy], self._random).node_id
+            first = next(word for word in healthy if word.node_id == chosen)
+            if self._remote.allows(chosen):
+                yield first
+            others = [word for word in healthy if word is not first]
+        yield from self._remote.answering(others, deadline)
 
     def _count_sent(self, node_id: int, size_bytes: int) -> None:
         with self._lock:

@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from random import Random
 from typing import NamedTuple
 
 from kvstore.types import TAG_BYTES, Key
 
-_MIX = 0x9E3779B97F4A7C15
-"""An odd number with no pattern: multiplying by it scatters neighbours."""
+RAMP_S = 30
+"""A node that has just started gets less than its share for so long: its caches and connections
+are cold, and what was said of its room is true of one moment only."""
+RAMP_LEAST = 0.1
 
 
 class Candidate(NamedTuple):
+    """A node on another host, as it announces itself."""
+
     node_id: int
+    capacity_bytes: int
     free_bytes: int
     """Without evicting anything, as far as is known."""
+    up_s: float
+    """How long ago it started."""
 
 
-def emptiest_first(candidates: Iterable[Candidate], salt: int) -> list[int]:
-    """Node ids, the one with most free bytes first.
+def two_choices(candidates: Sequence[Candidate], random: Random) -> Candidate:
+    """Who takes the next save; `candidates` is not empty.
 
-    Nodes that are equally full (a cache mostly is) are in an order that `salt`
-    decides, so that writers with different salts spread over them.
+    Two are drawn, each node by its bytes, and the one of which a larger share is free takes
+    it. So an empty node gets at most twice its share however many writers see it, where the
+    emptiest of all would get everything from all of them; and when all are full, each gets
+    its share.
     """
+    weights = [c.capacity_bytes * _ramp(c) for c in candidates]
+    one, other = random.choices(candidates, weights, k=2)
+    return max(one, other, key=_free_share)
 
-    def order(candidate: Candidate) -> tuple[int, int]:
-        scattered = (candidate.node_id ^ salt) * _MIX & (1 << 64) - 1
-        return -candidate.free_bytes, scattered
 
-    return [candidate.node_id for candidate in sorted(candidates, key=order)]
+def _ramp(candidate: Candidate) -> float:
+    return min(max(candidate.up_s / RAMP_S, RAMP_LEAST), 1.0)
+
+
+def _free_share(candidate: Candidate) -> float:
+    return candidate.free_bytes / candidate.capacity_bytes
 
 
 class Home(NamedTuple):

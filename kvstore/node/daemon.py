@@ -297,8 +297,9 @@ class Node:
         self.readiness.beaten(error)
 
     def _try_slot(self, key: Key) -> bool:
-        """Write into a slot and read it back; nothing is evicted for that."""
-        if not self.takes_saves or self._free_bytes() < self.core.allocator.arena_bytes:
+        """Write into a slot and read it back; nothing is evicted for that, and where there is
+        hardly any room, nothing is tried."""
+        if not self.takes_saves or self._free_bytes() < 2 * self.core.allocator.arena_bytes:
             return True
         wanted = Reserve(TRIAL, 0, [key], [len(key)], 0, [Kind.BYTES], [0], [None], [0])
         effects = self.core.handle(wanted, time.monotonic())

@@ -57,6 +57,7 @@ class Heartbeat:
         self._first = True
         """Nothing can have been published yet."""
         self._reachable = True
+        self._started_at = clock.monotonic()
         self._warn_at = 0.0
 
     async def run(self) -> None:
@@ -73,6 +74,7 @@ class Heartbeat:
             word = dataclasses.replace(
                 self._announcement,
                 free_bytes=self._free_bytes(),
+                up_s=int(clock.monotonic() - self._started_at),
                 resets=resets,
                 counts=self._counts(),
             )

@@ -125,15 +125,33 @@ def test_bytes_that_arrive_wrong_are_not_stored(far, writer, reader, monkeypatch
     assert reader.put("k", b"v" * 100_000).status is PutStatus.STORED
 
 
-def test_saves_go_to_the_emptiest_node(redis_server, far, elsewhere):
+def to_the_largest(monkeypatch):
+    """Whoever is drawn otherwise (tests/core/test_placement.py)."""
+
+    def choose(candidates, random):
+        return max(candidates, key=lambda candidate: candidate.capacity_bytes)
+
+    monkeypatch.setattr(remote_writer, "two_choices", choose)
+
+
+def test_saves_are_spread_over_all_nodes_by_size_and_free_share(redis_server, far, elsewhere):
     with listening_node(redis_server, key_prefix=far.key_prefix, size=256 * MIB) as larger:
         with client_of(far, elsewhere) as client:
-            assert client.put("k", os.urandom(100_000))
-        with client_of(larger) as neighbour:
-            assert neighbour.session.writer.stats()["blocks"] == 1
+            client.session.remote_writer._random.seed(1)
+            for i in range(30):
+                assert client.put(f"k{i}", os.urandom(1000))
+        blocks = []
+        for node in (far, larger):
+            with client_of(node) as neighbour:
+                blocks.append(neighbour.session.writer.stats()["blocks"])
+        assert sum(blocks) == 30
+        assert 0 < blocks[0] < blocks[1]
 
 
-def test_a_save_goes_elsewhere_when_the_first_node_is_stopped(redis_server, far, elsewhere):
+def test_a_save_goes_elsewhere_when_the_first_node_is_stopped(
+    redis_server, far, elsewhere, monkeypatch
+):
+    to_the_largest(monkeypatch)
     quick = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=2.0)
     with listening_node(redis_server, key_prefix=far.key_prefix, size=256 * MIB) as larger:
         larger.signal(signal.SIGSTOP)
@@ -142,10 +160,11 @@ def test_a_save_goes_elsewhere_when_the_first_node_is_stopped(redis_server, far,
         larger.signal(signal.SIGCONT)
 
 
-def test_what_finds_no_room_in_the_emptiest_node_goes_to_the_next(
+def test_what_finds_no_room_in_the_first_node_goes_to_the_next(
     redis_server, far, elsewhere, monkeypatch
 ):
     """A cache is mostly full, and some of it may be pinned."""
+    to_the_largest(monkeypatch)
     real, full = remote_writer.put, []
 
     def put(stream, word, payloads, *options, **more):
