@@ -17,7 +17,7 @@ from unittest import mock
 
 from kvstore.cli import main
 from kvstore.node.config import node_id_of
-from kvstore.nodedir import sweep
+from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.shm import SHM_DIR
 
 REPOSITORY = Path(__file__).parents[2]
@@ -110,6 +110,12 @@ class Place:
     def node(self, *args: str) -> Running:
         running = self.start("node", "--size", "4MiB", *args)
         running.wait_for("ready")
+        return running
+
+    def serving(self, name: str, *args: str) -> Running:
+        """A node that its own host can use; it may never be ready."""
+        running = self.start("node", "--size", "4MiB", "--name", name, *args)
+        wait_until(NodeDir(self.run_dir, name).socket.exists, "it serves its host", TIMEOUT_S)
         return running
 
     def segments(self, *names: str) -> list[Path]:

@@ -99,7 +99,7 @@ def test_without_a_node_ls_says_how_to_start_one(
 
 def test_stat_without_redis_still_tells_of_local_nodes(place: Place) -> None:
     store = ("--url", "redis://127.0.0.1:1")
-    place.node(*store)
+    place.serving("node", *store)
     ran = place.kv("stat", *store)
     assert ran.returncode == 1
     assert b"not in the index" in ran.stdout
