@@ -28,8 +28,8 @@ from pathlib import Path
 
 from demo_report import Row, draw, show_table
 from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model, kv_transfer
+from progress import Steps, steps
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstore import Client, Limits
 from kvstore.nodedir import NodeDir
@@ -69,8 +69,8 @@ class Demo:
             for _ in range(PROMPTS)
         ]
 
-    def start(self, progress: Progress) -> None:
-        task = progress.add_task("starting the node and five engines", total=6)
+    def start(self, progress: Steps) -> None:
+        task = progress.add("starting the node and five engines", 6)
         self.start_node()
         progress.advance(task)
         model = self.out / "model"
@@ -132,12 +132,12 @@ class Demo:
     def ask(
         self,
         work: Mapping[str, Sequence[int]],
-        progress: Progress,
+        progress: Steps,
         title: str,
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, dict[int, Generated]]:
         """Send prompts to engines, one at a time to each, engines side by side."""
-        task = progress.add_task(title, total=sum(map(len, work.values())))
+        task = progress.add(title, sum(map(len, work.values())))
         answers: dict[str, dict[int, Generated]] = {name: {} for name in work}
 
         def feed(name: str) -> None:
@@ -174,7 +174,7 @@ class Demo:
             self.node.wait()
 
 
-def run(demo: Demo, progress: Progress) -> tuple[list[Row], dict[str, object]]:
+def run(demo: Demo, progress: Steps) -> tuple[list[Row], dict[str, object]]:
     """All rounds; the rows of the table and the summary."""
     demo.start(progress)
     everything = range(PROMPTS)
@@ -261,9 +261,8 @@ def main() -> int:
         )
     options.out.mkdir(parents=True, exist_ok=True)
     demo = Demo(options.out, not options.no_engine, console)
-    columns = (TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn())
     try:
-        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        with steps(console) as progress:
             rows, summary = run(demo, progress)
     finally:
         demo.close()
