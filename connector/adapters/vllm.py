@@ -119,7 +119,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     group.namespaces[0],
                 )
         else:
-            rank = vllm_config.parallel_config.rank
+            # Where somebody else starts the processes, ranks count over all engines.
+            rank = vllm_config.parallel_config.rank % shape.workers
             self._worker = worker_side(config, shape, rank)
             if rank == 0:
                 # A child of MultiConnector is given a policy of its own, which has no effect.

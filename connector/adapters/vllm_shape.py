@@ -46,6 +46,15 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
                 getattr(parallel, name),
                 "must be 1: sequence shards of a block are not stored",
             )
+    workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if parallel.distributed_executor_backend == "external_launcher" and workers > 1:
+        raise UsageError(
+            "distributed_executor_backend",
+            "external_launcher",
+            f"cannot be used with {workers} workers of one model: each process has a scheduler of "
+            "its own and all must decide alike, but a store answers each when it can. "
+            "Use distributed_executor_backend mp or ray, or data parallelism alone",
+        )
     if config.layerwise:
         _check_layerwise(vllm_config)
     groups = tuple(
@@ -59,7 +68,7 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
     drafts = speculative is not None and speculative.use_eagle()
     return EngineShape(
         groups=groups,
-        workers=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        workers=workers,
         model=model_fields(vllm_config, config),
         null_block_id=VLLM_NULL_BLOCK_ID,
         # A draft model's layers see the next token: the last block is final one step late.
