@@ -60,6 +60,13 @@ STREAM_CONNECTIONS_PER_NODE = 4
 STREAM_NODES_AT_ONCE = 64
 """Nodes that one call reads from, and that one client tries again, at the same time: each has a
 thread, which a silent node keeps for a whole deadline."""
+STREAM_UNPROVEN_MAX = 64
+"""Connections that have not proved to know the secret yet, besides `STREAM_CONNECTIONS_MAX`."""
+STREAM_UNPROVEN_PER_ADDRESS_MAX = 32
+"""Of these, those from one address."""
+STREAM_RESERVED_SHARE = 4
+"""One client host may have reserved one in so many bytes of a node by saves under way; whoever
+wants more waits for its own."""
 SILENCED_MAX = 256
 """Nodes of other hosts that clients of one host tell each other of as silent."""
 STREAM_CONNECTIONS_MAX = 256

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import select
 import socket
 import ssl
 import threading
@@ -20,11 +21,12 @@ from kvstore.core.stream_wire import (
     NodeHandshake,
     WireError,
 )
-from kvstore.errors import PeerError, UsageError
+from kvstore.errors import NodeUnavailableError, PeerError, UsageError
 from kvstore.limits import STREAM_CONNECTIONS_MAX
 from kvstore.node.config import NodeConfig
 from kvstore.node.inside import Inside
 from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.node.stream_lobby import HANDSHAKE_TIMEOUT_S, Guest, Lobby
 from kvstore.node.stream_service import StreamService
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
@@ -38,24 +40,12 @@ from kvstore.transport.stream import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
 
-HANDSHAKE_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 2.0
 ACCEPT_POLL_S = 0.2
 SAY_EVERY_S = 10.0
 IDLE_MIN_S = 1.0
 """A connection that has asked for nothing for so long goes when another client needs its room; its
 own client connects again."""
-
-
-class _Guest:
-    """A connection."""
-
-    __slots__ = ("idle_since", "socket")
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.idle_since: float | None = time.monotonic()
-        """None while it is asked for something."""
 
 
 class StreamServer:
@@ -94,7 +84,9 @@ class StreamServer:
             self.transports[NIXL] = agent_prefix(*self._node)
         self._service = StreamService(self._shm, self._node, inside, self.nixl)
         self._lock = threading.Lock()
-        self._guests: set[_Guest] = set()
+        self._lobby = Lobby()
+        self._guests: set[Guest] = set()
+        """Those who have proved that they may come in."""
         self._threads: set[threading.Thread] = set()
         self._stopping = False
         self._said_at = float("-inf")
@@ -115,7 +107,7 @@ class StreamServer:
             if self._stopping:
                 return
             self._stopping = True
-            guests, threads = list(self._guests), list(self._threads)
+            guests, threads = [*self._guests, *self._lobby.guests], list(self._threads)
         # A plain close would leave it open for as long as the other thread waits in it.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -133,33 +125,79 @@ class StreamServer:
     # --- connections --------------------------------------------------------
 
     def _accept(self) -> None:
+        """Take connections; each gets a thread with its first byte, and not before."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        listener, waiting = self._listener.fileno(), dict[int, Guest]()
         while not self._stopping:
-            try:
-                connection, peer = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as e:
-                if not self._stopping:
-                    log.warning("node %s: cannot accept: %s", self._name, e)
-                    time.sleep(ACCEPT_POLL_S)
-                continue
-            self._let_in(_Guest(connection), peer[0])
+            for fd, _ in poll.poll(ACCEPT_POLL_S * 1e3):
+                if fd == listener:
+                    guest = self._greet(poll, waiting)
+                    if guest is not None:
+                        waiting[guest.fd] = guest
+                        poll.register(guest.fd, select.POLLIN)
+                elif (spoke := waiting.pop(fd, None)) is not None:
+                    poll.unregister(fd)
+                    self._let_in(spoke)
+            too_late = time.monotonic() - HANDSHAKE_TIMEOUT_S
+            for guest in [one for one in waiting.values() if one.came_at < too_late]:
+                self._send_off(guest, poll, waiting)
+        for guest in waiting.values():
+            guest.socket.close()
 
-    def _let_in(self, guest: _Guest, peer: str) -> None:
+    def _greet(self, poll: select.poll, waiting: dict[int, Guest]) -> Guest | None:
+        """One more connection, if there is one after all; another may have to go for it."""
+        try:
+            connection, peer = self._listener.accept()
+        except TimeoutError:
+            return None
+        except OSError as e:
+            if not self._stopping:
+                log.warning("node %s: cannot accept: %s", self._name, e)
+                time.sleep(ACCEPT_POLL_S)
+            return None
+        guest = Guest(connection, peer[0])
+        with self._lock:
+            goes = self._lobby.enter(guest)
+        if goes is not None:
+            self._send_off(goes, poll, waiting)
+        return guest
+
+    def _send_off(self, guest: Guest, poll: select.poll, waiting: dict[int, Guest]) -> None:
+        """Hang up; one that has a thread is closed by that."""
+        with self._lock:
+            self._lobby.leave(guest)
+        if waiting.get(guest.fd) is guest:
+            del waiting[guest.fd]
+            poll.unregister(guest.fd)
+            guest.socket.close()
+        else:
+            hang_up(guest.socket)
+
+    def _let_in(self, guest: Guest) -> None:
         thread = threading.Thread(
-            target=self._serve, args=(guest, peer), name="kvstore-stream", daemon=True
+            target=self._serve, args=(guest,), name="kvstore-stream", daemon=True
         )
         with self._lock:
+            try:
+                if not self._stopping:
+                    thread.start()
+                    self._threads.add(thread)
+                    return
+            except RuntimeError as e:  # this host has no more threads to give
+                self._say("node %s: connection from %s: %s", self._name, guest.address, e)
+            self._lobby.leave(guest)
+        guest.socket.close()
+
+    def _admit(self, guest: Guest) -> bool:
+        """Whether there is room for one that has proved that it may come in."""
+        with self._lock:
+            self._lobby.leave(guest)
             if self._stopping or not self._make_room():
-                guest.socket.close()
-                return
+                return False
+            guest.idle_since = time.monotonic()
             self._guests.add(guest)
-            self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError as e:  # this host has no more threads to give
-            self._gone(guest, thread)
-            self._say("node %s: connection from %s: %s", self._name, peer, e)
+            return True
 
     def _make_room(self) -> bool:
         """Whether there is room for one more. The caller holds the lock."""
@@ -173,32 +211,34 @@ class StreamServer:
         hang_up(longest.socket)
         return True
 
-    def _gone(self, guest: _Guest, thread: threading.Thread) -> None:
+    def _gone(self, guest: Guest) -> None:
         with self._lock:
+            self._lobby.leave(guest)
             self._guests.discard(guest)
-            self._threads.discard(thread)
+            self._threads.discard(threading.current_thread())
         guest.socket.close()
 
-    def _serve(self, guest: _Guest, peer: str) -> None:
+    def _serve(self, guest: Guest) -> None:
         try:
+            guest.socket.setblocking(True)
             guest.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
             self._encrypt(guest)
             channel = Channel(guest.socket)
-            self._shake_hands(channel, deadline)
+            self._shake_hands(channel, guest, deadline)
             while not self._stopping:
                 guest.idle_since = time.monotonic()
                 request = self._service.request(channel)
                 guest.idle_since = None
-                self._service.answer(channel, request)
+                self._service.answer(channel, request, guest.address)
         except (PeerError, UsageError) as e:
             # A client that went away is nobody's fault; one that may not come in is worth a word.
             if isinstance(e, WireError):
-                self._say("node %s hangs up on %s: %s", self._name, peer, e)
+                self._say("node %s hangs up on %s: %s", self._name, guest.address, e)
         except (OSError, ValueError) as e:  # of the TLS handshake; or the segment is closed
-            self._say("node %s: connection from %s: %s", self._name, peer, e)
+            self._say("node %s: connection from %s: %s", self._name, guest.address, e)
         finally:
-            self._gone(guest, threading.current_thread())
+            self._gone(guest)
 
     def _say(self, text: str, *args: object) -> None:
         now = time.monotonic()
@@ -206,7 +246,7 @@ class StreamServer:
             self._said_at = now
             log.warning(text, *args)
 
-    def _encrypt(self, guest: _Guest) -> None:
+    def _encrypt(self, guest: Guest) -> None:
         if self._tls is None:
             return
         guest.socket.settimeout(HANDSHAKE_TIMEOUT_S)
@@ -219,7 +259,7 @@ class StreamServer:
         except ssl.SSLError as e:
             raise WireError(f"no TLS: {e}") from e
 
-    def _shake_hands(self, channel: Channel, deadline: float) -> None:
+    def _shake_hands(self, channel: Channel, guest: Guest, deadline: float) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
         shake = NodeHandshake(self._secret, nonce, self._node, protected=channel.encrypted)
         hello = channel.receive_bytes(CLIENT_HELLO_BYTES, deadline)
@@ -230,6 +270,8 @@ class StreamServer:
             raise
         channel.send([answer], deadline)
         welcome, verdict = shake.judge(channel.receive_bytes(PROOF_BYTES, deadline))
+        if welcome and not self._admit(guest):
+            raise NodeUnavailableError("this node has no room for one more connection")
         channel.send([verdict], deadline)
         if not welcome:
             raise WireError("it does not know the secret")

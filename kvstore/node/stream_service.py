@@ -37,9 +37,15 @@ from kvstore.core.stream_wire import (
     unpack_read,
 )
 from kvstore.core.suspects import CheckBudget
-from kvstore.limits import CHECKED_BYTES_PER_S_MAX, STREAM_BATCH_BYTES_MAX
+from kvstore.limits import (
+    CHECKED_BYTES_PER_S_MAX,
+    STREAM_BATCH_BYTES_MAX,
+    STREAM_RESERVED_SHARE,
+    STREAM_SLOW_BYTES_PER_S,
+)
 from kvstore.node.inside import Inside, InsideSession
 from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.node.stream_shares import Shares
 from kvstore.segment.header import fields
 from kvstore.segment.locate import Spot, locate
 from kvstore.segment.shm import AttachedShm
@@ -52,6 +58,8 @@ IDLE_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 2.0
 """For all bytes of a request's frame, once it has begun."""
 TRANSFER_TIMEOUT_MAX_S = 60.0
+RESERVED_TIMEOUT_S = 5.0
+"""A save's slots are reserved for so long at most, besides the time of its bytes."""
 SNAPSHOT_BYTES = 64 << 10
 """A group up to this size is copied first, and then all of it leaves in one call."""
 CHECKSUMS_KEPT_MAX = 1 << 16
@@ -95,6 +103,7 @@ class StreamService:
         self._lock = threading.Lock()
         """Of the budget."""
         self._nixl = nixl
+        self._shares = Shares(len(shm.payload) // STREAM_RESERVED_SHARE)
 
     def request(self, channel: Channel) -> tuple[Frame, int]:
         """Wait for one request: (type, bytes that follow). Raises `PeerError` when the connection
@@ -102,8 +111,11 @@ class StreamService:
         idle_until = time.monotonic() + IDLE_TIMEOUT_S
         return channel.receive_head(idle_until)
 
-    def answer(self, channel: Channel, request: tuple[Frame, int]) -> None:
-        """Take the rest of it and answer. Raises `PeerError` when the connection is to end."""
+    def answer(self, channel: Channel, request: tuple[Frame, int], client: str) -> None:
+        """Take the rest of it and answer. Raises `PeerError` when the connection is to end.
+
+        `client` is whose share of what can be reserved it takes from: the address of its host.
+        """
         kind, size_bytes = request
         began = time.monotonic()
         body = channel.receive_rest(kind, size_bytes, began + REQUEST_TIMEOUT_S)
@@ -119,7 +131,11 @@ class StreamService:
             timeout_s, namespace_id, fields, offers = unpack_put(body)
             _check_batch([offer.size_bytes for offer in offers])
             self._introduce(namespace_id, fields)
-            self._put(channel, offers, namespace_id, began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S))
+            size_bytes = sum(offer.size_bytes for offer in offers)
+            most_s = RESERVED_TIMEOUT_S + size_bytes / STREAM_SLOW_BYTES_PER_S
+            deadline = began + min(timeout_s, most_s)
+            with self._shares.of(client, size_bytes, deadline):
+                self._put(channel, offers, namespace_id, deadline)
         elif kind is Frame.CONTROL:
             self._control(channel, unpack_answers(body), began + REQUEST_TIMEOUT_S)
         elif kind is Frame.NIXL:

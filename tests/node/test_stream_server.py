@@ -1,17 +1,21 @@
 """Who is let in by a node that listens, and for how long; with TLS and without."""
 
 import dataclasses
+import os
 import socket
 import threading
 
 import pytest
-from contract.transport import SECURITY, Place
+from contract.transport import SECURITY, Place, far
 from redis_servers import wait_until
 from tls_certificate import certificate
 
-from kvstore.errors import UsageError
-from kvstore.node import stream_server
+from kvstore.core import stream_wire as sw
+from kvstore.core.stream_wire import Offer, pack_put
+from kvstore.errors import NodeUnavailableError, UsageError
+from kvstore.node import stream_lobby, stream_server, stream_service
 from kvstore.transport.base import Read
+from kvstore.transport.channel import Channel
 from kvstore.transport.stream import StreamTransport
 
 FEW = 3
@@ -136,3 +140,148 @@ def ipv6():
 def test_an_address_that_can_be_none_keeps_a_node_from_starting(tmp_path, listen):
     with pytest.raises(UsageError, match="listen="):
         Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=listen)
+
+
+# --- connections that prove nothing ------------------------------------------------
+
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+"""Addresses of two client hosts."""
+
+
+def silent(place, count, source=HERE):
+    """Connections that say nothing."""
+    host, port = place.node.config.listen[0], int(port_of(place))
+    return [
+        socket.create_connection((host, port), source_address=(source, 0)) for _ in range(count)
+    ]
+
+
+def port_of(place):
+    return place.word.transports["stream"].rpartition(":")[2]
+
+
+def hung_up(connection):
+    connection.settimeout(20)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture
+def patient_lobby(monkeypatch):
+    """Nobody goes because of the time."""
+    for module in (stream_lobby, stream_server):
+        monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 600.0)
+
+
+def test_who_says_nothing_takes_no_thread_and_no_room_from_clients(
+    served, patient_lobby, monkeypatch
+):
+    monkeypatch.setattr(stream_server, "IDLE_MIN_S", 0.0)
+    place, another = served
+    block = place.save(b"1" * 1000)
+    clients = [another() for _ in range(FEW)]
+    for transport in clients:
+        assert read_by(place, transport, block).read is Read.HIT
+    crowd = silent(place, 300)
+    assert not any(transport.hung_up(place.word) for transport in clients)
+    assert threads() == FEW
+    for transport in clients:
+        assert read_by(place, transport, block).read is Read.HIT
+    assert read_by(place, another(), block).read is Read.HIT, "and another client comes in"
+    assert len(place.node._stream._lobby.guests) <= stream_lobby.STREAM_UNPROVEN_PER_ADDRESS_MAX
+    for connection in crowd:
+        connection.close()
+
+
+def test_the_crowd_of_one_address_pushes_out_its_own(served, patient_lobby):
+    place, _ = served
+    (mine,) = silent(place, 1, THERE)
+    mine.sendall(b"")
+    crowd = silent(place, 2 * stream_lobby.STREAM_UNPROVEN_MAX)
+    assert hung_up(crowd[0])
+    assert not hung_up_now(mine)
+    for connection in (mine, *crowd):
+        connection.close()
+
+
+def hung_up_now(connection):
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_who_says_nothing_or_not_enough_is_hung_up_on_soon(served, monkeypatch):
+    for module in (stream_lobby, stream_server):
+        monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    place, _ = served
+    says_nothing, begins = silent(place, 2)
+    begins.sendall(b"k")
+    assert hung_up(says_nothing)
+    assert hung_up(begins)
+    wait_until(lambda: threads() == 0, "its thread has ended")
+    assert not place.node._stream._lobby.guests
+
+
+def test_a_client_that_knows_the_secret_leaves_the_lobby(served):
+    place, another = served
+    transport = another()
+    assert read_by(place, transport, place.save(b"1" * 1000)).read is Read.HIT
+    assert not place.node._stream._lobby.guests
+
+
+# --- a share for each client -----------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path):
+    place = Place(tmp_path, lambda place: StreamTransport(SECURITY))
+    yield place
+    place.close()
+
+
+def proven_from(place, source):
+    """A channel of a client at that address."""
+    node = (place.word.node_id, place.word.epoch)
+    shake = sw.ClientHandshake(SECURITY.secret, os.urandom(32), node)
+    channel = Channel(silent(place, 1, source)[0])
+    channel.send([shake.hello], far())
+    channel.send([shake.prove(channel.receive_bytes(sw.NODE_HELLO_BYTES, far()))], far())
+    channel.seals = shake.check(channel.receive_bytes(sw.VERDICT_BYTES, far()))
+    return channel
+
+
+def offer_and_stall(place, source):
+    """A save of nearly a quarter of the node whose bytes never come."""
+    channel = proven_from(place, source)
+    offers = [Offer(os.urandom(32), 1_000_000, 0, 0, 1) for _ in range(3)]
+    channel.send_frame(pack_put(offers, 7, b"", 60.0), far())
+    return channel
+
+
+def reserved(place):
+    return place.writer.stats()["reserved"]
+
+
+def test_a_client_host_holds_only_its_share_and_others_save_meanwhile(place):
+    crowd = [offer_and_stall(place, THERE) for _ in range(5)]
+    wait_until(lambda: reserved(place) == 3, "the first has its slots")
+    other = offer_and_stall(place, HERE)
+    wait_until(lambda: reserved(place) == 6, "another host has its own")
+    for channel in (*crowd, other):
+        channel.close()
+    wait_until(lambda: reserved(place) == 0, "nothing is left")
+
+
+def test_slots_are_reserved_for_little_longer_than_their_bytes_take(place, monkeypatch):
+    """However long the client says that it will wait."""
+    monkeypatch.setattr(stream_service, "RESERVED_TIMEOUT_S", 0.2)
+    channel = offer_and_stall(place, HERE)
+    wait_until(lambda: reserved(place) == 3, "it has its slots")
+    wait_until(lambda: reserved(place) == 0, "they are free again")
+    channel.receive_rest(*channel.receive_head(far()), far())  # what it may send
+    with pytest.raises(NodeUnavailableError):
+        channel.receive_bytes(1, far())
