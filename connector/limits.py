@@ -107,6 +107,8 @@ RESET_WAIT_S = 5.0
 background, and nothing is loaded until it is complete."""
 RESET_RETRY_S = 1.0
 """Pause before a reset that was not complete is tried again."""
+END_SAVES_S = 5.0
+"""How long emptying an engine's cache waits for copies of saves that are running."""
 FINGERPRINTS_KEPT_MAX = 1024
 """Fingerprints of weights and adapters that one process remembers."""
 

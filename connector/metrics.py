@@ -87,7 +87,7 @@ DROPPED_SAVES = Metric(
     "kvstore_dropped_saves",
     "Save jobs that were given up",
     "reason",
-    (*_ENDED_BY, MissReason.NODE_DEAD),
+    (*_ENDED_BY, MissReason.NODE_DEAD, ABORTED),
 )
 READ_BYTES = Metric(
     "kvstore_read_bytes",

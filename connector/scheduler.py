@@ -114,6 +114,10 @@ class SchedulerCore:
         that are loaded by us."""
         self._loads: dict[str, LoadUnderWay] = {}
         """By request, until the load has ended on every worker."""
+        self._computed = False
+        """Since the engine's own cache was last emptied: it may hold something."""
+        self._mixed = False
+        """It may hold KV of other weights, and what requests compute on it is neither."""
         self._dropped_loads: list[str] = []
         """Requests whose loads under way are to end, told with the next step."""
         self._resetter = Resetter(
@@ -160,6 +164,10 @@ class SchedulerCore:
             return 0
         state = self._state(request.request_id)
         state.offer = None
+        if self._mixed and num_computed_tokens:
+            state.save_barred = True
+            self._history.refused(request, MissReason.CLEARED)
+            return 0
         if self._resetter.pending:
             self._history.refused(request, MissReason.CLEARED)
             return 0
@@ -256,6 +264,7 @@ class SchedulerCore:
             if request_id in self._requests:
                 self._requests[request_id].forget_progress()
         scheduled = list(scheduled)
+        self._computed = self._computed or bool(scheduled)
         self._bar_saves_on_others_loads(request for request, _ in scheduled)
         plan = StepPlan(
             loads=self._planned_loads, dropped_loads=self._dropped_loads, idle=not scheduled
@@ -427,8 +436,23 @@ class SchedulerCore:
             state.offer = None
             state.present_blocks = 0
             state.save_barred = True
+        for job in self._unconfirmed.spoilt(set())[0]:
+            self._ledger.drop(job.job_id)
         self._planned_loads = [_without_source(job) for job in self._planned_loads]
         self._dropped_loads += self._loads
+
+    def own_cache_emptied(self) -> None:
+        """`forget`, when the engine has just lost all that it had computed."""
+        self.forget()
+        self._computed = self._mixed = False
+
+    def weights_changed(self) -> None:
+        """`forget`, and save nothing that was computed on what other weights have left behind.
+
+        Hashes of requests must be others from here on.
+        """
+        self.forget()
+        self._mixed = self._mixed or self._computed
 
     def reset(self) -> bool:
         """`forget`, and drop the namespaces on all nodes.

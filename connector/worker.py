@@ -32,7 +32,7 @@ from connector.limits import (
 from connector.metrics import Counts
 from connector.pieces import GroupPieces, alike, found_in, windows
 from connector.transfer import Load, Reserved, Save, Transfer, gather_all
-from kvstore import BlockStore, Key, KVStoreError, MissReason, Reservation
+from kvstore import BlockStore, InternalError, Key, KVStoreError, MissReason, Reservation
 
 if TYPE_CHECKING:
     from connector.geometry import StoreLayout
@@ -164,6 +164,31 @@ class WorkerCore:
                     # From now on late: the next poll between two copies ends it.
                     task.deadline = self._clock()
                     task.why = metrics.ABORTED
+
+    def end_saves(self, timeout_s: float) -> WorkerReport:
+        """End all saves in flight, each after the copy of it that is running; those that ended.
+
+        For an engine that is about to empty its cache. A save whose copy goes on for longer is
+        not among them.
+        """
+        give_up_at = self._clock() + timeout_s
+        with self._wake:
+            saves = [task for task in self._active if isinstance(task, Save)]
+        for task in saves:
+            try:
+                task.fence.end(max(0.0, give_up_at - self._clock()))
+            except InternalError as e:
+                log.warning("a save goes on: %s", e)
+                continue
+            task.why = task.why or metrics.ABORTED
+            self._end(task)
+        report = WorkerReport()
+        with self._wake:
+            ended = [task for task in self._done if isinstance(task, Save)]
+            self._done = [task for task in self._done if not isinstance(task, Save)]
+        for task in ended:
+            transfer.report_save(task, report, self._groups)
+        return report
 
     def poll(self, wait_s: float = 0.0) -> WorkerReport:
         """What ended since the last call, each job exactly once.

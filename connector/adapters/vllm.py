@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ with of_vllm():
     from vllm.logger import init_logger
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+    from connector.adapters.vllm_core import Watcher, watch_engine_core
     from connector.adapters.vllm_events import VllmEvents
     from connector.adapters.vllm_request import HashedRequest
     from connector.adapters.vllm_shape import engine_shape, vllm_hash_tokens
@@ -33,7 +35,7 @@ with of_vllm():
     from connector.adapters.vllm_weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from connector.scheduler import SchedulerCore
     from connector.worker import WorkerCore
@@ -75,7 +77,7 @@ class PoolPins:
         self._pool.free_blocks([self._pool.blocks[i] for i in block_ids])
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignore[misc]
     """Saves full KV blocks to the store and loads those that match a new request's prefix."""
 
     _cache_hit_source = CacheHitSource.HOST
@@ -101,7 +103,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerCore | None = None
         self._worker: WorkerCore | None = None
         self._requests: dict[str, HashedRequest] = {}
-        self._weights = Weights(vllm_config)
+        self._weights = Weights(vllm_config, named=config.weights_id is not None)
+        self._emptied = False
+        """vLLM is emptying its own cache."""
         self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
         layout = shape.layout(config)
         self._block_tokens = layout.block_tokens
@@ -109,6 +113,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._speculative = vllm_config.speculative_config is not None
         self._report = WorkerReport()
         if role == KVConnectorRole.SCHEDULER:
+            watch_engine_core()
             self._scheduler = scheduler_side(config, shape)
             self._scheduler.say_with(logger.info)
             for group in layout.groups:
@@ -227,7 +232,50 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._s.has_pending_work()
 
     def reset_cache(self) -> bool | None:
-        return self._s.reset() if self._scheduler is not None else None
+        if self._scheduler is None:
+            return None
+        if not self._emptied:
+            return self._s.reset()
+        # Sleep or pause: what other engines have stored is none of its business.
+        self._s.own_cache_emptied()
+        return True
+
+    # What vLLM tells no connector (vllm_core.py)
+
+    @contextmanager
+    def own_cache_emptied(self) -> Iterator[None]:
+        self._emptied = True
+        try:
+            yield
+        finally:
+            self._emptied = False
+
+    def weights_may_have_changed(self) -> None:
+        self._weights.may_have_changed()
+        self._new_weights("may be others from here on")
+
+    def weights_named(self, version: str) -> None:
+        self._weights.name(version)
+        self._new_weights(f"are version {version!r} from here on")
+
+    def _new_weights(self, what: str) -> None:
+        self._requests.clear()  # their hashes are of other weights
+        self._s.weights_changed()
+        shared = "set weights_id and a weight version to share it"
+        logger.info("kvstore: the weights %s: nothing older is loaded; %s", what, shared)
+
+    def adapter_changes(self, lora_id: int) -> None:
+        self._weights.adapter_changes(lora_id)
+
+    @property
+    def saves_in_flight(self) -> bool:
+        return self._scheduler is not None and self._s.has_pending_work()
+
+    def saves_ended(self, report: WorkerReport) -> None:
+        self._s.report(report)
+
+    def end_saves(self, timeout_s: float) -> WorkerReport:
+        return self._w.end_saves(timeout_s)
 
     # Worker side
 

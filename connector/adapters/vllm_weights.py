@@ -11,9 +11,14 @@ from connector.limits import FINGERPRINTS_KEPT_MAX
 
 
 class Weights:
-    """Tells adapters apart by their files: vLLM knows them by name and path."""
+    """Tells adapters apart by their files, which vLLM knows by name and path, and weights that
+    were changed in place from those that were loaded at the start."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, *, named: bool = False) -> None:
+        """`named`: the user has given a `weights_id`. Then `set_weight_version` tells engines of
+        that id apart; alone it does not, since any two users may count from 1."""
+        self._named = named
+        self._version = ""
         load = vllm_config.load_config
         self._cache_dir = load.download_dir
         self._own = f"of process {uuid4().hex}"
@@ -23,7 +28,23 @@ class Weights:
         """Goes into the hashes of all of the request's blocks; reads an adapter's files when its
         first request comes, and again when vLLM is to load it again."""
         adapter = request.lora_request
-        return () if adapter is None else ("lora", self._adapter(adapter))
+        version = ("weights", self._version) if self._version else ()
+        return version if adapter is None else (*version, "lora", self._adapter(adapter))
+
+    def may_have_changed(self) -> None:
+        """From here on they are like no others, until somebody names them."""
+        self._version = f"private {uuid4().hex}"
+
+    def name(self, version: str) -> None:
+        if self._named:
+            self._version = f"version {version}"
+        else:
+            self.may_have_changed()
+
+    def adapter_changes(self, lora_id: int) -> None:
+        """Its files are read again when its next request comes."""
+        for name in [name for name in self._adapters if name[0] == lora_id]:
+            del self._adapters[name]
 
     def _adapter(self, adapter: Any) -> str:
         name = (int(adapter.lora_int_id), str(adapter.lora_name), str(adapter.lora_path))

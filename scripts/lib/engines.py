@@ -291,6 +291,19 @@ class Driver:
     def close(self) -> None:
         self.engine.engine_core.shutdown()
 
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level)
+
+    def wake_up(self) -> None:
+        self.llm.wake_up()
+
+    def reload(self, path: str) -> None:
+        """Load other weights in place."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def set_weight_version(self, version: str) -> None:
+        self.engine.set_weight_version(version)
+
     def reset(self, connector: bool) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 

@@ -62,7 +62,15 @@ def warned(config: Any) -> None:
     _warn(config)
 
 
-ADDED = {"explain"}
+ADDED = {
+    "explain",
+    "weights_may_have_changed",
+    "weights_named",
+    "adapter_changes",
+    "own_cache_emptied",
+    "saves_ended",
+    "end_saves",
+}
 """Ours alone: nothing of vLLM calls it."""
 
 

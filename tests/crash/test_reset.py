@@ -120,7 +120,7 @@ def test_a_restart_without_a_reset_keeps_the_blocks(hosts) -> None:
         assert mine.clear(WAIT_S)
         there.kill()
         there.start()
-        assert found(there, "other") == len(NAMES)
+        wait_until(lambda: found(there, "other") == len(NAMES), "they are there", SOON_S)
 
 
 def test_blocks_saved_after_a_reset_survive_a_restart(hosts) -> None:
@@ -131,7 +131,7 @@ def test_blocks_saved_after_a_reset_survive_a_restart(hosts) -> None:
         there.kill()
         there.start()
         with Client(**there.client_options, namespace="n") as client:
-            assert client.get("new") == b"new"
+            wait_until(lambda: client.get("new") == b"new", "it is there", SOON_S)
 
 
 def test_a_node_that_hangs_is_named_and_drops_it_when_it_goes_on(hosts) -> None:
