@@ -13,6 +13,8 @@ from kvstore.errors import UsageError
 ARENA_BYTES_DEFAULT = 64 << 20
 ARENA_BYTES_MIN = 64 << 10
 ARENA_BYTES_MAX = 1 << 30
+EMBEDDED_NODE_BYTES_MIN = 8 << 20
+"""What an embedded node that does not fit into /dev/shm is made smaller to, at least."""
 SLOT_BYTES_MIN = 4 << 10
 """The smallest size class: values below it share its slot size. Every 4 KiB of a segment needs
 room for a 64-byte header (1.6%), whatever its arenas hold."""

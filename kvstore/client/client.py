@@ -23,7 +23,13 @@ from kvstore.client.reset_result import ResetResult
 from kvstore.client.saving import save
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.tensors import Payload
-from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
+from kvstore.errors import (
+    DeadlineError,
+    NodeUnavailableError,
+    NoSpaceError,
+    PeerError,
+    UsageError,
+)
 from kvstore.hashing import Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
@@ -55,7 +61,8 @@ class Client:
     What is missing or cannot be reached is a miss: gets return None, puts say
     "rejected" and why. Only wrong arguments raise (`UsageError`), and calls that
     are about a node itself (`delete`, `pin`, `stats`) when there is none
-    (`NodeUnavailableError`, `DeadlineError`).
+    (`NodeUnavailableError`, `DeadlineError`), and a put where /dev/shm has no room for
+    the node that this client is to start (`NoSpaceError`).
     """
 
     def __init__(
@@ -149,6 +156,9 @@ class Client:
         if away is None:
             results = save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
         else:
+            if isinstance(away.__cause__, NoSpaceError):
+                # Nobody else will say it: this client was to start the node.
+                raise NoSpaceError(str(away)) from away
             results = self._save_away(keys, payloads, str(away))
         stored = sum(map(bool, results))
         self._counts["stored"] += stored

@@ -10,10 +10,18 @@ from kvstore.client.link import NodeLink
 from kvstore.client.nodes import LocalNodes
 from kvstore.client.spawn import POLL_S
 from kvstore.client.writer import NODE_SEARCH_S, Writer, nobody_here
-from kvstore.errors import IndexUnavailableError, NodeUnavailableError
+from kvstore.errors import (
+    DeadlineError,
+    IndexUnavailableError,
+    NodeUnavailableError,
+    NoSpaceError,
+    PeerError,
+)
 from kvstore.limits import FIRST_NODE_WAIT_S
 from kvstore.nodedir import Announcement, NodeDir
 
+START_AGAIN_AFTER_S = 5.0
+"""After an embedded node could not be started."""
 LOOK_AROUND_S = 0.5
 """How often nodes are looked for that were not there before."""
 
@@ -50,6 +58,9 @@ class HostWriters:
         self._found: tuple[Writer, ...] = ()
         self._look_at = 0.0
         self._search_at = 0.0
+        self._not_started: PeerError | None = None
+        """Why the embedded node could not be started the last time."""
+        self._start_at = 0.0
         self._free: dict[NodeLink, int] = {}
         """Bytes of room that nodes said they have, less what was sent there since."""
         self._free_until = 0.0
@@ -80,7 +91,7 @@ class HostWriters:
         try:
             words = self._writables(start)
             if not words and start and self._start_node is not None:
-                self._start_node()
+                self._start(self._start_node)
                 words = self._writables(start)
         except IndexUnavailableError as e:
             self._search_at = time.monotonic() + NODE_SEARCH_S
@@ -103,6 +114,18 @@ class HostWriters:
             raise failure
         self._look_at = now + LOOK_AROUND_S
         return self._found
+
+    def _start(self, start_node: Callable[[], None]) -> None:
+        """Where it failed lately, it is not tried again: each try may cost a process."""
+        now = time.monotonic()
+        if self._not_started is None or now >= self._start_at:
+            self._not_started = None
+            try:
+                start_node()
+            except (NodeUnavailableError, DeadlineError, NoSpaceError) as e:
+                self._not_started, self._start_at = e, time.monotonic() + START_AGAIN_AFTER_S
+        if self._not_started is not None:
+            raise NodeUnavailableError(str(self._not_started)) from self._not_started
 
     def _writables(self, start: bool) -> list[tuple[Announcement, NodeDir]]:
         """Waits for the index once, in a client that may start a node: it, its Redis and the

@@ -343,9 +343,13 @@ class BlockSession:
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[Reservation | PutResult]:
         wants = [Want(key, size_bytes, Kind.BLOCK, 0, None, 0) for key in keys]
-        if self.no_local_node() is None:
+        here = self.no_local_node()
+        if here is None:
             return self.writer.reserve(wants, namespace_id)
-        return self.remote_writer.reserve(keys, size_bytes, namespace_id)
+        try:
+            return self.remote_writer.reserve(keys, size_bytes, namespace_id)
+        except NodeUnavailableError as e:
+            raise NodeUnavailableError(f"{here}; elsewhere: {e}") from e
 
     def no_local_node(self) -> NodeUnavailableError | None:
         """Why saves have to go to another host; None while there is a node on this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -9,11 +10,14 @@ import threading
 import time
 from pathlib import Path
 
-from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.errors import DeadlineError, NodeUnavailableError, NoSpaceError
 from kvstore.index.open import URL_VARIABLE
-from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN
+from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN, EMBEDDED_NODE_BYTES_MIN
 from kvstore.nodedir import NodeDir
 from kvstore.secret import SIGNING_KEY
+from kvstore.segment.shm import SHM_DIR, free_bytes, segment_bytes
+
+log = logging.getLogger("kvstore.client")
 
 EMBEDDED_NAME = "embedded"
 START_TIMEOUT_S = 20.0
@@ -27,18 +31,51 @@ def arena_bytes_for(size_bytes: int) -> int:
     return min(1 << (wanted.bit_length() - 1), ARENA_BYTES_DEFAULT)
 
 
+def need_bytes(size_bytes: int) -> int:
+    """What an embedded node of this size takes of /dev/shm, its headers too."""
+    arena_bytes = arena_bytes_for(size_bytes)
+    return segment_bytes(max(size_bytes // arena_bytes, 1), arena_bytes)
+
+
+def fitting_bytes(where: Path, size_bytes: int) -> int:
+    """`size_bytes`, or less where less fits: nobody but the user of a library's default has
+    asked for it. Raises `NoSpaceError` when what fits is of no use."""
+    free = free_bytes(where)
+    if need_bytes(size_bytes) <= free:
+        return size_bytes
+    fits = free
+    while fits > 0 and need_bytes(fits) > free:
+        fits -= arena_bytes_for(fits)
+    fits -= fits % arena_bytes_for(fits) if fits > 0 else 0
+    remedy = "enlarge it (`mount -o remount,size=...`, `docker run --shm-size`, an emptyDir)"
+    if fits < EMBEDDED_NODE_BYTES_MIN:
+        raise NoSpaceError(
+            f"{where} has {free >> 20} MiB to give, and a memory node of any use needs "
+            f"{EMBEDDED_NODE_BYTES_MIN >> 20}: {remedy}"
+        )
+    log.warning(
+        "%s has room for a node of %d MiB, not of %d MiB: %s, or ask for less (node_size_bytes)",
+        where,
+        fits >> 20,
+        size_bytes >> 20,
+        remedy,
+    )
+    return fits
+
+
 def start_embedded_node(
     run_dir: Path, *, key_prefix: str, size_bytes: int, signing_key: bytes | None = None
 ) -> None:
     """Start it, unless another process just did, and return when clients can connect.
 
     It is given no URL: it joins the embedded Redis of `run_dir` as a user, so that
-    Redis lasts as long as the node. Raises `NodeUnavailableError` with what it said
-    when it could not start.
+    Redis lasts as long as the node. Where /dev/shm is too small, so is the node. Raises
+    `NodeUnavailableError` with what it said when it could not start, and `NoSpaceError`.
     """
     directory = NodeDir(run_dir, EMBEDDED_NAME)
     if _ready(directory):
         return
+    size_bytes = fitting_bytes(SHM_DIR, size_bytes)
     env = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items() if k != URL_VARIABLE}
     if signing_key is not None:
         env[os.fsencode(SIGNING_KEY)] = signing_key

@@ -131,27 +131,33 @@ def check_room(where: Path, arenas: int, arena_bytes: int) -> None:
     """Raises `NoSpaceError` when a segment of this shape does not fit."""
     # fallocate on tmpfs takes page after page until memory is gone; asking
     # first keeps a mistyped size from starving the whole machine.
-    check_free(where, _need_bytes(arenas, arena_bytes))
+    check_free(where, segment_bytes(arenas, arena_bytes))
 
 
 def check_free(where: Path, need_bytes: int) -> None:
     """Raises `NoSpaceError` unless there is as much room, and some for others."""
-    fs = os.statvfs(where)
-    free = fs.f_bavail * fs.f_frsize
-    if need_bytes + RESERVE_BYTES > free:
+    free = free_bytes(where)
+    if need_bytes > free:
         raise NoSpaceError(
-            f"{where}: {need_bytes} bytes asked for, {free} free, "
+            f"{where}: {need_bytes} bytes asked for, {free + RESERVE_BYTES} free, "
             f"{RESERVE_BYTES} kept for others; use a smaller --size or enlarge it"
         )
+
+
+def free_bytes(where: Path) -> int:
+    """Room for segments: some is left for everyone else."""
+    fs = os.statvfs(where)
+    return fs.f_bavail * fs.f_frsize - RESERVE_BYTES
 
 
 def never_fits(where: Path, arenas: int, arena_bytes: int) -> bool:
     """Whether a segment of this shape is larger than all there is."""
     fs = os.statvfs(where)
-    return _need_bytes(arenas, arena_bytes) + RESERVE_BYTES > fs.f_blocks * fs.f_frsize
+    return segment_bytes(arenas, arena_bytes) + RESERVE_BYTES > fs.f_blocks * fs.f_frsize
 
 
-def _need_bytes(arenas: int, arena_bytes: int) -> int:
+def segment_bytes(arenas: int, arena_bytes: int) -> int:
+    """Both files of a segment together."""
     return arenas * arena_bytes + header_file_bytes(arenas, arena_bytes)
 
 
