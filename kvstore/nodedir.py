@@ -25,7 +25,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.errors import UsageError
 from kvstore.limits import RESTART_WITHIN_S
@@ -35,15 +35,20 @@ log = logging.getLogger("kvstore.node")
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
 KEEP, READY, ROOM, RESETS = "keep", "ready", "room", "resets"
 ROOM_BYTES = 8
+VERSION = 2
+"""Of what a node is reached by: grows with every change of its announcement, of the control
+protocol (core/wire.py) and of the segment's layout (segment/header.py)."""
 NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
+WORD_CHARS_MAX = 255
+"""Of what a node of another version is said to be called."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
     """What others need to reach a node."""
 
-    version: int = 1
+    version: int = dataclasses.field(default_factory=lambda: VERSION)
     node_id: int
     epoch: int
     name: str
@@ -82,7 +87,7 @@ class Announcement:
         """None when `raw` is not an announcement of this version: nobody to reach."""
         try:
             fields = json.loads(raw)
-            if not isinstance(fields, dict) or fields.get("version") != 1:
+            if not isinstance(fields, dict) or fields.get("version") != VERSION:
                 return None
             known = {f.name: f.type for f in dataclasses.fields(cls)}
             found = cls(**{name: fields[name] for name in known})
@@ -93,6 +98,38 @@ class Announcement:
         ) and all(isinstance(address, str) for address in found.transports.values())
         right = right and all(type(count) is int for count in found.counts.values())
         return found if right else None
+
+
+class Stranger(NamedTuple):
+    """A node of another version: what it says cannot be read, but that it is there can be told."""
+
+    name: str
+    host: str
+    key_prefix: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"node {self.name} speaks version {self.version}, this side version {VERSION}"
+
+
+def stranger(raw: bytes) -> Stranger | None:
+    """Who announced `raw`, when that is a node of another version; else None."""
+    fields = _fields(raw)
+    version = fields.get("version")
+    if type(version) is not int or version == VERSION:
+        return None
+    said = (fields.get(name) for name in ("name", "host", "key_prefix"))
+    name, host, key_prefix = (str(value)[:WORD_CHARS_MAX] for value in said)
+    return Stranger(name if name.isprintable() else "?", host, key_prefix, version)
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    """Of an announcement of any version; none when it is no announcement."""
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def try_lock(path: Path, *, create: bool = True) -> int | None:
@@ -212,10 +249,10 @@ class NodeDir:
 
     def kept_for_s(self) -> float:
         """How long the segment of this node, if it is dead, waits for its next start; 0: not."""
-        word = self.announcement()
+        paths = self._segment_paths()
         try:
             died_at = self.keep.stat().st_mtime
-            if word is None or not Path(word.head_path).exists():
+            if not paths or not all(path.exists() for path in paths):
                 return 0.0
         except OSError:
             return 0.0
@@ -226,6 +263,22 @@ class NodeDir:
             return Announcement.unpack(self.announcement_path.read_bytes())
         except OSError:
             return None
+
+    def stranger(self) -> Stranger | None:
+        """The node, when it is of another version."""
+        try:
+            return stranger(self.announcement_path.read_bytes())
+        except OSError:
+            return None
+
+    def _segment_paths(self) -> list[Path]:
+        """The files of its segment, whatever its version."""
+        try:
+            fields = _fields(self.announcement_path.read_bytes())
+        except OSError:
+            return []
+        said = [fields.get(name) for name in ("head_path", "data_path")]
+        return [Path(path) for path in said if isinstance(path, str) and path]
 
     def alive(self) -> bool:
         """Believed where nobody can look: no file descriptor is left, say."""
@@ -245,20 +298,29 @@ class NodeDir:
 
     def remove(self) -> None:
         """Delete the directory and the segment it names. The caller holds the lock."""
-        found = self.announcement()
-        if found is not None:
-            remove_segment(found)
+        self.remove_segment()
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def remove_segment(self) -> None:
+        """Delete the files of the segment that it names. What cannot be deleted is told in the
+        log: one file of another user must not keep nodes from starting."""
+        for path in self._segment_paths():
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as e:
+                log.warning("node %s: %s stays: %s", self.name, path, e.strerror)
 
-def remove_segment(word: Announcement) -> None:
-    """Delete the files of that node's segment. What cannot be deleted is told in the log: one
-    file of another user must not keep nodes from starting."""
-    for path in (word.data_path, word.head_path):
-        try:
-            Path(path).unlink(missing_ok=True)
-        except OSError as e:
-            log.warning("node %s: %s stays: %s", word.name, path, e.strerror)
+
+def strangers(run_dir: Path, key_prefix: str | None) -> list[Stranger]:
+    """The living nodes of this host that are of another version; all when `key_prefix` is None."""
+    found = [(d, d.stranger()) for d in node_dirs(run_dir)]
+    return [
+        other
+        for directory, other in found
+        if other is not None
+        and (key_prefix is None or other.key_prefix == key_prefix)
+        and directory.alive()
+    ]
 
 
 def node_dirs(run_dir: Path) -> Iterator[NodeDir]:

@@ -1,3 +1,4 @@
+import dataclasses
 import fcntl
 import os
 import subprocess
@@ -8,7 +9,7 @@ from stores import announcement
 
 from kvstore.errors import UsageError
 from kvstore.limits import RESTART_WITHIN_S
-from kvstore.nodedir import Announcement, NodeDir, is_locked, node_dirs, sweep, try_lock
+from kvstore.nodedir import VERSION, Announcement, NodeDir, is_locked, node_dirs, sweep, try_lock
 
 WORD = announcement(
     node_id=2**64 - 1,
@@ -40,7 +41,8 @@ def test_an_announcement_gives_back_what_it_was_made_of():
         b"{}",
         b"\xff\xfe",
         WORD.pack()[:-2],
-        WORD.pack().replace(b'"version": 1', b'"version": 2'),
+        dataclasses.replace(WORD, version=VERSION + 1).pack(),
+        dataclasses.replace(WORD, version=VERSION - 1).pack(),
         WORD.pack().replace(b'"arenas": 4', b'"arenas": "4"'),
         WORD.pack().replace(b'"epoch": 5, ', b""),
     ],

@@ -15,7 +15,7 @@ from kvstore.cli.store import LIMITS, local_nodes, store_url
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.index.redis import open_index
 from kvstore.index.redis_info import server_info
-from kvstore.nodedir import Announcement
+from kvstore.nodedir import Announcement, Stranger, stranger, strangers
 
 SUMMED = (
     "capacity_bytes",
@@ -66,15 +66,20 @@ def _one(args: argparse.Namespace) -> int:
                 raise NodeUnavailableError(f"node {args.node} is not ready: {why_not}")
             print(as_json(stats) if args.json else table(("COUNTER", "VALUE"), list(stats.items())))
             return 0
+    for other in strangers(run_dir_of(args), args.key_prefix):
+        if other.name == args.node:
+            raise NodeUnavailableError(str(other))
     raise NodeUnavailableError(f"no node {args.node} runs here")
 
 
 def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
     """Everything there is to tell, as plain data. A Redis that is away is told, not raised."""
     announced: dict[int, Announcement] = {}
+    others: list[Stranger] = strangers(run_dir, key_prefix)
     index: dict[str, Any] = {"redis": no_password(url), "key_prefix": key_prefix, "error": ""}
     try:
-        announced = _announced(url, key_prefix)
+        announced, elsewhere = _announced(url, key_prefix)
+        others += [other for other in elsewhere if other not in others]
         index |= _counters(server_info(url, LIMITS.redis_timeout_s))
     except IndexUnavailableError as e:
         index["error"] = str(e)
@@ -106,16 +111,23 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
         )
     told = [node["stats"] for node in nodes if node["local"] and node["stats"] is not None]
     totals = {name: sum(stats[name] for stats in told) for name in SUMMED}
-    return {"index": index, "nodes": nodes, "local_totals": totals}
+    return {
+        "index": index,
+        "nodes": nodes,
+        "local_totals": totals,
+        "other_versions": [other._asdict() | {"error": str(other)} for other in others],
+    }
 
 
-def _announced(url: str, key_prefix: str) -> dict[int, Announcement]:
+def _announced(url: str, key_prefix: str) -> tuple[dict[int, Announcement], list[Stranger]]:
     index = open_index(url, key_prefix=key_prefix, timeout_s=LIMITS.redis_timeout_s)
     try:
-        words = {node_id: Announcement.unpack(raw) for node_id, raw in index.nodes().items()}
+        said = index.nodes()
     finally:
         index.close()
-    return {node_id: word for node_id, word in words.items() if word is not None}
+    words = {node_id: Announcement.unpack(raw) for node_id, raw in said.items()}
+    others = [other for raw in said.values() if (other := stranger(raw)) is not None]
+    return {node_id: word for node_id, word in words.items() if word is not None}, others
 
 
 def _counters(servers: list[dict[str, str]]) -> dict[str, Any]:
@@ -147,6 +159,7 @@ def _text(found: dict[str, Any]) -> str:
         lines = [table(WHERE, where, left=3, elastic=(0, 1))]
         lines += [text for node in nodes if (text := warm_start(node))]
         lines += ["", table(("NODE", *(name.upper() for name in COUNTED)), what), ""]
+    lines += [f"{other['error']}" for other in found["other_versions"]]
     lines += [f"index       {index['redis']}", f"key prefix  {index['key_prefix']}"]
     if not index["error"]:
         hits, misses = index["lookup_hits"], index["lookup_misses"]

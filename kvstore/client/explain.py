@@ -36,7 +36,7 @@ from kvstore.errors import IndexUnavailableError, PeerError, UsageError
 from kvstore.hashing import SALT_FIELD, Namespace
 from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.base import Index, Record
-from kvstore.nodedir import LOCK, Announcement, NodeDir, is_locked, node_dirs
+from kvstore.nodedir import LOCK, Announcement, NodeDir, is_locked, node_dirs, stranger, strangers
 from kvstore.transport.stream_requests import ask
 from kvstore.types import Key, Location
 
@@ -131,6 +131,7 @@ class Explainer:
             )
         if silent or not answers:
             who = f"{', '.join(silent)} did not answer" if silent else "there is no node to ask"
+            who = "; ".join([who, *map(str, strangers(self._run_dir, self._key_prefix))])
             detail = f"not in the index; {who}, so nobody can say why"
             return Missing(block=block, reason=MissReason.ABSENT, detail=detail)
         different = self._under_other_fields(question, answers) if block == 0 else None
@@ -239,9 +240,14 @@ class Explainer:
 
     def _away(self, block: int, location: Location) -> Missing:
         """A record of a node that does not live on this host, or not with this run directory."""
-        word = None
+        word, other = None, None
         with suppress(IndexUnavailableError):
             word = announced_node(self._index, location.node_id, self._signer)
+            other = stranger(self._index.node(location.node_id) or b"")
+        if other is not None:
+            return Missing(
+                block=block, reason=MissReason.OUT_OF_REACH, detail=str(other), node=other.name
+            )
         if word is None:
             name = f"{location.node_id:016x}"
             detail = f"node {name}, which had it, does not announce itself any more"

@@ -320,7 +320,7 @@ class HostWriter(HostWriters):
 
     def health(self) -> dict[str, str]:
         """What is wrong with each node, by name; nothing, when it answers and is ready."""
-        found: dict[str, str] = {}
+        found = {other.name: str(other) for other in self._nodes.strangers()}
         try:
             writers = self.writers()
         except NodeUnavailableError:

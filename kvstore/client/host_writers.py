@@ -106,6 +106,9 @@ class HostWriters:
                 failure = e
             else:
                 joined.append(writer)
+        others = "" if joined else "".join(f"; {other}" for other in self._nodes.strangers())
+        if others:
+            failure = NodeUnavailableError(f"{failure}{others}")
         joined += [w for w in self._found if w not in joined and self._lives(w)]
         self._found = tuple(joined)
         self._forget_gone()

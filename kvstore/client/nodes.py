@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
-from kvstore.nodedir import Announcement, NodeDir, node_dirs, sweep
+from kvstore.nodedir import Announcement, NodeDir, Stranger, node_dirs, strangers, sweep
 from kvstore.segment.shm import AttachedShm
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
@@ -181,6 +181,10 @@ class LocalNodes:
         if unanswered is not None and not found:
             raise unanswered
         return found
+
+    def strangers(self) -> list[Stranger]:
+        """Living nodes of this host that are of another version: to be named, not used."""
+        return strangers(self._run_dir, self._key_prefix) if self._use else []
 
     def _is_ours(self, word: Announcement) -> bool:
         """Whether the index knows the node. Asked once for each of its starts: it does not

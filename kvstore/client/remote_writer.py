@@ -19,7 +19,7 @@ from kvstore.core.placement import RAMP_S, Candidate, two_choices
 from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
-from kvstore.index.announced import announced_nodes
+from kvstore.index.announced import announced_nodes, announced_strangers
 from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
@@ -32,6 +32,7 @@ ANSWER_SHARE = 0.5
 """Of a save's time besides that of its bytes, what the first node has to say what it takes: in
 the rest all others can be asked."""
 CAPACITY_BYTES_MAX = 1 << 50
+STRANGERS_NAMED_MAX = 4
 AWAY_SLOT = -1
 """In a reservation: its buffer is this process's own memory."""
 NOBODY = (
@@ -170,8 +171,13 @@ class RemoteWriter:
             if not left:
                 break
         if not results:
-            raise failure
+            raise failure if failure.args != (NOBODY,) else NodeUnavailableError(self._nobody())
         return [results[i] for i in range(len(batch))]
+
+    def _nobody(self) -> str:
+        """Why there is none to save to: nodes of another version are told by name."""
+        others = announced_strangers(self._index)[:STRANGERS_NAMED_MAX]
+        return "; ".join([NOBODY, *(f"{other} (on {other.host})" for other in others)])
 
     def _in_turn(self, deadline: float) -> Iterator[Announcement]:
         """Who may take a save: a healthy node (core/placement.py); when it fails or is full,
@@ -203,7 +209,7 @@ class RemoteWriter:
         Raises `NodeUnavailableError` when no node can be reached.
         """
         if not self._targets():
-            raise NodeUnavailableError(NOBODY)
+            raise NodeUnavailableError(self._nobody())
         try:
             records = self._readable(keys)
         except IndexUnavailableError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvstore.core.record import RecordSigner
+from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
-from kvstore.nodedir import Announcement
+from kvstore.nodedir import Announcement, Stranger, stranger
 
 
 def announced_node(
@@ -22,6 +23,16 @@ def announced_nodes(index: Index, signer: RecordSigner | None = None) -> dict[in
     """All nodes that announce themselves, by id; as `announced_node` otherwise."""
     believed = {node_id: _believed(node_id, raw, signer) for node_id, raw in index.nodes().items()}
     return {node_id: word for node_id, word in believed.items() if word is not None}
+
+
+def announced_strangers(index: Index) -> list[Stranger]:
+    """Nodes of another version that announce themselves: to be named, not used. Nothing is said
+    of them when the index cannot be asked."""
+    try:
+        raws = index.nodes().values()
+    except IndexUnavailableError:
+        return []
+    return [other for raw in raws if (other := stranger(raw)) is not None]
 
 
 def _believed(node_id: int, raw: bytes | None, signer: RecordSigner | None) -> Announcement | None:

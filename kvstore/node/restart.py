@@ -20,7 +20,7 @@ from kvstore.core.events import Effects
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
-from kvstore.nodedir import Announcement, NodeDir, fd_is_locked, remove_segment, sweep
+from kvstore.nodedir import Announcement, NodeDir, fd_is_locked, sweep
 from kvstore.segment.abandoned import Sweeper, free_abandoned
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
@@ -102,8 +102,11 @@ def start(
     directory.leases.mkdir(exist_ok=True, mode=0o700)
     former = directory.announcement()
     warm = None if former is None else _take_over(former, word, make_core, catch_up)
-    if former is not None and warm is None:
-        remove_segment(former)
+    if warm is None:
+        other = directory.stranger()
+        if other is not None:
+            log.warning("what %s left is not taken over", other)
+        directory.remove_segment()
     clients = FormerClients(directory.leases, matter=warm is not None)
     try:
         if warm is not None:

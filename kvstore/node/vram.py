@@ -20,7 +20,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import Node
 from kvstore.node.inside import Inside, InsideSession
 from kvstore.node.restart import FormerClients, Started, superblock_of
-from kvstore.nodedir import Announcement, remove_segment
+from kvstore.nodedir import Announcement
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.transport.cuda_memory import NAME, Address
 
@@ -59,9 +59,7 @@ class VramNode(Node):
         return self._memory.address
 
     def _begin(self, word: Announcement, make_core: Callable[[], NodeCore]) -> Started:
-        former = self.dir.announcement()
-        if former is not None:
-            remove_segment(former)
+        self.dir.remove_segment()
         self.dir.leases.mkdir(exist_ok=True, mode=0o700)
         clients = FormerClients(self.dir.leases, matter=False)
         # Written before the segment: whoever finds this directory without a living owner

@@ -169,6 +169,15 @@ def unpack_superblock(raw: bytes) -> Superblock | None:
     return Superblock(node_id, epoch, segment, arenas, arena_bytes)
 
 
+def layout_of(page: bytes) -> int | None:
+    """The layout version that a header file's first page names, ours or another; None when it is
+    no such page."""
+    if len(page) < _SUPERBLOCK.size:
+        return None
+    magic, version, *_ = _SUPERBLOCK.unpack(page[: _SUPERBLOCK.size])
+    return version if magic == _MAGIC else None
+
+
 def newest_superblock(page: bytes) -> Superblock | None:
     """The one of the last start, of the copies on a header file's first page."""
     copies = [unpack_superblock(page), unpack_superblock(page[SUPERBLOCK_COPY:])]

@@ -30,11 +30,13 @@ from kvstore.segment.header import (
     HINT_BYTES,
     HOME_PLACE,
     KEY_PART,
+    LAYOUT_VERSION,
     SEALED,
     SUPERBLOCK_BYTES,
     Superblock,
     hint_of,
     hints_of,
+    layout_of,
     newest_superblock,
     pack,
     pack_home,
@@ -319,8 +321,13 @@ class AttachedHeads:
         if superblock is None or len(self._head) != header_file_bytes(
             superblock.arenas, superblock.arena_bytes
         ):
+            layout = layout_of(self._head[:SUPERBLOCK_BYTES])
             self._head.close()
-            raise ValueError(f"{head_path} is no segment header file of this version")
+            if layout not in (None, LAYOUT_VERSION):
+                raise ValueError(
+                    f"{head_path} has segment layout version {layout}, this side {LAYOUT_VERSION}"
+                )
+            raise ValueError(f"{head_path} is no whole segment header file")
         self.superblock = superblock
         self.slots_per_arena = superblock.arena_bytes // SLOT_BYTES_MIN
         self.slots = superblock.arenas * self.slots_per_arena

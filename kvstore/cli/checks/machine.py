@@ -16,7 +16,7 @@ from kvstore.cli.store import local_nodes
 from kvstore.errors import PeerError, UsageError
 from kvstore.limits import ARENA_BYTES_DEFAULT
 from kvstore.node.config import SIZE_BYTES_DEFAULT
-from kvstore.nodedir import NAME_CHARS_MAX, Announcement, NodeDir, node_dirs
+from kvstore.nodedir import NAME_CHARS_MAX, Announcement, NodeDir, node_dirs, strangers
 from kvstore.rundir import RUN_DIR_ENV, run_dir, socket_path
 from kvstore.segment.abandoned import HEAD, Segment, foreign_files, segments
 from kvstore.segment.shm import RESERVE_BYTES, SHM_DIR, header_file_bytes
@@ -180,6 +180,9 @@ def _ways(word: Announcement) -> list[str]:
 
 def nodes(context: Context) -> list[Finding]:
     findings = []
+    for other in strangers(run_dir(context.run_dir), None):
+        do = "start it again with the version that its clients have, or the other way round"
+        findings.append(Finding(Level.FAIL, str(other), do))
     for node in local_nodes(run_dir(context.run_dir), None):
         word = node.word
         name = f"node {word.name} (pid {word.pid}, key prefix {word.key_prefix})"

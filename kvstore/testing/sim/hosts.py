@@ -65,6 +65,12 @@ class SimNodeDir(NodeDir):
     def announce(self, word: Announcement) -> None:
         self.file.word = word
 
+    def stranger(self) -> None:
+        return None
+
+    def remove_segment(self) -> None:
+        """The world keeps its files until their directory goes."""
+
     def say_room(self, free_bytes: int) -> None:
         self._free_bytes = free_bytes
 
