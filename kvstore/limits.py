@@ -152,6 +152,9 @@ RESTART_WITHIN_S = 600.0
 """How long after a node died its segment waits for the next start: then whatever else of this
 user lives on the host frees it (segment/abandoned.py), and before that a node of the same run
 directory that needs the memory."""
+RESETS_KEPT_S = 2 * RESTART_WITHIN_S
+"""How long the index keeps resets after the last node that knew of them: longer than a segment
+waits for its next start."""
 SEGMENTS_SEEN_MAX = 1024
 """Segments of this user in /dev/shm that one look takes in; the others wait for the next."""
 

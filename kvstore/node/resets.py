@@ -6,9 +6,11 @@ directory, which needs no index. docs/decisions/0029-reset.md.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from kvstore.core.resets import Resets
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
-from kvstore.limits import RESETS_SETTLE_S
+from kvstore.limits import RESETS_KEPT_S, RESETS_SETTLE_S
 from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S
 from kvstore.nodedir import Announcement, NodeDir, node_dirs
 
 log = logging.getLogger("kvstore.node")
 
+RECORD_ID = (1 << 64) - 1
+"""Under this number of no node the index keeps all resets, longer than any node lives."""
 POLL_S = 0.2
 """Between two looks of a node that catches up."""
 
@@ -47,14 +51,46 @@ class ResetNews:
         self._index = index
         self._written = ""
         self._incarnation = ""
+        self._peers: set[int] = set()
+        """Nodes that were announced when this one looked last, itself among them."""
+        self._put_at = float("-inf")
+
+    # --- what the index keeps beyond the life of nodes --------------------
+
+    def _in_index(self) -> str:
+        """What some node put there last; nothing where it cannot be believed."""
+        try:
+            raw = self._index.node(RECORD_ID)
+        except IndexUnavailableError:
+            return ""
+        if raw is None or not (self._signer is None or self._signer.announced(raw)):
+            return ""
+        try:
+            found = json.loads(raw)
+        except (ValueError, RecursionError):
+            return ""
+        return str(found.get("resets", "")) if isinstance(found, dict) else ""
+
+    def _put_in_index(self, resets: Resets) -> None:
+        """Unless all of it is there."""
+        now = time.monotonic()
+        there = Resets.unpack(self._in_index())
+        if not len(resets) or (not there.news(resets) and now < self._put_at + RESETS_KEPT_S / 4):
+            return
+        raw = json.dumps({"resets": resets.pack()}).encode()
+        raw = raw if self._signer is None else self._signer.announcement(raw)
+        self._index.announce(RECORD_ID, raw, RESETS_KEPT_S)
+        self._put_at = now
 
     def unknown_to(
         self, resets: Resets, announcements: Iterable[Announcement]
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Resets that others tell of and this node does not know, each once."""
         found: dict[int, tuple[int, ...]] = {}
-        told = [word.resets for word in announcements if word.key_prefix == self._key_prefix]
-        for text in (*told, *self._told_here()):
+        words = [word for word in announcements if word.key_prefix == self._key_prefix]
+        self._peers = {word.node_id for word in words}
+        told = [word.resets for word in words]
+        for text in (*told, *self._told_here(), self._in_index()):
             if text:
                 found.update(resets.news(Resets.unpack(text)))
         return sorted(found.items())
@@ -78,6 +114,8 @@ class ResetNews:
         """The index has had a sign of life, in this incarnation of it."""
         self._incarnation = incarnation
         self._write(resets.pack(), time.time())
+        with suppress(IndexUnavailableError):  # then with the next one
+            self._put_in_index(resets)
 
     def withdrawn(self) -> None:
         """From here on a reset does not count on this node."""
@@ -90,6 +128,7 @@ class ResetNews:
                 "resets": text,
                 "incarnation": self._incarnation,
                 "announced_at": announced_at,
+                "peers": sorted(self._peers),
             }
         )
         self._written = text
@@ -123,8 +162,14 @@ class ResetNews:
                 break
             time.sleep(POLL_S)
         # Others say what they know with each heartbeat: by now they have.
-        if not reached and not _counted_on(kept.get("announced_at"), time.time()):
+        if _counted_on(kept.get("announced_at"), time.time()):
+            return
+        if not reached:
             raise ValueError("what was reset meanwhile cannot be learned without the index")
+        peers = kept.get("peers")
+        others = {*peers} - {core.node_id} if isinstance(peers, list) else {0}
+        if others and not others & self._peers:
+            raise ValueError("the index has forgotten what was reset, and so has everybody else")
 
 
 def _counted_on(announced_at: Any, now: float) -> bool:

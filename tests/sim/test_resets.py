@@ -225,6 +225,47 @@ def test_after_a_complete_reset_nothing_older_can_be_read_anywhere(
         assert counts[name] > 2, counts
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_who_was_down_learns_of_it_when_all_who_knew_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool
+) -> None:
+    world = World(0, tmp_path, monkeypatch)
+    one, two, away = world.nodes
+    away.save()
+    away.kill()
+    world.sleep(7.0)
+    monkeypatch.setattr(resetting, "_here", lambda *_: one.here())
+    place: Any = one
+    assert resetting.reset_everywhere(
+        place, place, world.index, one.run_dir, PREFIX, [7], timeout_s=5.0
+    )
+    one.kill()
+    two.kill()
+    world.sleep(30.0)
+    if forgets:
+        world.index.lose_everything()
+    away.start()
+    assert away.core is not None
+    assert not away.core.by_key
+
+
+def test_a_node_that_was_alone_keeps_its_blocks_when_the_index_forgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(0, tmp_path, monkeypatch)
+    one, two, alone = world.nodes
+    one.kill()
+    two.kill()
+    world.sleep(30.0)
+    alone.save()
+    alone.kill()
+    world.sleep(30.0)
+    world.index.lose_everything()
+    alone.start()
+    assert alone.core is not None
+    assert len(alone.core.by_key) == 1
+
+
 @pytest.mark.parametrize(
     ("broken", "method"),
     [

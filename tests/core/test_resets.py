@@ -1,0 +1,74 @@
+"""Which resets a node knows of, and what it makes of what others tell."""
+
+import pytest
+
+from kvstore.core.resets import EVERYTHING, RANDOM_BITS, Resets
+from kvstore.limits import RESET_NAMESPACES_MAX, RESETS_IDS_MAX
+
+
+def of(*numbers: int) -> Resets:
+    resets = Resets()
+    for number in numbers:
+        assert resets.add(number, [7])
+    return resets
+
+
+def full() -> Resets:
+    resets = Resets()
+    for number in range(100, 130):
+        resets.add(number, range(RESET_NAMESPACES_MAX))
+    assert resets.floor > 0
+    return resets
+
+
+def test_a_reset_counts_once() -> None:
+    resets = of(5)
+    assert not resets.add(5, [8])
+    assert resets.add(6, [8])
+
+
+def test_what_others_tell_and_is_not_known_is_news_the_oldest_first() -> None:
+    assert of(5).news(of(9, 5, 3)) == [(3, (7,)), (9, (7,))]
+    assert of(5).news(of(5)) == of(5).news(Resets()) == []
+
+
+def test_what_is_told_survives_being_packed() -> None:
+    resets = Resets()
+    resets.add(1 << 60, [0, (1 << 32) - 1])
+    resets.add(3, [9])
+    assert Resets().news(Resets.unpack(resets.pack())) == Resets().news(resets)
+    assert Resets.unpack(full().pack()).floor == full().floor
+    assert Resets().pack() == ""
+
+
+@pytest.mark.parametrize("text", ["x", "AAAA", "####", "A" * 4000, full().pack()[:-9], "ü"])
+def test_damaged_words_are_nothing_or_nothing_wrong(text: str) -> None:
+    assert all(len(ids) <= RESET_NAMESPACES_MAX for _, ids in Resets().news(Resets.unpack(text)))
+
+
+def test_room_is_bounded_and_the_oldest_go_first() -> None:
+    resets = full()
+    assert 129 in resets
+    assert 100 not in resets
+    assert len(resets) * RESET_NAMESPACES_MAX <= RESETS_IDS_MAX
+    assert not resets.add(100, [1]), "never taken again"
+    assert len(resets.pack()) < 8 << 10
+
+
+def test_who_meets_somebody_that_has_let_go_of_more_than_it_knows_drops_everything() -> None:
+    (first, *_) = of(5).news(full())
+    assert first == (full().floor, EVERYTHING)
+    after = of(5)
+    for number, ids in of(5).news(full()):
+        after.add(number, ids)
+    assert after.news(full()) == []
+
+
+def test_a_number_is_larger_than_all_that_are_known_and_keeps_its_random_bits() -> None:
+    resets = of(5 << RANDOM_BITS)
+    wanted = 3 << RANDOM_BITS | 12345
+    got = resets.next_number(wanted)
+    assert got > 5 << RANDOM_BITS
+    assert got & (1 << RANDOM_BITS) - 1 == 12345
+    later = 9 << RANDOM_BITS | 1
+    assert resets.next_number(later) == later
