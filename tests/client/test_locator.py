@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from redis_servers import RedisServer, wait_until
-from stores import PATIENT, NodeProcess
+from stores import PATIENT, NodeProcess, announcement
 
 from kvstore import Client, Holder, Locator, MissReason
 from kvstore.client import locator as locator_module
+from kvstore.core.record import pack_record
+from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis import open_index
+from kvstore.types import Location
 
 BLOCK_TOKENS = 16
 TOKENS = list(range(4 * BLOCK_TOKENS))
@@ -92,3 +95,40 @@ def test_an_index_that_is_away_is_an_empty_run_in_time(elsewhere: Path) -> None:
         assert run == []
         assert run.short in (MissReason.INDEX_ERROR, MissReason.DEADLINE, MissReason.BREAKER_OPEN)
         assert time.monotonic() - started < 10
+
+
+def located(
+    tmp_path: Path, present: dict[int, int], count: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, MissReason | None]:
+    """How many of `count` keys have a holder, and why not more, with records of the keys
+    `present`: the epoch in each. The node there is has epoch 2; keys are asked for by twos."""
+    monkeypatch.setattr(locator_module, "BATCH_KEYS_MAX", 2)
+    names = [bytes([i]) * 32 for i in range(count)]
+    index = MemoryIndex()
+    index.announce(7, announcement(node_id=7, epoch=2).pack(), 60.0)
+    index.publish(
+        [
+            (names[i], pack_record(names[i], Location(7, epoch, 0, i, 1, 0, 10, 0)))
+            for i, epoch in present.items()
+        ]
+    )
+    with Locator("redis://127.0.0.1:1", run_dir=tmp_path) as locator:
+        locator._index = index
+        holders = locator.leading(names)
+    return len(holders), holders.short
+
+
+@pytest.mark.parametrize("hole", range(5))
+def test_a_run_ends_at_its_first_hole_wherever_that_is(
+    tmp_path: Path, hole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = {i: 2 for i in range(5) if i != hole}
+    assert located(tmp_path, present, 5, monkeypatch) == (hole, MissReason.ABSENT)
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_another_start_of_a_node_holds_nothing(
+    tmp_path: Path, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = {0: 2, 1: 2, 2: epoch, 3: 2}
+    assert located(tmp_path, present, 4, monkeypatch) == (2, MissReason.NODE_DEAD)

@@ -178,3 +178,18 @@ def test_a_host_without_threads_to_give_reads_from_one_node_and_no_exception(ind
     assert [outcome.read for outcome in nodes.read(wanted)] == [Read.HIT] * 2
     nodes.close()
     assert sorted(read_from) == [WORD.node_id, other.node_id]
+
+
+def test_another_start_of_a_node_is_another_node(index):
+    nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
+    assert nodes.node(WORD.node_id, WORD.epoch, 0.0) is not None
+    for epoch in (WORD.epoch - 1, WORD.epoch + 1):
+        assert nodes.node(WORD.node_id, epoch, 0.0) is None
+    nodes.close()
+
+
+def test_what_another_node_announces_under_an_id_is_not_believed(index):
+    index.announce(8, WORD.pack(), ANNOUNCEMENT_TTL_S)
+    nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
+    assert nodes.node(8, WORD.epoch, 0.0) is None
+    nodes.close()

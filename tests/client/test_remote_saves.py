@@ -190,3 +190,16 @@ def test_a_client_without_a_node_on_its_host_clears_the_namespace_everywhere(rea
     result = reader.clear(20.0)
     assert result, str(result)
     assert writer.get_many(["far", "near"]) == reader.get_many(["far", "near"]) == [None, None]
+
+
+def test_each_result_of_a_save_is_that_of_its_own_value(reader, writer):
+    assert writer.put("k1", b"there already" * 100)
+    assert writer.put("k3", b"there already" * 100)
+    results = reader.put_many([(f"k{i}", b"v" * 1000) for i in range(5)])
+    assert [result.status for result in results] == [
+        PutStatus.STORED,
+        PutStatus.EXISTS,
+        PutStatus.STORED,
+        PutStatus.EXISTS,
+        PutStatus.STORED,
+    ]

@@ -135,6 +135,36 @@ def test_a_clients_own_proof_does_not_prove_the_node():
         client.check(bytes([sw.ACCEPTED]) + proof)
 
 
+def transcript():
+    """A node that waits for a proof, and what both have said until then."""
+    client = ClientHandshake(SECRET, nonce(), NODE)
+    server = NodeHandshake(SECRET, nonce(), NODE)
+    hello = server.answer(client.hello)
+    return client, server, client.hello + hello, client.prove(hello)
+
+
+def test_every_byte_of_a_proof_counts():
+    client, server, _, proof = transcript()
+    _, verdict = server.judge(proof)
+    for at in range(sw.PROOF_BYTES):
+        changed = proof[:at] + bytes([proof[at] ^ 1]) + proof[at + 1 :]
+        assert server.judge(changed) == (False, bytes(sw.VERDICT_BYTES))
+        lie = bytearray(verdict)
+        lie[1 + at] ^= 1
+        with pytest.raises(WireError, match="does not know the secret"):
+            client.check(bytes(lie))
+    assert not server.judge(proof[:-1])[0]
+    assert not server.judge(b"")[0]
+
+
+def test_a_nodes_own_proof_does_not_prove_a_client():
+    """Somebody could have it from the node by a connection in the other direction."""
+    _, server, said, proof = transcript()
+    assert server.judge(proof)[0]
+    assert not server.judge(sw._proof(SECRET, b"node", said))[0]
+    assert not server.judge(server.judge(proof)[1][1:])[0]
+
+
 def test_the_secret_never_travels():
     client = ClientHandshake(SECRET, nonce(), NODE)
     server = NodeHandshake(SECRET, nonce(), NODE)

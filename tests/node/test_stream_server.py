@@ -285,3 +285,9 @@ def test_slots_are_reserved_for_little_longer_than_their_bytes_take(place, monke
     channel.receive_rest(*channel.receive_head(far()), far())  # what it may send
     with pytest.raises(NodeUnavailableError):
         channel.receive_bytes(1, far())
+
+
+def test_the_limits_of_who_proves_nothing_are_small():
+    """A handshake takes milliseconds; who takes longer is not worth a place."""
+    assert stream_lobby.HANDSHAKE_TIMEOUT_S <= 2.0
+    assert stream_lobby.STREAM_UNPROVEN_PER_ADDRESS_MAX < stream_lobby.STREAM_UNPROVEN_MAX <= 100
