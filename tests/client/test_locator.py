@@ -12,7 +12,7 @@ from stores import PATIENT, NodeProcess, announcement
 
 from kvstore import Client, Holder, Locator, MissReason
 from kvstore.client import locator as locator_module
-from kvstore.core.record import pack_record
+from kvstore.core.record import RecordSigner, pack_record
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis import open_index
 from kvstore.types import Location
@@ -132,3 +132,20 @@ def test_another_start_of_a_node_holds_nothing(
 ) -> None:
     present = {0: 2, 1: 2, 2: epoch, 3: 2}
     assert located(tmp_path, present, 4, monkeypatch) == (2, MissReason.NODE_DEAD)
+
+
+def test_with_a_signing_key_an_unsigned_record_has_no_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when its node is one of ours."""
+    secret = "a signing key of this tenant"
+    signer = RecordSigner(secret.encode(), "kv:default")
+    names = [bytes([i]) * 32 for i in range(3)]
+    records = [pack_record(name, Location(7, 2, 0, 0, 1, 0, 10, 0)) for name in names]
+    index = MemoryIndex()
+    index.announce(7, signer.announcement(announcement(node_id=7, epoch=2).pack()), 60.0)
+    signed = [signer.signed(*pair) for pair in zip(names, records, strict=True)]
+    index.publish(list(zip(names, [signed[0], records[1], signed[2]], strict=True)))
+    with Locator("redis://127.0.0.1:1", run_dir=tmp_path, signing_key=secret) as locator:
+        locator._index = index
+        assert len(locator.leading(names)) == 1

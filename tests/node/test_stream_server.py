@@ -291,3 +291,30 @@ def test_the_limits_of_who_proves_nothing_are_small():
     """A handshake takes milliseconds; who takes longer is not worth a place."""
     assert stream_lobby.HANDSHAKE_TIMEOUT_S <= 2.0
     assert stream_lobby.STREAM_UNPROVEN_PER_ADDRESS_MAX < stream_lobby.STREAM_UNPROVEN_MAX <= 100
+
+
+def test_crowds_of_many_addresses_have_one_pool(served, patient_lobby):
+    place, _ = served
+    room = stream_lobby.STREAM_UNPROVEN_PER_ADDRESS_MAX
+    crowds = [silent(place, room, f"127.0.0.{10 + i}") for i in range(4)]
+    assert hung_up(crowds[0][0])
+    assert len(place.node._stream._lobby.guests) <= stream_lobby.STREAM_UNPROVEN_MAX
+    assert not hung_up_now(crowds[-1][-1])
+    for connection in [one for crowd in crowds for one in crowd]:
+        connection.close()
+
+
+def test_who_does_not_know_the_secret_pushes_nobody_out(served, monkeypatch):
+    monkeypatch.setattr(stream_server, "IDLE_MIN_S", 0.0)
+    place, another = served
+    block = place.save(b"1" * 1000)
+    clients = [another() for _ in range(FEW)]
+    for transport in clients:
+        assert read_by(place, transport, block).read is Read.HIT
+    for _ in range(FEW):
+        stranger = another()
+        stranger._security = dataclasses.replace(
+            stranger._security, secret=b"another secret, as long"
+        )
+        assert "secret" in read_by(place, stranger, block).reason
+    assert not any(transport.hung_up(place.word) for transport in clients)

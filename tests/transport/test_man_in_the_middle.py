@@ -377,3 +377,15 @@ def test_without_seals_he_would_succeed(place, between, monkeypatch):
     word = between(on_read(with_plain_tags, SIZE))
     outcomes, got = read_through(word, place.save(payload))
     assert (reads(outcomes), got) == ([Read.HIT], [flipped(payload)])
+
+
+def test_a_payload_with_the_checksum_of_the_right_one_is_no_hit_either(place, between, monkeypatch):
+    """xxh3 has no key: who chooses the bytes can choose the checksum."""
+    monkeypatch.setattr(
+        "kvstore.transport.chunks.Digests.value", lambda self, number=0: 12345, raising=True
+    )
+    block = place.save(os.urandom(SIZE))
+    word = between(on_read(lambda heads, payload, tails: [heads, flipped(payload), tails], SIZE))
+    outcomes, _ = read_through(word, block)
+    assert reads(outcomes) == [Read.MISS]
+    monkeypatch.undo()
