@@ -201,6 +201,10 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
 
 
 def _check_layerwise(config: ConnectorSettings, shape: EngineShape) -> None:
+    if config.layerwise and any(group.geometry.runs for group in shape.groups):
+        raise UsageError(
+            "layerwise", True, "must be false where layers of one KV cache group differ in shape"
+        )
     if config.layerwise and any(group.geometry.recurrent for group in shape.groups):
         raise UsageError(
             "layerwise",

@@ -3,7 +3,8 @@
 Payload of a store block, one shard: `[layer][head][token][C]`, C being the
 engine's packed bytes of one token and head (K, then V); of state-space layers
 `[layer][C]`, C being all of a layer's state after the block's last token. Head ranges are
-contiguous in every layer, the token run covers all of `block_tokens`, so
+contiguous in every layer (where layers have several shapes, runs of one shape each follow one
+another), the token run covers all of `block_tokens`, so
 neither the engine's block size nor its memory layout shows in the bytes. The
 namespace of a shard names its heads and not its writer's tensor-parallel size,
 so that any reader can compute who may have saved what it needs.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from connector.limits import (
     BLOCK_BYTES_MIN_DEFAULT,
@@ -32,6 +34,15 @@ LAYOUT_VERSION = 1
 """Grows when the same fields come to mean other bytes."""
 
 
+class LayerRun(NamedTuple):
+    """Layers of one shape among those of a group."""
+
+    layers: tuple[int, ...]
+    """Their places among the group's layers."""
+    heads: int
+    channel_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGeometry:
     """KV of one shard: what one worker holds of one KV cache group."""
@@ -47,15 +58,23 @@ class KVGeometry:
 
     `channel_bytes` are those of one layer's state, `heads` is 1.
     """
+    runs: tuple[LayerRun, ...] = ()
+    """Where layers have several shapes: all of them, `heads` and `channel_bytes` are the first's.
+    Payloads hold one run after another. Only workers know them; no namespace does."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "channel_bytes", "engine_block_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"geometry.{name}", getattr(self, name), "must be at least 1")
+        for run in self.runs:
+            if run.heads % self.heads:
+                raise UsageError("geometry.runs", run, f"heads must be a multiple of {self.heads}")
 
     @property
     def token_bytes(self) -> int:
         """Of one token, or of one state."""
+        if self.runs:
+            return sum(len(run.layers) * run.heads * run.channel_bytes for run in self.runs)
         return self.layers * self.heads * self.channel_bytes
 
     def payload_slots(self, block_tokens: int) -> int:

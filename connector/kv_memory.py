@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from connector.blocks import KVBlocks, KVMemory
 from connector.host_blocks import HostBlocks
+from connector.mixed_blocks import MixedBlocks
 from kvstore import PoolMapping, UsageError
 
 if TYPE_CHECKING:
@@ -33,8 +34,40 @@ def kv_memory(
         tokens = block_tokens
         if geometry.recurrent:  # an engine block and a store block have one slot each, the state
             geometry, tokens = replace(geometry, engine_block_tokens=1), 1
-        _check(layers, geometry)
-        checked.append((layers, geometry, tokens))
+        for some, own in _runs(layers, geometry):
+            _check(some, own)
+            checked.append((some, own, tokens))
+    memory = _copiers(checked, mappings, count)
+    copiers, by_group = iter(memory.groups), list[KVBlocks]()
+    for _, geometry in groups:
+        runs = [next(copiers) for _ in geometry.runs or (geometry,)]
+        by_group.append(MixedBlocks(runs, geometry, block_tokens) if geometry.runs else runs[0])
+    return memory._replace(groups=by_group)
+
+
+def _runs(layers: Sequence[Any], geometry: KVGeometry) -> Iterator[tuple[list[Any], KVGeometry]]:
+    """Layers of one shape each, with their own geometry."""
+    if not geometry.runs:
+        yield list(layers), geometry
+        return
+    if len(layers) != geometry.layers:
+        raise UsageError("kv_caches", len(layers), f"must have {geometry.layers} layers")
+    for run in geometry.runs:
+        own = replace(
+            geometry,
+            layers=len(run.layers),
+            heads=run.heads,
+            channel_bytes=run.channel_bytes,
+            runs=(),
+        )
+        yield [layers[i] for i in run.layers], own
+
+
+def _copiers(
+    checked: Sequence[tuple[list[Any], KVGeometry, int]],
+    mappings: Callable[[], Sequence[PoolMapping]],
+    count: Callable[[int, str], None],
+) -> KVMemory:
     if all(layer.device.type == "cpu" for layers, _, _ in checked for layer in layers):
         return KVMemory([HostBlocks(*group) for group in checked], lambda: None)
     from connector.cuda.start import device_memory  # torch and cuda-python

@@ -46,7 +46,7 @@ class GroupPieces:
         self._by_split: list[tuple[Piece, ...]] = []
         for split in layout.splits:
             reads = reads_of(mine, split.tp_shards, geometry.heads * topology.tp_shards)
-            size = geometry.layers * split.heads * geometry.channel_bytes * slots
+            size = geometry.token_bytes // geometry.heads * split.heads * slots
             self._by_split.append(
                 tuple(
                     Piece(

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     HiddenStateCacheSpec,
     KVQuantMode,
+    MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -18,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.adapters.vllm_heads import tp_shards
 from connector.adapters.vllm_identity import model_fields
+from connector.adapters.vllm_runs import layer_runs
 from connector.adapters.vllm_states import (
     state_fields,
     state_geometry,
@@ -140,6 +142,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
             fields={**state_fields(states), **layers},
         )
     spec, window_tokens = _attention(number, group.kv_cache_spec)
+    runs = layer_runs(group, vllm_config, lambda one: _within_block(vllm_config, one))
     # Where vLLM packs heads in another way, ranges of them mean nothing to another size.
     plain = spec.num_heads == spec.num_kv_heads
     topology = ShardTopology(
@@ -153,6 +156,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
             heads=spec.num_heads,
             channel_bytes=spec.state_content_size_bytes,
             engine_block_tokens=spec.block_size,
+            runs=runs,
         ),
         topology=topology,
         # The scheduler knows the layers of one pipeline stage only; both sides must agree.
@@ -175,11 +179,10 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
 def _attention(number: int, spec: Any) -> tuple[Any, int | None]:
     """(spec of every layer, sliding window) of a group that can be stored, else `UsageError`."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        specs = list(spec.kv_cache_specs.values())
-        spec = specs[0]
-        shapes = {(s.num_heads, s.state_content_size_bytes, s.block_size) for s in specs}
-        if len(shapes) != 1:
-            raise UsageError("kv_cache_spec", sorted(shapes), "all layers must have one shape")
+        # The scheduler is given the first layer's: namespaces are made from that one.
+        for one in spec.kv_cache_specs.values():
+            _attention(number, one)
+        spec = spec.first_spec
     refused = (RSWASpec, HiddenStateCacheSpec)
     full = isinstance(spec, FullAttentionSpec) and not isinstance(spec, refused)
     if not (full or isinstance(spec, SlidingWindowSpec)) or not spec.prefix_cacheable:
@@ -219,6 +222,8 @@ def _within_block(vllm_config: Any, spec: Any) -> str:
         isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, dtype)
         return f"cpu {isa}, {spec.block_size} tokens"
     dense = spec.state_content_bytes is None and spec.kv_quant_mode == KVQuantMode.NONE
+    # Beside a latent there may be layers of other formats, of which the scheduler knows nothing.
+    dense = dense and not isinstance(spec, MLAAttentionSpec)
     return "" if dense else f"{spec.kv_quant_mode.name}, {spec.block_size} tokens"
 
 
@@ -230,7 +235,8 @@ def _layers_digest(group: Any, vllm_config: Any) -> str:
     """
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     if pp_size == 1:
-        return digest_of(group.layer_names)
+        skipped = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None)
+        return digest_of([group.layer_names, skipped])
     count = vllm_config.model_config.get_total_num_hidden_layers()
     parts = [get_pp_indices(count, stage, pp_size) for stage in range(pp_size)]
     return digest_of([parts, getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None)])

@@ -250,6 +250,7 @@ class TestShape:
             "channel_bytes": 16,
             "engine_block_tokens": ENGINE_BLOCK,
             "recurrent": False,
+            "runs": (),
         }
 
     def test_trap_context_parallel_blocks_are_refused(self, model: Path) -> None:

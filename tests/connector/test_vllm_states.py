@@ -296,6 +296,7 @@ class TestShape:
             "channel_bytes": STATE_BYTES,
             "engine_block_tokens": ENGINE_BLOCK,
             "recurrent": True,
+            "runs": (),
         }
 
     def test_trap_what_shapes_a_state_is_in_the_namespace(
