@@ -155,7 +155,8 @@ def _put_pinned(
         nonlocal why
         results = store.put_many(waiting.items())
         for key, result in zip(list(waiting), results, strict=True):
-            if result.status is PutStatus.EXISTS and not again and key not in tried:
+            there = result.status in (PutStatus.EXISTS, PutStatus.DIFFERS)
+            if there and not again and key not in tried:
                 raise UsageError("name", key, "was used before: choose another for each use")
             if not result:
                 why = result.reason or str(result.status)

@@ -20,7 +20,7 @@ from kvstore.client.health import Health
 from kvstore.client.locator import Holder, Holders, Locator
 from kvstore.client.pinned import Match, Pinned
 from kvstore.client.reset_result import ResetResult
-from kvstore.client.session import BlockSession
+from kvstore.client.session import BlockSession, Verify
 from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.cuda.bindings import open_device as cuda_device
 from kvstore.embedded.vram_pool import DeviceReservation, VramPool
@@ -41,6 +41,7 @@ from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
 from kvstore.transport.cuda_memory import DeviceBlock
+from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key, PutResult, PutStatus
 from kvstore.weights import weights_fingerprint
 
@@ -66,6 +67,8 @@ __all__ = [
     "tenant_salt",
     "weights_fingerprint",
     "Limits",
+    "StreamSecurity",
+    "Verify",
     "BlockSession",
     "BlockStore",
     "Answers",

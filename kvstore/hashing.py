@@ -14,6 +14,7 @@ import json
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b, sha256
 
 from kvstore.errors import UsageError
@@ -48,9 +49,17 @@ class Namespace:
     def __init__(self, fields: Mapping[str, Field], *, salt: bytes = b"") -> None:
         """With `salt`, a secret, keys cannot be computed from fields and tokens alone; a field
         says which salt it is, by 32 bits that do not lead back to it."""
+        if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+            raise UsageError("namespace", fields, "must be a mapping of names to values")
+        if not isinstance(salt, bytes):
+            raise UsageError("salt", type(salt).__name__, "must be bytes (see tenant_salt)")
         if salt:
             fields = {**fields, SALT_FIELD: blake2b(salt, digest_size=4, person=_ID).hexdigest()}
         self.fields: dict[str, Field] = dict(sorted(fields.items()))
+        for name, value in self.fields.items():
+            if not isinstance(value, str | int | float | None) or value != value:
+                must = "must be text, a number, a truth value or None"
+                raise UsageError(f"namespace[{name!r}]", value, must)
         of_fields = blake2b(self.canonical(), digest_size=32, person=b"kvstore-ns-v1").digest()
         self.id: int = int.from_bytes(of_fields[:4], "little")
         """32 bits of the fields' hash, kept in slot headers so that a namespace can be cleared."""
@@ -68,8 +77,8 @@ class Namespace:
     @classmethod
     def named(cls, name: str, *, salt: bytes = b"") -> Namespace:
         """The namespace of plain `put`/`get` users."""
-        if not name:
-            raise UsageError("namespace", name, "must not be empty")
+        if not isinstance(name, str) or not name:
+            raise UsageError("namespace", name, "must be a name, not empty")
         return cls({"name": name}, salt=salt)
 
     def __eq__(self, other: object) -> bool:
@@ -100,9 +109,9 @@ class Namespace:
         digest[i] = sha256(digest[i-1] + tokens of block i as little-endian u32), the first
         one after a root of this namespace; a key carries the first 24 bytes of it.
         """
-        if block_tokens < 1:
-            raise UsageError("block_tokens", block_tokens, "must be at least 1")
-        count = len(tokens) // block_tokens
+        if not isinstance(block_tokens, int) or block_tokens < 1:
+            raise UsageError("block_tokens", block_tokens, "must be a whole number, at least 1")
+        count = _length(tokens) // block_tokens
         raw = _token_bytes(tokens, count * block_tokens)
         step = block_tokens * 4
         digests: list[bytes] = []
@@ -133,17 +142,28 @@ def _with_tags(digests: list[bytes]) -> list[Key]:
     return keys
 
 
+def _length(tokens: Sequence[int]) -> int:
+    """How many there are; they must be in order, and no text: its bytes are no tokens."""
+    ordered = hasattr(tokens, "__len__") and hasattr(tokens, "__getitem__")
+    if ordered and not isinstance(tokens, str | bytes | bytearray | Mapping):
+        with suppress(TypeError):  # an array or tensor of no dimension
+            return len(tokens)
+    raise UsageError("tokens", tokens, "must be a list or a one-dimensional array of integers")
+
+
 def _token_bytes(tokens: Iterable[int], count: int) -> bytes:
     """The first `count` tokens as little-endian u32."""
     astype = getattr(tokens, "astype", None)
     if astype is not None:  # numpy
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:  # type: ignore[attr-defined]
+            raise UsageError("tokens", tokens, "must be a one-dimensional array of integers")
         if count and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32:  # type: ignore[attr-defined]
             raise UsageError("tokens", tokens, "must be integers from 0 to 2**32 - 1")
         as_u32: bytes = astype("<u4")[:count].tobytes()
         return as_u32
     try:
         packed = array("I", tokens)
-    except (OverflowError, TypeError) as e:
+    except (OverflowError, TypeError, ValueError) as e:
         raise UsageError("tokens", tokens, "must be integers from 0 to 2**32 - 1") from e
     if sys.byteorder == "big":
         packed.byteswap()

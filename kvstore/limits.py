@@ -32,6 +32,12 @@ REDIS_ARGS_MAX = 1024
 """Arguments in one Redis command; a longer call is several commands in one pipeline."""
 USER_KEY_BYTES_MAX = 4096
 TENSOR_DIMS_MAX = 16
+BLOCK_TOKENS_MAX = 1 << 20
+"""Tokens in one block of a client."""
+SEGMENT_BYTES_MAX = 1 << 44
+"""Of one node: more is a mistyped size."""
+REPLACE_TRIES = 3
+"""How often a put that replaces tries again when others put another value meanwhile."""
 META_BYTES_MAX = 255
 NAMESPACE_BYTES_MAX = 4096
 """Fields of one namespace as JSON, as a client tells a node of them."""
@@ -191,8 +197,12 @@ class Limits:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if value <= 0:
-                raise UsageError(f"limits.{f.name}", value, "must be greater than 0")
+            kinds = (int,) if isinstance(f.default, int) else (int, float)
+            if type(value) not in kinds:
+                must = "must be a whole number" if kinds == (int,) else "must be a number"
+                raise UsageError(f"limits.{f.name}", value, must)
+            if not 0 < value < float("inf"):
+                raise UsageError(f"limits.{f.name}", value, "must be greater than 0, and finite")
         for name in ("reservations_per_client", "pins_per_client"):
             if getattr(self, name) > HELD_MAX:
                 raise UsageError(f"limits.{name}", getattr(self, name), f"at most {HELD_MAX}")

@@ -32,7 +32,10 @@ def secret(name: str, given: str | bytes | None = None) -> bytes | None:
         return None
     if not isinstance(given, str | bytes):
         raise UsageError(where, type(given).__name__, "must be text or bytes")
-    raw = (given.encode(errors="surrogateescape") if isinstance(given, str) else given).strip()
+    try:
+        raw = (given.encode(errors="surrogateescape") if isinstance(given, str) else given).strip()
+    except UnicodeEncodeError:
+        raise UsageError(where, "(text)", "must be text without lone surrogates") from None
     if not SECRET_BYTES_MIN <= len(raw) <= SECRET_BYTES_MAX:
         must = f"must have {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX}"
         raise UsageError(where, f"{len(raw)} bytes", must)

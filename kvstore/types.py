@@ -50,17 +50,19 @@ class PutStatus(enum.StrEnum):
 
     STORED = "stored"
     EXISTS = "exists"
+    DIFFERS = "differs"
+    """Another value than this one is stored under the key, and stays there."""
     IN_PROGRESS = "in_progress"
     """Another writer holds a reservation for this key."""
     REJECTED = "rejected"
 
 
 class PutResult(NamedTuple):
-    """Result of one put; truthy when the value is in the store now."""
+    """Result of one put; truthy when this value is in the store now."""
 
     status: PutStatus
     reason: str = ""
-    """Why, when rejected; empty otherwise."""
+    """Why, when rejected or when another value is there; empty otherwise."""
 
     def __bool__(self) -> bool:
         return self.status in (PutStatus.STORED, PutStatus.EXISTS)

@@ -16,6 +16,7 @@ from kvstore.types import PutStatus
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key", metavar="KEY")
     parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="default: -, stdin")
+    parser.add_argument("--replace", action="store_true", help="replace another value")
     parser.add_argument("--node", metavar="NAME", help="the node of this host to save to")
     add_store(parser, namespace=True)
 
@@ -23,12 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     value = _read(args.file)
     with open_client(args, run_dir_of(args), node=args.node) as client:
-        result = client.put(args.key, value)
+        result = client.put(args.key, value, replace=args.replace)
     if result:
         print(result.status.value)
         return 0
-    busy = "another writer is saving this key"
-    why = busy if result.status is PutStatus.IN_PROGRESS else result.reason
+    why = {
+        PutStatus.IN_PROGRESS: "another writer is saving this key",
+        PutStatus.DIFFERS: "another value is stored under this key; --replace replaces it",
+    }.get(result.status, result.reason)
     print(f"kvstore: {args.key}: not stored: {why}", file=sys.stderr)
     return 1
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from kvstore.client import tensors
+from kvstore.client import arguments, tensors
+from kvstore.client.existing import drop_away, is_other_away, node_of, told_apart
 from kvstore.client.explanation import Explanation, Missing, MissReason
 from kvstore.client.fetching import Away, fetch_values
 from kvstore.client.health import Health, ask_index
@@ -20,7 +21,7 @@ from kvstore.client.pinned import Match, Pinned
 from kvstore.client.questions import about_block, about_value
 from kvstore.client.reader import Place
 from kvstore.client.reset_result import ResetResult
-from kvstore.client.saving import save
+from kvstore.client.saving import check_wanted, save
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.tensors import Payload
 from kvstore.errors import (
@@ -30,13 +31,14 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.hashing import Namespace
-from kvstore.limits import RESET_TIMEOUT_S, Limits
+from kvstore.hashing import SALT_FIELD, Namespace
+from kvstore.index.redis_url import parse_url
+from kvstore.limits import REPLACE_TRIES, RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy
 from kvstore.transport import stream_requests
 from kvstore.transport.security import StreamSecurity
-from kvstore.types import Key, Kind, PutResult, rejected
+from kvstore.types import Key, Kind, Location, PutResult, PutStatus, rejected
 
 log = logging.getLogger("kvstore.client")
 
@@ -82,17 +84,49 @@ class Client:
         transports: Sequence[str] | None = None,
         security: StreamSecurity | None = None,
     ) -> None:
-        """`signing_key` and `salt` are secrets (docs/security.md); None: KVSTORE_SIGNING_KEY and
-        KVSTORE_SALT, or what is in the files that these with _FILE name, else none. `salt` is
-        for a namespace given by name; one that is made of fields has its own."""
+        """Raises `UsageError`, which names it, for a setting that is none, and when there is no
+        Redis: neither a URL nor one that can be started.
+
+        - `url`: of Redis, a Redis Cluster or Sentinel (docs/decisions/0003); None takes
+          KVSTORE_URL, else the embedded Redis.
+        - `namespace`: whose values and blocks these are, a name or a `Namespace` of fields;
+          clients with another one do not see them.
+        - `key_prefix`: of all keys in Redis, the same for all that share nodes.
+        - `node`: the name of the node of this host to save to; None: all of them.
+        - `node_size_bytes`: of the embedded memory node that the first save starts.
+        - `block_tokens`: tokens of one KV block, for the calls that take tokens.
+        - `run_dir`: where processes of this host find each other; None takes KVSTORE_RUN_DIR,
+          else a directory of this user.
+        - `verify`: "always" writes checksums and compares them at every read, on this host
+          too; "never" only where bytes cross a host or a disk.
+        - `signing_key`, `salt`: secrets (docs/security.md); None takes KVSTORE_SIGNING_KEY and
+          KVSTORE_SALT, or what is in the files that these with _FILE name, else none. `salt`
+          is for a namespace given by name; one that is made of fields has its own.
+        - `limits`: deadlines and bounds (`Limits`), as far as they are a client's.
+        - `transports`: those that may be used, of "shm", "cuda_ipc", "nixl" and "stream";
+          None takes KVSTORE_TRANSPORTS, else all.
+        - `security`: what protects streams to other hosts (`StreamSecurity`); None takes
+          KVSTORE_SECRET and KVSTORE_TLS_CA, _CERT and _KEY.
+        """
+        arguments.client_settings(
+            url=url,
+            namespace=namespace,
+            key_prefix=key_prefix,
+            node=node,
+            node_size_bytes=node_size_bytes,
+            block_tokens=block_tokens,
+            run_dir=run_dir,
+            verify=verify,
+            salt=salt,
+            limits=limits,
+            transports=transports,
+            security=security,
+        )
         if isinstance(namespace, str):
             namespace = Namespace.named(namespace, salt=tenant_salt(salt))
-        elif salt is not None:
-            raise UsageError("salt", "(given)", "give it to the Namespace")
         self.namespace = namespace
-        if block_tokens < 1:
-            raise UsageError("block_tokens", block_tokens, "must be at least 1")
         self.block_tokens = block_tokens
+        self._closed = False
         self.session = BlockSession(
             url,
             key_prefix=key_prefix,
@@ -117,23 +151,29 @@ class Client:
 
     # --- putting ----------------------------------------------------------
 
-    def put(self, key: str | bytes, value: Any) -> PutResult:
+    def put(self, key: str | bytes, value: Any, *, replace: bool = False) -> PutResult:
         """Save one value: anything with the buffer protocol, a numpy array, a torch tensor.
 
-        An existing key is left as it is: a cache's values follow from their keys.
+        An existing key is left as it is, for a cache's values follow from their keys; the
+        result says "exists" when it is this value, and "differs", which is not true, when it
+        is another one. For keys of your own `replace=True` drops that first, on the nodes of
+        this host and where the index says that it is; who reads meanwhile has a miss.
         """
-        return self._save_values([key], [tensors.encode(value)])[0]
+        arguments.flag("replace", replace)
+        return self._save_values([(key, value)], replace)[0]
 
-    def put_many(self, items: Items) -> list[PutResult]:
-        """`put` for a mapping or pairs, in a few requests for all; results in order."""
-        pairs = list(items.items() if isinstance(items, Mapping) else items)
-        payloads = [tensors.encode(value) for _, value in pairs]
-        return self._save_values([key for key, _ in pairs], payloads)
+    def put_many(self, items: Items, *, replace: bool = False) -> list[PutResult]:
+        """`put` for a mapping or pairs, in a few requests for all; results in order.
+
+        With `replace=True` the last value counts of those that are given for one key."""
+        arguments.flag("replace", replace)
+        return self._save_values(arguments.pairs(items), replace)
 
     def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Any]) -> list[PutResult]:
         """Save the KV blocks at the head of `tokens`: `blocks[i]` is a buffer with the KV of
         tokens `i * block_tokens` to `(i + 1) * block_tokens`. At most as many as are full."""
-        keys = self.namespace.block_keys(tokens, self.block_tokens)
+        keys = self._block_keys(tokens)
+        arguments.several("blocks", blocks, "buffers, one for each block")
         if len(blocks) > len(keys):
             raise UsageError(
                 "blocks",
@@ -141,25 +181,76 @@ class Client:
                 f"{len(tokens)} tokens fill {len(keys)} of {self.block_tokens}",
             )
         payloads = [tensors.encode_block(block) for block in blocks]
-        return self._save(keys[: len(blocks)], payloads)
+        return self._counted(self._save(keys[: len(blocks)], payloads))
 
     def _save_values(
-        self, names: Sequence[str | bytes], payloads: Sequence[Payload]
+        self, pairs: Sequence[tuple[str | bytes, Any]], replace: bool
     ) -> list[PutResult]:
-        keys = [self.namespace.value_key(name) for name in names]
-        results = self._save(keys, payloads)
-        self.session.value_names.note(keys, names)
-        return results
+        self._check_open()
+        keys = [self._value_key(name) for name, _ in pairs]
+        payloads = [tensors.encode(value) for _, value in pairs]
+        if replace:
+            results = self._replace(keys, payloads)
+        else:
+            results = self._told_apart(keys, payloads, self._save(keys, payloads))
+        self.session.value_names.note(keys, [name for name, _ in pairs])
+        return self._counted(results)
+
+    def _replace(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
+        last = dict(zip(keys, payloads, strict=True))
+        results: dict[Key, PutResult] = {}
+        todo = list(last)
+        for _ in range(REPLACE_TRIES):
+            # Elsewhere too: whoever reads there would go on finding the old one.
+            away = self._reader.search(todo).away
+            others = {
+                todo[i]: at
+                for i, at in away.items()
+                if is_other_away(self.session.remote, todo[i], at, last[todo[i]])
+            }
+            undropped = self._drop_each(others)
+            todo = [key for key in todo if key not in undropped]
+            results.update(undropped)
+            payloads = [last[key] for key in todo]
+            told = self._told_apart(todo, payloads, self._save(todo, payloads))
+            results.update(zip(todo, told, strict=True))
+            todo = [key for key in todo if results[key].status is PutStatus.DIFFERS]
+            undropped = self._drop_each(dict.fromkeys(todo))
+            results.update(undropped)
+            todo = [key for key in todo if key not in undropped]
+            if not todo:
+                break
+        return [results[key] for key in keys]
+
+    def _told_apart(
+        self, keys: Sequence[Key], payloads: Sequence[Payload], results: Sequence[PutResult]
+    ) -> list[PutResult]:
+        return told_apart(self._reader, self.session.remote, keys, payloads, results)
+
+    def _drop_each(self, there: Mapping[Key, Location | None]) -> dict[Key, PutResult]:
+        """Why it could not be done, of those that could not be dropped where they are."""
+        undropped: dict[Key, PutResult] = {}
+        for key, location in there.items():
+            try:
+                if location is None:
+                    self._delete(key)
+                else:
+                    self._reader.forget(key)
+                    drop_away(self.session.remote, key, location)
+            except PeerError as e:
+                undropped[key] = rejected(f"the value that is there cannot be dropped: {e}")
+        return undropped
 
     def _save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
         away = self.session.no_local_node()
         if away is None:
-            results = save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
-        else:
-            if isinstance(away.__cause__, NoSpaceError):
-                # Nobody else will say it: this client was to start the node.
-                raise NoSpaceError(str(away)) from away
-            results = self._save_away(keys, payloads, str(away))
+            return save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
+        if isinstance(away.__cause__, NoSpaceError):
+            # Nobody else will say it: this client was to start the node.
+            raise NoSpaceError(str(away)) from away
+        return self._save_away(keys, payloads, str(away))
+
+    def _counted(self, results: list[PutResult]) -> list[PutResult]:
         stored = sum(map(bool, results))
         self._counts["stored"] += stored
         self._counts["not_stored"] += len(results) - stored
@@ -169,6 +260,7 @@ class Client:
         self, keys: Sequence[Key], payloads: Sequence[Payload], here: str
     ) -> list[PutResult]:
         """To another host's node; `here` says why not to this one's."""
+        check_wanted()
         away = [
             stream_requests.Payload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
             for key, p in zip(keys, payloads, strict=True)
@@ -191,18 +283,19 @@ class Client:
         as it has of a value that was put as bytes, and is the answer itself. Raises
         `UsageError` when the value does not fit; `out` is then unchanged.
         """
-        return self._get(self.namespace.value_key(key), out)
+        return self._get(self._value_key(key), out)
 
     def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> list[Any]:
         """`get` for each of `keys`, with one index round trip for all that were not seen before.
 
         Of several in `out`, one that does not fit is unchanged; others may have been filled."""
-        if out is not None and len(out) != len(keys):
+        self._check_open()
+        arguments.several("keys", keys, "keys")
+        if out is not None and len(arguments.several("out", out, "buffers")) != len(keys):
             raise UsageError(
                 "out", f"{len(out)} buffers", f"must be one for each of {len(keys)} keys"
             )
-        value_key = self.namespace.value_key
-        return self._get_all([value_key(key) for key in keys], out)
+        return self._get_all([self._value_key(key) for key in keys], out)
 
     def get_blocks(self, tokens: Sequence[int], out: Sequence[Any]) -> int:
         """Read the KV blocks at the head of `tokens` into the buffers in `out`, in order.
@@ -211,8 +304,8 @@ class Client:
         beyond them is undefined. What fits where is as for `get`: blocks that were put as
         arrays or tensors have a dtype and a shape.
         """
-        keys = self.namespace.block_keys(tokens, self.block_tokens)[: len(out)]
-        got = self._get_all(keys, out[: len(keys)])
+        keys = self._block_keys(tokens)[: len(arguments.several("out", out, "buffers"))]
+        got = self._get_all(keys, [out[i] for i in range(len(keys))])
         return next((i for i, value in enumerate(got) if value is None), len(got))
 
     def _get(self, key: Key, out: Any) -> Any:
@@ -345,33 +438,69 @@ class Client:
 
     def exists(self, key: str | bytes) -> bool:
         """Whether a get would have hit a moment ago."""
-        return self._reader.search((self.namespace.value_key(key),)).present(0)
+        return self._reader.search((self._value_key(key),)).present(0)
 
     def match_prefix(self, tokens: Sequence[int]) -> Match:
         """The longest leading run of full blocks of `tokens` in the store; one round trip."""
-        found = self.session.match(self.namespace.block_keys(tokens, self.block_tokens))
+        found = self.session.match(self._block_keys(tokens))
         return Match(len(found) * self.block_tokens, len(found), found)
 
     def pin(self, key: str | bytes) -> Pinned | None:
         """A zero-copy view of a value that cannot be evicted while it is open; None on a miss.
 
-        The value must be on this host's node. Close it, or use it in a `with`.
+        Close it, or use it in a `with`. Raises `UsageError` for a value that only a node of
+        another host has: it can be read by `get`, and pinned by a client there.
         """
-        raw_key = self.namespace.value_key(key)
-        record = self._writer.pin(raw_key)
+        raw_key = self._value_key(key)
+        try:
+            record = self._writer.pin(raw_key)
+        except (NodeUnavailableError, DeadlineError):
+            self._check_not_away(key, raw_key)
+            raise
         if record is None:
+            self._check_not_away(key, raw_key)
             return None
-        place = self._reader.place(raw_key, record)
-        if place is None or (self._verify and not self._reader.verified(raw_key, place)):
+        try:
+            place = self._reader.place(raw_key, record)
+            if place is not None and self._verify and not self._reader.verified(raw_key, place):
+                place = None
+        except BaseException:  # interrupted: nobody has it
+            self._writer.unpin(raw_key, record)
+            raise
+        if place is None:
             self._writer.unpin(raw_key, record)
             return None
         return Pinned(self._writer, place, raw_key, record)
 
+    def _check_not_away(self, key: str | bytes, raw_key: Key) -> None:
+        location = self._reader.search((raw_key,)).away.get(0)
+        word = None if location is None else node_of(self.session.remote, location)
+        if word is not None:
+            raise UsageError(
+                "key",
+                key,
+                f"is on node {word.name} of {word.host}: only `get` reaches it from here",
+            )
+
     def delete(self, key: str | bytes) -> bool:
-        """Drop a value from this host's node; False when it was not there."""
-        raw_key = self.namespace.value_key(key)
-        self._reader.forget(raw_key)
-        return self._writer.drop([raw_key])[0]
+        """Drop a value: on the nodes of this host, else on the node of another host that the
+        index names. False when it was not there.
+
+        Raises `NodeUnavailableError` or `DeadlineError` when a node that may have it cannot
+        be asked.
+        """
+        return self._delete(self._value_key(key))
+
+    def _delete(self, key: Key) -> bool:
+        location = self._reader.search((key,)).away.get(0)
+        self._reader.forget(key)
+        try:
+            here = self._writer.drop([key])[0]
+        except NodeUnavailableError:
+            if location is None:
+                raise
+            here = False
+        return (location is not None and drop_away(self.session.remote, key, location)) or here
 
     def clear(self, timeout_s: float = RESET_TIMEOUT_S) -> ResetResult:
         """Drop all values and blocks of this client's namespace, on every node of every host.
@@ -379,7 +508,8 @@ class Client:
         The answer is true when all nodes have confirmed it: then nobody finds any more what
         was saved before. It says which have not within `timeout_s`, and what holds then.
         """
-        return self.session.reset([self.namespace.id], timeout_s)
+        self._check_open()
+        return self.session.reset([self.namespace.id], arguments.seconds("timeout_s", timeout_s))
 
     # --- telling ----------------------------------------------------------
 
@@ -389,7 +519,7 @@ class Client:
         For people and logs: it asks the index and the nodes of this host, and takes
         milliseconds; at most twice the deadline of a request when one of them hangs.
         """
-        keys = self.namespace.block_keys(tokens, self.block_tokens)
+        keys = self._block_keys(tokens)
         hit, missing = self._first_missing(tokens, keys)
         if missing is not None:
             self._count_reason(missing)
@@ -415,7 +545,7 @@ class Client:
 
     def explain_key(self, key: str | bytes) -> Missing | None:
         """Why a get of `key` would miss now; None when it would hit. As `explain` otherwise."""
-        raw_key = self.namespace.value_key(key)
+        raw_key = self._value_key(key)
         if self._reader.search((raw_key,)).present(0):
             return None
         missing = self.session.why_missing(about_value(key, self.namespace))
@@ -432,6 +562,7 @@ class Client:
 
         Raises `IndexUnavailableError` otherwise, within `Limits.redis_timeout_s`.
         """
+        self._check_open()
         ask_index(self.session.index)
 
     def health(self) -> Health:
@@ -440,6 +571,7 @@ class Client:
         Truthy when all does, and its text says what does not. Starts nothing, and raises nothing
         for a peer's fault; a node that hangs costs `Limits.request_timeout_s`.
         """
+        self._check_open()
         return self.session.health()
 
     def stats(self) -> dict[str, dict[str, int | float]]:
@@ -449,6 +581,7 @@ class Client:
         "missed" by calls that missed for another reason than that the index had no record,
         "explained" by calls of `explain`.
         """
+        self._check_open()
         client: dict[str, int | float] = dict(self._counts)
         client["index_failures"] = self._reader.index_failures
         try:
@@ -473,10 +606,35 @@ class Client:
         }
 
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Give everything back but pins that somebody still has a view of. Safe to call twice;
+        every other call is a `UsageError` afterwards."""
+        self._closed = True
         self.session.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("client", "(closed)", "make a new one: it was closed")
+
+    def _value_key(self, key: str | bytes) -> Key:
+        self._check_open()
+        return self.namespace.value_key(key)
+
+    def _block_keys(self, tokens: Sequence[int]) -> list[Key]:
+        self._check_open()
+        return self.namespace.block_keys(tokens, self.block_tokens)
+
+    def __repr__(self) -> str:
+        nodes = ", ".join(sorted({link.word.name for link in self._writer.links()})) or "none yet"
+        closed = ", closed" if self._closed else ""
+        where = parse_url(self.session.url).label
+        return f"Client({where!r}, nodes: {nodes}, namespace: {self._namespace_shown()}{closed})"
+
+    def _namespace_shown(self) -> str:
+        fields = self.namespace.fields
+        return str(fields["name"] if set(fields) <= {"name", SALT_FIELD} else fields)
+
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, *exc: object) -> None:

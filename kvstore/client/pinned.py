@@ -38,6 +38,7 @@ class Pinned:
         self._memory: Any
         self._memory, self._pins = writer.view(self._pin, place.payload)
         self._attached = place.attached
+        self._waits = True
         self._kind = place.kind
         self._size_bytes = len(place.data)
 
@@ -109,8 +110,16 @@ class Pinned:
         except ValueError as e:
             raise UsageError("pin", "(damaged)", f"has no dtype and shape: {e}") from e
 
+    def closed_later(self) -> Self:
+        """This, whose `close` waits for nobody: the node is told by another thread."""
+        self._waits = False
+        return self
+
     def close(self) -> None:
         """Let the value go, unless something else still holds its memory. Safe to call twice."""
+        if not self._waits:
+            self._memory = None
+            return
         with self._pins.closing():
             self._memory = None
 

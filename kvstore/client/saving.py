@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from itertools import zip_longest
+from typing import TypeVar
 
 import xxhash
 
@@ -40,6 +42,27 @@ ROUNDS = 2
 of the others once."""
 
 _GONE = (NodeUnavailableError, DeadlineError)
+R = TypeVar("R")
+_stopped: ContextVar[Callable[[], bool]] = ContextVar("stopped", default=lambda: False)
+
+
+class StoppedError(Exception):
+    """The caller wants no more of it: what is not complete is not stored."""
+
+
+def unless(stopped: Callable[[], bool], call: Callable[[], R]) -> R:
+    """`call()`, whose saves are given up once `stopped()`: they raise `StoppedError`."""
+    before = _stopped.set(stopped)
+    try:
+        return call()
+    finally:
+        _stopped.reset(before)
+
+
+def check_wanted() -> None:
+    """Raises `StoppedError`."""
+    if _stopped.get()():
+        raise StoppedError
 
 
 def save(
@@ -236,6 +259,7 @@ class _Window:
 
     def begin(self) -> None:
         """Ask for the slots of the first part."""
+        check_wanted()  # small values travel in the request, and are then stored
         self._ahead = self._writer.reserve_later(self._wants[self._parts[0]], self._namespace_id)
 
     def finish(self) -> list[PutResult | None]:
@@ -300,6 +324,7 @@ class _Window:
                     reservation.buffer[data.nbytes :] = meta
                 else:
                     copy(reservation.buffer, data)
+                check_wanted()
         except BaseException:
             self._writer.abort(granted)
             raise

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from kvstore.client import arguments
 from kvstore.client.base import Answers, BlockView, Found, PoolMapping, Question, Reservation, Run
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
@@ -30,7 +31,7 @@ from kvstore.client.vram import VramNodes
 from kvstore.client.wants import Want
 from kvstore.core.record import RecordSigner
 from kvstore.cuda.base import CudaDevice
-from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError
 from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
@@ -103,8 +104,17 @@ class BlockSession:
         device: CudaDevice | None = None,
         sees_vram: bool = False,
     ) -> None:
-        if verify not in ("never", "always"):
-            raise UsageError("verify", verify, "must be 'never' or 'always'")
+        arguments.session_settings(
+            url=url,
+            key_prefix=key_prefix,
+            node=node,
+            node_size_bytes=node_size_bytes,
+            run_dir=run_dir,
+            verify=verify,
+            limits=limits,
+            transports=transports,
+            security=security,
+        )
         key = secret(SIGNING_KEY, signing_key)
         self.limits = limits or Limits()
         self.run_dir = default_run_dir(run_dir)

@@ -14,6 +14,7 @@ from kvstore.core.events import (
     Abort,
     Commit,
     Corrupt,
+    Drop,
     Explain,
     Introduce,
     Reserve,
@@ -63,7 +64,7 @@ RESERVED_TIMEOUT_S = 5.0
 SNAPSHOT_BYTES = 64 << 10
 """A group up to this size is copied first, and then all of it leaves in one call."""
 CHECKSUMS_KEPT_MAX = 1 << 16
-CONTROL_EVENTS = (Stat, Explain, Touch, Suspect, Reset)
+CONTROL_EVENTS = (Stat, Explain, Touch, Suspect, Drop, Reset)
 """What a client on another host may ask of the core besides reading and saving."""
 Part = memoryview | bytes
 """Of what is sent."""

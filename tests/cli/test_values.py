@@ -37,9 +37,13 @@ def test_a_file_comes_back_as_a_file_and_a_second_put_leaves_it(store: Place) ->
     source, target = store.run_dir / "in", store.run_dir / "out"
     source.write_bytes(VALUE)
     assert store.here("put", "file", str(source)).stdout == b"stored\n"
-    assert store.here("put", "file", "-", stdin=b"other").stdout == b"exists\n"
+    assert store.here("put", "file", str(source)).stdout == b"exists\n"
+    other = store.here("put", "file", "-", stdin=b"other")
+    assert (other.returncode, other.stdout, b"another value" in other.stderr) == (1, b"", True)
     assert store.here("get", "file", "-o", str(target)).stdout == b""
     assert target.read_bytes() == VALUE
+    assert store.here("put", "file", "-", "--replace", stdin=b"other").stdout == b"stored\n"
+    assert store.here("get", "file").stdout == b"other"
 
 
 def test_nothing_comes_back_as_nothing(store: Place) -> None:

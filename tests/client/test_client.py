@@ -27,7 +27,8 @@ def test_bytes_of_any_size_come_back_to_another_client(node, client, size):
 
 def test_a_put_says_stored_and_then_exists(client):
     assert client.put("k", b"1").status is PutStatus.STORED
-    assert client.put("k", b"2").status is PutStatus.EXISTS
+    assert client.put("k", b"1").status is PutStatus.EXISTS
+    assert client.put("k", b"2").status is PutStatus.DIFFERS
     assert client.get("k") == b"1"
 
 
@@ -54,9 +55,9 @@ def test_put_many_takes_pairs_and_says_what_happened_to_each(client):
         [("old", b"2"), ("new", b"3"), ("new", b"4"), ("big", bytes(5 * MIB))]
     )
     assert [r.status for r in results] == [
-        PutStatus.EXISTS,
+        PutStatus.DIFFERS,
         PutStatus.STORED,
-        PutStatus.EXISTS,
+        PutStatus.DIFFERS,
         PutStatus.REJECTED,
     ]
     assert "arena" in results[3].reason

@@ -86,6 +86,7 @@ def test_a_closed_client_holds_nothing_whatever_its_other_threads_still_ask_for(
     client.put("k", bytes(100_000))
     open_index, client.session._opened.close = client.session._opened.close, lambda: None
     client.close()  # as far as that: the index is the last
+    client._closed = False  # as for calls that had begun before
     assert client.put("j", bytes(100_000)).status is PutStatus.REJECTED
     assert client.get("k") is None
     open_index()

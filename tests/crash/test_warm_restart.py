@@ -49,7 +49,7 @@ def test_a_killed_node_goes_on_with_every_block_it_had(node):
                     "every block is a hit",
                     SOON_S,
                 )
-        wait_until(lambda: client.put("k0", b"x").status is PutStatus.EXISTS, "puts", SOON_S)
+        wait_until(lambda: client.put("k0", b"x").status is PutStatus.DIFFERS, "puts", SOON_S)
         assert client.stats()["node"]["recovered"] == len(names)
 
 

@@ -1,0 +1,130 @@
+"""What callers give, checked before anything is done with it: each raises `UsageError`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import UsageError
+from kvstore.hashing import Namespace
+from kvstore.limits import ARENA_BYTES_MIN, BLOCK_TOKENS_MAX, SEGMENT_BYTES_MAX, Limits
+from kvstore.transport.security import StreamSecurity
+
+
+def is_a(field: str, value: Any, kinds: type | tuple[type, ...], must: str) -> None:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in _all(kinds)):
+        raise UsageError(field, value, must)
+
+
+def _all(kinds: type | tuple[type, ...]) -> tuple[type, ...]:
+    return kinds if isinstance(kinds, tuple) else (kinds,)
+
+
+def whole(field: str, value: Any, least: int, most: int) -> None:
+    is_a(field, value, int, f"must be a whole number from {least} to {most}")
+    if not least <= value <= most:
+        raise UsageError(field, value, f"must be from {least} to {most}")
+
+
+def seconds(field: str, value: Any) -> float:
+    is_a(field, value, (int, float), "must be a number of seconds")
+    if not 0 < value < float("inf"):
+        raise UsageError(field, value, "must be greater than 0, and finite")
+    return float(value)
+
+
+def text(field: str, value: Any) -> None:
+    is_a(field, value, str, "must be text")
+    if not value or "\0" in value or not _encodes(value):
+        raise UsageError(field, value, "must not be empty, nor have zeros or lone surrogates in it")
+
+
+def _encodes(value: str) -> bool:
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def flag(field: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(field, value, "must be True or False")
+
+
+def several(field: str, value: Any, of: str) -> Sequence[Any]:
+    """What has a length and an order, and is no text: a list, a tuple, an array."""
+    ordered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    if not ordered or isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set):
+        raise UsageError(field, value, f"must be a list of {of}")
+    try:
+        len(value)
+    except TypeError as e:  # an array or tensor of no dimension
+        raise UsageError(field, value, f"must be a list of {of}") from e
+    return value  # type: ignore[no-any-return]
+
+
+def pairs(items: Any) -> list[tuple[Any, Any]]:
+    """Keys with values, of a mapping or as they come."""
+    if isinstance(items, Mapping):
+        return list(items.items())
+    must = "must be a mapping, or (key, value) pairs"
+    if isinstance(items, str | bytes | bytearray | memoryview):
+        raise UsageError("items", type(items).__name__, must)
+    try:
+        found = list(items)
+    except TypeError as e:
+        raise UsageError("items", type(items).__name__, must) from e
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in found):
+        raise UsageError("items", type(items).__name__, must)
+    return [(key, value) for key, value in found]
+
+
+def session_settings(
+    *,
+    url: Any,
+    key_prefix: Any,
+    node: Any,
+    node_size_bytes: Any,
+    run_dir: Any,
+    verify: Any,
+    limits: Any,
+    transports: Any,
+    security: Any,
+) -> None:
+    """What `BlockSession` takes; contacts nobody."""
+    if url is not None:
+        text("url", url)
+    text("key_prefix", key_prefix)
+    if node is not None:
+        text("node", node)
+    if node_size_bytes is not None:
+        whole("node_size_bytes", node_size_bytes, ARENA_BYTES_MIN, SEGMENT_BYTES_MAX)
+    if run_dir is not None:
+        is_a("run_dir", run_dir, (str, Path), "must be a path")
+        text("run_dir", str(run_dir))
+    if not isinstance(verify, str) or verify not in ("never", "always"):
+        raise UsageError("verify", verify, "must be 'never' or 'always'")
+    if limits is not None:
+        is_a("limits", limits, Limits, "must be kvstore.Limits(...)")
+    if transports is not None:
+        for name in several("transports", transports, "names"):
+            text("transports", name)
+    if security is not None:
+        is_a("security", security, StreamSecurity, "must be kvstore.StreamSecurity(...)")
+
+
+def client_settings(
+    *, namespace: Any, block_tokens: Any, node_size_bytes: Any, salt: Any, **session: Any
+) -> None:
+    """What `Client` takes; contacts nobody."""
+    is_a("namespace", namespace, (str, Namespace), "must be a name or a kvstore.Namespace")
+    if isinstance(namespace, str):
+        text("namespace", namespace)
+    elif salt is not None:
+        raise UsageError("salt", "(given)", "give it to the Namespace")
+    whole("block_tokens", block_tokens, 1, BLOCK_TOKENS_MAX)
+    whole("node_size_bytes", node_size_bytes, ARENA_BYTES_MIN, SEGMENT_BYTES_MAX)
+    session_settings(node_size_bytes=node_size_bytes, **session)

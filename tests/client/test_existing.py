@@ -1,0 +1,107 @@
+"""A put under a key that exists: the same value, another one, and in its place."""
+
+import pytest
+from stores import NodeProcess
+from two_hosts import client_of
+
+from kvstore import PutStatus, UsageError
+
+numpy = pytest.importorskip("numpy")
+MIB = 1 << 20
+
+OTHERS = {
+    "another length": (b"one", b"three"),
+    "other bytes": (b"one", b"two"),
+    "one byte of many": (bytes(MIB), bytes(MIB - 1) + b"1"),
+    "another dtype": (numpy.zeros(4, "<f4"), numpy.zeros(4, "<i4")),
+    "another shape": (numpy.zeros((2, 3), "<f4"), numpy.zeros((3, 2), "<f4")),
+    "an array of the bytes": (b"\0\0", numpy.zeros(2, "u1")),
+    "nothing": (b"x", b""),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_value_under_a_key_is_said_and_the_first_one_stays(client, case):
+    one, other = OTHERS[case]
+    assert client.put("k", one).status is PutStatus.STORED
+    assert client.put("k", one).status is PutStatus.EXISTS
+    result = client.put("k", other)
+    assert result.status is PutStatus.DIFFERS
+    assert not result
+    assert "another value" in result.reason
+    assert "replace=True" in result.reason
+    assert numpy.array_equal(client.get("k"), one) or client.get("k") == one
+    same, differs, new = client.put_many([("k", one), ("k", other), ("new", other)])
+    assert (same.status, differs.status, new.status) == ("exists", "differs", "stored")
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_replace_puts_it_in_its_place(client, case):
+    one, other = OTHERS[case]
+    client.put("k", one)
+    assert client.put("k", other, replace=True).status is PutStatus.STORED
+    assert client.put("k", other).status is PutStatus.EXISTS
+    assert client.put("k", other, replace=True).status is PutStatus.EXISTS
+    got = client.get("k")
+    assert type(got) is type(other)
+    assert numpy.array_equal(got, other) or got == other
+
+
+def test_replace_takes_the_last_value_of_each_key(client):
+    client.put("a", b"old")
+    pairs = [("a", b"1"), ("b", b"2"), ("a", b"3"), ("a", b"4")]
+    assert all(client.put_many(pairs, replace=True))
+    assert client.get_many(["a", "b"]) == [b"4", b"2"]
+
+
+def test_what_is_pinned_keeps_its_bytes_when_it_is_replaced(client):
+    client.put("k", b"1" * 1000)
+    with client.pin("k") as pin:
+        assert client.put("k", b"2" * 1000, replace=True)
+        assert pin.buffer == b"1" * 1000
+        assert client.get("k") == b"2" * 1000
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_value_on_another_host_is_said_and_replaced(writer, reader, case):
+    """`reader` has no node of its own: it saves to that of another host."""
+    one, other = OTHERS[case]
+    writer.put("k", one)
+    assert reader.put("k", one).status is PutStatus.EXISTS
+    assert reader.put("k", other).status is PutStatus.DIFFERS
+    assert reader.put("k", other, replace=True).status is PutStatus.STORED
+    for client in (writer, reader):
+        got = client.get("k")
+        assert type(got) is type(other)
+        assert numpy.array_equal(got, other) or got == other
+
+
+def test_a_value_of_another_host_is_deleted_there(writer, reader):
+    writer.put("k", b"v" * 1000)
+    assert reader.get("k") == b"v" * 1000
+    assert reader.delete("k")
+    assert writer.get("k") is None
+    assert reader.get("k") is None
+
+
+def test_a_pin_of_a_value_of_another_host_says_where_it_is(writer, reader):
+    writer.put("k", b"v" * 1000)
+    with pytest.raises(UsageError, match=r"^key='k': is on node node of .*: only `get`"):
+        reader.pin("k")
+    assert reader.get("k") == b"v" * 1000
+
+
+def test_a_node_of_its_own_beside_it_changes_nothing(redis_server, far):
+    """A host with a node, and a value that only another host's node has."""
+    prefix = far.key_prefix
+    with client_of(far) as writer:
+        writer.put("k", b"v" * 1000)
+        with NodeProcess(redis_server, key_prefix=prefix) as own, client_of(own) as client:
+            assert client.put("mine", b"1")
+            with pytest.raises(UsageError, match="is on node"):
+                client.pin("k")
+            assert client.put("k", b"w" * 1000, replace=True).status is PutStatus.STORED
+            assert writer.get("k") is None
+            assert client.get("k") == b"w" * 1000
+            assert client.delete("k")
+            assert client.get("k") is None
