@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class _Place(NamedTuple):
 def fetch_values(remote: RemoteNodes, aways: Sequence[Away]) -> list[Any]:
     """The values; None for what cannot be had. Raises `UsageError` for an `out` that does not fit
     its value; nothing is then written into it."""
+    began = time.monotonic()
     outs = [None if away.out is None else Out(away.out) for away in aways]
     rooms = [0 if out is None else out.room.nbytes for out in outs]
     blocks = [(away.key, away.location) for away in aways]
@@ -50,7 +52,9 @@ def fetch_values(remote: RemoteNodes, aways: Sequence[Away]) -> list[Any]:
         Wanted(aways[i].key, aways[i].location, [part for part in place if part.nbytes])
         for i, place in places.items()
     ]
-    outcomes = remote.read(wanted) if wanted else []
+    # What was asked before is part of the same call.
+    deadline = began + remote.timeout_s(sum(one.location.length for one in wanted))
+    outcomes = remote.read(wanted, deadline) if wanted else []
     for (i, place), outcome in zip(places.items(), outcomes, strict=True):
         if outcome.read is Read.HIT:
             values[i] = _value(aways[i], outs[i], place, outcome)
@@ -147,6 +151,7 @@ def fetch_blocks(
     could not."""
     if not away:
         return {}
+    began = time.monotonic()
     if staging is None:
         numbers = list(away)
         believed = _believed(remote, list(away.values()), [0] * len(away))
@@ -159,6 +164,8 @@ def fetch_blocks(
         if end <= staging.nbytes:
             wanted[i] = Wanted(key, location, (staging[start:end],))
             start = end
+    give_up_at = began + remote.timeout_s(sum(one.location.length for one in wanted.values()))
+    deadline = give_up_at if deadline is None else min(deadline, give_up_at)
     outcomes = remote.read(list(wanted.values()), deadline) if wanted else []
     return {
         i: FetchedBlock(one.into[0].toreadonly())

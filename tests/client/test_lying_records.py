@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,6 +16,8 @@ from kvstore import Client, UsageError
 from kvstore.client import fetching
 from kvstore.core.record import pack_record, unpack_record
 from kvstore.limits import CLAIMED_BYTES_MAX
+from kvstore.transport.base import Outcome, Wanted
+from kvstore.types import Location
 
 COUNT = 40
 HUGE = 256 * MIB
@@ -126,3 +129,30 @@ def test_large_values_that_are_really_there_are_read(reader: Client, writer: Cli
     assert sum(map(len, values.values())) > CLAIMED_BYTES_MAX
     assert all(writer.put_many(values))
     assert reader.get_many([*values, "absent"]) == [*values.values(), None]
+
+
+def test_what_the_nodes_are_asked_before_is_part_of_the_same_deadline(
+    reader: Client, writer: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {f"k{i}": os.urandom(4) * MIB for i in range(6)}
+    assert all(writer.put_many(values))
+    remote = reader.session.remote
+    told: list[float] = []
+    there, read = remote.there, remote.read
+
+    def slow_there(blocks: Sequence[tuple[bytes, Location]]) -> list[bool]:
+        answer = there(blocks)
+        told.append(time.monotonic())
+        time.sleep(0.3)
+        return answer
+
+    def seen_read(wanted: Sequence[Wanted], deadline: float | None = None) -> list[Outcome]:
+        assert deadline is not None
+        told.append(deadline)
+        return read(wanted, deadline)
+
+    monkeypatch.setattr(remote, "there", slow_there)
+    monkeypatch.setattr(remote, "read", seen_read)
+    assert reader.get_many(list(values)) == list(values.values())
+    answered_at, deadline = told
+    assert deadline <= answered_at + remote.timeout_s(sum(map(len, values.values())))
