@@ -280,6 +280,10 @@ class NodeDir:
         said = [fields.get(name) for name in ("head_path", "data_path")]
         return [Path(path) for path in said if isinstance(path, str) and path]
 
+    def owner(self) -> int:
+        """The user whose node this is. Raises `OSError` when the directory is not there."""
+        return self.path.stat().st_uid
+
     def alive(self) -> bool:
         """Believed where nobody can look: no file descriptor is left, say."""
         try:

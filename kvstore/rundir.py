@@ -2,19 +2,30 @@
 
 `$KVSTORE_RUN_DIR`, or `$XDG_RUNTIME_DIR/kvstore`, or `<tmp>/kvstore-<uid>`. Whoever
 can write there can pose as a node or as Redis, so this user alone may, or it is not
-used. A group may enter it where a node lets one read (node/sharing.py), and who is in
+used; where another user has made `<tmp>/kvstore-<uid>` first, it is `<tmp>/kvstore-<uid>-<random>`.
+A group may enter it where a node lets one read (node/sharing.py), and who is in
 that group may name such a directory of another user, whose word it then takes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.errors import UsageError
 
+log = logging.getLogger("kvstore")
+
+LOCK_WAIT_S = 1.0
+"""For other processes of this user that look for the same directory."""
+LOCK_POLL_S = 0.01
 RUN_DIR_ENV = "KVSTORE_RUN_DIR"
 UNIX_PATH_BYTES_MAX = 107
 """What fits into a Unix socket's address, less the final zero."""
@@ -35,7 +46,48 @@ def run_dir(path: str | Path | None = None) -> Path:
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
         return _checked(Path(runtime) / "kvstore", "XDG_RUNTIME_DIR", group_may_enter=True)
     own = Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}"
+    if _is_anothers(own):
+        return _instead_of(own)
     return _checked(own, RUN_DIR_ENV, group_may_enter=True)
+
+
+def _is_anothers(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
+def _instead_of(taken: Path) -> Path:
+    """A directory that all processes of this user find, where another user was first to make the
+    one called after this user. Its name cannot be guessed, so nobody can be first again."""
+    log.warning(
+        "%s belongs to user %d, not to this one: another directory beside it is used",
+        taken,
+        taken.lstat().st_uid,
+    )
+    with _alone_in(taken.parent):
+        for path in sorted(taken.parent.glob(f"{taken.name}-*")):
+            if not _is_anothers(path):
+                with contextlib.suppress(UsageError):
+                    return _checked(path, RUN_DIR_ENV, group_may_enter=True)
+        return Path(tempfile.mkdtemp(prefix=f"{taken.name}-", dir=taken.parent))
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """One of this user's processes at a time, as far as nobody else holds the lock for long."""
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        give_up_at = time.monotonic() + LOCK_WAIT_S
+        while time.monotonic() < give_up_at:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(LOCK_POLL_S)
+        yield
+    finally:
+        os.close(fd)
 
 
 def private_dir(path: Path, *, field: str = "path") -> Path:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from other_users import ALICE, needs_root
 
 from kvstore.errors import UsageError
 from kvstore.rundir import UNIX_PATH_BYTES_MAX, private_dir, run_dir, socket_path
@@ -77,3 +79,40 @@ def test_a_socket_path_may_be_as_long_as_the_kernel_takes_and_no_longer() -> Non
     assert socket_path(fits) == fits
     with pytest.raises(UsageError, match=f"108 bytes, a Unix socket at most {UNIX_PATH_BYTES_MAX}"):
         socket_path(Path(f"{fits}x"))
+
+
+def test_where_another_user_was_first_all_processes_of_this_one_find_another_directory(
+    environment, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment.setattr("tempfile.tempdir", str(tmp_path))
+    taken = tmp_path / f"kvstore-{os.geteuid()}"
+    taken.symlink_to("/nowhere")
+    environment.setattr("kvstore.rundir._is_anothers", lambda path: path.is_symlink())
+    found = run_dir()
+    assert found.parent == tmp_path
+    assert found.name.startswith(f"{taken.name}-")
+    assert found.stat().st_mode & 0o777 == 0o700
+    with ThreadPoolExecutor(4) as pool:
+        assert {pool.submit(run_dir).result() for _ in range(8)} == {found}
+    (tmp_path / f"{taken.name}-0planted").symlink_to("/nowhere")
+    assert run_dir() == found
+    assert f"{taken} belongs to user" in caplog.text
+
+
+@needs_root
+def test_a_directory_of_another_user_stops_nobody(environment, tmp_path: Path) -> None:
+    environment.setattr("tempfile.tempdir", str(tmp_path))
+    taken = tmp_path / f"kvstore-{os.geteuid()}"
+    taken.mkdir()
+    os.chown(taken, ALICE, ALICE)
+    assert run_dir() == run_dir() != taken
+
+
+def test_a_directory_of_this_user_that_is_open_to_others_is_still_refused(
+    environment, tmp_path: Path
+) -> None:
+    environment.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"kvstore-{os.geteuid()}").mkdir(mode=0o777)
+    (tmp_path / f"kvstore-{os.geteuid()}").chmod(0o777)
+    with pytest.raises(UsageError, match="0700"):
+        run_dir()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from kvstore.client.control import ControlChannel, Held
 from kvstore.nodedir import Announcement
+from kvstore.segment.placed import files_of
 from kvstore.segment.shm import AttachedShm
 
 
@@ -53,10 +53,11 @@ class NodeLink:
         self.word = word
         self.control = control
         self.held = held
-        self.reads_only = not os.access(word.data_path, os.W_OK)
+        files = files_of(control.directory, word)
+        self.reads_only = not (files.may_write and os.access(files.data, os.W_OK))
         """This user is of the node's group (node/sharing.py)."""
         self.shm: AttachedShm | None = AttachedShm(
-            Path(word.data_path), Path(word.head_path), writable=not self.reads_only
+            files.data, files.head, writable=not self.reads_only, owner=files.owner
         )
         self.shm.populate_ahead()
         self.payload = self.shm.payload

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.nodedir import Announcement, NodeDir, Stranger, node_dirs, strangers, sweep
+from kvstore.segment.placed import files_of
 from kvstore.segment.shm import AttachedShm
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
@@ -121,7 +122,8 @@ class LocalNodes:
     @staticmethod
     def _map(word: Announcement, directory: NodeDir) -> Attached | None:
         try:
-            shm = AttachedShm(Path(word.data_path), Path(word.head_path))
+            files = files_of(directory, word)
+            shm = AttachedShm(files.data, files.head, owner=files.owner)
         except (OSError, ValueError):
             return None
         block = shm.superblock

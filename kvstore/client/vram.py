@@ -6,15 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from kvstore.client.nodes import ABSENT_MAX, ABSENT_S, ALIVE_CHECK_S
 from kvstore.cuda.base import CudaDevice
-from kvstore.errors import DeviceError
+from kvstore.errors import DeviceError, UsageError
 from kvstore.limits import STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement, NodeDir, node_dirs
 from kvstore.segment.cuda import AttachedCuda
 from kvstore.segment.locate import locate
+from kvstore.segment.placed import files_of
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.cuda_ipc import CudaIpcTransport, WantedAnywhere
 from kvstore.transport.cuda_memory import NAME, Address, DeviceBlock, Place
@@ -48,11 +50,12 @@ class CudaHeads:
         return bool(self._segment.header(slot_id) == image)
 
 
-def attach(word: Announcement) -> CudaHeads | None:
+def attach(run_dir: Path, word: Announcement) -> CudaHeads | None:
     """The headers of a node in VRAM; None when it is not on this host (any more)."""
     try:
-        segment = AttachedCuda(Path(word.data_path), Path(word.head_path))
-    except (OSError, ValueError):
+        files = files_of(NodeDir(run_dir, word.name), word)
+        segment = AttachedCuda(files.data, files.head, owner=files.owner)
+    except (OSError, ValueError, UsageError):
         return None
     block = segment.superblock
     if (block.node_id, block.epoch) != (word.node_id, word.epoch):
@@ -72,7 +75,9 @@ class VramNodes:
         self._run_dir = run_dir
         self._key_prefix = key_prefix
         self._device = device
-        self.transport = None if device is None else CudaIpcTransport(device, attach)
+        self.transport = (
+            None if device is None else CudaIpcTransport(device, partial(attach, run_dir))
+        )
         self._lock = threading.Lock()
         self.counts = dict.fromkeys(("cuda_ipc_bytes", *_COUNTED.values()), 0)
         self._known: dict[tuple[int, int], tuple[float, Announcement | None]] = {}
@@ -119,7 +124,7 @@ class VramNodes:
 
     def there(self, word: Announcement, blocks: Sequence[tuple[Key, Location]]) -> list[bool]:
         """Which of `blocks` are there, as long as their locations say."""
-        heads = attach(word)
+        heads = attach(self._run_dir, word)
         if heads is None:
             return [False] * len(blocks)
         try:

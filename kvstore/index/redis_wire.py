@@ -22,6 +22,9 @@ from kvstore.index.base import KeyRecord
 from kvstore.types import TAG_BYTES, Key
 
 KEY_PREFIX_BYTES_MAX = 128
+_ANOTHERS = re.compile(":epoch:[0-9]")
+"""Keys of a Redis Cluster's slots under a shorter prefix are called so (redis_acl.py), and a
+pattern of Redis cannot say where a number ends."""
 _PREFIX = re.compile(rf"[A-Za-z0-9_.:/@-]{{1,{KEY_PREFIX_BYTES_MAX}}}")
 """No braces: they would move the hash tag. No glob signs: rights are given by pattern."""
 
@@ -40,6 +43,13 @@ def check_prefix(prefix: str) -> str:
     if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
         raise UsageError(
             "key_prefix", prefix, f"1 to {KEY_PREFIX_BYTES_MAX} of A-Z a-z 0-9 _ . : / @ -"
+        )
+    if found := _ANOTHERS.search(prefix):
+        shorter = prefix[: found.start()]
+        raise UsageError(
+            "key_prefix",
+            prefix,
+            f"nodes of {shorter!r} may write there: no digit after :epoch:",
         )
     return prefix
 

@@ -93,8 +93,8 @@ class AttachedCuda(AttachedHeads):
     `ValueError` when the files are no such segment.
     """
 
-    def __init__(self, data_path: Path, head_path: Path) -> None:
-        super().__init__(head_path)
+    def __init__(self, data_path: Path, head_path: Path, *, owner: int | None = None) -> None:
+        super().__init__(head_path, owner=owner)
         with contextlib.ExitStack() as undo:
             undo.callback(super().close)
             self._lock = os.open(head_path, os.O_RDONLY | os.O_CLOEXEC)

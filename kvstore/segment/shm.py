@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -315,8 +316,9 @@ class AttachedHeads:
     `ValueError` when it is not of this layout.
     """
 
-    def __init__(self, head_path: Path) -> None:
-        self._head = _map(head_path, writable=False)
+    def __init__(self, head_path: Path, *, owner: int | None = None) -> None:
+        """With `owner`, the file must be a plain one of that user's."""
+        self._head = _map(head_path, writable=False, owner=owner)
         superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
         if superblock is None or len(self._head) != header_file_bytes(
             superblock.arenas, superblock.arena_bytes
@@ -364,11 +366,18 @@ class AttachedShm(AttachedHeads):
     Raises like `AttachedHeads`.
     """
 
-    def __init__(self, data_path: Path, head_path: Path, *, writable: bool = False) -> None:
-        super().__init__(head_path)
+    def __init__(
+        self,
+        data_path: Path,
+        head_path: Path,
+        *,
+        writable: bool = False,
+        owner: int | None = None,
+    ) -> None:
+        super().__init__(head_path, owner=owner)
         superblock = self.superblock
         try:
-            self._data = _map(data_path, writable=writable)
+            self._data = _map(data_path, writable=writable, owner=owner)
         except BaseException:
             super().close()
             raise
@@ -430,10 +439,15 @@ class AttachedShm(AttachedHeads):
             self._data.close()
 
 
-def _map(path: Path, *, writable: bool) -> mmap.mmap:
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+def _map(path: Path, *, writable: bool, owner: int | None = None) -> mmap.mmap:
+    # Not waiting for the other end: what is named may be a pipe.
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
     try:
-        size_bytes = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        if owner is not None and (status.st_uid != owner or not stat.S_ISREG(status.st_mode)):
+            raise ValueError(f"{path} is no plain file of user {owner}")
+        size_bytes = status.st_size
         if size_bytes == 0:
             raise ValueError(f"{path} is empty")
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

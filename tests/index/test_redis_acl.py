@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from kvstore.index.base import KeyRecord
 from kvstore.index.open import open_guarded
 from kvstore.index.redis import RedisIndex, open_index
 from kvstore.index.redis_acl import COMMANDS, AclRole, acl_rules, password_hash
+from kvstore.index.redis_wire import KeySpace
 from kvstore.node import Node, NodeConfig
 
 TENANT, OTHER, NESTED = "kv:a", "kv:b", "kv:a:b"
@@ -192,7 +194,7 @@ def test_an_operator_can_run_every_command_that_looks(
         where += ["--run-dir", str(tmp_path)]
         for words in (["stat"], ["ls"], ["explain", "--key", "k"]):
             assert main([*words, *where]) == 0, capsys.readouterr()
-        assert main(["get", "absent", *where]) == 1
+        assert main(["get", "absent", *where]) == 3
         findings = redis_check.look(Context(where[1], TENANT, tmp_path))
         assert Level.FAIL not in [finding.level for finding in findings]
         assert not any("allow this user" in (finding.do or "") for finding in findings)
@@ -359,3 +361,24 @@ def test_a_bad_password_line_is_named_and_not_shown(
 def test_a_hash_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match="64 lower-case hex digits"):
         acl_rules(AclRole.CLIENT, TENANT, PASSWORD)
+
+
+@pytest.mark.parametrize("tail", [":epoch:1", ":epoch:1:x", ":epoch:9abc", ":x:epoch:0"])
+def test_a_prefix_that_a_shorter_ones_patterns_reach_is_refused(tail: str) -> None:
+    with pytest.raises(UsageError, match=r"^key_prefix=.*may write there"):
+        acl_rules(AclRole.NODE, f"kv:alice{tail}", None)
+
+
+@pytest.mark.parametrize(
+    "tail", ["", ":epoch", ":epoch:x", ":node", ":nodes", ":node:1", "2", ":b"]
+)
+def test_no_key_under_a_prefix_matches_a_pattern_of_another(tail: str) -> None:
+    tenant, other = "kv:alice", f"kv:alice{tail or ':c'}"
+    space = KeySpace(other)
+    keys = [space.epoch_key, space.nodes_key, space.node_key(2**64 - 1), space.redis_key(bytes(32))]
+    keys += [space.epoch_key + b":16383"]
+    rules = acl_rules(AclRole.NODE, tenant, None)
+    patterns = [word[1:] for word in rules.split() if word.startswith("~")]
+    for key in keys:
+        # Redis' own globs know no other wildcards than these patterns have.
+        assert not [p for p in patterns if fnmatchcase(key.decode("latin-1"), p)], key

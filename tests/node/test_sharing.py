@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 import tempfile
@@ -152,6 +153,40 @@ def test_a_member_of_the_group_reads_and_does_nothing_else(server: RedisServer) 
         # What it asked for has changed nothing.
         assert owner.get("k") == b"value"
         assert owner.stats()["node"]["reserved"] == owner.stats()["node"]["pinned"] == 0
+
+
+PUT = """
+url, run_dir, prefix, mine = args
+with Client(url, key_prefix=prefix, run_dir=run_dir, limits=PATIENT) as client:
+    puts = [str(client.put("mine", b"x" * size).status) for size in (1, 100_000)]
+    print(json.dumps({"got": repr(client.get("k")), "puts": puts, "bytes": set_in(mine)}))
+"""
+
+
+@needs_root
+def test_an_owner_cannot_make_a_member_write_into_the_members_own_files(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """node.json says where the segment is, and whoever owns the directory writes node.json."""
+    with a_node(server, READERS) as node, client_of(server, node) as owner:
+        assert owner.put("k", b"value")
+        word = node.announcement
+        assert word is not None
+        for folder in tmp_path.parents:
+            if folder != Path("/tmp") and Path("/tmp") in folder.parents:
+                folder.chmod(0o755)
+        tmp_path.chmod(0o777)
+        mine = tmp_path / "mine.data"
+        mine.write_bytes(bytes(word.arenas * word.arena_bytes))
+        os.chown(mine, ALICE, ALICE)
+        node.dir.announce(replace(word, data_path=str(mine)))
+        counts = "def set_in(name): return sum(map(bool, Path(name).read_bytes()))\n"
+        where = (url_of(server), str(node.config.run_dir), PREFIX, str(mine))
+        did = run_as(ALICE, counts + PUT, *where, groups=[READERS])
+        node.dir.announce(word)
+    assert did["bytes"] == 0
+    assert did["puts"] == ["rejected", "rejected"]
+    assert did["got"] == "None"
 
 
 @needs_root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,9 @@ class SimNodeDir(NodeDir):
 
     def announcement(self) -> Announcement | None:
         return self.file.word
+
+    def owner(self) -> int:
+        return os.geteuid()
 
     def alive(self) -> bool:
         return self.holder is not None and not self.holder.dead

@@ -67,7 +67,7 @@ class Files:
     def exists(self, path: str) -> bool:
         return path in self._maps
 
-    def map(self, path: Path, *, writable: bool) -> SimMap:
+    def map(self, path: Path, *, writable: bool, owner: int | None = None) -> SimMap:
         found = self._maps.get(str(path))
         if found is None:
             raise FileNotFoundError(path)
