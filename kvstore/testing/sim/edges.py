@@ -25,6 +25,7 @@ from kvstore.client import (
     nodes,
     pins,
     reader,
+    remote_writer,
     resetting,
     saving,
     session,
@@ -139,7 +140,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     def lock() -> _SimLock:
         return _SimLock(world)
 
-    for module in (control, host_writers, nodes, writer):
+    for module in (control, host_writers, nodes, remote_writer, writer):
         yield module, "threading", SimpleNamespace(Lock=lock)
     # Pins end by calls alone, as below: a thread of the real machine would not replay.
     no_thread = SimpleNamespace(start=lambda: None)
