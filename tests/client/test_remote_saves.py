@@ -198,8 +198,8 @@ def test_each_result_of_a_save_is_that_of_its_own_value(reader, writer):
     results = reader.put_many([(f"k{i}", b"v" * 1000) for i in range(5)])
     assert [result.status for result in results] == [
         PutStatus.STORED,
-        PutStatus.EXISTS,
+        PutStatus.DIFFERS,
         PutStatus.STORED,
-        PutStatus.EXISTS,
+        PutStatus.DIFFERS,
         PutStatus.STORED,
     ]
