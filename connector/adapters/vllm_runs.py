@@ -18,6 +18,15 @@ from connector.geometry import LayerRun
 from kvstore import UsageError
 
 
+def state_runs(group: Any, pp_size: int) -> tuple[LayerRun, ...]:
+    """Runs of a group of state-space layers whose states differ in size, else nothing."""
+    runs = _by_shape(group)
+    if len(runs) == 1:
+        return ()
+    _one_stage(pp_size)
+    return runs
+
+
 def layer_runs(
     group: Any, vllm_config: Any, within_block: Callable[[Any], str]
 ) -> tuple[LayerRun, ...]:
@@ -25,23 +34,12 @@ def layer_runs(
 
     Raises `UsageError` where what the first layer says of sharing is not true of another.
     """
-    if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+    runs = _by_shape(group)
+    if len(runs) == 1:
         return ()
     specs, names = group.kv_cache_spec.kv_cache_specs, list(group.layer_names)
     first = group.kv_cache_spec.first_spec
-    runs: dict[tuple[int, int], list[int]] = {}
-    for place, name in enumerate(names):
-        spec = specs[name]
-        runs.setdefault((spec.num_heads, spec.state_content_size_bytes), []).append(place)
-    if len(runs) == 1:
-        return ()
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages != 1:
-        raise UsageError(
-            "pipeline_parallel_size",
-            stages,
-            "must be 1 where layers of one KV cache group differ in shape: each stage has others",
-        )
+    _one_stage(vllm_config.parallel_config.pipeline_parallel_size)
     shards = tp_shards(first, names, vllm_config)
     for name in names:
         spec = specs[name]
@@ -58,4 +56,24 @@ def layer_runs(
                 f"cannot be shared beside {first.num_heads} heads of "
                 f"{first.state_content_size_bytes} bytes in one KV cache group",
             )
-    return tuple(LayerRun(tuple(places), *shape) for shape, places in runs.items())
+    return runs
+
+
+def _by_shape(group: Any) -> tuple[LayerRun, ...]:
+    """Layers of one shape each, in the order of the first of them."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, name in enumerate(group.layer_names):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.kv_cache_specs[name]
+        places.setdefault((spec.num_heads, spec.state_content_size_bytes), []).append(place)
+    return tuple(LayerRun(tuple(some), *shape) for shape, some in places.items())
+
+
+def _one_stage(pp_size: int) -> None:
+    if pp_size != 1:
+        raise UsageError(
+            "pipeline_parallel_size",
+            pp_size,
+            "must be 1 where layers of one KV cache group differ in shape: each stage has others",
+        )

@@ -136,7 +136,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
     states = state_spec(number, group.kv_cache_spec)
     if states is not None:
         return GroupShape(
-            geometry=state_geometry(states, len(group.layer_names)),
+            geometry=state_geometry(states, group, pp_size),
             topology=state_topology(states, parallel.tensor_parallel_size, pp_size),
             number=number,
             fields={**state_fields(states), **layers},

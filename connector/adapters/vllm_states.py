@@ -9,6 +9,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 
+from connector.adapters.vllm_runs import state_runs
 from connector.base import StateBlock
 from connector.geometry import Field, KVGeometry, ShardTopology
 from kvstore import UsageError
@@ -18,7 +19,7 @@ CACHE_MODE = "align"
 
 
 def state_spec(number: int, spec: Any) -> MambaSpec | None:
-    """Spec of every layer of group `number`, None when they are not state-space layers.
+    """Spec of the first layer of group `number`, None when they are not state-space layers.
 
     Raises `UsageError` for states that cannot be stored.
     """
@@ -28,11 +29,6 @@ def state_spec(number: int, spec: Any) -> MambaSpec | None:
     first = specs[0]
     if not isinstance(first, MambaSpec):
         return None
-    shapes = {(s.shapes, s.dtypes, s.block_size) for s in specs}
-    if len(shapes) != 1:
-        raise UsageError(
-            "kv_cache_spec", sorted(map(str, shapes)), "all layers must have one shape"
-        )
     if first.mamba_cache_mode != CACHE_MODE:
         raise UsageError(
             "mamba_cache_mode",
@@ -43,13 +39,14 @@ def state_spec(number: int, spec: Any) -> MambaSpec | None:
     return first
 
 
-def state_geometry(spec: MambaSpec, layers: int) -> KVGeometry:
+def state_geometry(spec: MambaSpec, group: Any, pp_size: int) -> KVGeometry:
     return KVGeometry(
-        layers=layers,
+        layers=len(group.layer_names),
         heads=1,
         channel_bytes=spec.state_content_size_bytes,
         engine_block_tokens=spec.block_size,
         recurrent=True,
+        runs=state_runs(group, pp_size),
     )
 
 

@@ -220,3 +220,56 @@ def test_trap_layers_that_the_first_ones_word_is_not_true_of_are_refused(
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(UsageError, match="pipeline_parallel_size"):
         shapes(config, group_of(spec(), spec(head_size=8)))
+
+
+def test_states_of_several_sizes_go_into_one_payload_and_back() -> None:
+    sizes = (12, 20, 12)
+    geometry = KVGeometry(
+        layers=3,
+        heads=1,
+        channel_bytes=12,
+        engine_block_tokens=16,
+        recurrent=True,
+        runs=(LayerRun((0, 2), 1, 12), LayerRun((1,), 1, 20)),
+    )
+    generator = np.random.default_rng(5)
+    memories = [[np.zeros((POOL, 1, 1, size), np.uint8) for size in sizes] for _ in range(2)]
+    one, other = (
+        kv_memory([({str(i): torch.from_numpy(a) for i, a in enumerate(kv)}, geometry)], 16).groups[
+            0
+        ]
+        for kv in memories
+    )
+    for layer in memories[0]:
+        layer[2] = generator.integers(1, 256, layer[2].shape, np.uint8)
+    payload = memoryview(bytearray(sum(sizes)))
+    one.gather_many([Gather([2], payload)])
+    other.scatter_many([Scatter(payload, 0, [5])])
+    for mine, its in zip(*memories, strict=True):
+        assert (mine[2] == its[5]).all()
+        assert not its[:5].any()
+
+
+@pytest.mark.vllm
+def test_both_roles_take_states_of_several_shapes(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    def spec(*last: int) -> Any:
+        return MambaSpec(
+            block_size=16,
+            shapes=((2, 4), last),
+            dtypes=(torch.bfloat16, torch.float32),
+            page_size_padded=64,
+            mamba_cache_mode="align",
+        )
+
+    config, workers = on_gpus(base, 1, monkeypatch), group_of(spec(2, 2), spec(3, 2))
+    scheduler, worker = shapes(config, workers)
+    namespaces = [s.layout(ConnectorSettings()).groups[0].namespaces for s in (scheduler, worker)]
+    assert namespaces[0] == namespaces[1]
+    assert worker.groups[0].geometry.runs == (LayerRun((0,), 1, 32), LayerRun((1,), 1, 40))
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(UsageError, match="pipeline_parallel_size"):
+        shapes(config, workers)
