@@ -33,6 +33,8 @@ from kvstore.nodedir import NodeDir
 
 CONNECT_TIMEOUT_S = 1.0
 SAY_CONNECT_TIMEOUT_S = 0.05
+QUEUE_POLL_S = 0.002
+"""Between two tries to get a place in a full queue of connections."""
 RECV_BYTES = 1 << 16
 FAILURES_TO_OPEN = 1
 """One unanswered request costs a whole deadline: the next ones must not."""
@@ -278,8 +280,7 @@ class ControlChannel:
         self._unpacker = wire.unpacker()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(max(min(CONNECT_TIMEOUT_S, give_up_at - time.monotonic()), 0.001))
-            connection.connect(str(self.directory.socket))
+            self._dial(connection, min(give_up_at, time.monotonic() + CONNECT_TIMEOUT_S))
         except OSError as e:
             connection.close()
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
@@ -292,6 +293,20 @@ class ControlChannel:
             raise NodeUnavailableError(f"node {self.directory.name}: {ticket.error}")
         if ticket.answer != self._node:
             raise NodeUnavailableError(f"node {self.directory.name} was started anew")
+
+    def _dial(self, connection: socket.socket, give_up_at: float) -> None:
+        """Wait for a place in the node's queue of connections: a Unix socket whose queue is full
+        refuses at once, and many engines may start together."""
+        while True:
+            connection.settimeout(max(give_up_at - time.monotonic(), 0.001))
+            try:
+                connection.connect(str(self.directory.socket))
+            except BlockingIOError:
+                if time.monotonic() >= give_up_at:
+                    raise
+                time.sleep(QUEUE_POLL_S)
+            else:
+                return
 
     def _disconnect(self) -> None:
         """Whoever still waits for an answer will not get it."""

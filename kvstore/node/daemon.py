@@ -70,7 +70,8 @@ log = logging.getLogger("kvstore.node")
 
 LEASE_POLL_S = 0.1
 START_TIMEOUT_S = 30.0
-SOCKET_BACKLOG = 128
+SOCKET_BACKLOG = 1024
+"""As many as clients may be (`Limits.clients`): all engines of a host may start together."""
 ROOM_STEPS = 256
 """Parts of the node of which clients are told that they are free, or not any more."""
 

@@ -119,3 +119,42 @@ def answer_all(server):
                     body = [1, 1] if op == Op.HELLO else None
                     if request:
                         connection.sendall(wire.packed([request, True, body]))
+
+
+@pytest.fixture
+def crowded(tmp_path):
+    """The directory of a node whose queue of connections is full, and what it listens at."""
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(str(directory.socket))
+        server.listen(0)
+        for _ in range(10):
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.setblocking(False)
+            try:
+                other.connect(str(directory.socket))
+            except BlockingIOError:
+                break
+            other.close()  # it keeps its place
+        else:
+            pytest.fail("the queue has no end")
+        yield directory, server
+
+
+def test_a_full_queue_of_connections_is_waited_for(crowded):
+    """Or of 200 clients that start together most would have their first put rejected."""
+    directory, server = crowded
+    channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
+    threading.Timer(0.2, answer_all, args=(server,)).start()
+    assert channel.request(Op.STAT) is None
+    channel.close()
+
+
+def test_a_queue_that_stays_full_costs_no_more_than_the_deadline(crowded):
+    directory, _ = crowded
+    channel = ControlChannel(directory, (1, 1), 0.2, lambda: ((), ()))
+    with pytest.raises(NodeUnavailableError):
+        channel.request(Op.STAT)
+    channel.close()
