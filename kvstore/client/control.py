@@ -249,13 +249,6 @@ class ControlChannel:
             if self._lease is not None:
                 self._lease.release()
 
-    def __del__(self) -> None:
-        # Of a client that lives when the program ends: no goodbye, which could wait, and no
-        # warning that a socket was left open.
-        channel = getattr(self, "_socket", None)
-        if channel is not None:
-            channel.close()
-
     def _number(self) -> int:
         self._last_request += 1
         return self._last_request

@@ -195,7 +195,8 @@ def test_stat_fits_80_columns_whatever_nodes_and_hosts_are_called() -> None:
         "stats": {**numbers, "quarantined": 10**6},
     }
     index = {"redis": "redis://r:6379", "key_prefix": "kv:x", "error": "away"}
-    found = {"index": index, "nodes": [node, {**node, "name": "m"}], "local_totals": numbers}
+    nodes = [node, {**node, "name": "m"}]
+    found = {"index": index, "nodes": nodes, "local_totals": numbers, "other_versions": []}
     lines = stat._text(found).splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("nnn") and "…" in line for line in lines)
