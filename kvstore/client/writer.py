@@ -321,20 +321,29 @@ class Writer:
 
     def pin(self, key: Key) -> bytes | None:
         """The record of a block that now stays until `unpin`, or until its `view` is gone."""
-        answers = self._ask(Op.PIN, key, accept=self._pinned_now)
+        granted: list[Pin] = []
+        try:
+            answers = self._ask(Op.PIN, key, accept=partial(self._pinned_now, [key], granted))
+        except BaseException:  # interrupted: nobody has it
+            self.unpin_many(granted)
+            raise
         answer = answers[0] if answers else None
         if isinstance(answer, str):
             raise UsageError("pin", key.hex(), answer)
         return None if answer is None else bytes(answer)
 
-    def _pinned_now(self, link: NodeLink, raw: list[Any]) -> list[Any]:
-        """The node's answers as they are; from here on the records among them count as held."""
+    def _pinned_now(
+        self, keys: Sequence[Key], granted: list[Pin], link: NodeLink, raw: list[Any]
+    ) -> list[Any]:
+        """The node's answers as they are; from here on the records among them count as held, and
+        are in `granted`."""
         pinned = link.held.pinned
         with self._lock:
-            for record in pins(raw):
+            for key, record in zip(keys, pins(raw), strict=False):
                 if isinstance(record, bytes):
                     handle = slot_of(record)
                     pinned[handle] = pinned.get(handle, 0) + 1
+                    granted.append((key, record))
         return raw
 
     def unpin(self, key: Key, record: bytes) -> None:
@@ -344,15 +353,16 @@ class Writer:
     def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """The record of each block that now stays until `unpin_many`; None for the others."""
         records: list[bytes | None] = []
+        granted: list[Pin] = []
         try:
             for start in range(0, len(keys), BATCH_KEYS_MAX):
                 batch = keys[start : start + BATCH_KEYS_MAX]
-                answers = self._ask(Op.PIN, join_keys(batch), accept=self._pinned_now)
+                accept = partial(self._pinned_now, batch, granted)
+                answers = self._ask(Op.PIN, join_keys(batch), accept=accept)
                 records += [a if isinstance(a, bytes) else None for a in answers[: len(batch)]]
                 records += [None] * (start + len(batch) - len(records))
-        except PeerError:
-            done = zip(keys, records, strict=False)
-            self.unpin_many([(key, record) for key, record in done if record is not None])
+        except BaseException:  # also when it was interrupted: nobody has them
+            self.unpin_many(granted)
             raise
         return records
 

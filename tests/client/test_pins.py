@@ -14,6 +14,7 @@ import pytest
 from redis_servers import wait_until
 
 from kvstore import Client, UsageError
+from kvstore.client.control import ControlChannel
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -356,3 +357,23 @@ def test_a_pin_of_a_block_has_its_dtype_and_shape(client):
     (key,) = client.namespace.block_keys(range(256), 256)
     (place,) = client.session.reader.find([key])
     assert place.meta_length > 0
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_pin_that_is_interrupted_when_it_was_granted_is_not_kept(client, monkeypatch, many):
+    client.put("k", VALUE)
+    client.exists("k")
+    key = client.namespace.value_key("k")
+    collect = ControlChannel.collect
+
+    def interrupted(self, ticket):
+        answer = collect(self, ticket)
+        if answer and isinstance(answer[0], bytes):
+            raise KeyboardInterrupt
+        return answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlChannel, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.session.pin([key]) if many else client.pin("k")
+    assert pinned(client) == 0
