@@ -18,7 +18,7 @@ BATCHES = (1, 32)
 READERS = (1, 4)
 NODE_BYTES = 4 * GIB
 HELD_BYTES = 2 * GIB + GIB // 2
-"""Of the pool, at a time: classes take whole arenas, so it is not filled to the brim."""
+"""Of the pool, at a time: holes of other sizes stay, so it is not filled to the brim."""
 CASE_BYTES = GIB + GIB // 2
 """What one case moves at least, unless `REPETITIONS_MAX` is reached first."""
 REPETITIONS_MIN, REPETITIONS_MAX = 5, 400

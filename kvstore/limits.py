@@ -10,14 +10,16 @@ from dataclasses import dataclass, fields
 
 from kvstore.errors import UsageError
 
-ARENA_BYTES_DEFAULT = 64 << 20
-ARENA_BYTES_MIN = 64 << 10
-ARENA_BYTES_MAX = 1 << 30
+SEGMENT_BYTES_MIN = 64 << 10
+VALUE_BYTES_MAX = 1 << 30
+"""One value; and never more than its node has."""
 EMBEDDED_NODE_BYTES_MIN = 8 << 20
 """What an embedded node that does not fit into /dev/shm is made smaller to, at least."""
 SLOT_BYTES_MIN = 4 << 10
-"""The smallest size class: values below it share its slot size. Every 4 KiB of a segment needs
-room for a 64-byte header (1.6%), whatever its arenas hold."""
+"""A page of a segment: smaller values take one too. Every page needs room for a 64-byte header
+(1.6%), whatever lies in it."""
+LOCK_PART_BYTES = 64 << 20
+"""What of a segment a process page-locks, or maps, in one call."""
 SEGMENTS_MAX = 1 << 16
 SLOTS_PER_SEGMENT_MAX = 1 << 32
 

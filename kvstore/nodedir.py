@@ -58,8 +58,8 @@ class Announcement:
     data_path: str
     head_path: str
     control_path: str
-    arenas: int
-    arena_bytes: int
+    size_bytes: int
+    """Of its segment."""
     inline_bytes: int
     """Values up to this size may travel in a reserve request."""
     free_bytes: int = 0

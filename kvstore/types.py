@@ -28,7 +28,8 @@ class Location(NamedTuple):
     slot: int
     generation: int
     """Grows with each reuse of the slot."""
-    size_class: int
+    granule: int
+    """Which KiB of the page of that number the slot begins with."""
     length: int
     """Payload bytes in the slot."""
     checksum: int

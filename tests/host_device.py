@@ -24,7 +24,14 @@ import numpy as np
 import pytest
 
 from connector.cuda.nvrtc import SOURCE
-from connector.cuda.plan import PAGE_BYTES, STAGING_ALIGNMENT_BYTES, THREADS, HostPlace, Launch
+from connector.cuda.plan import (
+    PAGE_BYTES,
+    STAGING_ALIGNMENT_BYTES,
+    THREADS,
+    HostPlace,
+    Launch,
+    apart,
+)
 from connector.cuda.pool import address_of
 
 COMPILE_TIMEOUT_S = 100
@@ -171,6 +178,10 @@ class HostDevice:
 
     def address(self, view: memoryview) -> int:
         return address_of(view) + self.distance
+
+    def apart(self, place: HostPlace) -> Iterator[tuple[int, HostPlace]]:
+        """As if memory were locked in parts of a few KiB."""
+        return apart(place, self._random.randrange(4096), self._random.randint(100, 5000))
 
     def mark_ready(self) -> int:
         return self._computed + len(self.compute)

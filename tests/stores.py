@@ -35,8 +35,7 @@ def announcement(**changes: Any) -> Announcement:
         "data_path": "",
         "head_path": "",
         "control_path": "",
-        "arenas": 4,
-        "arena_bytes": 1 << 20,
+        "size_bytes": 4 << 20,
         "inline_bytes": 1000,
     }
     return Announcement(**{**fields, **changes})
@@ -50,7 +49,6 @@ class NodeProcess:
         redis: RedisServer,
         *,
         size: int = 64 * MIB,
-        arena: int = 4 * MIB,
         key_prefix: str | None = None,
         options: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
@@ -65,7 +63,7 @@ class NodeProcess:
         self.name = name
         self.key_prefix = key_prefix or f"kv:{self.run_dir.name}"
         self.directory = NodeDir(self.run_dir, name)
-        self._options = ("--size", str(size), "--arena", str(arena), *options)
+        self._options = ("--size", str(size), *options)
         self._environment = {**os.environ, **(environment or {})}
         self.start()
 

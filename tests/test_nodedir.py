@@ -43,7 +43,7 @@ def test_an_announcement_gives_back_what_it_was_made_of():
         WORD.pack()[:-2],
         dataclasses.replace(WORD, version=VERSION + 1).pack(),
         dataclasses.replace(WORD, version=VERSION - 1).pack(),
-        WORD.pack().replace(b'"arenas": 4', b'"arenas": "4"'),
+        WORD.pack().replace(b'"size_bytes": 4194304', b'"size_bytes": "4"'),
         WORD.pack().replace(b'"epoch": 5, ', b""),
     ],
 )

@@ -54,7 +54,7 @@ import sys, time
 from warm_processes import WarmProcess, command
 if __name__ == "__main__":
     url, run_dir = sys.argv[1:]
-    size = ("--size", "1MiB", "--arena", "1MiB")
+    size = ("--size", "1MiB")
     node = WarmProcess(command, "node", "--url", url, "--run-dir", run_dir, *size)
     print(node.pid, flush=True)
     time.sleep(60)

@@ -57,7 +57,7 @@ class VramPlace(Place):
 
     def __init__(self, run_dir, device, reader, **config) -> None:
         self.index = MemoryIndex()
-        options = {"size_bytes": 16 * MIB, "arena_bytes": 4 * MIB, **config}
+        options = {"size_bytes": 16 * MIB, **config}
         node = VramNode(NodeConfig(run_dir=run_dir, **options), self.index, device)
         self.node = node.start()
         self.word = node.dir.announcement()

@@ -6,7 +6,7 @@ on the host (tests/host_device.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
 from typing import Any, Protocol
@@ -21,6 +21,10 @@ class HostMemory(Protocol):
 
     def address(self, view: Payload) -> int:
         """Where the device is to read or write the bytes of `view`."""
+        ...
+
+    def apart(self, place: HostPlace) -> Iterable[tuple[int, HostPlace]]:
+        """What one copy each can take of `place`, and where it is when the rows are packed."""
         ...
 
 
@@ -100,7 +104,8 @@ class DeviceBlocks:
         def start(queue: DeviceQueue, batch: Sequence[tuple[int, Piece]]) -> None:
             self._launch(queue, batch, layer, scatter=False)
             for offset, piece in batch:
-                queue.store(piece.host, queue.staging + offset)
+                for packed, place in host.apart(piece.host):
+                    queue.store(place, queue.staging + offset + packed)
 
         with self._device.host_memory() as host:
             pieces = [self._layout.gathered(i, host.address(i.out), layer) for i in items]
@@ -109,7 +114,8 @@ class DeviceBlocks:
     def scatter_many(self, items: Sequence[Scatter], layer: int | None = None) -> None:
         def start(queue: DeviceQueue, batch: Sequence[tuple[int, Piece]]) -> None:
             for offset, piece in batch:
-                queue.fetch(queue.staging + offset, piece.host)
+                for packed, place in host.apart(piece.host):
+                    queue.fetch(queue.staging + offset + packed, place)
             self._launch(queue, batch, layer, scatter=True)
 
         with self._device.host_memory() as host:

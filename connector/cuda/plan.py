@@ -60,6 +60,31 @@ class HostPlace(NamedTuple):
         return self.rows * self.row_bytes
 
 
+def apart(place: HostPlace, base: int, part_bytes: int) -> Iterator[tuple[int, HostPlace]]:
+    """`place` in pieces that cross no `part_bytes` from `base` on, and where each is when packed.
+
+    Memory is page-locked part by part, and no DMA may cross two of them.
+    """
+    packed = row = 0
+    while row < place.rows:
+        start = place.address + row * place.pitch_bytes
+        room = part_bytes - (start - base) % part_bytes
+        rows = 0
+        if room >= place.row_bytes:
+            rows = min((room - place.row_bytes) // max(place.pitch_bytes, 1) + 1, place.rows - row)
+            yield packed, place._replace(address=start, rows=rows)
+            packed += rows * place.row_bytes
+        else:
+            rows, done = 1, 0
+            while done < place.row_bytes:
+                room = part_bytes - (start + done - base) % part_bytes
+                size = min(room, place.row_bytes - done)
+                yield packed + done, place._replace(address=start + done, row_bytes=size, rows=1)
+                done += size
+            packed += place.row_bytes
+        row += rows
+
+
 class Piece(NamedTuple):
     """One payload's share of a launch. Packed into staging its rows follow each other."""
 

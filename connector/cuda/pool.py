@@ -10,11 +10,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from connector.blocks import Payload
+from connector.cuda.plan import HostPlace, apart
 from connector.limits import POOL_LOOK_EVERY_S, SHUTDOWN_TIMEOUT_S
 from kvstore import DeviceRange, PoolMapping
 
@@ -44,9 +45,13 @@ class _Locked(NamedTuple):
 class _Table:
     """What is locked, as one copy sees it; immutable but for `users`."""
 
-    def __init__(self, ranges: list[tuple[int, int, int]]) -> None:
-        """Of (start, end, how far from there the same memory is locked)."""
+    def __init__(
+        self, ranges: list[tuple[int, int, int]], locked: list[tuple[int, int, int]]
+    ) -> None:
+        """Of (start, end, how far from there the same memory is locked), and of (start, end,
+        bytes of a part) what is locked, or will be."""
         self.ranges = ranges
+        self.locked = locked
         self.users = 0
 
     def address(self, view: Payload) -> int:
@@ -56,6 +61,17 @@ class _Table:
             if start <= address < end:
                 return address + distance
         return address
+
+    def apart(self, place: HostPlace) -> Iterable[tuple[int, HostPlace]]:
+        """See `HostMemory.apart`."""
+        if not place.on_device:
+            last = place.address + (place.rows - 1) * place.pitch_bytes + place.row_bytes - 1
+            for start, end, part_bytes in self.locked:
+                if start <= place.address < end:
+                    if (place.address - start) // part_bytes != (last - start) // part_bytes:
+                        return apart(place, start, part_bytes)
+                    break
+        return ((0, place),)
 
 
 class LockedPool:
@@ -78,7 +94,9 @@ class LockedPool:
         self._changed = threading.Condition()
         self._locked: dict[int, _Locked] = {}
         """By address; of the thread alone while it runs."""
-        self._table = _Table([])
+        self._new: list[_Locked] = []
+        """To be locked once no copy runs that does not know of their parts."""
+        self._table = _Table([], [])
         self._older: list[_Table] = []
         """That were replaced while somebody used them."""
         self._leaving: list[tuple[list[_Table], list[_Locked]]] = []
@@ -131,7 +149,7 @@ class LockedPool:
             self._unlock_all()
 
     def _unlock_all(self) -> None:
-        gone, self._locked = list(self._locked.values()), {}
+        gone, self._locked, self._new = list(self._locked.values()), {}, []
         self._publish([], gone)
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
         while self._leaving and time.monotonic() < deadline:
@@ -151,8 +169,15 @@ class LockedPool:
         for address, mapping in there.items():
             if address not in self._locked and (mapping.writable or _place(mapping) not in written):
                 locked = self._locked[address] = _Locked(mapping, address, [])
-                self._lock(locked)
+                self._new.append(locked)
         self._publish(self._ranges(there))
+        with self._changed:
+            in_use = any(table.users for table in self._older)
+        if not in_use:
+            new, self._new = self._new, []
+            for locked in new:
+                if self._locked.get(locked.address) is locked:
+                    self._lock(locked)
 
     def _ranges(self, there: Mapping[int, PoolMapping]) -> list[tuple[int, int, int]]:
         """Read-only memory that is locked elsewhere."""
@@ -188,10 +213,14 @@ class LockedPool:
 
     def _publish(self, ranges: list[tuple[int, int, int]], gone: Sequence[_Locked] = ()) -> None:
         """Let new copies see `ranges`; `gone` goes when no older copy runs any more."""
+        locked = [
+            (x.address, x.address + len(x.mapping.memory), x.mapping.part_bytes)
+            for x in self._locked.values()
+        ]
         with self._changed:
-            if ranges == self._table.ranges and not gone:
+            if (ranges, locked) == (self._table.ranges, self._table.locked) and not gone:
                 return
-            old, self._table = self._table, _Table(ranges)
+            old, self._table = self._table, _Table(ranges, locked)
             self._older = [table for table in (*self._older, old) if table.users]
             if gone:
                 self._leaving.append((list(self._older), list(gone)))

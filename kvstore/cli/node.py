@@ -21,7 +21,7 @@ from kvstore.cli.options import (
 from kvstore.cli.output import human_bytes
 from kvstore.core.eviction import POLICIES
 from kvstore.index.open import open_guarded
-from kvstore.limits import ARENA_BYTES_DEFAULT, Limits
+from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.node.sharing import group_id
@@ -80,14 +80,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         help=f"of a node, in /dev/shm (default: {human_bytes(SIZE_BYTES_DEFAULT)})",
     )
     parser.add_argument(
-        "--arena",
-        type=size_bytes,
-        default=ARENA_BYTES_DEFAULT,
-        metavar="SIZE",
-        help="power of two; the largest value "
-        f"is one arena (default: {human_bytes(ARENA_BYTES_DEFAULT)})",
-    )
-    parser.add_argument(
         "--policy",
         default="lru",
         choices=sorted(POLICIES),
@@ -144,7 +136,6 @@ def run(args: argparse.Namespace) -> int:
         run_dir=run_dir_of(args),
         name=args.name,
         size_bytes=args.size,
-        arena_bytes=args.arena,
         policy=args.policy,
         key_prefix=args.key_prefix,
         end_with_last_client=args.end_with_last_client,
@@ -197,10 +188,9 @@ async def _serve(node: Node, redis: str) -> int:
         loop.add_signal_handler(number, stop, number)
 
     def say_ready() -> None:
-        arenas, arena_bytes = node.config.shape()
         print(
-            f"kvstore node {node.config.name}: ready, {human_bytes(arenas * arena_bytes)} "
-            f"in {arenas} arenas, Redis {redis}, pid {os.getpid()}",
+            f"kvstore node {node.config.name}: ready, {human_bytes(node.config.segment_bytes)}, "
+            f"Redis {redis}, pid {os.getpid()}",
             flush=True,
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvstore.cli.options import add_store, run_dir_of
 from kvstore.cli.store import open_client
 from kvstore.errors import UsageError
-from kvstore.limits import ARENA_BYTES_MAX
+from kvstore.limits import VALUE_BYTES_MAX
 from kvstore.types import PutStatus
 
 
@@ -39,12 +39,12 @@ def run(args: argparse.Namespace) -> int:
 def _read(name: str) -> bytes:
     try:
         if name == "-":
-            value = sys.stdin.buffer.read(ARENA_BYTES_MAX + 1)
+            value = sys.stdin.buffer.read(VALUE_BYTES_MAX + 1)
         else:
             with Path(name).open("rb") as file:
-                value = file.read(ARENA_BYTES_MAX + 1)
+                value = file.read(VALUE_BYTES_MAX + 1)
     except OSError as e:
         raise UsageError("file", name, f"cannot be read: {e.strerror}") from e
-    if len(value) > ARENA_BYTES_MAX:
-        raise UsageError("file", name, f"at most {ARENA_BYTES_MAX} bytes fit under one key")
+    if len(value) > VALUE_BYTES_MAX:
+        raise UsageError("file", name, f"at most {VALUE_BYTES_MAX} bytes fit under one key")
     return value

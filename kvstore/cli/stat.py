@@ -96,13 +96,13 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
                 error = str(e)
         else:
             # Of blocks alone is only known which room they leave.
-            used_bytes = max(word.arenas * word.arena_bytes - word.free_bytes, 0)
+            used_bytes = max(word.size_bytes - word.free_bytes, 0)
             stats = {"block_bytes": used_bytes, **word.counts} if word.counts else None
         nodes.append(
             asdict(word)
             | {
                 "node_id": f"{node_id:016x}",
-                "capacity_bytes": word.arenas * word.arena_bytes,
+                "capacity_bytes": word.size_bytes,
                 "announced": node_id in announced,
                 "local": node_id in local,
                 "stats": stats,

@@ -70,17 +70,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("nodes", args.nodes, f"at most {NODES_MAX}")
     run_dir = run_dir_of(args)
     # A wrong option is told here, once, and not by each node.
-    arenas, arena_bytes = NodeConfig(
-        run_dir=run_dir, size_bytes=args.size, arena_bytes=args.arena
-    ).shape()
+    segment_bytes = NodeConfig(run_dir=run_dir, size_bytes=args.size).segment_bytes
     waiting = sum(NodeDir(run_dir, name).kept_for_s() > 0 for name in node_names(args.nodes))
-    check_room(SHM_DIR, arenas * (args.nodes - waiting), arena_bytes)
+    check_room(SHM_DIR, segment_bytes * (args.nodes - waiting))
     if args.url:
         parse_url(args.url)
     stop = Stop()
     with resolve_url(args.url, run_dir=run_dir) as redis:
         _say(f"Redis {no_password(redis.url)} ({redis.source})")
-        options = ["--size", str(args.size), "--arena", str(args.arena), "--policy", args.policy]
+        options = ["--size", str(args.size), "--policy", args.policy]
         options += ["--key-prefix", args.key_prefix, *("-v" for _ in range(args.verbose))]
         # By the environment: command lines, with a password, are for everyone to read.
         fleet = Fleet(args.nodes, options, run_dir=run_dir, env={URL_VARIABLE: redis.url})

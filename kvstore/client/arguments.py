@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstore.errors import UsageError
 from kvstore.hashing import Namespace
-from kvstore.limits import ARENA_BYTES_MIN, BLOCK_TOKENS_MAX, SEGMENT_BYTES_MAX, Limits
+from kvstore.limits import BLOCK_TOKENS_MAX, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Limits
 from kvstore.transport.security import StreamSecurity
 
 
@@ -101,7 +101,7 @@ def session_settings(
     if node is not None:
         text("node", node)
     if node_size_bytes is not None:
-        whole("node_size_bytes", node_size_bytes, ARENA_BYTES_MIN, SEGMENT_BYTES_MAX)
+        whole("node_size_bytes", node_size_bytes, SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX)
     if run_dir is not None:
         is_a("run_dir", run_dir, (str, Path), "must be a path")
         text("run_dir", str(run_dir))
@@ -126,5 +126,5 @@ def client_settings(
     elif salt is not None:
         raise UsageError("salt", "(given)", "give it to the Namespace")
     whole("block_tokens", block_tokens, 1, BLOCK_TOKENS_MAX)
-    whole("node_size_bytes", node_size_bytes, ARENA_BYTES_MIN, SEGMENT_BYTES_MAX)
+    whole("node_size_bytes", node_size_bytes, SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX)
     session_settings(node_size_bytes=node_size_bytes, **session)

@@ -80,7 +80,8 @@ class PoolMapping(NamedTuple):
     memory: memoryview
     """All its payload, format 'B', read-only or not; stays mapped as long as this is held."""
     part_bytes: int
-    """No block crosses a multiple of it."""
+    """What to lock in one call at most. A block may cross a multiple of it: then no copy may go
+    over it in one."""
     writable: bool
     node_id: int
     epoch: int

@@ -61,7 +61,7 @@ _GONE: dict[int, tuple[MissReason, str]] = {
     ),
     GoneWhy.REFUSED_SIZE: (
         MissReason.REFUSED,
-        "refused it: larger than an arena, or its writer held too many slots",
+        "refused it: too large for it, or its writer held too many slots",
     ),
 }
 

@@ -52,11 +52,11 @@ def _record(nodes: LocalNodes, key: Key) -> Record | None:
         shm = attached.shm
         slot_id, image = shm.hinted(key)
         header = fields(image) if image[KEY_PART] == key else None
-        if header is None or offset_of(shm, slot_id, header) is None:
+        if header is None or offset_of(shm.superblock.size_bytes, slot_id, header) is None:
             continue
-        generation, _, length, size_class, _, _, checksum, _ = header
+        generation, _, length, granule, _, _, checksum, _ = header
         word = attached.announcement
         return pack_place(
-            key, word.node_id, word.epoch, 0, slot_id, generation, size_class, length, checksum
+            key, word.node_id, word.epoch, 0, slot_id, generation, granule, length, checksum
         )
     return None

@@ -24,7 +24,7 @@ from kvstore.core.placement import Home, homes_of
 from kvstore.core.record import unpack_record
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.hashing import Namespace
-from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX
+from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.types import Key, PutResult, rejected
 
@@ -32,7 +32,7 @@ ROOM_BELIEVED_S = 0.05
 """How long what nodes said of their room is used, less what was sent there since."""
 ROUNDS = 2
 """What a node that went away was asked for is asked of the others once."""
-HIGHEST = frozenset({"arena_bytes", "oldest_reservation_s"})
+HIGHEST = frozenset({"largest_free_bytes", "oldest_reservation_s", "value_bytes_max"})
 """Counters of nodes that are not added up."""
 
 _GONE = (NodeUnavailableError, DeadlineError)
@@ -82,9 +82,9 @@ class HostWriter(HostWriters):
         return [
             Home(
                 link.word.node_id,
-                link.word.arenas * link.word.arena_bytes,
+                link.word.size_bytes,
                 free.get(link, 0),
-                link.word.arena_bytes,
+                min(link.word.size_bytes, VALUE_BYTES_MAX),
             )
             for link in links
         ]

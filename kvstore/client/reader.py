@@ -18,7 +18,7 @@ from kvstore.client.suspect import Suspicion
 from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
-from kvstore.limits import ARENA_BYTES_MAX, BATCH_KEYS_MAX
+from kvstore.limits import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from kvstore.segment.header import KEY_PART, Fields, fields
 from kvstore.segment.locate import locate, offset_of
 from kvstore.types import Key, Location
@@ -220,7 +220,7 @@ class Reader:
         """Also that it can be: a reader makes room for all of a block before it asks its node."""
         remote = self._remote
         word = None if remote is None else remote.node(location.node_id, location.epoch, now)
-        return word is not None and location.length <= min(word.arena_bytes, ARENA_BYTES_MAX)
+        return word is not None and location.length <= min(word.size_bytes, VALUE_BYTES_MAX)
 
     def seen_away(self, key: Key, location: Location) -> None:
         """The block was read there; `forget` it when it is there no more."""
@@ -260,8 +260,8 @@ class Reader:
         return self._place(attached, *spot)
 
     def _seen(self, attached: Attached, slot_id: int, image: bytes, header: Fields) -> Place | None:
-        """The place that a header describes, None unless it lies in its arena."""
-        offset = offset_of(attached.shm, slot_id, header)
+        """The place that a header describes, None unless it lies in the segment."""
+        offset = offset_of(attached.shm.superblock.size_bytes, slot_id, header)
         return None if offset is None else self._place(attached, slot_id, image, header, offset)
 
     def _place(

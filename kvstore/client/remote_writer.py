@@ -94,7 +94,7 @@ class RemoteWriter:
         return Candidate(
             word.node_id,
             # Of another host's word only what can be true is reckoned with.
-            min(max(word.arenas * word.arena_bytes, 1), CAPACITY_BYTES_MAX),
+            min(max(word.size_bytes, 1), CAPACITY_BYTES_MAX),
             min(max(word.free_bytes - sent_bytes, 0), CAPACITY_BYTES_MAX),
             min(word.up_s, RAMP_S) + time.monotonic() - self._looked_at,
         )

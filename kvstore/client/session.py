@@ -35,7 +35,7 @@ from kvstore.errors import IndexUnavailableError, NodeUnavailableError
 from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
-from kvstore.limits import RESET_TIMEOUT_S, Limits
+from kvstore.limits import LOCK_PART_BYTES, RESET_TIMEOUT_S, Limits
 from kvstore.nodedir import Announcement
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
@@ -59,7 +59,7 @@ def _mapping(shm: AttachedShm, *, writable: bool) -> list[PoolMapping]:
         memory = shm.payload[:]
     except ValueError:  # closed meanwhile
         return []
-    return [PoolMapping(memory, block.arena_bytes, writable, block.node_id, block.epoch)]
+    return [PoolMapping(memory, LOCK_PART_BYTES, writable, block.node_id, block.epoch)]
 
 
 def _by_place(

@@ -12,41 +12,29 @@ from pathlib import Path
 
 from kvstore.errors import DeadlineError, NodeUnavailableError, NoSpaceError
 from kvstore.index.open import URL_VARIABLE
-from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN, EMBEDDED_NODE_BYTES_MIN
+from kvstore.limits import EMBEDDED_NODE_BYTES_MIN
 from kvstore.nodedir import NodeDir
 from kvstore.secret import SIGNING_KEY
-from kvstore.segment.shm import SHM_DIR, free_bytes, segment_bytes
+from kvstore.segment.shm import SHM_DIR, files_bytes, free_bytes
 
 log = logging.getLogger("kvstore.client")
 
 EMBEDDED_NAME = "embedded"
 START_TIMEOUT_S = 20.0
 POLL_S = 0.01
-ARENAS_WANTED = 16
-
-
-def arena_bytes_for(size_bytes: int) -> int:
-    """A power of two that leaves room for `ARENAS_WANTED` size classes at once."""
-    wanted = max(size_bytes // ARENAS_WANTED, ARENA_BYTES_MIN)
-    return min(1 << (wanted.bit_length() - 1), ARENA_BYTES_DEFAULT)
-
-
-def need_bytes(size_bytes: int) -> int:
-    """What an embedded node of this size takes of /dev/shm, its headers too."""
-    arena_bytes = arena_bytes_for(size_bytes)
-    return segment_bytes(max(size_bytes // arena_bytes, 1), arena_bytes)
+STEP_BYTES = 1 << 20
+"""Sizes of nodes that are made smaller than asked for."""
 
 
 def fitting_bytes(where: Path, size_bytes: int) -> int:
     """`size_bytes`, or less where less fits: nobody but the user of a library's default has
     asked for it. Raises `NoSpaceError` when what fits is of no use."""
     free = free_bytes(where)
-    if need_bytes(size_bytes) <= free:
+    if files_bytes(size_bytes) <= free:
         return size_bytes
-    fits = free
-    while fits > 0 and need_bytes(fits) > free:
-        fits -= arena_bytes_for(fits)
-    fits -= fits % arena_bytes_for(fits) if fits > 0 else 0
+    fits = max(free, 0) // STEP_BYTES * STEP_BYTES
+    while fits > 0 and files_bytes(fits) > free:
+        fits -= STEP_BYTES
     remedy = "enlarge it (`mount -o remount,size=...`, `docker run --shm-size`, an emptyDir)"
     if fits < EMBEDDED_NODE_BYTES_MIN:
         raise NoSpaceError(
@@ -83,7 +71,7 @@ def start_embedded_node(
         [
             *(sys.executable, "-m", "kvstore.cli", "node", "--name", EMBEDDED_NAME),
             *("--run-dir", str(run_dir), "--key-prefix", key_prefix),
-            *("--size", str(size_bytes), "--arena", str(arena_bytes_for(size_bytes))),
+            *("--size", str(size_bytes)),
             "--end-with-last-client",
         ],
         env=env,

@@ -1,306 +1,319 @@
-"""Space of one segment: arenas given to size classes, slots taken from arenas, eviction.
+"""Space of one segment: which extent is whose, and which blocks go when none is large enough.
 
-Eviction is part of taking a slot: as long as something that fits is evictable,
-there is space. An arena changes its class only when it is empty; under
-pressure the coldest arena is emptied for a class that needs one.
+A segment is a run of pages. A slot is an extent of it that begins in the page of its number
+and takes what its value needs (sizes.py). Each granule is free (space.py) or of one slot,
+and a slot is RESERVED, SEALED or DOOMED (slots.py); one that was freed last may be FREE
+for a while, so that its place goes whole to a value of its size. Only the node's event
+loop changes any of it: `take` makes a slot, `became_free` ends it.
+
+Placement: best fit. Large values come from the lower end of an extent, small ones from
+the upper end: those that live beside each other are alike, and leave holes for the like.
+
+Eviction, when nothing fits: the cheapest window of neighbouring free and evictable extents
+that holds the request, around any of the coldest `COLD_TRIED` blocks. Cost is the
+bytes of live blocks in it, those of hot blocks counted up to `1 + HEAT` times. A window
+ends at what is reserved or pinned; when one hides behind such slots, the whole segment is
+looked through. What follows:
+
+- as long as some run of free and evictable extents is large enough, there is space;
+- a block that is as large as the request is evicted alone, so room for a small value
+  never costs more than one block of another size;
+- in no order of requests more is evicted at a time than the request and one block;
+- what is pinned or reserved holds its own extent and nothing around it.
+
+A bound for orders that an adversary chooses, without eviction: with values of `least` to
+`most` bytes a value of `most` can be refused for the first time when every hole is just
+smaller than it, each between two of the smallest: from `least / (least + most)` of the
+bytes on (Robson's bound is no better for allocators that do not move). Then one window is
+evicted, `most` bytes at most and one block.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import accumulate, islice
 from typing import NamedTuple
 
-from kvstore.core.eviction import LRU, EvictionPolicy, PolicyFactory
-from kvstore.core.sizes import SLOT_BYTES, size_class_of
+from kvstore.core.eviction import LRU, PolicyFactory
+from kvstore.core.sizes import GRANULE_BYTES, PAGE, aligned, granules_of
 from kvstore.core.slots import Slot, SlotState
-from kvstore.errors import UsageError
-from kvstore.limits import ARENA_BYTES_MAX, ARENA_BYTES_MIN, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX
+from kvstore.core.space import Space
+from kvstore.errors import InternalError, UsageError
+from kvstore.limits import (
+    SEGMENT_BYTES_MIN,
+    SLOT_BYTES_MIN,
+    SLOTS_PER_SEGMENT_MAX,
+    VALUE_BYTES_MAX,
+)
 
-COLD_ARENAS_SCANNED = 32
-"""How many arenas a take looks at, coldest first, before it evicts within its own class."""
+COLD_TRIED = 8
+"""Of the blocks that could go, coldest first, around how many room is looked for."""
+HEAT = 4
+"""How many times more than its bytes the block costs that was used last."""
+SMALL_PART = 1024
+"""A value smaller than such a part of the segment counts as small."""
 
 
-class Taken(NamedTuple):
-    slot: Slot
-    evicted: list[Slot]
-    """Slots whose blocks go to make room, still SEALED: the caller frees each."""
-
-
-class Arena:
-    __slots__ = (
-        "busy",
-        "generation_floor",
-        "index",
-        "last_use",
-        "live",
-        "size_class",
-        "slots",
-        "unused",
-    )
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.size_class = -1
-        """-1: free, belongs to no class."""
-        self.slots: dict[int, Slot] = {}
-        self.unused = 0
-        """Slots from this index on were never handed out since the arena got its class."""
-        self.busy = 0
-        """Slots that may not be evicted: reserved, pinned or doomed."""
-        self.live = 0
-        """Slots that are not FREE."""
-        self.generation_floor = 0
-        """Generations only grow, over changes of class too."""
-        self.last_use = 0
+class Extent(NamedTuple):
+    start: int
+    size: int
+    slot: Slot | None
+    """None: it is free."""
 
 
 class Allocator:
-    """Slots of one segment of `arenas` times `arena_bytes`."""
+    """Slots of a segment of `size_bytes`. Sizes and places inside are in granules."""
 
-    def __init__(self, arenas: int, arena_bytes: int, policy: PolicyFactory = LRU) -> None:
-        if arena_bytes & (arena_bytes - 1) or not ARENA_BYTES_MIN <= arena_bytes <= ARENA_BYTES_MAX:
+    def __init__(self, size_bytes: int, policy: PolicyFactory = LRU) -> None:
+        most = SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
+        if size_bytes % SLOT_BYTES_MIN or not SEGMENT_BYTES_MIN <= size_bytes <= most:
             raise UsageError(
-                "arena_bytes",
-                arena_bytes,
-                f"must be a power of two from {ARENA_BYTES_MIN} to {ARENA_BYTES_MAX}",
+                "size_bytes",
+                size_bytes,
+                f"must be a multiple of {SLOT_BYTES_MIN} from {SEGMENT_BYTES_MIN} to {most}",
             )
-        self.arena_bytes = arena_bytes
-        self.slots_per_arena = arena_bytes // SLOT_BYTES_MIN
-        if not 1 <= arenas <= SLOTS_PER_SEGMENT_MAX // self.slots_per_arena:
-            raise UsageError(
-                "arenas", arenas, f"must be 1 to {SLOTS_PER_SEGMENT_MAX // self.slots_per_arena}"
-            )
-        self.arenas = [Arena(i) for i in range(arenas)]
-        self._free_arenas = list(range(arenas - 1, -1, -1))
-        self._by_heat: OrderedDict[int, None] = OrderedDict()
-        """Arenas that have a class, coldest first."""
-        self._policy = policy
-        self._evictable: dict[int, EvictionPolicy] = {}
-        self._free_slots: dict[int, dict[int, Slot]] = {}
-        """Free slots by size class: slots that were used before."""
-        self._empty: dict[int, None] = {}
-        """Arenas that have a class but no block: any class may have them before anything goes."""
-        self._growing: dict[int, int] = {}
-        """The arena of each class that still has slots never handed out."""
-        self._tick = 0
+        self.capacity_bytes = size_bytes
+        self.value_bytes_max = min(size_bytes, VALUE_BYTES_MAX)
         self.evicts = True
-        """False: blocks go only when somebody frees them; without a free slot there is none."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        return len(self.arenas) * self.arena_bytes
-
-    @property
-    def free_arenas(self) -> int:
-        return len(self._free_arenas)
+        """False: blocks go only when somebody frees them; without room there is none."""
+        self._space = Space(size_bytes // GRANULE_BYTES)
+        self._slots: dict[int, Slot] = {}
+        self._ends: dict[int, Slot] = {}
+        """Slots by the granule after their last one."""
+        self._spare: Slot | None = None
+        """Freed last: FREE, and not part of `_space` yet."""
+        self._small = size_bytes // GRANULE_BYTES // SMALL_PART
+        self._evictable = policy()
+        self._tick = 0
+        self.used_below = 0
+        self.used_from = self._space.size
+        """From the one to the other no granule was ever used."""
 
     @property
     def free_bytes(self) -> int:
-        """Of slots and arenas that nobody has: what can be taken before anything must go."""
-        free = self.free_arenas * self.arena_bytes
-        for size_class, slots in self._free_slots.items():
-            free += len(slots) * min(SLOT_BYTES[size_class], self.arena_bytes)
-        for size_class, index in self._growing.items():
-            slot_bytes = min(SLOT_BYTES[size_class], self.arena_bytes)
-            free += (self.arena_bytes // slot_bytes - self.arenas[index].unused) * slot_bytes
-        return free
+        """What no slot has. A value may still find no room in one piece."""
+        spare = 0 if self._spare is None else self._spare.size
+        return (self._space.free + spare) * GRANULE_BYTES
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest value, about, that finds room without an eviction."""
+        spare = 0 if self._spare is None else self._spare.size
+        return max(self._space.largest, spare) * GRANULE_BYTES
 
     def slot(self, slot_id: int) -> Slot | None:
-        arena_index, index = divmod(slot_id, self.slots_per_arena)
-        if not 0 <= arena_index < len(self.arenas):
+        """The slot that begins in that page."""
+        return self._slots.get(slot_id)
+
+    def slots(self) -> Collection[Slot]:
+        """Those of `slot`, in no order; one of them may be FREE."""
+        return self._slots.values()
+
+    def may_go(self, slot: Slot) -> bool:
+        """Whether the policy has it among what may be evicted: slow, for checks."""
+        return slot.slot_id in self._evictable.coldest()
+
+    # --- taking ---------------------------------------------------------------
+
+    def take(self, length: int) -> Slot | None:
+        """A FREE slot for `length` bytes; None when none fits without an eviction."""
+        size = granules_of(length)
+        spare = self._spare
+        if spare is not None:
+            if spare.size == size:
+                self._spare = None
+                return spare
+            self._join_spare()
+        small = size < self._small
+        start = self._space.take(size, high=small)
+        if start is None:
             return None
-        return self.arenas[arena_index].slots.get(index)
+        if small and start < self.used_from:
+            self.used_from = start
+        elif not small and self.used_below < start + size <= self.used_from:
+            self.used_below = start + size
+        return self._add(start, size)
 
-    def take(self, length: int) -> Taken | None:
-        """A FREE slot for `length` bytes, with what must be evicted for it.
-
-        None when every slot that could serve is reserved or pinned. The caller
-        frees the evicted slots and reserves the one returned, both at once.
-        """
-        size_class = size_class_of(length)
-        assert 0 < length <= self.arena_bytes
-        if SLOT_BYTES[size_class] > self.arena_bytes:
-            size_class = size_class_of(self.arena_bytes)
-        free = self._free_slots.get(size_class)
-        if free:
-            return Taken(free.popitem()[1], [])
-        slot = self._unused_slot(size_class)
-        if slot is not None:
-            return Taken(slot, [])
-        if self._free_arenas:
-            return Taken(self._assign(self._free_arenas.pop(), size_class), [])
-        if self._empty:
-            return Taken(self._assign(next(iter(self._empty)), size_class), [])
-        return self._take_by_eviction(size_class) if self.evicts else None
-
-    def _take_by_eviction(self, size_class: int) -> Taken | None:
-        policy = self._evictable.get(size_class)
-        victim_id = policy.victim() if policy is not None else None
-        victim = self.slot(victim_id) if victim_id is not None else None
-        # A class that needs space may take a whole arena only when nothing in
-        # it was used since the class's own coldest block: hot classes grow,
-        # cold ones shrink.
-        bound = victim.last_use if victim is not None else None
-        arena = self._coldest_idle_arena(size_class, bound)
-        if arena is not None:
-            evicted = [s for s in arena.slots.values() if s.state is SlotState.SEALED]
-            return Taken(self._assign(arena.index, size_class), evicted)
-        if victim is None or policy is None:
-            return None
-        return Taken(victim, [victim])
-
-    def _coldest_idle_arena(self, size_class: int, bound: int | None) -> Arena | None:
-        for scanned, index in enumerate(self._by_heat):
-            arena = self.arenas[index]
-            if bound is not None and (scanned >= COLD_ARENAS_SCANNED or arena.last_use >= bound):
-                return None
-            if arena.busy == 0 and arena.size_class != size_class:
-                return arena
-        return None
-
-    def _unused_slot(self, size_class: int) -> Slot | None:
-        index = self._growing.get(size_class)
-        if index is None:
-            return None
-        arena = self.arenas[index]
-        size = SLOT_BYTES[size_class]
-        position = arena.unused
-        arena.unused += 1
-        if (arena.unused + 1) * size > self.arena_bytes:
-            del self._growing[size_class]
-        slot = Slot(
-            index * self.slots_per_arena + position,
-            index * self.arena_bytes + position * size,
-            size_class,
-            arena.generation_floor,
-        )
-        arena.slots[position] = slot
+    def _add(self, start: int, size: int) -> Slot:
+        slot = Slot(start, size)
+        self._slots[slot.slot_id] = slot
+        self._ends[start + size] = slot
         return slot
 
-    def _assign(self, index: int, size_class: int) -> Slot:
-        """Give an arena (free, or about to be empty) to a class; its first slot."""
-        arena = self.arenas[index]
-        old_class = arena.size_class
-        for slot in arena.slots.values():
-            arena.generation_floor = max(arena.generation_floor, slot.generation)
-            if slot.state is SlotState.SEALED:
-                self._evictable[old_class].remove(slot.slot_id)
-            else:
-                self._free_slots[old_class].pop(slot.slot_id, None)
-        if self._growing.get(old_class) == index:
-            del self._growing[old_class]
-        self._empty.pop(index, None)
-        arena.slots = {}
-        arena.unused = 0
-        arena.live = 0
-        arena.size_class = size_class
-        self._growing[size_class] = index
-        first = self._unused_slot(size_class)
-        assert first is not None
-        return first
-
-    def restore(self, arenas: Iterable[tuple[int, int, int]]) -> None:
-        """Take (arena, size class, generation) over from a former start of the node.
-
-        Every slot of those arenas is then FREE in that generation, whatever else is
-        known of it is up to the caller; an arena with class -1 stays free. All arenas
-        must be free before.
-        """
-        for index, size_class, generation in arenas:
-            arena = self.arenas[index]
-            arena.generation_floor = generation
-            if size_class < 0:
-                continue
-            arena.size_class = size_class
-            size = SLOT_BYTES[size_class]
-            first, start = index * self.slots_per_arena, index * self.arena_bytes
-            arena.unused = self.arena_bytes // size
-            arena.slots = {
-                position: Slot(first + position, start + position * size, size_class, generation)
-                for position in range(arena.unused)
-            }
-            free = self._free_slots.setdefault(size_class, {})
-            free.update((slot.slot_id, slot) for slot in arena.slots.values())
-            self._by_heat[index] = None
-            self._empty[index] = None
-        self._free_arenas = [i for i in self._free_arenas if self.arenas[i].size_class < 0]
-
-    def restored(self, slots: Iterable[Slot], *, held: bool = False) -> None:
-        """Slots from `restore` were found in use, least recently used first; with `held`, they may
-        not be evicted."""
-        for slot in slots:
-            del self._free_slots[slot.size_class][slot.slot_id]
-            arena = self._arena_of(slot)
-            self._tick += 1
-            slot.last_use = arena.last_use = self._tick
-            arena.live += 1
-            if held:
-                arena.busy += 1
-            else:
-                self._policy_of(slot.size_class).insert(slot.slot_id)
-        for arena in sorted(self.arenas, key=lambda arena: arena.last_use):
-            if arena.live:
-                self._by_heat[arena.index] = None
-                self._by_heat.move_to_end(arena.index)
-                self._empty.pop(arena.index, None)
-
-    def _policy_of(self, size_class: int) -> EvictionPolicy:
-        policy = self._evictable.get(size_class)
-        if policy is None:
-            policy = self._evictable[size_class] = self._policy()
-        return policy
-
-    def _heat(self, slot: Slot) -> Arena:
-        arena = self.arenas[slot.slot_id // self.slots_per_arena]
-        self._tick += 1
-        slot.last_use = arena.last_use = self._tick
-        self._by_heat[arena.index] = None
-        self._by_heat.move_to_end(arena.index)
-        return arena
-
-    def _arena_of(self, slot: Slot) -> Arena:
-        return self.arenas[slot.slot_id // self.slots_per_arena]
+    def _join_spare(self) -> None:
+        slot, self._spare = self._spare, None
+        if slot is not None:
+            del self._slots[slot.slot_id]
+            del self._ends[slot.start + slot.size]
+            self._space.give(slot.start, slot.size)
 
     def became_busy(self, slot: Slot) -> None:
         """Reserved, or pinned for the first time: not evictable."""
-        arena = self._heat(slot)
-        arena.busy += 1
-        if slot.state is SlotState.RESERVED:
-            arena.live += 1
-            self._empty.pop(arena.index, None)
-        policy = self._evictable.get(slot.size_class)
-        if policy is not None:
-            policy.remove(slot.slot_id)
-        free = self._free_slots.get(slot.size_class)
-        if free is not None:
-            free.pop(slot.slot_id, None)
+        self._tick += 1
+        slot.last_use = self._tick
+        self._evictable.remove(slot.slot_id)
 
     def became_evictable(self, slot: Slot) -> None:
         """Sealed, or sealed and no longer pinned."""
-        self._heat(slot).busy -= 1
-        self._policy_of(slot.size_class).insert(slot.slot_id)
+        self._tick += 1
+        slot.last_use = self._tick
+        self._evictable.insert(slot.slot_id)
 
     def became_free(self, slot: Slot, *, was_busy: bool) -> None:
         """Aborted, evicted, dropped or unpinned after it was dropped."""
-        arena = self._arena_of(slot)
-        if was_busy:
-            arena.busy -= 1
-        else:
-            self._evictable[slot.size_class].remove(slot.slot_id)
-        if arena.slots.get(slot.slot_id % self.slots_per_arena) is slot:
-            arena.live -= 1
-            if arena.live == 0:
-                self._empty[arena.index] = None
-            self._free_slots.setdefault(slot.size_class, {})[slot.slot_id] = slot
+        if not was_busy:
+            self._evictable.remove(slot.slot_id)
+        if self._spare is not None:
+            self._join_spare()
+        self._spare = slot
 
     def used(self, slot: Slot) -> None:
         """A reader used the block."""
-        policy = self._evictable.get(slot.size_class)
-        if policy is not None:
-            policy.touch(slot.slot_id)
-        self._heat(slot)
+        self._tick += 1
+        slot.last_use = self._tick
+        self._evictable.touch(slot.slot_id)
 
-    def is_free(self, slot: Slot) -> bool:
-        """Whether `slot` waits in the free list of its class."""
-        return self._free_slots.get(slot.size_class, {}).get(slot.slot_id) is slot
+    # --- making room ------------------------------------------------------------
+
+    def victims(self, length: int) -> list[Slot]:
+        """Slots whose blocks must go so that `take` finds room; none when nothing that may go would
+        be enough, or nothing may. The caller frees all of them."""
+        return self.in_the_way(length) if self.evicts else []
+
+    def in_the_way(self, length: int) -> list[Slot]:
+        """`victims`, whether or not anything is evicted here."""
+        size = granules_of(length)
+        self._join_spare()
+        first = next(self._evictable.coldest(), None)
+        if first is None:
+            return []
+        if self._slots[first].size == size:
+            return [self._slots[first]]
+        cold = [self._slots[i] for i in islice(self._evictable.coldest(), COLD_TRIED)]
+        windows = (self._window(self._around(seed, size), size, cold[0]) for seed in cold)
+        best = min(filter(None, windows), key=lambda found: found[0], default=None)
+        return self._anywhere(size, cold[0]) if best is None else best[1]
+
+    def _around(self, seed: Slot, size: int) -> list[Extent]:
+        """`seed` and its neighbours on both sides, as far as a window with it can reach."""
+        reach = size + PAGE
+        before: list[Extent] = []
+        at = seed.start
+        while at > 0 and seed.start - at < reach:
+            start = self._space.ending(at)
+            slot = None if start is not None else self._ends[at]
+            if slot is not None:
+                if not _may_go(slot):
+                    break
+                start = slot.start
+            assert start is not None
+            before.append(Extent(start, at - start, slot))
+            at = start
+        after: list[Extent] = []
+        end = at = seed.start + seed.size
+        while at < self._space.size and at - end < reach:
+            free = self._space.at(at)
+            slot = None if free else self._slots[at // PAGE]
+            if slot is not None and not _may_go(slot):
+                break
+            after.append(Extent(at, slot.size if slot is not None else free, slot))
+            at += after[-1].size
+        return [*reversed(before), Extent(seed.start, seed.size, seed), *after]
+
+    def _window(self, run: list[Extent], size: int, coldest: Slot) -> tuple[int, list[Slot]] | None:
+        """(cost, slots) of the cheapest part of `run` that holds `size` granules."""
+        age = max(1, self._tick - coldest.last_use)
+        costs = [
+            0
+            if e.slot is None
+            else e.size * (age + HEAT * max(0, e.slot.last_use - coldest.last_use))
+            for e in run
+        ]
+        total = [0, *accumulate(costs)]
+        best: tuple[int, int, int] | None = None
+        whole_pages = aligned(size)
+        last = 0
+        for first in range(len(run)):
+            begin = run[first].start
+            if whole_pages:
+                begin = -(-begin // PAGE) * PAGE
+            while last < len(run) and run[last].start + run[last].size < begin + size:
+                last += 1
+            if last == len(run):
+                break
+            cost = total[last + 1] - total[first]
+            if best is None or cost < best[0]:
+                best = cost, first, last
+        if best is None:
+            return None
+        cost, first, last = best
+        return cost, [e.slot for e in run[first : last + 1] if e.slot is not None]
+
+    def _anywhere(self, size: int, coldest: Slot) -> list[Slot]:
+        """The cheapest window of all, between any two slots that must stay."""
+        best: tuple[int, list[Slot]] | None = None
+        run: list[Extent] = []
+        for extent in (*self.extents(), None):
+            if extent is not None and (extent.slot is None or _may_go(extent.slot)):
+                run.append(extent)
+                continue
+            found = self._window(run, size, coldest) if run else None
+            if found is not None and (best is None or found[0] < best[0]):
+                best = found
+            run = []
+        return [] if best is None else best[1]
+
+    # --- what is there ------------------------------------------------------------
+
+    def extents(self) -> Iterator[Extent]:
+        """All of the segment, in the order of its bytes. Raises `InternalError` when a granule is
+        in none or in two."""
+        at = 0
+        while at < self._space.size:
+            free = self._space.at(at)
+            slot = self._slots.get(at // PAGE)
+            if slot is not None and slot.start == at:
+                if free:
+                    raise InternalError(f"granule {at} is free and of slot {slot.slot_id}")
+                yield Extent(at, slot.size, slot)
+                at += slot.size
+            elif free:
+                yield Extent(at, free, None)
+                at += free
+            else:
+                raise InternalError(f"granule {at} is neither free nor of a slot")
+        if at != self._space.size:
+            raise InternalError(f"a slot ends at granule {at}, the segment at {self._space.size}")
+
+    def restore(self, places: Iterable[tuple[int, int]], below: int, from_: int) -> None:
+        """Make a FREE slot at each (start, size) that a former start of the node left; the caller
+        gives each its state. `below` and `from_` are `used_below` and `used_from` of then.
+
+        Raises `InternalError` when two overlap. No slot may be there before.
+        """
+        free: list[tuple[int, int]] = []
+        at = 0
+        for start, size in sorted(places):
+            if start < at:
+                raise InternalError(f"slots overlap at granule {start}")
+            if start > at:
+                free.append((at, start - at))
+            self._add(start, size)
+            at = start + size
+        if at < self._space.size:
+            free.append((at, self._space.size - at))
+        self._space = Space(self._space.size, free)
+        self.used_below, self.used_from = below, from_
+
+    def restored(self, slots: Iterable[Slot], *, held: bool = False) -> None:
+        """Slots from `restore` have their state, least recently used first; with `held`, they may
+        not be evicted."""
+        for slot in slots:
+            self._tick += 1
+            slot.last_use = self._tick
+            if not held:
+                self._evictable.insert(slot.slot_id)
+
+
+def _may_go(slot: Slot) -> bool:
+    return slot.state is SlotState.SEALED and not slot.pins

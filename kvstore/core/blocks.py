@@ -9,15 +9,21 @@ from __future__ import annotations
 from itertools import islice
 
 from kvstore.core.allocator import Allocator
-from kvstore.core.events import Hold, Mark, Seal, Write
+from kvstore.core.events import Bounds, Hold, Mark, Seal, Write
 from kvstore.core.eviction import PolicyFactory
 from kvstore.core.gone import Gone, GoneWhy
 from kvstore.core.names import Names
 from kvstore.core.outbox import KeyedRecord, Outbox
 from kvstore.core.record import RecordSigner, pack_place
+from kvstore.core.sizes import PAGE
 from kvstore.core.slots import Slot, SlotEvent, SlotState
-from kvstore.limits import Limits
+from kvstore.limits import SLOT_BYTES_MIN, Limits
 from kvstore.types import Key
+
+GENERATIONS_AHEAD = 1 << 20
+"""How many are given out between two notes of how far they go."""
+PAGES_AHEAD = 1 << 12
+"""As many more pages than are used count as used at a restart."""
 
 
 class Blocks:
@@ -28,8 +34,7 @@ class Blocks:
         *,
         node_id: int,
         epoch: int,
-        arenas: int,
-        arena_bytes: int,
+        size_bytes: int,
         limits: Limits,
         policy: PolicyFactory,
         signer: RecordSigner | None,
@@ -38,7 +43,10 @@ class Blocks:
         self.epoch = epoch
         self.limits = limits
         self._signer = signer
-        self.allocator = Allocator(arenas, arena_bytes, policy)
+        self.allocator = Allocator(size_bytes, policy)
+        self.bounds = Bounds(0, 0, size_bytes // SLOT_BYTES_MIN)
+        """As a restart would find them."""
+        self._generation = 0
         self.by_key: dict[Key, Slot] = {}
         """Every key that is SEALED or RESERVED here."""
         self.outbox = Outbox(limits.pending_remove)
@@ -68,16 +76,48 @@ class Blocks:
 
     def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
         """A slot in state RESERVED; None when every one that fits is reserved or pinned."""
-        taken = self.allocator.take(length)
-        if taken is None:
-            return None
-        for evicted in taken.evicted:
-            self.counts["evicted"] += 1
-            self._free(evicted, SlotEvent.EVICT, writes)
-            self.gone.note(evicted.key, GoneWhy.EVICTED, now)
-        taken.slot.move(SlotEvent.RESERVE)
-        self.allocator.became_busy(taken.slot)
-        return taken.slot
+        slot = self.allocator.take(length)
+        if slot is None:
+            # Each says FREE before the slot that takes their place says RESERVED: headers
+            # within an extent are those of nothing, whenever the node is killed.
+            for victim in self.allocator.victims(length):
+                self.counts["evicted"] += 1
+                self._free(victim, SlotEvent.EVICT, writes)
+                self.gone.note(victim.key, GoneWhy.EVICTED, now)
+            slot = self.allocator.take(length)
+            if slot is None:
+                return None
+        self._generation += 1
+        slot.generation = self._generation
+        self._keep_bounds(writes)
+        slot.move(SlotEvent.RESERVE)
+        self.allocator.became_busy(slot)
+        return slot
+
+    def _keep_bounds(self, writes: list[Write]) -> None:
+        """Have the segment say what a restart must know, before anything is beyond it."""
+        bounds, allocator = self.bounds, self.allocator
+        if (
+            self._generation <= bounds.generation
+            and allocator.used_below <= bounds.used_below * PAGE
+            and allocator.used_from >= bounds.used_from * PAGE
+        ):
+            return
+        generation, below, from_ = bounds
+        if self._generation > generation:
+            generation = self._generation + GENERATIONS_AHEAD
+        pages = allocator.capacity_bytes // SLOT_BYTES_MIN
+        if allocator.used_below > below * PAGE:
+            below = min(pages, -(-allocator.used_below // PAGE) + PAGES_AHEAD)
+        if allocator.used_from < from_ * PAGE:
+            from_ = max(0, allocator.used_from // PAGE - PAGES_AHEAD)
+        self.bounds = Bounds(generation, below, from_)
+        writes.append(self.bounds)
+
+    def restore(self, bounds: Bounds) -> None:
+        """Go on after these of a former start: no generation comes twice."""
+        self.bounds = bounds
+        self._generation = bounds.generation
 
     def _seal(self, slot: Slot, checksum: int, writes: list[Write]) -> None:
         slot.move(SlotEvent.COMMIT)
@@ -92,7 +132,7 @@ class Blocks:
                 slot.generation,
                 slot.key,
                 slot.length,
-                slot.size_class,
+                slot.granule,
                 slot.kind,
                 slot.meta_length,
                 checksum,
@@ -174,7 +214,7 @@ class Blocks:
             0,
             slot.slot_id,
             slot.generation,
-            slot.size_class,
+            slot.granule,
             slot.length,
             slot.checksum,
         )

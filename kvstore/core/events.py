@@ -200,8 +200,20 @@ class Mark(NamedTuple):
     slot_id: int
     state: int
     generation: int
-    size_class: int = 0
-    """While RESERVED: a restarted node must know how far the writer may write."""
+    granule: int = 0
+    """Which one of its page the slot begins with."""
+    size: int = 0
+    """In granules, while RESERVED: a restarted node must know how far the writer may write."""
+
+
+class Bounds(NamedTuple):
+    """Note what a restarted node must know without a look at every header."""
+
+    generation: int
+    """Those of all slots were, and until the next of this will be, at most that."""
+    used_below: int
+    used_from: int
+    """From the one page to the other none was ever part of a slot."""
 
 
 class Hold(NamedTuple):
@@ -218,7 +230,8 @@ class Seal(NamedTuple):
     generation: int
     key: Key
     length: int
-    size_class: int
+    granule: int
+    """Which one of its page the slot begins with."""
     kind: int
     meta_length: int
     checksum: int
@@ -251,7 +264,7 @@ class Reply(NamedTuple):
     can be found by the next get."""
 
 
-Write = Mark | Seal | Fill | Hold
+Write = Mark | Seal | Fill | Hold | Bounds
 
 
 class Effects(NamedTuple):

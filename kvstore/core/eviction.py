@@ -1,16 +1,16 @@
-"""Which block goes when space is needed. A policy orders the evictable slots of one size class."""
+"""Which block goes when space is needed. A policy orders the evictable slots of a segment."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
     """Holds exactly the slots that may be evicted: sealed and not pinned.
 
-    Pure and deterministic. Every operation is constant time.
+    Pure and deterministic. Every operation, and every step of `coldest`, is constant time.
     """
 
     def insert(self, slot_id: int) -> None:
@@ -25,8 +25,8 @@ class EvictionPolicy(Protocol):
         """A slot is evictable no more; a slot that is not held is ignored."""
         ...
 
-    def victim(self) -> int | None:
-        """The slot to evict next (it stays until removed), None when there is none."""
+    def coldest(self) -> Iterator[int]:
+        """All slots, the one to evict first first; good until the next operation."""
         ...
 
 
@@ -52,8 +52,8 @@ class LRU:
     def remove(self, slot_id: int) -> None:
         self._order.pop(slot_id, None)
 
-    def victim(self) -> int | None:
-        return next(iter(self._order), None)
+    def coldest(self) -> Iterator[int]:
+        return iter(self._order)
 
 
 POLICIES: dict[str, PolicyFactory] = {"lru": LRU}

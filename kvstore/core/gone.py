@@ -29,7 +29,7 @@ class GoneWhy(enum.IntEnum):
     REFUSED_SPACE = 7
     """It was never kept: every slot that fits was reserved or pinned."""
     REFUSED_SIZE = 8
-    """It was never kept: larger than an arena, or its writer holds too many slots."""
+    """It was never kept: too large for the node, or its writer holds too many slots."""
     CORRUPT = 9
     """Its bytes did not have the checksum that was saved with them."""
 

@@ -67,8 +67,7 @@ class NodeCore(Blocks):
         *,
         node_id: int,
         epoch: int,
-        arenas: int,
-        arena_bytes: int,
+        size_bytes: int,
         limits: Limits | None = None,
         policy: PolicyFactory = LRU,
         signer: RecordSigner | None = None,
@@ -76,8 +75,7 @@ class NodeCore(Blocks):
         super().__init__(
             node_id=node_id,
             epoch=epoch,
-            arenas=arenas,
-            arena_bytes=arena_bytes,
+            size_bytes=size_bytes,
             limits=limits or Limits(),
             policy=policy,
             signer=signer,
@@ -153,7 +151,7 @@ class NodeCore(Blocks):
             slot.former_epoch = 0
             self.by_key[key] = slot
             effects.writes.append(
-                Mark(slot.slot_id, SlotState.RESERVED, slot.generation, slot.size_class)
+                Mark(slot.slot_id, SlotState.RESERVED, slot.generation, slot.granule, slot.size)
             )
             value = event.values[i]
             if value is None:
@@ -182,8 +180,8 @@ class NodeCore(Blocks):
         self, session: Session, length: int, writes: list[Write], now: float
     ) -> Slot | str | int:
         """A slot in state RESERVED, or why there is none."""
-        if not 0 < length <= self.allocator.arena_bytes:
-            return f"size_bytes={length}: must be 1 to {self.allocator.arena_bytes} (one arena)"
+        if not 0 < length <= self.allocator.value_bytes_max:
+            return f"size_bytes={length}: must be 1 to {self.allocator.value_bytes_max}"
         if len(session.reserved) >= self.limits.reservations_per_client:
             return (
                 f"open reservations={len(session.reserved)}: "

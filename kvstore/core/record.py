@@ -13,7 +13,7 @@ from zlib import crc32
 
 from kvstore.types import Key, Location
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 _BODY = struct.Struct("<BBHIQQIIQ")
 _CRC = struct.Struct("<I")
 RECORD_BYTES = _BODY.size + _CRC.size
@@ -36,13 +36,13 @@ def pack_place(
     segment: int,
     slot: int,
     generation: int,
-    size_class: int,
+    granule: int,
     length: int,
     checksum: int,
 ) -> bytes:
     """The same from the parts of a location."""
     body = _BODY.pack(
-        RECORD_VERSION, size_class, segment, epoch, node_id, generation, slot, length, checksum
+        RECORD_VERSION, granule, segment, epoch, node_id, generation, slot, length, checksum
     )
     return body + _CRC.pack(crc32(body, crc32(key)))
 
@@ -57,8 +57,8 @@ def unpack_record(key: Key, record: bytes) -> Location | None:
     body = record[: _BODY.size]
     if _CRC.unpack_from(record, _BODY.size)[0] != crc32(body, crc32(key)):
         return None
-    _, size_class, segment, epoch, node_id, generation, slot, length, checksum = _BODY.unpack(body)
-    return Location(node_id, epoch, segment, slot, generation, size_class, length, checksum)
+    _, granule, segment, epoch, node_id, generation, slot, length, checksum = _BODY.unpack(body)
+    return Location(node_id, epoch, segment, slot, generation, granule, length, checksum)
 
 
 def slot_of(record: bytes) -> tuple[int, int]:

@@ -8,13 +8,12 @@ on where they were, so that a reader that mapped the segment before still notice
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvstore.core.events import Mark, Seal, Write
+from kvstore.core.events import Bounds, Mark, Seal, Write
 from kvstore.core.node import NodeCore
-from kvstore.core.sizes import SLOT_BYTES
+from kvstore.core.sizes import PAGE, granules_of, within
 from kvstore.core.slots import Slot, SlotState
 
 _AGE = itemgetter(1, 0)
@@ -26,18 +25,17 @@ class HeldSlot(NamedTuple):
 
     slot_id: int
     generation: int
+    granule: int
+    size: int
+    """In granules."""
     reserved: bool
     """It may be written to; otherwise it was dropped while it was pinned."""
 
 
-class ArenaSeen(NamedTuple):
-    """What the headers of one arena say. They agree about its size class."""
+class Seen(NamedTuple):
+    """What a segment says when a node is started again."""
 
-    arena: int
-    size_class: int
-    """-1: nothing lives in it."""
-    generation: int
-    """The highest of all its slots."""
+    bounds: Bounds
     sealed: list[Seal]
     """Whole headers of blocks, as they were written."""
     pinned: set[int]
@@ -49,59 +47,55 @@ class ArenaSeen(NamedTuple):
     """Blocks that had left before the end: the index may not have heard of it."""
 
 
-def recover(core: NodeCore, arenas: Iterable[ArenaSeen], former_epoch: int) -> list[Write]:
+def recover(core: NodeCore, seen: Seen, former_epoch: int) -> list[Write]:
     """Fill a fresh `core`; the header writes that are due before anyone is served.
 
     `former_epoch` is that of the records the index holds. All blocks must be
-    published anew, under the new epoch, the last used first. In which order is not known:
-    slots of a class are reused in turn, so a lower generation counts as longer ago.
+    published anew, under the new epoch, the last saved first: generations, of which a node
+    has one count, say in which order they were reserved. When each was used last is not
+    known. Raises `InternalError` when slots overlap.
     """
-    seen = list(arenas)
-    core.allocator.restore((a.arena, a.size_class, a.generation) for a in seen)
-    writes: list[Write] = []
-    for arena in seen:
-        writes += arena.damaged
-        core.counts["recovery_dropped"] += len(arena.damaged)
-        for held in arena.held:
-            _hold(core, held)
-    blocks = [block for arena in seen for block in arena.sealed]
-    blocks.sort(key=_AGE)
-    pinned: set[int] = set().union(*(arena.pinned for arena in seen))
+    core.restore(seen.bounds)
+    core.allocator.restore(
+        [
+            *((b.slot_id * PAGE + b.granule, granules_of(b.length)) for b in seen.sealed),
+            *((h.slot_id * PAGE + h.granule, h.size) for h in seen.held),
+        ],
+        seen.bounds.used_below * PAGE,
+        seen.bounds.used_from * PAGE,
+    )
+    writes: list[Write] = [*seen.damaged]
+    core.counts["recovery_dropped"] += len(seen.damaged)
+    for held in seen.held:
+        _hold(core, held.slot_id, held.generation, reserved=held.reserved)
     evictable: list[Slot] = []
-    for block in blocks:
-        if block.key in core.by_key:  # two blocks of one key: not written by any node
-            writes.append(Mark(block.slot_id, SlotState.FREE, block.generation))
-            core.counts["recovery_dropped"] += 1
-            if block.slot_id in pinned:
-                _hold(core, HeldSlot(block.slot_id, block.generation, False))
-            continue
+    # The latest first: of two blocks of one key, which no node writes, that one stays.
+    for block in sorted(seen.sealed, key=_AGE, reverse=True):
         slot = _found(core, block.slot_id, block.generation, SlotState.SEALED)
+        if block.key in core.by_key:
+            _drop(core, slot, block, writes, pinned=block.slot_id in seen.pinned)
+            continue
         _describe(slot, block, former_epoch)
         slot.record = core.record(slot, core.epoch)
         core.by_key[block.key] = slot
-        if block.slot_id in pinned:
+        if block.slot_id in seen.pinned:
             _pin(core, slot)
         else:
             evictable.append(slot)
-    core.counts["recovered"] = len(core.by_key)
-    core.allocator.restored(evictable)
-    core.allocator.restored(_held_by_former(core), held=True)
-    for slot in reversed(core.by_key.values()):
         core.outbox.publish_again(slot)
-    for arena in seen:
-        for block in arena.gone:
-            _disown(core, block, former_epoch)
+    core.by_key = dict(reversed(core.by_key.items()))
+    core.counts["recovered"] = len(core.by_key)
+    core.allocator.restored(reversed(evictable))
+    core.allocator.restored(_held_by_former(core), held=True)
+    for block in seen.gone:
+        _disown(core, block, former_epoch)
     return writes
 
 
-def fits(seal: Seal, slots_per_arena: int, arena_bytes: int) -> bool:
-    """Whether a node with such arenas can have written this header."""
-    if seal.size_class >= len(SLOT_BYTES):
-        return False
-    slot_bytes = SLOT_BYTES[seal.size_class]
-    position = seal.slot_id % slots_per_arena
-    return (
-        seal.meta_length <= seal.length <= slot_bytes and (position + 1) * slot_bytes <= arena_bytes
+def fits(seal: Seal, size_bytes: int) -> bool:
+    """Whether a node with so large a segment can have written this header."""
+    return 0 <= seal.meta_length <= seal.length and within(
+        seal.slot_id, seal.granule, granules_of(seal.length), size_bytes
     )
 
 
@@ -125,15 +119,26 @@ def _describe(slot: Slot, block: Seal, former_epoch: int) -> None:
     slot.former_epoch = former_epoch
 
 
-def _hold(core: NodeCore, held: HeldSlot) -> None:
+def _hold(core: NodeCore, slot_id: int, generation: int, *, reserved: bool) -> None:
     former = core.former()
-    if held.reserved:
-        slot = _found(core, held.slot_id, held.generation, SlotState.RESERVED)
+    if reserved:
+        slot = _found(core, slot_id, generation, SlotState.RESERVED)
         former.reserved[slot.slot_id] = slot
         core.counts["recovery_dropped"] += 1
     else:
-        slot = _found(core, held.slot_id, held.generation, SlotState.DOOMED)
+        slot = _found(core, slot_id, generation, SlotState.DOOMED)
         _pin(core, slot)
+
+
+def _drop(core: NodeCore, slot: Slot, block: Seal, writes: list[Write], *, pinned: bool) -> None:
+    writes.append(Mark(block.slot_id, SlotState.FREE, block.generation))
+    core.counts["recovery_dropped"] += 1
+    if pinned:
+        slot.state = SlotState.DOOMED
+        _pin(core, slot)
+    else:
+        slot.state = SlotState.FREE
+        core.allocator.became_free(slot, was_busy=True)
 
 
 def _pin(core: NodeCore, slot: Slot) -> None:
@@ -151,6 +156,7 @@ def _disown(core: NodeCore, block: Seal, former_epoch: int) -> None:
     """Its record may be in the index still; compare and delete takes that one alone."""
     if core.outbox.removals_pending >= core.limits.pending_remove:
         return
-    slot = Slot(block.slot_id, 0, block.size_class, block.generation)
+    slot = Slot(block.slot_id * PAGE + block.granule, granules_of(block.length))
+    slot.generation = block.generation
     _describe(slot, block, former_epoch)
     core.outbox.remove(slot.key, core.record(slot, former_epoch))

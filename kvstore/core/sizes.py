@@ -1,33 +1,38 @@
-"""Size classes: four to a doubling, so a slot is never more than 25% larger than its value.
+"""How much of a segment a value takes: so much that internal waste stays under 25%.
 
-The smallest class is the exception: values under `SLOT_BYTES_MIN` share it.
+All of it is counted in granules. From `PAGED` on a value takes whole pages, aligned to
+them. Below it takes whole granules, and at least a page: so no two slots begin in the same
+page, and a page's number names the slot that begins in it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from kvstore.limits import SLOT_BYTES_MIN
 
-from kvstore.limits import ARENA_BYTES_MAX, SLOT_BYTES_MIN
-
-_STEPS = 4
-
-
-def _all_sizes() -> list[int]:
-    sizes: list[int] = []
-    size_class = 0
-    while True:
-        base = SLOT_BYTES_MIN << (size_class // _STEPS)
-        size = base + base * (size_class % _STEPS) // _STEPS
-        if size > ARENA_BYTES_MAX:
-            return sizes
-        sizes.append(size)
-        size_class += 1
+GRANULE_BYTES = 1 << 10
+PAGE = SLOT_BYTES_MIN // GRANULE_BYTES
+"""Granules of a page, which has one header."""
+PAGED = 4 * PAGE
+"""Values up to so many granules take no more of them than they need."""
 
 
-SLOT_BYTES: tuple[int, ...] = tuple(_all_sizes())
-"""Slot size in bytes by size class."""
+def granules_of(length: int) -> int:
+    """What a value of `length` bytes takes; a value of no bytes takes a page as well."""
+    size = -(-length // GRANULE_BYTES)
+    if size <= PAGED:
+        return size if size > PAGE else PAGE
+    return -(-size // PAGE) * PAGE
 
 
-def size_class_of(length: int) -> int:
-    """The smallest class whose slots hold `length` bytes; len(SLOT_BYTES) when none does."""
-    return bisect_left(SLOT_BYTES, length)
+def aligned(size: int) -> bool:
+    """Whether a slot of so many granules begins where a page does."""
+    return size % PAGE == 0 and size >= PAGED
+
+
+def within(page: int, granule: int, size: int, size_bytes: int) -> bool:
+    """Whether a slot can begin with that granule of that page, in a segment of so many bytes."""
+    return (
+        0 <= granule < PAGE
+        and not (granule and aligned(size))
+        and (page * PAGE + granule + size) * GRANULE_BYTES <= size_bytes
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from kvstore.core.sizes import GRANULE_BYTES, PAGE
 from kvstore.errors import InternalError
 from kvstore.types import Key
 
@@ -61,19 +62,23 @@ class Slot:
         "published",
         "record",
         "reserved_at",
-        "size_class",
+        "size",
         "slot_id",
+        "start",
         "state",
         "used_at",
         "void",
     )
 
-    def __init__(self, slot_id: int, offset: int, size_class: int, generation: int) -> None:
-        self.slot_id = slot_id
-        self.offset = offset
+    def __init__(self, start: int, size: int) -> None:
+        """An extent of `size` granules (core/sizes.py) from number `start` of its segment."""
+        self.start = start
+        self.size = size
+        self.slot_id = start // PAGE
+        """The page that it begins in, where its header is."""
+        self.offset = start * GRANULE_BYTES
         """Bytes from the start of the segment."""
-        self.size_class = size_class
-        self.generation = generation
+        self.generation = 0
         self.state = SlotState.FREE
         self.key: Key = b""
         self.length = 0
@@ -99,14 +104,17 @@ class Slot:
         self.void = False
         """RESERVED, but its key was cleared meanwhile: the commit will not seal it."""
 
+    @property
+    def granule(self) -> int:
+        """Which granule of its page it begins with."""
+        return self.start % PAGE
+
     def move(self, event: SlotEvent) -> None:
-        """Take the transition for `event`; a reserve also starts the next generation."""
+        """Take the transition for `event`."""
         target = _NEXT[self.state][event]
         if target is None:
             raise InternalError(
                 f"slot {self.slot_id}, generation {self.generation}: "
                 f"{event.name} in {self.state.name}"
             )
-        if event is SlotEvent.RESERVE:
-            self.generation += 1
         self.state = target

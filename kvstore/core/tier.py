@@ -10,7 +10,7 @@ from __future__ import annotations
 from heapq import nsmallest
 from typing import Any, NamedTuple
 
-from kvstore.core.events import Coldest, Effects, Hold, Reply, Retire
+from kvstore.core.events import Coldest, Effects, Hold, Reply, Retire, Write
 from kvstore.core.gone import GoneWhy
 from kvstore.core.holdings import Session
 from kvstore.core.node import NodeCore
@@ -37,13 +37,23 @@ class TierCore(NodeCore):
         """See `NodeCore`."""
         super().__init__(**options)
         self.allocator.evicts = False
+        self._refused_bytes = 0
+        """The largest value that found no room in one piece since one as large did."""
         self._handlers[Coldest] = self._coldest
         self._handlers[Retire] = self._retire
+
+    def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
+        slot = super()._take(length, writes, now)
+        if slot is None:
+            self._refused_bytes = max(self._refused_bytes, length)
+        elif length >= self._refused_bytes:
+            self._refused_bytes = 0
+        return slot
 
     def _coldest(self, event: Coldest, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
         short_bytes = event.free_bytes - self.allocator.free_bytes
-        chosen: list[ColdBlock] = []
+        leave: list[Slot] = []
         if short_bytes > 0:
             # A pool in VRAM has some thousand blocks: looking at all of them takes about as
             # long as one of them takes to be copied.
@@ -52,20 +62,27 @@ class TierCore(NodeCore):
                 if short_bytes <= 0:
                     break
                 short_bytes -= slot.length
-                self.allocator.became_busy(slot)
-                slot.pins = 1
-                session.pins[slot.slot_id] = 1
-                effects.writes.append(Hold(slot.slot_id, True))
-                chosen.append(
-                    ColdBlock(
-                        slot.key,
-                        slot.slot_id,
-                        slot.generation,
-                        slot.offset,
-                        slot.length,
-                        slot.namespace_id,
-                    )
+                leave.append(slot)
+        elif self._refused_bytes:
+            # Enough is free, but not in one piece.
+            leave = self.allocator.in_the_way(self._refused_bytes)[: event.at_most]
+            self._refused_bytes = 0
+        chosen: list[ColdBlock] = []
+        for slot in leave:
+            self.allocator.became_busy(slot)
+            slot.pins = 1
+            session.pins[slot.slot_id] = 1
+            effects.writes.append(Hold(slot.slot_id, True))
+            chosen.append(
+                ColdBlock(
+                    slot.key,
+                    slot.slot_id,
+                    slot.generation,
+                    slot.offset,
+                    slot.length,
+                    slot.namespace_id,
                 )
+            )
         effects.replies.append(Reply(event.session, event.request, chosen, False))
 
     def _retire(self, event: Retire, effects: Effects, now: float) -> None:

@@ -11,9 +11,15 @@ from typing import Any
 from kvstore.client.base import BlockStore, Reservation
 from kvstore.core.events import Coldest, Retire, Unpin
 from kvstore.core.tier import ColdBlock
-from kvstore.cuda.base import CudaDevice, address_of, wait
+from kvstore.cuda.base import Copy, CudaDevice, address_of, wait
 from kvstore.errors import DeadlineError, DeviceError, InternalError, KVStoreError, PeerError
-from kvstore.limits import CUDA_IPC_DRAIN_S, DEMOTE_BLOCKS_MAX, DEMOTE_BYTES_MAX
+from kvstore.limits import (
+    CUDA_IPC_DRAIN_S,
+    DEMOTE_BLOCKS_MAX,
+    DEMOTE_BYTES_MAX,
+    LOCK_PART_BYTES,
+    SLOT_BYTES_MIN,
+)
 from kvstore.node.inside import InsideSession, Make
 from kvstore.types import PutStatus
 
@@ -147,8 +153,9 @@ class Demoter:
         try:
             self._stream.copy(
                 [
-                    (address_of(reservation.buffer), self._address + block.offset, block.length)
+                    copy
                     for block, reservation in granted
+                    for copy in _copies(reservation, self._address + block.offset, block.length)
                 ]
             )
             done = wait(self._stream.record(), time.monotonic() + CUDA_IPC_DRAIN_S)
@@ -166,6 +173,19 @@ class Demoter:
         for (block, _), result in zip(granted, results, strict=True):
             self.counts["demoted" if result else "lost"] += 1
             self.counts["demoted_bytes"] += block.length if result else 0
+
+
+def _copies(reservation: Reservation, source: int, size_bytes: int) -> Iterator[Copy]:
+    """The memory below may be page-locked in this process, in parts that no copy may cross."""
+    target = address_of(reservation.buffer)
+    # What is on its way to another host is in no segment, and has no slot.
+    page = max(reservation.slot, 0) * SLOT_BYTES_MIN
+    at = page + target % SLOT_BYTES_MIN
+    done = 0
+    while done < size_bytes:
+        part = min(LOCK_PART_BYTES - (at + done) % LOCK_PART_BYTES, size_bytes - done)
+        yield target + done, source + done, part
+        done += part
 
 
 def _unpin(blocks: Sequence[ColdBlock]) -> Make:

@@ -18,7 +18,7 @@ from kvstore.embedded.demoter import Demoter
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.hashing import Namespace
 from kvstore.index.open import open_guarded
-from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MIN, BATCH_KEYS_MAX
+from kvstore.limits import BATCH_KEYS_MAX, SEGMENT_BYTES_MIN
 from kvstore.node.config import NodeConfig
 from kvstore.node.inside import Make, TakeBack
 from kvstore.node.vram import VramNode
@@ -66,16 +66,15 @@ class VramPool:
         size_bytes: int,
         *,
         name: str | None = None,
-        arena_bytes: int = ARENA_BYTES_DEFAULT,
         signing_key: bytes | None = None,
     ) -> None:
-        """Allocates `size_bytes` of the device, in arenas of `arena_bytes`: the largest block.
+        """Allocates `size_bytes` of the device.
 
         `store` is where blocks go down to; the caller closes it after `stop`. Raises
         `UsageError` (size, name taken), `NoSpaceError` and `DeviceError`.
         """
-        if size_bytes < ARENA_BYTES_MIN:
-            raise UsageError("size_bytes", size_bytes, f"at least {ARENA_BYTES_MIN}")
+        if size_bytes < SEGMENT_BYTES_MIN:
+            raise UsageError("size_bytes", size_bytes, f"at least {SEGMENT_BYTES_MIN}")
         self.device = device
         self._store = store
         self._lock = threading.Lock()
@@ -84,7 +83,6 @@ class VramPool:
             run_dir=store.run_dir,
             name=name or f"vram-{os.getpid()}",
             size_bytes=size_bytes,
-            arena_bytes=arena_bytes,
             key_prefix=store.key_prefix,
             signing_key=signing_key,
             limits=store.limits,

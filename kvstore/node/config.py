@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvstore.core.eviction import POLICIES
 from kvstore.errors import UsageError
-from kvstore.limits import ARENA_BYTES_DEFAULT, ARENA_BYTES_MAX, ARENA_BYTES_MIN, Limits
+from kvstore.limits import SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX, Limits
 from kvstore.segment.shm import SHM_DIR
 from kvstore.transport.security import StreamSecurity
 
@@ -23,8 +23,6 @@ class NodeConfig:
     run_dir: Path
     name: str = "node"
     size_bytes: int = SIZE_BYTES_DEFAULT
-    arena_bytes: int = ARENA_BYTES_DEFAULT
-    """A power of two; the largest value is one arena."""
     policy: str = "lru"
     key_prefix: str = "kv:default"
     shm_dir: Path = SHM_DIR
@@ -52,14 +50,10 @@ class NodeConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise UsageError("policy", self.policy, f"must be one of {sorted(POLICIES)}")
-        if self.size_bytes < ARENA_BYTES_MIN:
-            raise UsageError("size_bytes", self.size_bytes, f"at least {ARENA_BYTES_MIN}")
-        power_of_two = self.arena_bytes & (self.arena_bytes - 1) == 0
-        if not (power_of_two and ARENA_BYTES_MIN <= self.arena_bytes <= ARENA_BYTES_MAX):
+        most = SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
+        if not SEGMENT_BYTES_MIN <= self.size_bytes <= most:
             raise UsageError(
-                "arena_bytes",
-                self.arena_bytes,
-                f"must be a power of two from {ARENA_BYTES_MIN} to {ARENA_BYTES_MAX}",
+                "size_bytes", self.size_bytes, f"must be {SEGMENT_BYTES_MIN} to {most}"
             )
 
         if self.listen is not None and self.security.secret is None and not self.open_to_all:
@@ -74,12 +68,10 @@ class NodeConfig:
                 "nixl", self.nixl, "needs `listen` and a secret: it opens all of the node's memory"
             )
 
-    def shape(self) -> tuple[int, int]:
-        """(arenas, arena_bytes): a node smaller than one arena gets a smaller arena."""
-        arena_bytes = self.arena_bytes
-        while arena_bytes > self.size_bytes:
-            arena_bytes //= 2
-        return self.size_bytes // arena_bytes, arena_bytes
+    @property
+    def segment_bytes(self) -> int:
+        """`size_bytes` in whole pages."""
+        return self.size_bytes // SLOT_BYTES_MIN * SLOT_BYTES_MIN
 
 
 def node_id_of(run_dir: Path, name: str) -> int:

@@ -46,6 +46,7 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.index.base import Index
+from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.node import restart
 from kvstore.node.config import NodeConfig, node_id_of
 from kvstore.node.control import Connection
@@ -69,6 +70,8 @@ from kvstore.types import Key, Kind
 log = logging.getLogger("kvstore.node")
 
 LEASE_POLL_S = 0.1
+TRIAL_ROOM_BYTES = 2 * SLOT_BYTES_MIN
+"""In one piece: with as much no slot for a few bytes costs a block."""
 START_TIMEOUT_S = 30.0
 SOCKET_BACKLOG = 1024
 """As many as clients may be (`Limits.clients`): all engines of a host may start together."""
@@ -170,7 +173,6 @@ class Node:
     def _create(self) -> None:
         config = self.config
         self.dir.socket.unlink(missing_ok=True)  # of one that was killed: nobody serves yet
-        arenas, arena_bytes = config.shape()
         node_id = node_id_of(config.run_dir, config.name)
         key = secret(SIGNING_KEY, config.signing_key)
         self._signer = RecordSigner(key, config.key_prefix) if key else None
@@ -179,8 +181,7 @@ class Node:
             self.core_class,
             node_id=node_id,
             epoch=epoch,
-            arenas=arenas,
-            arena_bytes=arena_bytes,
+            size_bytes=config.segment_bytes,
             limits=config.limits,
             policy=POLICIES[config.policy],
             signer=self._signer,
@@ -198,8 +199,7 @@ class Node:
             data_path=f"{base}.data",
             head_path=f"{base}.head",
             control_path=str(self.dir.socket),
-            arenas=arenas,
-            arena_bytes=arena_bytes,
+            size_bytes=config.segment_bytes,
             inline_bytes=config.limits.inline_bytes,
         )
         self._resets = ResetNews(
@@ -300,7 +300,8 @@ class Node:
     def _try_slot(self, key: Key) -> bool:
         """Write into a slot and read it back; nothing is evicted for that, and where there is
         hardly any room, nothing is tried."""
-        if not self.takes_saves or self._free_bytes() < 2 * self.core.allocator.arena_bytes:
+        room_bytes = min(self._free_bytes(), self.core.allocator.largest_free_bytes)
+        if not self.takes_saves or room_bytes < TRIAL_ROOM_BYTES:
             return True
         wanted = Reserve(TRIAL, 0, [key], [len(key)], 0, [Kind.BYTES], [0], [None], [0])
         effects = self.core.handle(wanted, time.monotonic())
@@ -326,7 +327,7 @@ class Node:
         return Sweeper(config.run_dir, shm_dir=config.shm_dir, every_s=every_s)
 
     def _free_bytes(self) -> int:
-        return self.core.allocator.free_arenas * self.core.allocator.arena_bytes
+        return self.core.allocator.free_bytes
 
     def _serve_streams(self) -> None:
         """Open to other hosts, and let the announcement say so."""

@@ -34,7 +34,7 @@ within a second (client/upkeep.py)."""
 ROOM_POLL_S = 0.05
 SIGN_OF_LIFE_S = 5.0
 """How often a node says that it lives; what it leaves behind counts its age from there."""
-_SAME = ("node_id", "key_prefix", "arenas", "arena_bytes")
+_SAME = ("node_id", "key_prefix", "size_bytes")
 
 
 class Started(NamedTuple):
@@ -93,7 +93,7 @@ def start(
     run_dir: Path,
     catch_up: Callable[[NodeCore, Callable[[Effects], None]], None],
 ) -> Started:
-    """Warm when the former start left a segment of this shape, else with an empty one.
+    """Warm when the former start left a segment of this size, else with an empty one.
 
     `word` says where an empty segment is to be. The caller holds the node's lock. `catch_up`
     drops what may not be read any more, and raises `ValueError` when it cannot tell.
@@ -144,9 +144,9 @@ def _take_over(
             raise ValueError(f"it is in {path.parent}")
         segment = OwnedShm(path.with_suffix(""), superblock_of(word), reopen=True)
         with _no_collection():
-            epoch, arenas = segment.seen()
+            epoch, seen = segment.seen()
             core = make_core()
-            writes = recover(core, arenas, epoch)
+            writes = recover(core, seen, epoch)
         for write in writes:
             segment.apply(write)
         catch_up(core, partial(_apply, segment))
@@ -185,7 +185,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def superblock_of(word: Announcement) -> Superblock:
-    return Superblock(word.node_id, word.epoch, 0, word.arenas, word.arena_bytes)
+    return Superblock(word.node_id, word.epoch, 0, word.size_bytes)
 
 
 def _at(word: Announcement, segment: OwnedShm) -> Announcement:
@@ -197,10 +197,10 @@ def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
     """What dead nodes of this run directory could be restarted with goes first. What clients
     still map of nodes that were just killed is free a moment later."""
     try:
-        check_room(where, word.arenas, word.arena_bytes)
+        check_room(where, word.size_bytes)
         return
     except NoSpaceError:
-        if never_fits(where, word.arenas, word.arena_bytes):
+        if never_fits(where, word.size_bytes):
             raise
     # Imported where it is needed: 45 ms, which most starts can do without.
     from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
@@ -216,7 +216,7 @@ def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
                 names = ", ".join(removed)
                 log.info("removed what nodes %s left behind: its memory is needed", names)
             free_abandoned(where)
-            check_room(where, word.arenas, word.arena_bytes)
+            check_room(where, word.size_bytes)
 
 
 async def stay_restartable(directory: NodeDir) -> None:

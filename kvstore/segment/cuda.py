@@ -37,8 +37,8 @@ class OwnedCuda(OwnedHeads):
         """Raises `NoSpaceError` (device, /dev/shm) and `DeviceError`."""
         self.data_path = base_path.with_suffix(".data")
         self.device = device
-        check_free(base_path.parent, header_file_bytes(superblock.arenas, superblock.arena_bytes))
-        self.address = device.allocate(superblock.arenas * superblock.arena_bytes)
+        check_free(base_path.parent, header_file_bytes(superblock.size_bytes))
+        self.address = device.allocate(superblock.size_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(device.free, self.address)
             self.handle = device.export(self.address)

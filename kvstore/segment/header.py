@@ -1,9 +1,9 @@
 """Slot headers in shared memory: 64 bytes, one cache line, written by the node alone.
 
-    0   u64  word: generation << 16 | size class, while RESERVED, << 8 | state
+    0   u64  word: generation << 16 | state; see below for RESERVED
     8   32s  key
     40  u32  length
-    44  u8   size class
+    44  u8   granule: with which KiB of its page the slot begins, 0 to 3
     45  u8   kind
     46  u16  meta length (bytes at the end of the payload that describe it)
     48  u64  payload checksum (xxh3-64, 0: none)
@@ -13,14 +13,22 @@
 The word is one aligned 8-byte store, so a reader sees either the old or the
 new state. The body is written while the word says RESERVED, the SEALED word
 last; a crash in between leaves a header that nobody trusts, and the CRC covers
-what a torn write could leave. A RESERVED word says how large the slot is, as the
-body still describes the block before: a restarted node must keep off it (rule 5).
+what a torn write could leave. A RESERVED word says where the slot is, as the body
+still describes the block before: a restarted node must keep off it (rule 5). It is
+the last 24 bits of the generation << 40 | granules << 16 | granule << 8 | state.
+
+A header is that of the slot that begins in its page, if one does. Headers of the
+other pages of a slot say FREE.
+
+On the first page, beside the two copies of the superblock, two words say what a
+restart would else have to look for: a generation that is above all there are, and
+from which page to which (u32 each) none was ever used.
 
 After the headers comes a table of u32 slot ids, for readers on this host: where a
 key may be. A key has two places in it, side by side; a third key with the same
 takes one over, and nothing is ever taken out: the header says whether it is true.
 
-Last comes one byte a slot: 1 while a client has it pinned, and so may look at it
+Last comes one byte a page: 1 while a client has it pinned, and so may look at it
 without checking.
 """
 
@@ -50,7 +58,7 @@ class Header(NamedTuple):
     generation: int
     key: Key
     length: int
-    size_class: int
+    granule: int
     kind: int
     meta_length: int
     checksum: int
@@ -64,13 +72,28 @@ Fields = tuple[int, Key, int, int, int, int, int, int]
 GENERATION_MAX = (1 << 48) - 1
 
 
-def word(state: int, generation: int, size_class: int = 0) -> int:
-    return generation << 16 | size_class << 8 | state
+_SIZE_BITS = 24
+_LOW_GENERATION = (1 << 24) - 1
 
 
-def of_word(w: int) -> tuple[int, int, int]:
-    """(state, generation, size class) as `word` put them together."""
-    return w & 0xFF, w >> 16, w >> 8 & 0xFF
+def word(state: int, generation: int, granule: int = 0, size: int = 0) -> int:
+    """`granule` and `size`, in granules, are told of a RESERVED slot."""
+    if state != RESERVED:
+        return generation << 16 | state
+    return (generation & _LOW_GENERATION) << 40 | size << 16 | granule << 8 | state
+
+
+def of_word(w: int) -> tuple[int, int]:
+    """(state, generation) as `word` put them together, when it is not RESERVED."""
+    return w & 0xFF, w >> 16
+
+
+def of_reserved(w: int, last_generation: int) -> tuple[int, int, int]:
+    """(generation, granule, size) as `word` put them together. The generation is the last one up
+    to that which the word can mean, so it is no lower than it was."""
+    low = w >> 40
+    generation = last_generation - ((last_generation - low) & _LOW_GENERATION)
+    return max(generation, low), w >> 8 & 0xFF, w >> 16 & (1 << _SIZE_BITS) - 1
 
 
 def pack(header: Fields) -> bytes:
@@ -87,22 +110,10 @@ def unpack(raw: bytes) -> Header | None:
 
 def fields(raw: bytes) -> Fields | None:
     """`unpack` as a plain tuple, which readers make one of for every block they look at."""
-    w, key, length, size_class, kind, meta_length, checksum, namespace_id, crc = _HEADER.unpack(raw)
+    w, key, length, granule, kind, meta_length, checksum, namespace_id, crc = _HEADER.unpack(raw)
     if w & 0xFF != SEALED or crc32(raw[:60]) != crc:
         return None
-    return w >> 16, key, length, size_class, kind, meta_length, checksum, namespace_id
-
-
-def all_fields(raw: bytes) -> list[Fields | None]:
-    """`fields` of every header in `raw`: three times as fast as one by one."""
-    return [
-        (w >> 16, key, length, size_class, kind, meta_length, checksum, namespace_id)
-        if w & 0xFF == SEALED and crc32(raw[start : start + _BODY.size]) == crc
-        else None
-        for start, (w, key, length, size_class, kind, meta_length, checksum, namespace_id, crc) in (
-            zip(range(0, len(raw), HEADER_BYTES), _HEADER.iter_unpack(raw), strict=True)
-        )
-    ]
+    return w >> 16, key, length, granule, kind, meta_length, checksum, namespace_id
 
 
 def body_of(raw: bytes, generation: int) -> Fields | None:
@@ -126,19 +137,20 @@ SUPERBLOCK_COPY = 2048
 one of them is whole whenever it is killed."""
 HOME_PLACE = 1024
 """Where the node's directory stands, between the copies: u16 length, then the path."""
-_SUPERBLOCK = struct.Struct("<8sIIQQIIII")
+_SUPERBLOCK = struct.Struct("<8sIIQQI")
+BOUNDS_PLACE = 3072
+"""Where the two words of `Bounds` are, behind the copies."""
 _MAGIC = b"kvstore1"
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 
 class Superblock(NamedTuple):
-    """The first page of a header file: whose segment this is and how it is divided."""
+    """The first page of a header file: whose segment this is, and how large."""
 
     node_id: int
     epoch: int
     segment: int
-    arenas: int
-    arena_bytes: int
+    size_bytes: int
 
 
 def pack_superblock(block: Superblock) -> bytes:
@@ -147,11 +159,8 @@ def pack_superblock(block: Superblock) -> bytes:
         LAYOUT_VERSION,
         block.segment,
         block.node_id,
-        block.arena_bytes,
+        block.size_bytes,
         block.epoch,
-        block.arenas,
-        0,
-        0,
     )
     return raw + crc32(raw).to_bytes(4, "little")
 
@@ -163,10 +172,10 @@ def unpack_superblock(raw: bytes) -> Superblock | None:
         return None
     if crc32(body).to_bytes(4, "little") != raw[_SUPERBLOCK.size : _SUPERBLOCK.size + 4]:
         return None
-    magic, version, segment, node_id, arena_bytes, epoch, arenas, _, _ = _SUPERBLOCK.unpack(body)
+    magic, version, segment, node_id, size_bytes, epoch = _SUPERBLOCK.unpack(body)
     if magic != _MAGIC or version != LAYOUT_VERSION:
         return None
-    return Superblock(node_id, epoch, segment, arenas, arena_bytes)
+    return Superblock(node_id, epoch, segment, size_bytes)
 
 
 def layout_of(page: bytes) -> int | None:

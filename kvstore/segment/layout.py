@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.core.sizes import SLOT_BYTES
 from kvstore.limits import (
-    ARENA_BYTES_MAX,
-    ARENA_BYTES_MIN,
+    SEGMENT_BYTES_MIN,
     SLOT_BYTES_MIN,
     SLOTS_PER_SEGMENT_MAX,
 )
@@ -22,11 +20,9 @@ class Layout:
     header_bytes = HEADER_BYTES
 
     def __init__(self, word: Announcement) -> None:
-        self.superblock = Superblock(word.node_id, word.epoch, 0, word.arenas, word.arena_bytes)
-        right = ARENA_BYTES_MIN <= word.arena_bytes <= ARENA_BYTES_MAX
-        self.slots_per_arena = word.arena_bytes // SLOT_BYTES_MIN
-        self.slots = min(word.arenas * self.slots_per_arena, SLOTS_PER_SEGMENT_MAX) if right else 0
-        self.slot_bytes = tuple(min(size, word.arena_bytes) for size in SLOT_BYTES)
+        self.superblock = Superblock(word.node_id, word.epoch, 0, word.size_bytes)
+        right = SEGMENT_BYTES_MIN <= word.size_bytes <= SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
+        self.slots = word.size_bytes // SLOT_BYTES_MIN if right else 0
 
     def places(self, location: Location) -> tuple[int, int] | None:
         """(offset of its header in the header file, of its payload in the segment)."""
@@ -35,8 +31,8 @@ class Layout:
             return None
         if location.slot >= self.slots:
             return None
-        header = (location.generation, b"", location.length, location.size_class, 0, 0, 0, 0)
-        offset = offset_of(self, location.slot, header)
+        header = (location.generation, b"", location.length, location.granule, 0, 0, 0, 0)
+        offset = offset_of(block.size_bytes, location.slot, header)
         if offset is None:
             return None
         return SUPERBLOCK_BYTES + location.slot * HEADER_BYTES, offset

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from kvstore.core.sizes import GRANULE_BYTES, PAGE
+from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.copying import copy
-from kvstore.segment.header import Fields, Superblock, fields
+from kvstore.segment.header import Fields, fields
 from kvstore.segment.shm import AttachedHeads, AttachedShm
 from kvstore.types import Key, Location
-
-
-class Shape(Protocol):
-    """How a segment is divided."""
-
-    @property
-    def superblock(self) -> Superblock: ...
-
-    @property
-    def slots_per_arena(self) -> int: ...
-
-    @property
-    def slot_bytes(self) -> tuple[int, ...]:
-        """By size class."""
-        ...
 
 
 class Spot(NamedTuple):
@@ -48,29 +35,24 @@ def locate(shm: AttachedHeads, key: Key, location: Location) -> Spot | None:
     header = sealed_as(image, key, location)
     if header is None:
         return None
-    offset = offset_of(shm, location.slot, header)
+    offset = offset_of(shm.superblock.size_bytes, location.slot, header)
     return None if offset is None else Spot(location.slot, image, header, offset)
 
 
 def sealed_as(image: bytes, key: Key, location: Location) -> Fields | None:
     """What a header says, None unless it is SEALED, whole, and of that key and location."""
     header = fields(image)
-    promised = (location.generation, key, location.length, location.size_class)
+    promised = (location.generation, key, location.length, location.granule)
     return header if header is not None and header[:4] == promised else None
 
 
-def offset_of(shape: Shape, slot_id: int, header: Fields) -> int | None:
-    """Where the payload that a header describes begins, None unless it lies in its arena."""
-    length, size_class, meta_length = header[2], header[3], header[5]
-    arena_bytes = shape.superblock.arena_bytes
-    arena, position = divmod(slot_id, shape.slots_per_arena)
-    if arena >= shape.superblock.arenas or size_class >= len(shape.slot_bytes):
-        return None
-    slot_bytes = shape.slot_bytes[size_class]
-    start = position * slot_bytes
-    if not meta_length <= length <= slot_bytes or start + slot_bytes > arena_bytes:
-        return None
-    return arena * arena_bytes + start
+def offset_of(size_bytes: int, slot_id: int, header: Fields) -> int | None:
+    """Where the payload that a header describes begins, None unless it lies in a segment of so
+    many bytes."""
+    length, granule, meta_length = header[2], header[3], header[5]
+    offset = slot_id * SLOT_BYTES_MIN + granule * GRANULE_BYTES
+    right = granule < PAGE and meta_length <= length and offset + length <= size_bytes
+    return offset if right else None
 
 
 def copy_out(

@@ -1,35 +1,38 @@
 """What the slot headers of a segment say, read at once when a node is started again.
 
-A segment of 100 GiB has 26 million places for headers, most of them unused, so a look at
-all of them is avoided where it can be. What makes that right: an arena's first slot is the
-first to be handed out whenever the arena is given to a class. So an arena whose first
-word is 0 was never used, and headers behind the last slot of the present class say
-nothing: their generations are lower than the first slot's.
+Headers are the truth. From the first page on: a header that says SEALED or RESERVED is that
+of a slot, and says how far it goes; those within it say FREE, or the segment is damaged.
+So does one that says FREE while clients have its block pinned, as long as they have. What
+lies between slots is free.
+
+A segment of 100 GiB has 26 million headers. Those of pages that were never used are not
+looked at (the segment says which), of the others one byte is, except where a slot begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from functools import partial
 
-from kvstore.core.events import Mark, Seal
-from kvstore.core.recovery import ArenaSeen, HeldSlot, fits
-from kvstore.core.sizes import SLOT_BYTES
-from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.core.events import Bounds, Mark, Seal
+from kvstore.core.recovery import HeldSlot, Seen, fits
+from kvstore.core.sizes import PAGE, granules_of, within
 from kvstore.segment.header import (
     FREE,
     GENERATION_MAX,
     HEADER_BYTES,
     RESERVED,
     SEALED,
-    Superblock,
-    all_fields,
     body_of,
     fields,
+    of_reserved,
     of_word,
 )
 
-_WORDS = HEADER_BYTES // 8
+GONE_MAX = 1 << 16
+"""Blocks that had left before the end are looked for up to so many: the index takes out what it
+still has of them, and for what is left a look at the header does."""
+_IN_USE = re.compile(rb"[^\0]")
 _make_seal = partial(tuple.__new__, Seal)
 """As `Seal(...)`, without taking its arguments apart."""
 
@@ -38,160 +41,128 @@ class DamagedSegmentError(ValueError):
     """Its headers contradict each other: nobody can say what may be reused."""
 
 
-def scan(superblock: Superblock, headers: memoryview, held: memoryview) -> Iterator[ArenaSeen]:
-    """Every arena that was ever used. `headers` are 64 bytes a slot, `held` is one byte a slot.
+def scan(size_bytes: int, bounds: Bounds, headers: memoryview, held: memoryview) -> Seen:
+    """All slots of a segment. `headers` are 64 bytes a page, `held` is one byte a page.
 
     Raises `DamagedSegmentError`; the caller then starts with an empty segment.
     """
-    slots = superblock.arena_bytes // SLOT_BYTES_MIN
-    words = headers.cast("Q")[::_WORDS]
-    for index in range(superblock.arenas):
-        first = index * slots
-        if words[first]:
-            yield _Arena(superblock, index, headers, held, words).seen()
+    pages = len(held)
+    below, from_ = bounds.used_below, bounds.used_from
+    if bounds.generation > GENERATION_MAX // 2 or below > pages or from_ > pages:
+        raise DamagedSegmentError(f"impossible bounds: {bounds}")
+    found = Seen(bounds, [], set(), [], [], [])
+    one = _Scan(size_bytes, found, headers, held)
+    if below >= from_:
+        one.look(0, pages)
+    elif one.look(0, below) <= from_:
+        one.look(from_, pages)
+    else:
+        raise DamagedSegmentError(f"a slot below page {below} reaches beyond page {from_}")
+    return found
 
 
-class _Arena:
-    def __init__(
-        self,
-        superblock: Superblock,
-        index: int,
-        headers: memoryview,
-        held: memoryview,
-        words: memoryview,
-    ) -> None:
-        self._superblock = superblock
-        self._index = index
-        self._slots = superblock.arena_bytes // SLOT_BYTES_MIN
-        self._first = index * self._slots
+class _Scan:
+    def __init__(self, size_bytes: int, found: Seen, headers: memoryview, held: memoryview) -> None:
+        self._size_bytes = size_bytes
+        self._found = found
         self._headers = headers
-        self._held = held[self._first : self._first + self._slots]
-        self._words = words
+        self._words = headers.cast("Q")[:: HEADER_BYTES // 8]
+        self._held = held
 
-    def seen(self) -> ArenaSeen:
-        size_class = self._class_of(0)
-        if size_class < 0:
-            size_class = self._class_of_any()
-        # Without a class nothing lives here, and generations of all classes count.
-        count = self._slots
-        if size_class >= 0:
-            count = self._superblock.arena_bytes // SLOT_BYTES[size_class]
-        words = self._words[self._first : self._first + count].tolist()
-        generation = max(words) >> 16
-        if generation > GENERATION_MAX // 2:
-            raise DamagedSegmentError(f"arena {self._index}: generation {generation}")
-        found = ArenaSeen(self._index, size_class, generation, [], set(), [], [], [])
-        pinned = self._pinned()
-        used = max((position for position, word in enumerate(words) if word), default=-1) + 1
-        blocks = self._blocks(used, size_class)
-        found.sealed.extend(filter(None, blocks))
-        found.pinned.update(self._first + p for p in pinned if p < used and blocks[p])
-        for position, block in enumerate(blocks):
-            if block is None and words[position]:
-                self._look(found, position, words[position], position in pinned)
-        return found
+    def look(self, first: int, last: int) -> int:
+        """Those pages; returns the page after the last slot, or after those pages."""
+        # A slot begins where the state is not FREE, or where somebody has it pinned.
+        states = bytes(self._headers[first * HEADER_BYTES : last * HEADER_BYTES : HEADER_BYTES])
+        held = bytes(self._held[first:last])
+        if any(held):
+            length = len(states)
+            both = int.from_bytes(states, "little") | int.from_bytes(held, "little")
+            marked = both.to_bytes(length, "little")
+        else:
+            marked = states
+        free = at = 0
+        end = 0
+        while (match := _IN_USE.search(marked, at)) is not None:
+            page = match.start()
+            end = self._slot(first + page, bool(held[page])) - first
+            if end == page:  # it says nothing that can be believed: free
+                at = page + 1
+                continue
+            # The page that it ends in may be that in which the next one begins.
+            if _IN_USE.search(marked, page + 1, end) is not None:
+                raise DamagedSegmentError(f"a slot begins within that of page {first + page}")
+            self._gone(first + free, first + page)
+            free = at = end
+        self._gone(first + free, last)
+        return max(last, first + end)
 
-    def _blocks(self, used: int, size_class: int) -> list[Seal | None]:
-        """Blocks of that class in the first `used` slots: nearly all that there is to be found."""
-        if size_class < 0:
-            return [None] * used
-        slot_bytes = SLOT_BYTES[size_class]
-        start = self._first * HEADER_BYTES
-        headers = all_fields(bytes(self._headers[start : start + used * HEADER_BYTES]))
-        return [
-            _make_seal((slot_id, *seen))
-            if seen is not None and seen[3] == size_class and seen[5] <= seen[2] <= slot_bytes
-            else None
-            for slot_id, seen in enumerate(headers, self._first)
-        ]
-
-    def _look(self, found: ArenaSeen, position: int, word: int, pinned: bool) -> None:
-        slot_id = self._first + position
-        state, generation, size_class = of_word(word)
-        if state == RESERVED:
-            if size_class != found.size_class:
-                raise self._contradiction(position, size_class, found.size_class)
-            found.held.append(HeldSlot(slot_id, generation, True))
-            self._left(found, slot_id, generation - 1)
-            return
+    def _slot(self, page: int, pinned: bool) -> int:
+        """Note the slot that begins there; the first page in which another may begin."""
+        word = self._words[page]
+        state = word & 0xFF
         if state == SEALED:
-            block = self._sealed(slot_id)
+            block = self._block(page, fields(self._image(page)))
             if block is not None:
-                if block.size_class != found.size_class:
-                    raise self._contradiction(position, block.size_class, found.size_class)
-                found.sealed.append(block)
+                self._found.sealed.append(block)
                 if pinned:
-                    found.pinned.add(slot_id)
-                return
-            found.damaged.append(Mark(slot_id, FREE, generation))
-        elif state != FREE:
-            raise DamagedSegmentError(f"slot {slot_id}: state {state}")
-        if pinned:
-            found.held.append(HeldSlot(slot_id, generation, False))
-        self._left(found, slot_id, generation)
-
-    def _left(self, found: ArenaSeen, slot_id: int, generation: int) -> None:
-        block = self._body(slot_id, generation)
-        if block is not None:
-            found.gone.append(block)
-
-    def _class_of(self, position: int) -> int:
-        """The size class that a slot in use says it has; -1 for one that is not in use."""
-        slot_id = self._first + position
-        state, generation, size_class = of_word(self._words[slot_id])
+                    self._found.pinned.add(page)
+                return self._after(page, block.granule, granules_of(block.length))
+            if pinned:
+                raise DamagedSegmentError(f"slot {page}: pinned, and its header is damaged")
+            self._found.damaged.append(Mark(page, FREE, min(word >> 16, self._last)))
+            return page
         if state == RESERVED:
-            if not self._fits_class(position, size_class):
-                raise DamagedSegmentError(f"slot {slot_id}: reserved in class {size_class}")
-            return size_class
-        block = self._sealed(slot_id) if state == SEALED else None
-        if block is None and self._held[position]:
-            block = self._body(slot_id, generation)
-            if block is None:
-                raise DamagedSegmentError(f"slot {slot_id}: pinned, and nobody knows how large")
-        return -1 if block is None else block.size_class
+            generation, granule, size = of_reserved(word, self._last)
+            if not (size >= PAGE and within(page, granule, size, self._size_bytes)):
+                raise DamagedSegmentError(f"slot {page}: {size} granules reserved")
+            self._found.held.append(HeldSlot(page, generation, granule, size, True))
+            return self._after(page, granule, size)
+        if state != FREE:
+            raise DamagedSegmentError(f"slot {page}: state {state}")
+        block = self._left(page)
+        if block is None:
+            raise DamagedSegmentError(f"slot {page}: pinned, and nobody knows how large")
+        size = granules_of(block.length)
+        self._found.held.append(HeldSlot(page, block.generation, block.granule, size, False))
+        self._found.gone.append(block)
+        return self._after(page, block.granule, size)
 
-    def _class_of_any(self) -> int:
-        words = self._words[self._first : self._first + self._slots].tolist()
-        pinned = self._pinned()
-        for position, word in enumerate(words):
-            if word & 0xFF or position in pinned:
-                size_class = self._class_of(position)
-                if size_class >= 0:
-                    return size_class
-        return -1
+    @property
+    def _last(self) -> int:
+        return self._found.bounds.generation
 
-    def _pinned(self) -> set[int]:
-        held = bytes(self._held)
-        return {i for i, byte in enumerate(held) if byte} if any(held) else set()
+    @staticmethod
+    def _after(page: int, granule: int, size: int) -> int:
+        """Of the pages that a slot touches, another may begin in the last one if that is not
+        all the slot's."""
+        return page + (granule + size) // PAGE
 
-    def _fits_class(self, position: int, size_class: int) -> bool:
-        return (
-            size_class < len(SLOT_BYTES)
-            and (position + 1) * SLOT_BYTES[size_class] <= self._superblock.arena_bytes
-        )
+    def _gone(self, first: int, last: int) -> None:
+        """Blocks that left pages which are free now."""
+        gone = self._found.gone
+        if first >= last or len(gone) >= GONE_MAX:
+            return
+        for page, word in enumerate(self._words[first:last].tolist(), first):
+            if word and len(gone) < GONE_MAX:
+                block = self._left(page) if word & 0xFF == FREE else None
+                if block is not None:
+                    gone.append(block)
 
-    def _sealed(self, slot_id: int) -> Seal | None:
-        """The block that a header describes; None unless it is whole and possible."""
-        return self._checked(slot_id, fields(self._image(slot_id)))
-
-    def _body(self, slot_id: int, generation: int) -> Seal | None:
-        """The block that was sealed there in that generation, if the body still tells."""
-        if generation <= 0:
+    def _left(self, page: int) -> Seal | None:
+        """The block that was there last, if the body still tells."""
+        state, generation = of_word(self._words[page])
+        if state != FREE or not generation:
             return None
-        return self._checked(slot_id, body_of(self._image(slot_id), generation))
+        return self._block(page, body_of(self._image(page), generation))
 
-    def _image(self, slot_id: int) -> bytes:
-        return bytes(self._headers[slot_id * HEADER_BYTES : (slot_id + 1) * HEADER_BYTES])
+    def _image(self, page: int) -> bytes:
+        return bytes(self._headers[page * HEADER_BYTES : (page + 1) * HEADER_BYTES])
 
-    def _checked(
-        self, slot_id: int, seen: tuple[int, bytes, int, int, int, int, int, int] | None
+    def _block(
+        self, page: int, seen: tuple[int, bytes, int, int, int, int, int, int] | None
     ) -> Seal | None:
+        """What a header describes; None unless it is whole and possible."""
         if seen is None:
             return None
-        block = Seal(slot_id, *seen)
-        return block if fits(block, self._slots, self._superblock.arena_bytes) else None
-
-    def _contradiction(self, position: int, found: int, expected: int) -> DamagedSegmentError:
-        return DamagedSegmentError(
-            f"slot {self._first + position}: size class {found} in an arena of {expected}"
-        )
+        block: Seal = _make_seal((page, *seen))
+        return block if fits(block, self._size_bytes) and block.generation <= self._last else None

@@ -20,13 +20,13 @@ from typing import Any
 
 import xxhash
 
-from kvstore.core.events import Fill, Hold, Mark, Seal, Write
-from kvstore.core.recovery import ArenaSeen
-from kvstore.core.sizes import SLOT_BYTES
+from kvstore.core.events import Bounds, Fill, Hold, Mark, Seal, Write
+from kvstore.core.recovery import Seen
 from kvstore.errors import NoSpaceError
-from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.limits import LOCK_PART_BYTES, SLOT_BYTES_MIN
 from kvstore.nodedir import try_lock
 from kvstore.segment.header import (
+    BOUNDS_PLACE,
     HEADER_BYTES,
     HINT_BYTES,
     HOME_PLACE,
@@ -65,23 +65,20 @@ POPULATE_PAUSE_S = 1e-4
 """The thread holds the GIL while it maps, 0.2 ms a step: others must get their turn."""
 
 
-def _slots(arenas: int, arena_bytes: int) -> int:
-    return arenas * (arena_bytes // SLOT_BYTES_MIN)
-
-
-def header_file_bytes(arenas: int, arena_bytes: int) -> int:
-    slots = _slots(arenas, arena_bytes)
+def header_file_bytes(size_bytes: int) -> int:
+    """Of a segment of `size_bytes`."""
+    slots = size_bytes // SLOT_BYTES_MIN
     return SUPERBLOCK_BYTES + slots * HEADER_BYTES + hints_of(slots) * HINT_BYTES + slots
 
 
 def _hints(head: mmap.mmap, superblock: Superblock) -> memoryview:
-    slots = _slots(superblock.arenas, superblock.arena_bytes)
+    slots = superblock.size_bytes // SLOT_BYTES_MIN
     start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
     return memoryview(head)[start : start + hints_of(slots) * HINT_BYTES].cast("I")
 
 
 def _held(head: mmap.mmap, superblock: Superblock) -> memoryview:
-    slots = _slots(superblock.arenas, superblock.arena_bytes)
+    slots = superblock.size_bytes // SLOT_BYTES_MIN
     return memoryview(head)[len(head) - slots :]
 
 
@@ -130,11 +127,11 @@ def _unlock_head(fd: int) -> None:
     os.close(fd)
 
 
-def check_room(where: Path, arenas: int, arena_bytes: int) -> None:
-    """Raises `NoSpaceError` when a segment of this shape does not fit."""
+def check_room(where: Path, size_bytes: int) -> None:
+    """Raises `NoSpaceError` when a segment of that size does not fit."""
     # fallocate on tmpfs takes page after page until memory is gone; asking
     # first keeps a mistyped size from starving the whole machine.
-    check_free(where, segment_bytes(arenas, arena_bytes))
+    check_free(where, files_bytes(size_bytes))
 
 
 def check_free(where: Path, need_bytes: int) -> None:
@@ -153,15 +150,15 @@ def free_bytes(where: Path) -> int:
     return fs.f_bavail * fs.f_frsize - RESERVE_BYTES
 
 
-def never_fits(where: Path, arenas: int, arena_bytes: int) -> bool:
-    """Whether a segment of this shape is larger than all there is."""
+def never_fits(where: Path, size_bytes: int) -> bool:
+    """Whether a segment of that size is larger than all there is."""
     fs = os.statvfs(where)
-    return segment_bytes(arenas, arena_bytes) + RESERVE_BYTES > fs.f_blocks * fs.f_frsize
+    return files_bytes(size_bytes) + RESERVE_BYTES > fs.f_blocks * fs.f_frsize
 
 
-def segment_bytes(arenas: int, arena_bytes: int) -> int:
-    """Both files of a segment together."""
-    return arenas * arena_bytes + header_file_bytes(arenas, arena_bytes)
+def files_bytes(size_bytes: int) -> int:
+    """Both files of a segment of that size together."""
+    return size_bytes + header_file_bytes(size_bytes)
 
 
 class OwnedHeads:
@@ -178,7 +175,7 @@ class OwnedHeads:
         """
         self.superblock = superblock
         self.head_path = base_path.with_suffix(".head")
-        head_bytes = header_file_bytes(superblock.arenas, superblock.arena_bytes)
+        head_bytes = header_file_bytes(superblock.size_bytes)
         if reopen:
             self._lock = _lock_head(self.head_path)
             try:
@@ -196,14 +193,16 @@ class OwnedHeads:
             Mark: self._mark,
             Seal: self._seal,
             Hold: self._hold,
+            Bounds: self._bounds,
         }
         self._closed = False
         if not reopen:
             raw, where = pack_superblock(superblock), pack_home(home)
             self._head[: len(raw)] = raw
             self._head[HOME_PLACE : HOME_PLACE + len(where)] = where
+            self._bounds(Bounds(0, 0, superblock.size_bytes // SLOT_BYTES_MIN))
 
-    def seen(self) -> tuple[int, list[ArenaSeen]]:
+    def seen(self) -> tuple[int, Seen]:
         """(its last epoch, what its headers say) of a segment that was left behind.
 
         Raises `ValueError` when it is another node's, of another shape, or damaged.
@@ -214,9 +213,11 @@ class OwnedHeads:
         wanted = self.superblock
         if found._replace(epoch=wanted.epoch) != wanted or found.epoch >= wanted.epoch:
             raise ValueError(f"it is of {found}, not of one before {wanted}")
-        slots = _slots(wanted.arenas, wanted.arena_bytes)
-        headers = memoryview(self._head)[SUPERBLOCK_BYTES:][: slots * HEADER_BYTES]
-        return found.epoch, list(scan(found, headers, self._held))
+        generation, used = self._words[BOUNDS_PLACE >> 3], self._words[(BOUNDS_PLACE >> 3) + 1]
+        bounds = Bounds(generation, used & 0xFFFFFFFF, used >> 32)
+        with memoryview(self._head)[SUPERBLOCK_BYTES:] as rest:
+            headers = rest[: len(self._held) * HEADER_BYTES]
+            return found.epoch, scan(found.size_bytes, bounds, headers, self._held)
 
     def adopt(self) -> None:
         """Make it this start's: from here on readers of the start before find another epoch."""
@@ -229,8 +230,12 @@ class OwnedHeads:
 
     def _mark(self, write: Mark) -> None:
         self._words[(SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES) >> 3] = word(
-            write.state, write.generation, write.size_class
+            write.state, write.generation, write.granule, write.size
         )
+
+    def _bounds(self, write: Bounds) -> None:
+        self._words[BOUNDS_PLACE >> 3] = write.generation
+        self._words[(BOUNDS_PLACE >> 3) + 1] = write.used_from << 32 | write.used_below
 
     def _seal(self, write: Seal) -> None:
         start = SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES
@@ -282,12 +287,12 @@ class OwnedShm(OwnedHeads):
         """See `OwnedHeads`; raises `NoSpaceError` too."""
         self.data_path = base_path.with_suffix(".data")
         if not reopen:
-            check_room(base_path.parent, superblock.arenas, superblock.arena_bytes)
+            check_room(base_path.parent, superblock.size_bytes)
         # First the headers, whose lock says to whom both files belong.
         super().__init__(base_path, superblock, home=home, reopen=reopen)
         make = _reopen if reopen else _create
         try:
-            self._data = make(self.data_path, superblock.arenas * superblock.arena_bytes)
+            self._data = make(self.data_path, superblock.size_bytes)
         except BaseException:
             super().close(keep=reopen)
             raise
@@ -320,9 +325,7 @@ class AttachedHeads:
         """With `owner`, the file must be a plain one of that user's."""
         self._head = _map(head_path, writable=False, owner=owner)
         superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
-        if superblock is None or len(self._head) != header_file_bytes(
-            superblock.arenas, superblock.arena_bytes
-        ):
+        if superblock is None or len(self._head) != header_file_bytes(superblock.size_bytes):
             layout = layout_of(self._head[:SUPERBLOCK_BYTES])
             self._head.close()
             if layout not in (None, LAYOUT_VERSION):
@@ -331,10 +334,7 @@ class AttachedHeads:
                 )
             raise ValueError(f"{head_path} is no whole segment header file")
         self.superblock = superblock
-        self.slots_per_arena = superblock.arena_bytes // SLOT_BYTES_MIN
-        self.slots = superblock.arenas * self.slots_per_arena
-        self.slot_bytes = tuple(min(size, superblock.arena_bytes) for size in SLOT_BYTES)
-        """By size class; a class above an arena has slots of one arena."""
+        self.slots = superblock.size_bytes // SLOT_BYTES_MIN
         self._hints = _hints(self._head, superblock)
         self._hint_mask = len(self._hints) - 1
 
@@ -381,29 +381,37 @@ class AttachedShm(AttachedHeads):
         except BaseException:
             super().close()
             raise
-        if len(self._data) != superblock.arenas * superblock.arena_bytes:
+        if len(self._data) != superblock.size_bytes:
             super().close()
             self._data.close()
             raise ValueError(f"{data_path} does not have the size its header file says")
         self.payload = memoryview(self._data)
         self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
         self._populated: set[int] = set()
-        """Arenas whose pages are all mapped."""
-        self._arena_bytes = superblock.arena_bytes
+        """Parts of `LOCK_PART_BYTES` whose pages are all mapped."""
         self._ahead: threading.Thread | None = None
 
     def populate(self, offset: int, size_bytes: int) -> None:
         """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""
-        arena = offset // self._arena_bytes
-        if arena in self._populated or size_bytes < POPULATE_BYTES_MIN:
+        if size_bytes < POPULATE_BYTES_MIN:
+            return
+        first, last = offset // LOCK_PART_BYTES, (offset + size_bytes - 1) // LOCK_PART_BYTES
+        if first in self._populated and last in self._populated:
             return
         if self._ahead is not None and self._ahead.is_alive():
-            # A whole arena takes milliseconds, and that thread is about to do it.
+            # A whole part takes milliseconds, and that thread is about to do it.
             start = offset & -mmap.PAGESIZE
             self._advise(start, offset + size_bytes - start)
             return
-        self._populated.add(arena)
-        self._advise(arena * self._arena_bytes, self._arena_bytes)
+        for part in range(first, last + 1):
+            if part not in self._populated:
+                self._populated.add(part)
+                self._advise(*self._part(part))
+
+    def _part(self, part: int) -> tuple[int, int]:
+        """(start, bytes)"""
+        start = part * LOCK_PART_BYTES
+        return start, min(LOCK_PART_BYTES, self.superblock.size_bytes - start)
 
     def populate_ahead(self) -> None:
         """Map the first `POPULATE_AHEAD_BYTES` in a thread, so that no copy has to wait for it."""
@@ -413,14 +421,14 @@ class AttachedShm(AttachedHeads):
         self._ahead.start()
 
     def _populate_ahead(self) -> None:
-        arenas = min(self.superblock.arenas, POPULATE_AHEAD_BYTES // self._arena_bytes)
+        size_bytes = min(self.superblock.size_bytes, POPULATE_AHEAD_BYTES)
         with contextlib.suppress(ValueError):  # closed meanwhile
-            for arena in range(arenas):
-                first = arena * self._arena_bytes
-                for start in range(first, first + self._arena_bytes, POPULATE_STEP_BYTES):
-                    self._advise(start, min(POPULATE_STEP_BYTES, self._arena_bytes))
+            for part in range(-(-size_bytes // LOCK_PART_BYTES)):
+                first, part_bytes = self._part(part)
+                for start in range(first, first + part_bytes, POPULATE_STEP_BYTES):
+                    self._advise(start, min(POPULATE_STEP_BYTES, first + part_bytes - start))
                     time.sleep(POPULATE_PAUSE_S)
-                self._populated.add(arena)
+                self._populated.add(part)
 
     def _advise(self, start: int, size_bytes: int) -> None:
         try:

@@ -19,6 +19,6 @@ def place() -> Iterator[Place]:
 def store() -> Iterator[Place]:
     """A place where `kvstore up` runs: for the commands that look into a store."""
     made = Place()
-    made.start("up", "--size", "16MiB", "--arena", "1MiB").wait_for("Ctrl-C ends it.")
+    made.start("up", "--size", "16MiB").wait_for("Ctrl-C ends it.")
     yield made
     made.close()

@@ -21,7 +21,7 @@ def strict() -> Iterator[Place]:
     """A store whose every process was started so."""
     place = Place()
     up = Running(
-        *("up", "--size", "16MiB", "--arena", "1MiB", "--run-dir", str(place.run_dir)),
+        *("up", "--size", "16MiB", "--run-dir", str(place.run_dir)),
         env=clean_env(**STRICT),
     )
     up.wait_for("Ctrl-C ends it.")

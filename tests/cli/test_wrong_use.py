@@ -57,7 +57,6 @@ def test_a_wrong_argument_is_named(
     ("args", "field"),
     [
         (["node", "--size", "1KiB"], "size_bytes=1024"),
-        (["node", "--arena", "3MiB"], "arena_bytes=3145728"),
         (["node", "--name", "../x", "--url", "redis://127.0.0.1:1"], "name='../x'"),
         (["node", "--url", "http://x"], "url='http://x'"),
         (["up", "--url", "http://u:p@x"], "url='http://x'"),

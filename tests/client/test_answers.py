@@ -16,8 +16,8 @@ def test_every_code_of_a_node_has_its_meaning():
 
 
 def test_words_are_why_a_block_was_rejected():
-    assert outcome("larger than an arena").status is PutStatus.REJECTED
-    assert outcome("larger than an arena").reason == "larger than an arena"
+    assert outcome("too large").status is PutStatus.REJECTED
+    assert outcome("too large").reason == "too large"
 
 
 @pytest.mark.parametrize("answer", [4, -1, True, 1.0, None, b"x", [1]])

@@ -52,7 +52,7 @@ def test_put_many_and_get_many_keep_their_order(client):
 def test_put_many_takes_pairs_and_says_what_happened_to_each(client):
     client.put("old", b"1")
     results = client.put_many(
-        [("old", b"2"), ("new", b"3"), ("new", b"4"), ("big", bytes(5 * MIB))]
+        [("old", b"2"), ("new", b"3"), ("new", b"4"), ("big", bytes(65 * MIB))]
     )
     assert [r.status for r in results] == [
         PutStatus.DIFFERS,
@@ -60,7 +60,7 @@ def test_put_many_takes_pairs_and_says_what_happened_to_each(client):
         PutStatus.DIFFERS,
         PutStatus.REJECTED,
     ]
-    assert "arena" in results[3].reason
+    assert "size_bytes" in results[3].reason
 
 
 def test_a_batch_larger_than_the_pool_is_stored_by_evicting(client):
@@ -70,10 +70,10 @@ def test_a_batch_larger_than_the_pool_is_stored_by_evicting(client):
     assert client.get("k99") == bytes([99]) * MIB
 
 
-def test_a_value_over_one_arena_is_rejected_with_the_limit(client):
-    result = client.put("k", bytes(4 * MIB + 1))
+def test_a_value_larger_than_the_node_is_rejected_with_the_limit(client):
+    result = client.put("k", bytes(64 * MIB + 1))
     assert result.status is PutStatus.REJECTED
-    assert str(4 * MIB) in result.reason
+    assert str(64 * MIB) in result.reason
     assert client.get("k") is None
 
 

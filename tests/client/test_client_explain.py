@@ -79,7 +79,7 @@ def test_a_plain_value_is_explained_by_its_key(node):
 
 
 def test_evicted_by_pressure_says_by_which_node_and_when(redis_server):
-    with NodeProcess(redis_server, size=4 * MIB, arena=1 * MIB) as node, fresh(node) as client:
+    with NodeProcess(redis_server, size=4 * MIB) as node, fresh(node) as client:
         save(client, blocks=1, size=200_000)
         for i in range(30):
             assert client.put(f"pressure{i}", os.urandom(200_000))
@@ -92,7 +92,7 @@ def test_evicted_by_pressure_says_by_which_node_and_when(redis_server):
 
 
 def test_a_stale_record_of_an_evicted_block_is_explained_all_the_same(redis_server):
-    with NodeProcess(redis_server, size=4 * MIB, arena=1 * MIB) as node, fresh(node) as client:
+    with NodeProcess(redis_server, size=4 * MIB) as node, fresh(node) as client:
         save(client, blocks=1, size=200_000)
         key = client.namespace.block_keys(TOKENS, BLOCK_TOKENS)[0]
         (record,) = client.session.index.lookup([key])
@@ -106,7 +106,7 @@ def test_a_stale_record_of_an_evicted_block_is_explained_all_the_same(redis_serv
 
 
 def test_a_load_that_failed_because_the_slot_was_reused_is_counted(redis_server):
-    with NodeProcess(redis_server, size=1 * MIB, arena=1 * MIB) as node, fresh(node) as client:
+    with NodeProcess(redis_server, size=1 * MIB) as node, fresh(node) as client:
         client.put("k", os.urandom(900_000))
         with fresh(node) as reader:
             assert reader.get("k") is not None  # from now on remembered
@@ -174,7 +174,7 @@ def test_the_writer_died(node):
 
 
 def test_refused_for_lack_of_space(redis_server):
-    with NodeProcess(redis_server, size=1 * MIB, arena=1 * MIB) as node, fresh(node) as client:
+    with NodeProcess(redis_server, size=1 * MIB) as node, fresh(node) as client:
         held = client.namespace.block_keys(range(1000, 2000), 100)
         client.session.reserve(held, 300_000, client.namespace.id)
         results = client.put_blocks(TOKENS, [os.urandom(300_000)])

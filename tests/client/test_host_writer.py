@@ -25,11 +25,10 @@ NAMESPACE = 7
 def pair(redis_server: RedisServer) -> Iterator[tuple[NodeProcess, NodeProcess]]:
     """Two nodes of one host and one key prefix."""
     with (
-        NodeProcess(redis_server, size=NODE_BYTES, arena=MIB) as one,
+        NodeProcess(redis_server, size=NODE_BYTES) as one,
         NodeProcess(
             redis_server,
             size=NODE_BYTES,
-            arena=MIB,
             key_prefix=one.key_prefix,
             run_dir=one.run_dir,
             name="second",
@@ -220,14 +219,13 @@ def test_a_node_that_comes_later_is_used_and_one_that_ended_is_not(
     redis_server: RedisServer,
 ) -> None:
     with (
-        NodeProcess(redis_server, size=NODE_BYTES, arena=MIB) as one,
+        NodeProcess(redis_server, size=NODE_BYTES) as one,
         Client(**one.client_options) as client,
     ):
         assert client.put("first", b"v")
         with NodeProcess(
             redis_server,
             size=NODE_BYTES,
-            arena=MIB,
             key_prefix=one.key_prefix,
             run_dir=one.run_dir,
             name="second",
@@ -269,11 +267,10 @@ def test_a_value_too_large_for_one_node_goes_to_the_one_that_can_take_it(
     redis_server: RedisServer,
 ) -> None:
     with (
-        NodeProcess(redis_server, size=NODE_BYTES, arena=MIB) as small,
+        NodeProcess(redis_server, size=2 * MIB) as small,
         NodeProcess(
             redis_server,
-            size=NODE_BYTES,
-            arena=8 * MIB,
+            size=32 * MIB,
             key_prefix=small.key_prefix,
             run_dir=small.run_dir,
             name="large",
@@ -285,7 +282,7 @@ def test_a_value_too_large_for_one_node_goes_to_the_one_that_can_take_it(
 
 def test_room_is_said_without_redis(tmp_path: Path, redis_server: RedisServer) -> None:
     with (
-        NodeProcess(redis_server, size=NODE_BYTES, arena=MIB) as node,
+        NodeProcess(redis_server, size=NODE_BYTES) as node,
         Client(**node.client_options) as client,
     ):
         before = node.directory.room()

@@ -25,9 +25,8 @@ HUGE = 256 * MIB
 
 @pytest.fixture(scope="module")
 def lasting(redis_server: RedisServer) -> Iterator[NodeProcess]:
-    """A node whose arenas are as large as a lie may be."""
-    options = ("--arena", str(HUGE))
-    with listening_node(redis_server, *options, size=2 * HUGE) as process:
+    """A node as large as a lie may be."""
+    with listening_node(redis_server, size=2 * HUGE) as process:
         yield process
 
 

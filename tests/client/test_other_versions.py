@@ -60,7 +60,7 @@ class Peer:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", PEER, *numbers, "node", "--name", "b", "--size", "4MiB"),
-                *("--arena", "1MiB", "--url", redis.url, *self.place),
+                *("--url", redis.url, *self.place),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -161,7 +161,6 @@ def test_it_does_not_keep_a_node_of_ours_from_being_used(
         NodeProcess(
             redis_server,
             size=4 * MIB,
-            arena=MIB,
             key_prefix=peer.key_prefix,
             run_dir=run_dir,
             name="ours",
@@ -228,7 +227,6 @@ def test_a_node_of_ours_in_its_place_starts_empty_and_frees_what_it_left(
         NodeProcess(
             redis_server,
             size=4 * MIB,
-            arena=MIB,
             key_prefix=peer.key_prefix,
             run_dir=run_dir,
             name="b",

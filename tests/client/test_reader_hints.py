@@ -6,12 +6,11 @@ import pytest
 
 from kvstore.client.reader import Reader
 from kvstore.core.events import Fill, Mark, Seal
-from kvstore.core.sizes import SLOT_BYTES
 from kvstore.errors import IndexUnavailableError
 from kvstore.segment.header import Superblock, hint_of
 from kvstore.segment.shm import AttachedShm, OwnedShm
 
-ARENA_BYTES = 64 << 10
+SIZE_BYTES = 128 << 10
 VALUE = b"v" * 1000
 
 
@@ -42,7 +41,7 @@ class Nodes:
 
 @pytest.fixture
 def owned(tmp_path):
-    segment = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, 2, ARENA_BYTES))
+    segment = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, SIZE_BYTES))
     yield segment
     segment.close()
 
@@ -56,10 +55,10 @@ def key_of(hint: int, name: bytes = b"a") -> bytes:
     return name.ljust(8) + hint.to_bytes(4, "little") + name.ljust(20)
 
 
-def save(segment, slot_id, key, value=VALUE, size_class=0):
+def save(segment, slot_id, key, value=VALUE, granule=0):
     segment.apply(Mark(slot_id, 1, 1))
-    segment.apply(Fill(slot_id * SLOT_BYTES[0], value))
-    segment.apply(Seal(slot_id, 1, key, len(value), size_class, 1, 0, 0, 0))
+    segment.apply(Fill(slot_id * 4096, value))
+    segment.apply(Seal(slot_id, 1, key, len(value), granule, 1, 0, 0, 0))
 
 
 def test_a_sealed_block_is_found_without_the_index(owned, reader):
@@ -119,9 +118,9 @@ def test_a_damaged_header_is_a_miss(owned, reader, offset):
     assert reader.find([key_of(9)]) == [None]
 
 
-@pytest.mark.parametrize("size_class", [4 * 7, len(SLOT_BYTES), 255])
-def test_a_block_that_would_leave_its_arena_is_a_miss(owned, reader, size_class):
-    save(owned, 3, key_of(9), size_class=size_class)
+@pytest.mark.parametrize("granule", [4, 255])
+def test_a_block_that_would_leave_the_segment_is_a_miss(owned, reader, granule):
+    save(owned, 3, key_of(9), granule=granule)
     assert reader.find([key_of(9)]) == [None]
 
 

@@ -279,7 +279,7 @@ def test_a_block_read_once_is_read_again_without_the_index_and_a_moved_one_is_fo
     assert bytes(reader.get("k", bytearray(100))) == b"4" * 100
 
 
-def test_a_record_of_a_block_that_no_arena_could_hold_is_a_miss(writer, reader, monkeypatch):
+def test_a_record_of_a_block_that_no_segment_could_hold_is_a_miss(writer, reader, monkeypatch):
     """Memory would be made for it before anybody is asked."""
     assert writer.put("k", b"v" * 1000)
     index = reader.session.index

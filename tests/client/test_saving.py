@@ -20,7 +20,6 @@ from kvstore.types import Kind, PutStatus
 
 MIB = 1 << 20
 NODE_BYTES = 32 * MIB
-ARENA_BYTES = 4 * MIB
 NAMESPACE = 5
 
 
@@ -31,7 +30,7 @@ def index():
 
 @pytest.fixture
 def node(tmp_path, index):
-    config = NodeConfig(run_dir=tmp_path, size_bytes=NODE_BYTES, arena_bytes=ARENA_BYTES)
+    config = NodeConfig(run_dir=tmp_path, size_bytes=NODE_BYTES)
     with Node(config, index) as node:
         yield node
 
@@ -81,7 +80,7 @@ def test_a_batch_larger_than_a_window_is_stored(writer, monkeypatch):
 
 
 def test_one_value_that_cannot_be_stored_does_not_spoil_the_others(writer):
-    results = save(writer, [b"a" * MIB, b"b" * (ARENA_BYTES + 1), b"c" * MIB, b"d" * MIB])
+    results = save(writer, [b"a" * MIB, b"b" * (NODE_BYTES + 1), b"c" * MIB, b"d" * MIB])
     assert [r.status for r in results] == [
         PutStatus.STORED,
         PutStatus.REJECTED,

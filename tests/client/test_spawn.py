@@ -12,7 +12,7 @@ from redis_servers import wait_until
 from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
 from kvstore.client import host_writers
 from kvstore.client import session as session_module
-from kvstore.client.spawn import EMBEDDED_NAME, arena_bytes_for, start_embedded_node
+from kvstore.client.spawn import EMBEDDED_NAME, start_embedded_node
 from kvstore.client.writer import NODE_SEARCH_S
 from kvstore.index.embedded import EmbeddedRedis
 from kvstore.nodedir import NodeDir
@@ -103,14 +103,6 @@ def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
             assert "the index cannot be asked" in client.put("k", b"1").reason
             assert 0.0123 not in slept
         os.kill(redis.pid, signal.SIGCONT)
-
-
-@pytest.mark.parametrize(
-    ("size", "arena"),
-    [(512 << 20, 32 << 20), (64 << 30, 64 << 20), (16 << 20, 1 << 20), (100_000, 64 << 10)],
-)
-def test_an_embedded_node_has_room_for_many_size_classes(size, arena):
-    assert arena_bytes_for(size) == arena
 
 
 def test_a_session_of_a_connector_starts_the_node_too_when_nobody_else_did(tmp_path):

@@ -184,7 +184,7 @@ def test_what_was_never_looked_up_can_be_loaded(adapter: Any) -> None:
 
 
 def test_locked_objects_stay_while_others_are_evicted(redis_server: RedisServer) -> None:
-    with NodeProcess(redis_server, size=8 * MIB, arena=MIB) as small:
+    with NodeProcess(redis_server, size=8 * MIB) as small:
         adapter = adapter_of(small)
         keys = object_keys(4)
         store(adapter, keys, objects([1, 2, 3, 4]))

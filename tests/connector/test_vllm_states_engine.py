@@ -27,7 +27,7 @@ def test_states_that_one_engine_saved_let_another_go_on_from_them(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     model = build_qwen3_next(tmp_path / "model")
-    with NodeProcess(redis_server, size=256 * MIB, arena=16 * MIB) as node:
+    with NodeProcess(redis_server, size=256 * MIB) as node:
         transfer = kv_transfer(load_timeout_s=60.0, **node.engine_settings)
         settings = EngineSettings(connector=transfer, extra={"block_size": None})
         with EngineProcess(model, settings, log=tmp_path / "writer.log") as writer:

@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def node(redis_server):
-    with NodeThread(redis_server, size_bytes=64 * MIB, arena_bytes=4 * MIB) as node:
+    with NodeThread(redis_server, size_bytes=64 * MIB) as node:
         yield node
 
 
@@ -39,7 +39,7 @@ def device(tmp_path):
 @pytest.fixture
 def store(node, device):
     session = BlockSession(**node.client_options, device=device)
-    store: BlockStore = VramStore(session, device, MIB, arena_bytes=MIB)
+    store: BlockStore = VramStore(session, device, MIB)
     yield store
     store.close()
 
@@ -180,9 +180,7 @@ def test_views_of_vram_that_are_forgotten_let_its_memory_go(store, device, reade
 
 def test_it_ends_within_seconds_and_takes_its_blocks_down(node, tmp_path):
     device = ModelCuda(tmp_path)
-    store = VramStore(
-        BlockSession(**node.client_options, device=device), device, MIB, arena_bytes=MIB
-    )
+    store = VramStore(BlockSession(**node.client_options, device=device), device, MIB)
     payloads = payloads_of(3)
     assert save(store, device, payloads) == [True] * 3
     began = time.monotonic()

@@ -10,7 +10,7 @@ from kvstore.core.events import Fill, Mark, Seal
 from kvstore.segment.base import OwnedSegment, ReadableSegment
 from kvstore.segment.header import FREE, RESERVED, Superblock, unpack
 
-BLOCK = Superblock(7, 3, 0, 2, 64 << 10)
+BLOCK = Superblock(7, 3, 0, 128 << 10)
 KEY = bytes(range(32))
 Pair = tuple[OwnedSegment, ReadableSegment]
 
@@ -22,7 +22,7 @@ class SegmentContract:
 
     def test_the_superblock_says_whose_segment_it_is(self, pair: Pair) -> None:
         assert pair[1].superblock == BLOCK
-        assert pair[1].payload.nbytes == BLOCK.arenas * BLOCK.arena_bytes
+        assert pair[1].payload.nbytes == BLOCK.size_bytes
 
     def test_a_fresh_segment_has_no_sealed_slot(self, pair: Pair) -> None:
         assert all(unpack(pair[1].header(slot)) is None for slot in range(32))

@@ -38,7 +38,7 @@ class Place:
 
     def __init__(self, run_dir, transport_of, **config) -> None:
         self.index = MemoryIndex()
-        options = {"size_bytes": 16 * MIB, "arena_bytes": 4 * MIB, "security": SECURITY, **config}
+        options = {"size_bytes": 16 * MIB, "security": SECURITY, **config}
         options.setdefault("listen", ("127.0.0.1", 0))
         self.node = Node(NodeConfig(run_dir=run_dir, **options), self.index).start()
         self.word = self.node.announcement
@@ -146,8 +146,8 @@ class TransportContract:
             {"slot": 3},
             {"generation": 77},
             {"length": OTHER},
-            {"size_class": 200},
-            {"size_class": OTHER},
+            {"granule": 200},
+            {"granule": OTHER},
         ],
         ids=str,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvstore.core.events import Fill, Hold, Mark, Seal, Write
+from kvstore.core.events import Bounds, Fill, Hold, Mark, Seal, Write
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import HEADER_BYTES, Superblock, pack, word
 
@@ -16,8 +16,9 @@ class StepwiseSegment:
 
     def __init__(self, superblock: Superblock) -> None:
         self.superblock = superblock
-        self.bytes = bytearray(superblock.arenas * superblock.arena_bytes)
-        slots = superblock.arenas * (superblock.arena_bytes // SLOT_BYTES_MIN)
+        self.bytes = bytearray(superblock.size_bytes)
+        slots = superblock.size_bytes // SLOT_BYTES_MIN
+        self.bounds = Bounds(0, 0, slots)
         self._head = bytearray(slots * HEADER_BYTES)
         self.held = bytearray(slots)
 
@@ -39,13 +40,18 @@ class StepwiseSegment:
                 self.bytes[write.offset + start : write.offset + start + len(part)] = part
                 yield
             return
+        if isinstance(write, Bounds):
+            for done in (self.bounds._replace(generation=write.generation), write):
+                self.bounds = done
+                yield
+            return
         if isinstance(write, Hold):
             self.held[write.slot_id] = write.held
             yield
             return
         start = write.slot_id * HEADER_BYTES
         if isinstance(write, Mark):
-            said = word(write.state, write.generation, write.size_class)
+            said = word(write.state, write.generation, write.granule, write.size)
             self._head[start : start + 8] = said.to_bytes(8, "little")
             yield
             return

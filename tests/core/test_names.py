@@ -12,7 +12,7 @@ KEYS = [Namespace.named("test").value_key(f"k{i}") for i in range(4)]
 
 
 def core(**limits: int) -> NodeCore:
-    return NodeCore(node_id=5, epoch=9, arenas=1, arena_bytes=64 << 10, limits=Limits(**limits))
+    return NodeCore(node_id=5, epoch=9, size_bytes=64 << 10, limits=Limits(**limits))
 
 
 def put(node: NodeCore, key: bytes, now: float) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from kvstore.core import blocks
 from kvstore.core.events import (
     Abort,
+    Bounds,
     Clear,
     Commit,
     Drop,
@@ -32,7 +34,7 @@ A, B = 1, 2
 
 @pytest.fixture
 def core():
-    return NodeCore(node_id=5, epoch=9, arenas=1, arena_bytes=ARENA)
+    return NodeCore(node_id=5, epoch=9, size_bytes=ARENA)
 
 
 def reserve(core, keys, size=8192, session=A, values=None, namespace=3):
@@ -59,7 +61,8 @@ def body(effects):
 def test_a_reserve_grants_a_slot_and_marks_it_reserved_before_the_answer(core):
     effects = reserve(core, KEYS[:1])
     ((slot, generation, offset),) = body(effects)
-    assert effects.writes == [Mark(slot, SlotState.RESERVED, generation, 4)]
+    assert isinstance(effects.writes[0], Bounds)  # of the first slot there ever is
+    assert effects.writes[1:] == [Mark(slot, SlotState.RESERVED, generation, 0, 8)]
     assert offset % 4096 == 0
     assert not effects.replies[0].after_publish
 
@@ -77,7 +80,7 @@ def test_a_commit_seals_and_then_publishes_and_answers_after_the_publication(cor
 
 def test_a_small_value_is_stored_by_the_reserve_alone_in_the_right_order(core):
     effects = reserve(core, KEYS[:1], size=5, values=[b"hello"])
-    assert [type(w) for w in effects.writes] == [Mark, Fill, Seal]
+    assert [type(w) for w in effects.writes] == [Bounds, Mark, Fill, Seal]
     assert body(effects) == [0]
     assert effects.replies[0].after_publish
 
@@ -151,7 +154,7 @@ def test_removals_of_two_records_of_one_key_are_both_kept(core):
     assert len(core.outbox.take_removals(10)) == 2
 
 
-def test_a_value_over_one_arena_is_rejected_with_the_limit_and_the_rest_is_stored(core):
+def test_a_value_larger_than_the_node_is_rejected_with_the_limit_and_the_rest_is_stored(core):
     event = Reserve(A, 1, KEYS[:2], [ARENA + 1, 5], 3, [0, 0], [0, 0], [None, b"abcde"], [0, 0])
     answers = body(core.handle(event, 0.0))
     assert str(ARENA) in answers[0]
@@ -165,7 +168,7 @@ def test_when_every_slot_is_reserved_the_answer_says_so(core):
 
 def test_a_client_may_not_reserve_beyond_its_limit():
     limits = Limits(reservations_per_client=2)
-    core = NodeCore(node_id=1, epoch=1, arenas=1, arena_bytes=ARENA, limits=limits)
+    core = NodeCore(node_id=1, epoch=1, size_bytes=ARENA, limits=limits)
     answers = body(reserve(core, KEYS[:3]))
     assert "at most 2 a client" in answers[2]
 
@@ -349,3 +352,36 @@ def test_a_reserve_evicts_nothing_of_the_run_that_it_found(core):
     answers = body(reserve(core, [*KEYS[:2], KEYS[9]], size=16 << 10))
     assert answers[:2] == [1, 1]
     assert {KEYS[0], KEYS[1]} <= set(core.by_key)
+
+
+def test_generations_of_a_node_are_one_count_and_its_segment_says_first_how_far_it_goes(
+    core, monkeypatch
+):
+    monkeypatch.setattr(blocks, "GENERATIONS_AHEAD", 2)
+    seen, said = [], 0
+    for i in range(40):
+        effects = reserve(core, KEYS[i : i + 1], values=[bytes(8192)])
+        for write in effects.writes:
+            if isinstance(write, Bounds):
+                said = write.generation
+            elif isinstance(write, Mark) and write.state == SlotState.RESERVED:
+                seen.append(write.generation)
+                assert write.generation <= said
+    assert seen == list(range(1, 41))
+
+
+@pytest.mark.parametrize("sizes", [[4096, 20_000, 9000, 700], [8192]])
+def test_what_a_restart_takes_for_never_used_was_never_used(sizes, monkeypatch):
+    monkeypatch.setattr(blocks, "PAGES_AHEAD", 2)
+    core = NodeCore(node_id=5, epoch=9, size_bytes=16 * ARENA)
+    bounds = core.bounds
+    for i in range(60):
+        effects = reserve(core, KEYS[i : i + 1], size=sizes[i % len(sizes)])
+        for write in effects.writes:
+            if isinstance(write, Bounds):
+                bounds = write
+            elif isinstance(write, Mark) and write.state == SlotState.RESERVED:
+                last = (write.slot_id * 4 + write.granule + write.size - 1) // 4
+                below, above = last < bounds.used_below, write.slot_id >= bounds.used_from
+                assert below or above
+    assert bounds.used_from - bounds.used_below > 0

@@ -25,7 +25,7 @@ KEYS = Namespace.named("test").block_keys(range(200), 1)
 
 @pytest.fixture
 def core():
-    return NodeCore(node_id=5, epoch=9, arenas=1, arena_bytes=ARENA)
+    return NodeCore(node_id=5, epoch=9, size_bytes=ARENA)
 
 
 def reserve(core, keys, size=8192, now=0.0, namespace_id=3, session=1):
@@ -112,7 +112,7 @@ def test_what_was_refused_is_told_with_the_reason(core):
 
 def test_only_the_last_so_many_departures_are_known():
     limits = Limits(gone_keys=2)
-    core = NodeCore(node_id=5, epoch=9, arenas=1, arena_bytes=ARENA, limits=limits)
+    core = NodeCore(node_id=5, epoch=9, size_bytes=ARENA, limits=limits)
     put(core, KEYS[:3])
     core.handle(Drop(1, 3, KEYS[:2]), 1.0)
     assert explained(core, KEYS[:1])[1] is None
@@ -132,7 +132,7 @@ def test_namespaces_with_blocks_are_told_with_their_fields_as_far_as_known(core)
 
 
 def test_a_node_remembers_the_fields_of_the_last_so_many_namespaces():
-    core = NodeCore(node_id=5, epoch=9, arenas=1, arena_bytes=ARENA, limits=Limits(namespaces=2))
+    core = NodeCore(node_id=5, epoch=9, size_bytes=ARENA, limits=Limits(namespaces=2))
     a, b, c = (Namespace({"n": i}) for i in range(3))
     for namespace in (a, b, a, c):
         core.handle(Introduce(1, namespace), 0.0)

@@ -21,7 +21,7 @@ locations = st.builds(
     segment=st.integers(0, 2**16 - 1),
     slot=st.integers(0, 2**32 - 1),
     generation=st.integers(0, 2**56 - 1),
-    size_class=st.integers(0, 255),
+    granule=st.integers(0, 255),
     length=st.integers(0, 2**32 - 1),
     checksum=st.integers(0, 2**64 - 1),
 )

@@ -26,14 +26,16 @@ from kvstore.core.node import NO_SPACE_CODE, NodeCore
 from kvstore.core.record import unpack_record
 from kvstore.core.recovery import recover
 from kvstore.core.slots import SlotState
+from kvstore.errors import InternalError
 from kvstore.hashing import Namespace
 from kvstore.limits import Limits
-from kvstore.segment.header import Superblock
+from kvstore.segment.header import Superblock, of_reserved, pack
 from kvstore.segment.scan import DamagedSegmentError, scan
 from kvstore.testing.sim.faults import Faults
 from kvstore.testing.sim.world import World
 
-ARENAS, ARENA = 3, 64 << 10
+ARENA = 64 << 10
+SIZE = 3 * ARENA
 NODE = 7
 KEYS = Namespace.named("test").block_keys(range(40), 1)
 SIZES = (900, 4000, 9000, 30_000, ARENA)
@@ -48,7 +50,7 @@ class Host:
     """The memory that outlives a node, and what its stores said so far."""
 
     def __init__(self) -> None:
-        self.segment = StepwiseSegment(Superblock(NODE, 0, 0, ARENAS, ARENA))
+        self.segment = StepwiseSegment(Superblock(NODE, 0, 0, SIZE))
         self.epoch = 0
         self.sealed: dict[int, Seal] = {}
         self.reserved: dict[int, int] = {}
@@ -58,12 +60,11 @@ class Host:
 
     def start(self) -> NodeCore:
         self.epoch += 1
-        core = NodeCore(
-            node_id=NODE, epoch=self.epoch, arenas=ARENAS, arena_bytes=ARENA, limits=LIMITS
-        )
-        seen = scan(self.segment.superblock, self.segment.headers, memoryview(self.segment.held))
+        core = NodeCore(node_id=NODE, epoch=self.epoch, size_bytes=SIZE, limits=LIMITS)
+        segment = self.segment
+        seen = scan(SIZE, segment.bounds, segment.headers, memoryview(segment.held))
         self.stores_left = -1
-        self.carry_out(recover(core, list(seen), self.epoch - 1))
+        self.carry_out(recover(core, seen, self.epoch - 1))
         return core
 
     def carry_out(self, writes) -> None:
@@ -84,6 +85,8 @@ class Host:
             return
         word = int.from_bytes(self.segment.header(write.slot_id)[:8], "little")
         state, generation = word & 0xFF, word >> 16
+        if state == SlotState.RESERVED:
+            generation, _, _ = of_reserved(word, self.segment.bounds.generation)
         assert generation >= self.generations.get(write.slot_id, 0)
         if isinstance(write, Mark) and state == SlotState.RESERVED:
             assert generation > self.generations.get(write.slot_id, 0)
@@ -313,11 +316,70 @@ def test_a_header_that_is_not_whole_is_dropped_and_its_slot_is_free():
 
 
 @pytest.mark.parametrize(
-    ("offset", "value"), [(0, 9), (1, 40), (7, 0xFF)], ids=["state", "class", "generation"]
+    ("offset", "value"),
+    [(128, 9), (128 + 1, 40), (128 + 4, 0xFF), (64, SlotState.SEALED), (64, SlotState.RESERVED)],
+    ids=["state", "granule", "size", "sealed within another", "reserved within another"],
 )
 def test_headers_that_contradict_each_other_are_not_recovered_from(offset, value):
     host = Host()
     started(host, *KEYS[:2])
-    host.segment.headers[64 + offset] = value
+    host.segment.headers[offset] = value
     with pytest.raises(DamagedSegmentError):
         host.start()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"generation": (1 << 48) - 1},
+        {"used_below": 1 << 20, "used_from": 0},
+        {"used_below": 0, "used_from": 1 << 20},
+        {"used_below": 1, "used_from": 2},
+    ],
+    ids=str,
+)
+def test_bounds_that_contradict_the_headers_are_not_recovered_from(wrong):
+    """Without those pages blocks would be in two places, or none."""
+    host = Host()
+    _, clients = started(host, *KEYS[:2], size=ARENA)
+    clients.commit(1)
+    host.segment.bounds = host.segment.bounds._replace(**wrong)
+    with pytest.raises(DamagedSegmentError):
+        host.start()
+
+
+def test_slots_that_overlap_within_a_page_are_not_recovered_from():
+    host = Host()
+    core, clients = started(host, *KEYS[:2], size=5000)
+    clients.commit(1)
+    first, second = sorted(core.by_key.values(), key=lambda slot: slot.start)
+    assert first.start + first.size == second.start
+    header = host.sealed[second.slot_id]._replace(granule=second.granule - 1)
+    host.segment.headers[second.slot_id * 64 :][:64] = pack(header[1:])
+    with pytest.raises(InternalError):
+        host.start()
+
+
+def test_generations_go_on_over_a_restart_whatever_the_headers_still_say():
+    """Those of small slots are forgotten when a large one takes their pages."""
+    host = Host()
+    core, clients = started(host, *KEYS[:16], size=4096)
+    clients.commit(1)
+    last = max(slot.generation for slot in core.by_key.values())
+    clients.act(Clear(1, 1, 3))
+    for page in range(SIZE // 4096):
+        host.segment.headers[page * 64 :][:64] = bytes(64)
+    core, clients = started(host, KEYS[20], size=4096)
+    assert next(iter(core.former().reserved.values()), None) is None
+    assert core.by_key[KEYS[20]].generation > last
+
+
+def test_never_used_pages_are_not_looked_at():
+    host = Host()
+    _, clients = started(host, *KEYS[:2], size=4096)
+    clients.commit(1)
+    bounds = host.segment.bounds
+    pages = range(bounds.used_below, bounds.used_from)
+    assert all(not any(host.segment.header(page)) for page in pages)
+    seen = scan(SIZE, bounds, host.segment.headers, memoryview(host.segment.held))
+    assert len(seen.sealed) == 2

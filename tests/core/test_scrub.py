@@ -13,7 +13,7 @@ KEYS = Namespace.named("test").block_keys(range(10), 1)
 
 @pytest.fixture
 def core():
-    core = NodeCore(node_id=5, epoch=9, arenas=1, arena_bytes=64 << 10)
+    core = NodeCore(node_id=5, epoch=9, size_bytes=64 << 10)
     put(core, KEYS)
     core.outbox.published(core.outbox.take_publications(100))
     return core

@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 def core_with(*values: tuple[bytes, int]) -> NodeCore:
     """Sealed blocks of 4 bytes, by key, with that checksum."""
-    core = NodeCore(node_id=1, epoch=1, arenas=2, arena_bytes=MIB)
+    core = NodeCore(node_id=1, epoch=1, size_bytes=2 * MIB)
     for key, checksum in values:
         core.handle(Reserve(1, 1, [key], [4], 0, [0], [0], [b"four"], [checksum]), 0.0)
     return core

@@ -90,7 +90,7 @@ def test_the_index_names_the_new_start_and_a_damaged_header_is_a_miss(node):
     assert int.from_bytes(after[4:8], "little") > int.from_bytes(before[4:8], "little")  # epoch
 
 
-@pytest.mark.parametrize("options", [("--size", str(32 * MIB)), ("--arena", str(2 * MIB))])
+@pytest.mark.parametrize("options", [("--size", str(32 * MIB))])
 def test_with_another_shape_it_starts_empty_and_frees_the_old_memory(node, options):
     with Client(**node.client_options) as client:
         fill(client, ("k",))
@@ -133,7 +133,7 @@ def start_writer(node: NodeProcess) -> subprocess.Popen:
 def test_a_writer_that_lived_through_it_writes_into_nobody_elses_slot():
     """Rule 5 over a restart: its slots are given to nobody until its lease is free."""
     names = [f"x{i}" for i in range(200)]  # more than fit
-    with RedisServer() as redis, NodeProcess(redis, size=4 * MIB, arena=MIB) as node:
+    with RedisServer() as redis, NodeProcess(redis, size=4 * MIB) as node:
         writer = start_writer(node)
         try:
             restarted(node)
@@ -176,7 +176,7 @@ def test_a_reservation_of_the_former_start_keeps_its_slot_until_it_is_given_back
 
 
 def test_a_pinned_view_keeps_its_bytes_over_a_restart_and_under_pressure():
-    with RedisServer() as redis, NodeProcess(redis, size=4 * MIB, arena=MIB) as node:
+    with RedisServer() as redis, NodeProcess(redis, size=4 * MIB) as node:
         client, other = Client(**node.client_options), Client(**node.client_options)
         with client, other:
             fill(client, ("pinned",))

@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def node(redis_server):
-    with NodeThread(redis_server, size_bytes=64 * MIB, arena_bytes=4 * MIB) as memory:
+    with NodeThread(redis_server, size_bytes=64 * MIB) as memory:
         yield memory
 
 
@@ -23,7 +23,7 @@ def model_dir(tmp_path):
 
 @pytest.fixture
 def producer(node, model_dir):
-    producer = Producer(node.client_options, model_dir, 2 * MIB, MIB)
+    producer = Producer(node.client_options, model_dir, 2 * MIB)
     yield producer
     producer.device.hold.set()
     producer.close()

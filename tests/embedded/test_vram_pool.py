@@ -33,7 +33,7 @@ from kvstore.transport.security import StreamSecurity
 MIB = 1 << 20
 SECRET = "a secret that both sides know"
 POOL_BLOCKS = 20
-"""What fits into a pool of two arenas of 1 MiB, ten slots each."""
+"""What fits into a pool of 2 MiB."""
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -193,7 +193,7 @@ def test_without_a_node_on_its_host_blocks_go_down_to_another_host(
     with NodeProcess(redis_server, **listens) as far:
         options = {**far.client_options, "run_dir": tmp_path_factory.mktemp("here")}
         options["security"] = StreamSecurity(secret=SECRET.encode())
-        producer = Producer(options, model_dir, 2 * MIB, MIB)
+        producer = Producer(options, model_dir, 2 * MIB)
         assert producer.save(*range(10)) == ["vram"] * 10
         producer.pool.stop(PATIENCE_S)
         assert producer.pool.demoter.counts["demoted"] == 10
@@ -204,8 +204,8 @@ def test_without_a_node_on_its_host_blocks_go_down_to_another_host(
 
 
 def test_what_host_memory_does_not_take_is_evicted_and_saves_go_on(redis_server, model_dir):
-    with NodeThread(redis_server, size_bytes=MIB, arena_bytes=64 << 10) as small:  # none fits
-        producer = Producer(small.client_options, model_dir, 2 * MIB, MIB)
+    with NodeThread(redis_server, size_bytes=64 << 10) as small:  # none fits
+        producer = Producer(small.client_options, model_dir, 2 * MIB)
         for n in range(POOL_BLOCKS):
             producer.save(n)
         wait_until(lambda: producer.pool.demoter.counts["lost"] > 0, "something was evicted")
@@ -214,7 +214,7 @@ def test_what_host_memory_does_not_take_is_evicted_and_saves_go_on(redis_server,
 
 
 def test_an_orderly_end_takes_blocks_down(node, model_dir, consumer):
-    producer = Producer(node.client_options, model_dir, 2 * MIB, MIB)
+    producer = Producer(node.client_options, model_dir, 2 * MIB)
     producer.save(*range(10))
     producer.close(drain_s=PATIENCE_S)
     found = found_of(consumer, range(10))
@@ -225,7 +225,7 @@ def test_an_orderly_end_takes_blocks_down(node, model_dir, consumer):
 
 def test_a_device_that_hangs_keeps_what_its_copies_use(node, model_dir, monkeypatch):
     monkeypatch.setattr(demoter, "CUDA_IPC_DRAIN_S", 0.2)
-    producer = Producer(node.client_options, model_dir, 2 * MIB, MIB)
+    producer = Producer(node.client_options, model_dir, 2 * MIB)
     producer.save(*range(10))
     producer.device.hold.clear()
     producer.pool.demoter._reserve_bytes = 2 * MIB

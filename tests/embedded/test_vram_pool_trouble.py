@@ -90,7 +90,7 @@ def test_blocks_go_down_again_after_an_answer_that_came_too_late(producer, consu
 def test_producers_that_look_alike_keep_their_blocks_apart(producer):
     """Two engines of one process, or of containers that share a run directory: their process
     numbers are the same."""
-    other = VramPool(producer.store, producer.device, MIB, arena_bytes=MIB)
+    other = VramPool(producer.store, producer.device, MIB)
     assert other.node.config.name != producer.pool.node.config.name
     assert producer.save(0) == ["vram"]
     other.stop(0.0)

@@ -29,10 +29,10 @@ def payload_of(number: int) -> bytes:
 class Producer:
     """What a connector does when it saves: VRAM first, host memory when that is full."""
 
-    def __init__(self, options, model_dir: Path, size_bytes: int, arena_bytes: int) -> None:
+    def __init__(self, options, model_dir: Path, size_bytes: int) -> None:
         self.device = ModelCuda(model_dir)
         self.store = BlockSession(**options, device=self.device)
-        self.pool = VramPool(self.store, self.device, size_bytes, arena_bytes=arena_bytes)
+        self.pool = VramPool(self.store, self.device, size_bytes)
         self.stream = self.device.stream()
 
     def save(self, *numbers: int) -> list[str]:
@@ -68,7 +68,7 @@ class Producer:
 def produce(options, model_dir: str, seed: int, reports) -> None:
     """Save until killed; say how far it has come."""
     rng = random.Random(seed)
-    producer = Producer(options, Path(model_dir), 2 << 20, 1 << 20)
+    producer = Producer(options, Path(model_dir), 2 << 20)
     number = 0
     while True:
         batch = range(number, number + rng.randint(1, 4))

@@ -50,7 +50,7 @@ documents = st.one_of(
 WORD = Announcement(
     node_id=7, epoch=3, name="node", host="here", pid=1, key_prefix="kv:a",
     data_path="/nowhere", head_path="/nowhere", control_path="/nowhere",
-    arenas=2, arena_bytes=65536, inline_bytes=1024,
+    size_bytes=2 * 65536, inline_bytes=1024,
 )  # fmt: skip
 FIELDS = json.loads(WORD.pack())
 
@@ -84,7 +84,7 @@ def test_any_node_json_is_a_node_or_nobody(
     directory = NodeDir(run_dir, "node")
     directory.path.mkdir(parents=True)
     assert try_lock(directory.lock) is not None
-    segment = OwnedShm(run_dir / "s", Superblock(7, 3, 0, 2, 65536))
+    segment = OwnedShm(run_dir / "s", Superblock(7, 3, 0, 131072))
     real = raw.replace(b'"data_path": "/nowhere"', f'"data_path": "{segment.data_path}"'.encode())
     real = real.replace(b'"head_path": "/nowhere"', f'"head_path": "{segment.head_path}"'.encode())
     directory.announcement_path.write_bytes(real)
@@ -191,7 +191,7 @@ def test_any_limits_and_node_settings_are_used_or_refused(
     name: str, number: float, whole: int, data: st.DataObject
 ) -> None:
     field = data.draw(st.sampled_from(sorted(Limits.__dataclass_fields__)))
-    size = data.draw(st.sampled_from(["size_bytes", "arena_bytes"]))
+    size = data.draw(st.just("size_bytes"))
     for make in (
         lambda: Limits(**{field: number}),  # type: ignore[arg-type]
         lambda: NodeConfig(run_dir=Path("/nowhere"), **{size: whole}).shape(),  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ arguments = st.lists(
             [
                 *("--json", "--size", "1MiB", "--tokens", "--key", "k", "--limit", "--group"),
                 *("--namespace-fields", "{}", "--role", "client", "--format", "file", "-o"),
-                *("--key-prefix", "--run-dir", "--url", "redis://h", "--nodes", "--arena"),
+                *("--key-prefix", "--run-dir", "--url", "redis://h", "--nodes"),
             ]
         ),
     ),

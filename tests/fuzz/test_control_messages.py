@@ -131,7 +131,7 @@ def test_any_sequence_of_messages_leaves_the_core_whole(
     messages: list[tuple[int, object]],
 ) -> None:
     limits = Limits(reservations_per_client=3, pins_per_client=2, gone_keys=4, namespaces=2)
-    core = NodeCore(node_id=1, epoch=1, arenas=2, arena_bytes=MIB, limits=limits)
+    core = NodeCore(node_id=1, epoch=1, size_bytes=2 * MIB, limits=limits)
     for now, (session, message) in enumerate(messages):
         try:
             event = wire.decode(session, message)
@@ -143,9 +143,7 @@ def test_any_sequence_of_messages_leaves_the_core_whole(
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    config = NodeConfig(
-        run_dir=tmp_path_factory.mktemp("fuzz"), size_bytes=2 * MIB, arena_bytes=MIB
-    )
+    config = NodeConfig(run_dir=tmp_path_factory.mktemp("fuzz"), size_bytes=2 * MIB)
     with Node(config, MemoryIndex()) as node:
         yield node
 

@@ -44,11 +44,11 @@ class BrokenNode:
         self.directory = NodeDir(run_dir, "node")
         self.directory.leases.mkdir(parents=True)
         assert try_lock(self.directory.lock) is not None
-        self.segment = OwnedShm(run_dir / "s", Superblock(7, 3, 0, 2, 65536))
+        self.segment = OwnedShm(run_dir / "s", Superblock(7, 3, 0, 131072))
         self.word = Announcement(
             node_id=7, epoch=3, name="node", host="here", pid=1, key_prefix="kv:a",
             data_path=str(self.segment.data_path), head_path=str(self.segment.head_path),
-            control_path=str(self.directory.socket), arenas=2, arena_bytes=65536, inline_bytes=64,
+            control_path=str(self.directory.socket), size_bytes=2 * 65536, inline_bytes=64,
         )  # fmt: skip
         self.directory.announcement_path.write_bytes(self.word.pack())
         self._listener = socket.socket(socket.AF_UNIX)

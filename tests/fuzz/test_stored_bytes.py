@@ -23,9 +23,9 @@ from kvstore.types import Kind, Location
 
 KEY = bytes(range(32))
 KIB = 1 << 10
-ARENA_BYTES = 64 * KIB
-BLOCK = Superblock(node_id=7, epoch=3, segment=0, arenas=2, arena_bytes=ARENA_BYTES)
-SLOTS = 2 * ARENA_BYTES // 4096
+HALF_BYTES = 64 * KIB
+BLOCK = Superblock(node_id=7, epoch=3, segment=0, size_bytes=2 * HALF_BYTES)
+SLOTS = 2 * HALF_BYTES // 4096
 
 locations = st.builds(
     Location,
@@ -34,8 +34,8 @@ locations = st.builds(
     segment=st.integers(0, 1),
     slot=st.one_of(st.integers(0, SLOTS + 2), st.integers(0, 2**32 - 1)),
     generation=st.integers(0, 2),
-    size_class=st.integers(0, 255),
-    length=st.one_of(st.integers(0, 3 * ARENA_BYTES), st.integers(0, 2**32 - 1)),
+    granule=st.integers(0, 255),
+    length=st.one_of(st.integers(0, 3 * HALF_BYTES), st.integers(0, 2**32 - 1)),
     checksum=st.integers(0, 2**64 - 1),
 )
 
@@ -99,7 +99,7 @@ class _Nodes:
     seen=st.tuples(
         st.integers(0, 2),
         st.sampled_from([KEY, bytes(32)]),
-        st.one_of(st.integers(0, 3 * ARENA_BYTES), st.integers(0, 2**32 - 1)),
+        st.one_of(st.integers(0, 3 * HALF_BYTES), st.integers(0, 2**32 - 1)),
         st.integers(0, 255),
         st.integers(0, 255),
         st.integers(0, 2**16 - 1),
@@ -125,7 +125,7 @@ def test_any_record_over_any_header_is_a_place_inside_the_segment_or_none(
     reader = Reader(MemoryIndex(), _Nodes(attached))  # type: ignore[arg-type]
     if agree:  # so that more than the first comparison is reached
         location = location._replace(node_id=7, epoch=3, segment=0, slot=at, generation=seen[0])
-        location = location._replace(length=seen[2], size_class=seen[3])
+        location = location._replace(length=seen[2], granule=seen[3])
     start = header.SUPERBLOCK_BYTES + at * header.HEADER_BYTES
     owned._head[start : start + header.HEADER_BYTES] = header.pack(seen)
     hints = owned._hints
@@ -134,7 +134,7 @@ def test_any_record_over_any_header_is_a_place_inside_the_segment_or_none(
         places = [reader.place(KEY, pack_record(KEY, location)), *reader.find([KEY])]
         for place in places:
             if place is not None:
-                assert len(place.payload) == seen[2] <= ARENA_BYTES
+                assert len(place.payload) == seen[2] <= 2 * HALF_BYTES
                 assert len(place.data) == seen[2] - seen[5]
                 place.valid()
                 place.verified()

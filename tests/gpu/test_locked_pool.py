@@ -138,7 +138,7 @@ def test_two_workers_share_kv_of_a_device_through_a_real_node(real_node: Any) ->
 def test_what_one_worker_keeps_in_vram_another_loads_from_there(real_node: Any) -> None:
     """Both in this process, where a handle opens as the memory itself."""
     sessions = [BlockSession(**real_node.client_options, device=cuda_device(0)) for _ in range(2)]
-    producer = VramStore(sessions[0], cuda_device(0), PART, name="vram", arena_bytes=PART // 4)
+    producer = VramStore(sessions[0], cuda_device(0), PART, name="vram")
     consumer = VramStore(sessions[1], cuda_device(0), 0)
     one, other = (Worker(s, seed=n, device="cuda") for n, s in enumerate((producer, consumer)))
     save(one, save_job(5))

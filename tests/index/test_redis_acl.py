@@ -119,9 +119,7 @@ class Monitor:
 
 @contextmanager
 def a_node(url: str, run_dir: Path) -> Iterator[Node]:
-    config = NodeConfig(
-        run_dir=run_dir, key_prefix=TENANT, size_bytes=4 * MIB, arena_bytes=MIB, limits=PATIENT
-    )
+    config = NodeConfig(run_dir=run_dir, key_prefix=TENANT, size_bytes=4 * MIB, limits=PATIENT)
     opened = open_guarded(url, key_prefix=TENANT, run_dir=run_dir, limits=PATIENT)
     try:
         with Node(config, opened.index) as node:

@@ -119,7 +119,7 @@ class Apart:
             raise
 
     def start_node(self, host: str) -> subprocess.Popen[bytes]:
-        node = cluster.start_node(self.hosts, self.places, host, "64MiB", ["--arena", "4MiB"])
+        node = cluster.start_node(self.hosts, self.places, host, "64MiB")
         cluster.wait_ready(node, self.places.host(host) / "log")
         return node
 

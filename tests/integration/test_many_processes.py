@@ -37,7 +37,7 @@ print(hits, puts)
 
 def test_under_pressure_no_put_fails_and_no_get_is_wrong(redis_server):
     """400 values of up to 384 KiB in a pool of 16 MiB."""
-    with NodeProcess(redis_server, size=16 * MIB, arena=1 * MIB) as node:
+    with NodeProcess(redis_server, size=16 * MIB) as node:
         workers = [
             subprocess.Popen(
                 [

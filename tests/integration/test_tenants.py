@@ -64,7 +64,7 @@ def _start(server: RedisServer, uid: int, key_prefix: str) -> Tenant:
         urls[role] = f"redis://{quoted}:{PASSWORD}@127.0.0.1:{server.port}"
     run_dir = Path(tempfile.mkdtemp(prefix="kvn-"))
     options = ["--url", urls[AclRole.NODE], "--key-prefix", key_prefix]
-    node = NodeOf(uid, run_dir, *options, "--size", "4MiB", "--arena", "1MiB")
+    node = NodeOf(uid, run_dir, *options, "--size", "4MiB")
     return Tenant(uid, key_prefix, run_dir, urls[AclRole.CLIENT], node)
 
 

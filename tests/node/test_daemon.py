@@ -323,7 +323,7 @@ def test_epochs_grow_with_every_start(tmp_path, index):
     [
         ({"policy": "belady"}, "policy"),
         ({"size_bytes": 100}, "size_bytes"),
-        ({"arena_bytes": 100_000}, "arena_bytes"),
+        ({"size_bytes": 1 << 60}, "size_bytes"),
         ({"name": "a/b"}, "name"),
     ],
 )

@@ -123,7 +123,7 @@ class Forgetful(MemoryIndex):
 
 
 def config(tmp_path: Path) -> NodeConfig:
-    return NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB, arena_bytes=MIB)
+    return NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB)
 
 
 def test_an_index_that_gives_nothing_back_is_no_index(tmp_path: Path) -> None:

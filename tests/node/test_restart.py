@@ -56,7 +56,7 @@ def test_what_was_kept_is_there_again_under_a_new_epoch_and_in_the_index(tmp_pat
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"key_prefix": "kv:other"}, "key_prefix"), ({"arena_bytes": MIB}, "arenas")],
+    [({"key_prefix": "kv:other"}, "key_prefix"), ({"size_bytes": 2 * MIB}, "size_bytes")],
 )
 def test_under_another_prefix_or_in_another_shape_it_starts_empty_and_says_why(
     tmp_path, index, caplog, options, why
@@ -110,10 +110,10 @@ def test_an_embedded_nodes_segment_waits_for_nobody(tmp_path, index):
 def test_a_node_that_lacks_memory_takes_that_of_dead_ones_that_wait(tmp_path, index, monkeypatch):
     filled(tmp_path, index, name="dead")
 
-    def room(where, arenas, arena_bytes):
+    def room(where, size_bytes):
         if NodeDir(tmp_path, "dead").path.exists():
             raise NoSpaceError("full")
-        check_room(where, arenas, arena_bytes)
+        check_room(where, size_bytes)
 
     monkeypatch.setattr(restart, "check_room", room)
     with Node(config(tmp_path, name="new"), index) as node:
@@ -122,7 +122,7 @@ def test_a_node_that_lacks_memory_takes_that_of_dead_ones_that_wait(tmp_path, in
 
 
 def test_a_node_that_still_lacks_memory_says_so(tmp_path, index, monkeypatch):
-    def room(where, arenas, arena_bytes):
+    def room(where, size_bytes):
         raise NoSpaceError("full")
 
     monkeypatch.setattr(restart, "check_room", room)
@@ -136,11 +136,11 @@ def test_a_node_waits_a_moment_for_memory_that_a_killed_one_had(tmp_path, index,
     """Clients map it until they notice."""
     asked = []
 
-    def room(where, arenas, arena_bytes):
-        asked.append(arenas)
+    def room(where, size_bytes):
+        asked.append(size_bytes)
         if len(asked) < 4:
             raise NoSpaceError("full")
-        check_room(where, arenas, arena_bytes)
+        check_room(where, size_bytes)
 
     monkeypatch.setattr(restart, "check_room", room)
     with Node(config(tmp_path), index) as node:
@@ -151,4 +151,4 @@ def test_a_node_waits_a_moment_for_memory_that_a_killed_one_had(tmp_path, index,
 def test_a_node_larger_than_all_of_shm_does_not_wait(tmp_path, index, monkeypatch):
     monkeypatch.setattr(restart, "ROOM_WAIT_S", 3600.0)
     with pytest.raises(NoSpaceError, match="asked for"):
-        Node(config(tmp_path, size_bytes=1 << 50), index).start()
+        Node(config(tmp_path, size_bytes=1 << 43), index).start()

@@ -42,7 +42,6 @@ def a_node(server: RedisServer, group: int | None, *, keep: bool = False) -> Ite
         run_dir=run_dir,
         key_prefix=PREFIX,
         size_bytes=4 * MIB,
-        arena_bytes=MIB,
         group=group,
         keep=keep,
         limits=PATIENT,
@@ -177,7 +176,7 @@ def test_an_owner_cannot_make_a_member_write_into_the_members_own_files(
                 folder.chmod(0o755)
         tmp_path.chmod(0o777)
         mine = tmp_path / "mine.data"
-        mine.write_bytes(bytes(word.arenas * word.arena_bytes))
+        mine.write_bytes(bytes(word.size_bytes))
         os.chown(mine, ALICE, ALICE)
         node.dir.announce(replace(word, data_path=str(mine)))
         counts = "def set_in(name): return sum(map(bool, Path(name).read_bytes()))\n"

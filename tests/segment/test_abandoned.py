@@ -16,7 +16,7 @@ from kvstore.segment.abandoned import Sweeper, foreign_files, free_abandoned, se
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
 
-BLOCK = Superblock(7, 3, 0, 2, 64 << 10)
+BLOCK = Superblock(7, 3, 0, 128 << 10)
 LONG_AGO_S = RESTART_WITHIN_S + 60
 
 OWNER = """
@@ -24,7 +24,7 @@ import sys, time
 from pathlib import Path
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
-OwnedShm(Path(sys.argv[1]), Superblock(7, 3, 0, 2, 64 << 10), home=sys.argv[2])
+OwnedShm(Path(sys.argv[1]), Superblock(7, 3, 0, 128 << 10), home=sys.argv[2])
 print(1, flush=True)
 time.sleep(60)
 """

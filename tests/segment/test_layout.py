@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 from stores import announcement
 
-from kvstore.core.sizes import SLOT_BYTES
-from kvstore.limits import ARENA_BYTES_MIN
+from kvstore.limits import SEGMENT_BYTES_MIN
 from kvstore.segment import header
 from kvstore.segment.layout import Layout
 from kvstore.types import Location
@@ -12,13 +11,13 @@ from kvstore.types import Location
 KEY = bytes(range(32))
 WORD = announcement(node_id=7, epoch=5)
 AT = Location(7, 5, 0, 256 + 1, 9, 3, 4000, 0)
-"""The second slot of the second arena."""
+"""It begins with the fourth KiB of its page."""
 
 
 def test_a_location_leads_to_its_header_and_its_payload() -> None:
     head_at, data_at = Layout(WORD).places(AT)
     assert head_at == header.SUPERBLOCK_BYTES + 257 * 64
-    assert data_at == (1 << 20) + SLOT_BYTES[3]
+    assert data_at == 257 * 4096 + 3 * 1024
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,9 @@ def test_a_location_leads_to_its_header_and_its_payload() -> None:
         {"segment": 1},
         {"slot": 4 * 256},
         {"slot": (1 << 32) - 1},
-        {"size_class": 255},
+        {"granule": 4},
+        {"granule": 255},
+        {"slot": 4 * 256 - 1, "length": 1025},
         {"length": (1 << 32) - 1},
     ],
     ids=str,
@@ -38,14 +39,14 @@ def test_a_location_outside_leads_nowhere(wrong: dict[str, int]) -> None:
     assert Layout(WORD).places(AT._replace(**wrong)) is None
 
 
-@pytest.mark.parametrize("arena_bytes", [-1, 0, 1, ARENA_BYTES_MIN - 1, 1 << 62])
-def test_a_shape_that_no_node_has_leads_nowhere(arena_bytes: int) -> None:
-    word = dataclasses.replace(WORD, arena_bytes=arena_bytes, arenas=1 << 40)
+@pytest.mark.parametrize("size_bytes", [-1, 0, 1, SEGMENT_BYTES_MIN - 1, 1 << 62])
+def test_a_shape_that_no_node_has_leads_nowhere(size_bytes: int) -> None:
+    word = dataclasses.replace(WORD, size_bytes=size_bytes)
     assert Layout(word).places(AT._replace(slot=0)) is None
 
 
 def test_only_a_header_of_that_key_and_location_counts() -> None:
-    fields = (AT.generation, KEY, AT.length, AT.size_class, 1, 17, 99, 0)
+    fields = (AT.generation, KEY, AT.length, AT.granule, 1, 17, 99, 0)
     raw = header.pack(fields)
     assert Layout.seen(raw, KEY, AT) == (1, 17, 99)
     assert Layout.seen(raw, KEY[::-1], AT) is None

@@ -10,7 +10,7 @@ from kvstore.segment.header import SEALED, Superblock, unpack
 from kvstore.segment.shm import AttachedShm, OwnedShm
 
 KEY = bytes(range(32))
-BLOCK = Superblock(7, 3, 0, 2, 64 << 10)
+BLOCK = Superblock(7, 3, 0, 128 << 10)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_writers_mapping_can_write_payload_and_not_headers(owned):
 
 
 def test_a_segment_that_does_not_fit_is_refused_with_figures_and_leaves_nothing(tmp_path):
-    huge = Superblock(7, 3, 0, 1 << 22, 64 << 20)
+    huge = Superblock(7, 3, 0, 1 << 48)
     with pytest.raises(NoSpaceError, match=r"asked for, \d+ free"):
         OwnedShm(tmp_path / "huge", huge)
     assert list(tmp_path.iterdir()) == []
@@ -71,7 +71,7 @@ def test_when_pages_run_out_half_way_nothing_is_left(tmp_path, monkeypatch):
     real = os.posix_fallocate
 
     def fallocate(fd, offset, size):
-        if size < BLOCK.arenas * BLOCK.arena_bytes:
+        if size < BLOCK.size_bytes:
             raise OSError(28, "No space left on device")
         real(fd, offset, size)
 

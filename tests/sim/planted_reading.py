@@ -47,7 +47,7 @@ def index_believed_over_header(patch):
         if attached is None or location.slot >= attached.shm.slots:
             return None
         image = attached.shm.header(location.slot)
-        header = (0, key, location.length, location.size_class, 1, 0, 0, 0)
+        header = (0, key, location.length, location.granule, 1, 0, 0, 0)
         return self._seen(attached, location.slot, image, header)
 
     patch(reader.Reader, "place", place)

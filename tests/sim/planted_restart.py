@@ -4,17 +4,14 @@ from planting import bug, bug_that_needs
 
 from kvstore.client import control, link
 from kvstore.core import breaker, recovery
-from kvstore.core.allocator import Allocator
-from kvstore.core.events import SessionDead
+from kvstore.core.events import Seal, SessionDead
 from kvstore.core.holdings import FORMER
+from kvstore.core.node import NodeCore
+from kvstore.core.sizes import granules_of
 from kvstore.node.daemon import Node
-from kvstore.segment import scan
-from kvstore.segment.header import (
-    RESERVED,
-    SEALED,
-    body_of,
-    of_word,
-)
+from kvstore.segment import scan, shm
+from kvstore.segment.header import _HEADER as HEADER
+from kvstore.segment.header import RESERVED, of_reserved
 
 # --- warm restart ---------------------------------------------------------------
 
@@ -26,9 +23,11 @@ def restart_frees_what_is_reserved(patch):
     """A writer of the former start writes into what is somebody else's (rule 5)."""
     real = recovery._hold
 
-    def hold(core, held):
-        if not held.reserved:
-            real(core, held)
+    def hold(core, slot_id, generation, *, reserved):
+        if reserved:
+            core.allocator.became_free(core.allocator.slot(slot_id), was_busy=True)
+        else:
+            real(core, slot_id, generation, reserved=False)
 
     patch(recovery, "_hold", hold)
 
@@ -36,34 +35,52 @@ def restart_frees_what_is_reserved(patch):
 @bug_that_needs(**RESTARTS)
 def restart_seals_what_is_reserved(patch):
     """What a slot held before is back, with bytes of what was being written."""
+    real = scan._Scan._slot
 
-    def sealed(word):
-        state, generation, size_class = of_word(word)
-        return (SEALED if state == RESERVED else state), generation, size_class
+    def slot(self, page, pinned):
+        word, image = self._words[page], self._image(page)
+        if word & 0xFF == RESERVED and any(image[8:40]):
+            _, *body, _ = HEADER.unpack(image)
+            generation, _, _ = of_reserved(word, self._last)
+            block = Seal(page, generation, *body)
+            self._found.sealed.append(block)
+            return self._after(page, block.granule, granules_of(block.length))
+        return real(self, page, pinned)
 
-    def fields(raw):
-        state, generation, _ = of_word(int.from_bytes(raw[:8], "little"))
-        return body_of(raw, generation - (state == RESERVED))
+    patch(scan._Scan, "_slot", slot)
 
-    patch(scan, "of_word", sealed)
-    patch(scan, "fields", fields)
+
+@bug_that_needs(**RESTARTS)
+def restart_takes_reservations_for_shorter(patch):
+    """The end of what a writer of the former start writes to is somebody else's (rule 5)."""
+
+    def shorter(word, last_generation):
+        generation, granule, size = of_reserved(word, last_generation)
+        return generation, granule, max(4, size // 2)
+
+    patch(scan, "of_reserved", shorter)
 
 
 @bug_that_needs(**RESTARTS)
 def restart_forgets_pins(patch):
     """Bytes change under somebody who looks at them in place."""
-    patch(scan._Arena, "_pinned", lambda self: set())
+    real = scan.scan
+
+    def without(size_bytes, bounds, headers, held):
+        return real(size_bytes, bounds, headers, memoryview(bytes(len(held))))
+
+    patch(shm, "scan", without)
 
 
 @bug
 def restart_counts_generations_anew(patch):
     """A reader of the former start cannot tell a reused slot."""
-    real = Allocator.restore
+    real = NodeCore.restore
 
-    def restore(self, arenas):
-        real(self, [(index, size_class, 0) for index, size_class, _ in arenas])
+    def restore(self, bounds):
+        real(self, bounds._replace(generation=0))
 
-    patch(Allocator, "restore", restore)
+    patch(NodeCore, "restore", restore)
 
 
 @bug_that_needs(**RESTARTS)

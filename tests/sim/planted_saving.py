@@ -3,12 +3,12 @@
 from planting import bug, bug_that_needs
 
 from kvstore.client import control, link
-from kvstore.core import blocks
-from kvstore.core.allocator import Allocator
+from kvstore.core import allocator
 from kvstore.core.events import Fill, SessionResumed
 from kvstore.core.gone import GoneWhy
 from kvstore.core.node import NodeCore
 from kvstore.core.record import pack_record
+from kvstore.core.sizes import granules_of
 from kvstore.core.slots import SlotEvent, SlotState
 from kvstore.node.control import Connection
 from kvstore.node.sessions import Sessions
@@ -52,7 +52,7 @@ def publish_before_the_seal(patch):
 
 def _location(core, slot):
     return Location(
-        core.node_id, core.epoch, 0, slot.slot_id, slot.generation, slot.size_class, slot.length, 0
+        core.node_id, core.epoch, 0, slot.slot_id, slot.generation, slot.granule, slot.length, 0
     )
 
 
@@ -204,28 +204,33 @@ def first_of_several_unpins_frees(patch):
 @bug
 def generation_not_advanced(patch):
     """A reader cannot tell a reused slot from the one it was sent to."""
-    real = blocks.Slot.move
+    real = NodeCore._take
 
-    def move(self, event):
-        real(self, event)
-        if event is SlotEvent.RESERVE and self.generation > 2:
-            self.generation -= 1
+    def take(self, length, writes, now):
+        slot = real(self, length, writes, now)
+        if slot is not None and slot.generation > 2:
+            self._generation -= 1
+        return slot
 
-    patch(blocks.Slot, "move", move)
+    patch(NodeCore, "_take", take)
 
 
 @bug
-def generations_restart_with_the_class(patch):
-    """An arena that changes its class begins to count anew."""
-    real = Allocator._unused_slot
+def a_window_goes_over_pins(patch):
+    """Room is made of the neighbours of a cold block, also of those that somebody looks at."""
+    patch(allocator, "_may_go", lambda slot: slot.state is SlotState.SEALED)
 
-    def unused(self, size_class):
-        index = self._growing.get(size_class)
-        if index is not None:
-            self.arenas[index].generation_floor = 0
-        return real(self, size_class)
 
-    patch(Allocator, "_unused_slot", unused)
+@bug
+def a_window_goes_over_reservations(patch):
+    """Room is made of what a writer writes to (rule 5)."""
+    patch(allocator, "_may_go", lambda slot: not slot.pins)
+
+
+@bug
+def extents_of_neighbours_overlap(patch):
+    """A slot is a granule shorter than its value."""
+    patch(allocator, "granules_of", lambda length: max(4, granules_of(length) - 1))
 
 
 @bug

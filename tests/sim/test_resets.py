@@ -116,7 +116,7 @@ class Host:
         self.start()
 
     def start(self) -> None:
-        fresh = NodeCore(node_id=self.word.node_id, epoch=1, arenas=4, arena_bytes=1 << 20)
+        fresh = NodeCore(node_id=self.word.node_id, epoch=1, size_bytes=4 << 20)
         self.news = ResetNews(self.directory, self.run_dir, PREFIX, self.world.index)
         if self.core is not None:
             warm, self.core.resets = self.core, fresh.resets

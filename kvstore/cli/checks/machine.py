@@ -14,7 +14,6 @@ from kvstore.cli.checks.base import Context, Finding, Level, read_text
 from kvstore.cli.output import human_bytes
 from kvstore.cli.store import local_nodes
 from kvstore.errors import PeerError, UsageError
-from kvstore.limits import ARENA_BYTES_DEFAULT
 from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.nodedir import NAME_CHARS_MAX, Announcement, NodeDir, node_dirs, strangers
 from kvstore.rundir import RUN_DIR_ENV, run_dir, socket_path
@@ -68,7 +67,7 @@ def shared_memory(context: Context) -> list[Finding]:
     size_bytes, free_bytes = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
     found = f"{SHM_DIR}: {human_bytes(free_bytes)} free of {human_bytes(size_bytes)}"
     room_bytes = max(free_bytes - RESERVE_BYTES, 0)
-    heads = header_file_bytes(SIZE_BYTES_DEFAULT // ARENA_BYTES_DEFAULT, ARENA_BYTES_DEFAULT)
+    heads = header_file_bytes(SIZE_BYTES_DEFAULT)
     do = (
         f"a node takes {human_bytes(SIZE_BYTES_DEFAULT)} unless --size says less; enlarge it "
         f"(`mount -o remount,size=...`, `docker run --shm-size`, an emptyDir of medium Memory)"

@@ -37,8 +37,7 @@ from kvstore.testing.crash.workers import (
 )
 
 NODE = "node"
-ARENA_BYTES = 1 << 20
-ARENAS = 8
+NODE_BYTES = 8 << 20
 WRITERS, READERS = 2, 1
 ROUND_S_MAX = 0.25
 """Between kills: a node that starts takes longer on a busy machine, and dies on the way."""
@@ -162,8 +161,7 @@ class Loop:
         )
 
     def _start_node(self) -> BaseProcess:
-        size_bytes = str(ARENAS * ARENA_BYTES)
-        options = ("--name", NODE, "--size", size_bytes, "--arena", str(ARENA_BYTES))
+        options = ("--name", NODE, "--size", str(NODE_BYTES))
         process = _context.Process(target=workers.node, args=(self.place, options), daemon=True)
         process.start()
         return process
@@ -232,15 +230,12 @@ class Loop:
                 raise CrashError(f"block {key.hex()[:12]} cannot be read")
 
     def _check_space(self, client: Client) -> None:
-        """Free + sealed = capacity: values of one arena each fill all of it, none refused."""
-        names = [f"arena{i}" for i in range(ARENAS)]
-        for name in names:
-            result = client.put(name, workers.content(name, ARENA_BYTES))
-            if not result:
-                raise CrashError(f"capacity has leaked: {result}, {self._stats(client)}")
-        there = sum(client.get(n) == workers.content(n, ARENA_BYTES) for n in names)
-        if there != ARENAS:
-            raise CrashError(f"capacity has leaked: {there} of {ARENAS} arenas can be filled")
+        """Free + sealed = capacity: a value that takes all of it is stored."""
+        result = client.put("all of it", workers.content("all of it", NODE_BYTES))
+        if not result:
+            raise CrashError(f"capacity has leaked: {result}, {self._stats(client)}")
+        if client.get("all of it") != workers.content("all of it", NODE_BYTES):
+            raise CrashError("a value of all the capacity cannot be read")
 
     def finish(self) -> None:
         """An orderly end leaves nothing."""

@@ -10,8 +10,8 @@ from kvstore.core.events import Mark, Write
 from kvstore.core.node import NodeCore
 from kvstore.core.record import unpack_record
 from kvstore.core.report import stats
-from kvstore.core.sizes import SLOT_BYTES
-from kvstore.core.slots import Slot, SlotState
+from kvstore.core.sizes import GRANULE_BYTES
+from kvstore.core.slots import SlotState
 from kvstore.index.base import KeyRecord, Record
 from kvstore.segment.header import RESERVED, unpack
 from kvstore.testing.sim.memory import SimOwned
@@ -123,7 +123,7 @@ class Checks:
         slot = node.core.allocator.slot(slot_id)
         if slot is not None:  # else it came and went within one request
             start = segment.address + slot.offset
-            stop = start + SLOT_BYTES[slot.size_class]
+            stop = start + slot.size * GRANULE_BYTES
             for actor, addresses in self.copying.items():
                 if addresses.start < stop and start < addresses.stop:
                     self._world.fail(f"rule 5: slot {slot_id} reused; {actor.name} writes to it")
@@ -183,22 +183,31 @@ class Checks:
         reserved = {slot.slot_id for slot in held}
         if len(reserved) != len(held):
             fail("a slot is reserved twice")
-        for arena in allocator.arenas:
-            busy = live = 0
-            for position, slot in arena.slots.items():
-                state = slot.state
-                if slot.slot_id != arena.index * allocator.slots_per_arena + position:
-                    fail(f"slot {slot.slot_id} stands in the wrong place")
-                if allocator.is_free(slot) != (state is SlotState.FREE):
-                    fail(f"slot {slot.slot_id} is {state.name}: the free list says otherwise")
-                if (slot.slot_id in reserved) != (state is SlotState.RESERVED):
-                    fail(f"slot {slot.slot_id} is {state.name}: no session holds it, or one does")
-                if state is SlotState.SEALED and core.by_key.get(slot.key) is not slot:
-                    fail(f"slot {slot.slot_id} is sealed but its key leads elsewhere")
-                live += state is not SlotState.FREE
-                busy += _is_busy(slot)
-            if (busy, live) != (arena.busy, arena.live):
-                fail(f"arena {arena.index}: {busy} busy, {live} live, {arena.busy}, {arena.live}")
+        seen = free = 0
+        touching = False
+        for extent in allocator.extents():  # raises when a granule is in none, or in two
+            slot = extent.slot
+            if slot is None:
+                if touching:
+                    fail(f"two free extents touch at granule {extent.start}")
+                touching = True
+                free += extent.size
+                continue
+            touching = False
+            seen += 1
+            state = slot.state
+            if state is SlotState.FREE:
+                free += extent.size
+            if (slot.slot_id in reserved) != (state is SlotState.RESERVED):
+                fail(f"slot {slot.slot_id} is {state.name}: no session holds it, or one does")
+            if slot.length > slot.size * GRANULE_BYTES:
+                fail(f"slot {slot.slot_id} has {slot.size} KiB for {slot.length} bytes")
+            if state is SlotState.SEALED and core.by_key.get(slot.key) is not slot:
+                fail(f"slot {slot.slot_id} is sealed but its key leads elsewhere")
+            if allocator.may_go(slot) != (state is SlotState.SEALED and not slot.pins):
+                fail(f"slot {slot.slot_id} is {state.name}, {slot.pins} pins: the policy differs")
+        if seen != len(allocator.slots()) or free * GRANULE_BYTES != allocator.free_bytes:
+            fail(f"{seen} slots and {free} KiB free are seen, the books say otherwise")
 
     # --- at the end ---------------------------------------------------------------------
 
@@ -283,11 +292,6 @@ class Checks:
             if not self._leads_somewhere(key, record):
                 return f"the index has a stale record of {_short(key)}"
         return None
-
-
-def _is_busy(slot: Slot) -> bool:
-    """Neither free nor evictable."""
-    return slot.state in (SlotState.RESERVED, SlotState.DOOMED) or slot.pins > 0
 
 
 def _short(key: Key) -> str:

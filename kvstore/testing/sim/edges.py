@@ -124,6 +124,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
             host_writer,
             host_writers,
             reader,
+            remote_writer,
             saving,
             session,
             writer,

@@ -22,7 +22,6 @@ from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
 
-ARENA_BYTES = 64 << 10
 LIMITS = Limits(
     inline_bytes=6000,
     reservations_per_client=12,
@@ -95,8 +94,7 @@ class SimNode(Node):
         config = NodeConfig(
             run_dir=run_dir,
             name=name,
-            size_bytes=world.arenas * ARENA_BYTES,
-            arena_bytes=ARENA_BYTES,
+            size_bytes=world.node_bytes,
             limits=LIMITS,
             shm_dir=run_dir / "shm",
             keep=world.rng.random() < 0.5,

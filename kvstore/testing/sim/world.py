@@ -15,7 +15,7 @@ from kvstore.testing.sim.memory import Files
 from kvstore.testing.sim.network import Wire
 from kvstore.testing.sim.scheduler import Process, Scheduler
 
-ARENAS = (2, 3, 6)
+NODE_BYTES = (128 << 10, 192 << 10, 384 << 10)
 WALL_START_S = 1_000_000.0
 
 
@@ -30,7 +30,7 @@ class World(Scheduler):
         super().__init__(seed)
         self.faults = faults
         self.wall_offset_s = WALL_START_S
-        self.arenas = self.rng.choice(ARENAS)
+        self.node_bytes = self.rng.choice(NODE_BYTES)
         """Of each node: little enough that pools are full, or enough for most."""
         self.calm = False
         """The last fault is over."""

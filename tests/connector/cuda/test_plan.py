@@ -19,6 +19,7 @@ from connector.cuda.plan import (
     LayerPlace,
     PagedLayout,
     Piece,
+    apart,
     batches,
     layout_of,
     word_bytes,
@@ -203,3 +204,33 @@ class TestBatches:
     def test_a_piece_that_fits_no_staging_is_refused(self, wrong: Piece) -> None:
         with pytest.raises(InternalError, match="staging"):
             list(batches([piece(1), wrong], 2, 1024, 16))
+
+
+@given(
+    st.integers(0, 500),
+    st.integers(1, 90),
+    st.integers(1, 6),
+    st.integers(0, 40),
+    st.integers(1, 300),
+)
+def test_a_place_apart_is_the_same_bytes_in_order_and_no_piece_crosses_a_part(
+    address, row_bytes, rows, gap, part_bytes
+):
+    base = 7
+    place = HostPlace(base + address, row_bytes, rows, row_bytes + gap)
+    expected = [
+        place.address + row * place.pitch_bytes + byte
+        for row in range(rows)
+        for byte in range(row_bytes)
+    ]
+    seen = []
+    for packed, piece in apart(place, base, part_bytes):
+        assert packed == len(seen)
+        last = piece.address + (piece.rows - 1) * piece.pitch_bytes + piece.row_bytes - 1
+        assert (piece.address - base) // part_bytes == (last - base) // part_bytes
+        seen += [
+            piece.address + row * piece.pitch_bytes + byte
+            for row in range(piece.rows)
+            for byte in range(piece.row_bytes)
+        ]
+    assert seen == expected

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from connector_parts import wait_for
 
+from connector.cuda.plan import HostPlace
 from connector.cuda.pool import LockedPool, address_of
 from kvstore import PoolMapping
 
@@ -73,7 +74,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.pool.close()
 
 
-def test_memory_is_locked_once_and_no_part_crosses_a_block(world: World) -> None:
+def test_memory_is_locked_once_and_part_by_part(world: World) -> None:
     world.there = [world.segment.map(writable=True)]
     start = address_of(world.there[0].memory)
     for _ in range(3):
@@ -192,3 +193,30 @@ def test_a_copy_waits_for_no_registration_and_closing_ends_it(world: World) -> N
     go_on.set()
     world.pool.close()
     assert not world.registrar.locked
+
+
+def test_a_copy_over_the_border_of_two_parts_is_made_in_two(world: World) -> None:
+    written = world.segment.map(writable=True)
+    world.there = [written]
+    world.pool.look()
+    start = address_of(written.memory)
+    with world.pool.held() as memory:
+        over = HostPlace(start + PART - 100, 300, 1, 300)
+        assert [(at, p.address, p.row_bytes) for at, p in memory.apart(over)] == [
+            (0, start + PART - 100, 100),
+            (100, start + PART, 200),
+        ]
+        within = HostPlace(start + PART, PART, 1, PART)
+        assert list(memory.apart(within)) == [(0, within)]
+        elsewhere = HostPlace(start + SIZE, 2 * PART, 1, 2 * PART)
+        assert list(memory.apart(elsewhere)) == [(0, elsewhere)]
+
+
+def test_nothing_is_locked_under_a_copy_that_does_not_know_of_the_parts(world: World) -> None:
+    """It may go over a border that was none when it looked."""
+    world.there = [world.segment.map(writable=True)]
+    with world.pool.held():
+        world.pool.look()
+        assert world.registrar.log == []
+    world.pool.look()
+    assert len(world.registrar.log) == SIZE // PART

@@ -42,7 +42,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def node(redis_server: RedisServer) -> Iterator[NodeThread]:
-    with NodeThread(redis_server, size_bytes=16 * MIB, arena_bytes=MIB) as node:
+    with NodeThread(redis_server, size_bytes=16 * MIB) as node:
         yield node
 
 
@@ -50,7 +50,7 @@ def store_of(node: NodeThread, directory: Path, size_bytes: int) -> VramStore:
     """As another process has it: with the device as that process sees it."""
     device = ModelCuda(directory)
     session = BlockSession(**node.client_options, device=device)
-    return VramStore(session, device, size_bytes, name="vram", arena_bytes=MIB)
+    return VramStore(session, device, size_bytes, name="vram")
 
 
 @pytest.mark.parametrize("kind", [WorkerCore, LayerwiseWorker])
