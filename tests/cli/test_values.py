@@ -69,9 +69,9 @@ def test_an_array_comes_back_as_its_bytes_and_a_note(store: Place, client: Clien
 
 
 def test_what_is_too_large_is_refused_with_the_limit(store: Place) -> None:
-    ran = store.here("put", "large", stdin=bytes((1 << 20) + 1))
+    ran = store.here("put", "large", stdin=bytes((16 << 20) + 1))
     assert ran.returncode == 1
-    assert b"large: not stored: size_bytes=1048577: must be 1 to 1048576" in ran.stderr
+    assert b"large: not stored: size_bytes=16777217: must be 1 to 16777216" in ran.stderr
 
 
 def test_a_file_that_is_not_there_is_told(store: Place) -> None:
