@@ -4,7 +4,7 @@ from kvstore import Client
 
 with Client() as store:
     result = store.put("greeting", b"hello")
-    print(result.status)  # stored, exists, or rejected: then result.reason says why
+    print(result.status)  # stored or exists; differs or rejected: result.reason says why
     print(store.get("greeting"))  # b'hello'
     print(store.get("nobody put this"))  # None: a miss is a value, not an error
     store.put_many({"a": b"1", "b": b"2"})
