@@ -60,7 +60,7 @@ def test_a_second_node_of_the_same_name_says_who_is_in_the_way(place: Place) -> 
 
 
 def test_more_memory_than_there_is_is_refused_and_leaves_nothing(place: Place) -> None:
-    ran = place.kv("node", "--size", "100TiB")
+    ran = place.kv("node", "--size", "15TiB")
     assert ran.returncode == 1
     assert ran.stderr.startswith(b"kvstore: /dev/shm: 1")
     assert b"use a smaller --size or enlarge it" in ran.stderr

@@ -192,7 +192,7 @@ def test_trap_through_a_real_node_every_copy_is_of_memory_that_is_locked(
                     reached.append(at)
                     return at
 
-                yield SimpleNamespace(address=address)
+                yield SimpleNamespace(address=address, apart=table.apart)
 
         device.host_memory = held  # type: ignore[assignment, method-assign]
         layout = layout_of(list(kv.values()), geometry, block_tokens)
