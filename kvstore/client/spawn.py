@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -99,4 +100,17 @@ def start_embedded_node(
 
 
 def _ready(directory: NodeDir) -> bool:
-    return directory.alive() and directory.socket.exists() and directory.announcement() is not None
+    return directory.alive() and listens(directory) and directory.announcement() is not None
+
+
+def listens(directory: NodeDir) -> bool:
+    """The socket's file is there a moment before anybody can connect to it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(directory.socket))
+        except BlockingIOError:  # so many connect that this one would have to wait
+            return True
+        except OSError:
+            return False
+    return True

@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from redis_servers import wait_until
 from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
 from kvstore.client import host_writers
 from kvstore.client import session as session_module
-from kvstore.client.spawn import EMBEDDED_NAME, start_embedded_node
+from kvstore.client.spawn import EMBEDDED_NAME, listens, start_embedded_node
 from kvstore.client.writer import NODE_SEARCH_S
 from kvstore.index.embedded import EmbeddedRedis
 from kvstore.nodedir import NodeDir
@@ -120,3 +121,16 @@ def test_with_a_url_no_node_is_started(redis_server, tmp_path):
     with pytest.raises(NodeUnavailableError, match="kvstore node"):
         session.reserve([bytes(32)], 1000, 0)
     session.close()
+
+
+def test_a_node_is_not_ready_while_nobody_can_connect_to_its_socket(tmp_path):
+    directory = NodeDir(tmp_path, EMBEDDED_NAME)
+    directory.path.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(directory.socket))
+        assert directory.socket.exists()
+        assert not listens(directory)
+        bound.listen(1)
+        assert listens(directory)
+        assert listens(directory)
+        assert listens(directory), "a full queue is no closed door"

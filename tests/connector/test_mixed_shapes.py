@@ -75,7 +75,7 @@ def truth() -> list[Any]:
     return [generator.integers(1, 256, (heads, BLOCK, size), np.uint8) for heads, size in LAYERS]
 
 
-@pytest.mark.parametrize(("writer", "reader"), itertools.product(TP_SIZES, TP_SIZES))
+@pytest.mark.parametrize(("writer", "reader"), [*itertools.product(TP_SIZES, TP_SIZES)])
 def test_every_layer_is_shared_between_sizes_byte_for_byte(writer: int, reader: int) -> None:
     one, other, expected = Engine(writer), Engine(reader), truth()
     payloads = []
