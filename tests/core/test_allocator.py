@@ -251,6 +251,12 @@ class TestEviction:
         assert slots[1].state is SlotState.SEALED
         assert len(pool.evicted) == 126
 
+    def test_what_was_freed_last_counts_as_room_beside_a_block_that_goes(self):
+        pool = Pool(64 * KIB)
+        slots = sorted((pool.put(8192) for _ in range(8)), key=lambda slot: slot.offset)
+        pool.drop(slots[1])
+        assert pool.allocator.in_the_way(16384) == slots[:1]
+
     def test_room_is_found_behind_slots_that_must_stay(self):
         """Around none of the coldest blocks is enough: the whole segment is looked through."""
         pool = Pool(MIB)

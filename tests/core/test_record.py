@@ -1,10 +1,12 @@
 import random
+from zlib import crc32
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.record import (
     RECORD_BYTES,
+    RECORD_VERSION,
     SIGNED_RECORD_BYTES,
     RecordSigner,
     pack_record,
@@ -51,6 +53,21 @@ def test_a_record_with_any_bit_flipped_is_none(location, bit):
 @given(locations)
 def test_a_record_under_another_key_is_none(location):
     assert unpack_record(bytes(32), pack_record(KEY, location)) is None
+
+
+@given(locations)
+def test_a_record_of_another_version_is_none_even_when_it_is_whole(location):
+    body = pack_record(KEY, location)[:-4]
+    for version in (0, RECORD_VERSION - 1, RECORD_VERSION + 1, 255):
+        other = bytes([version]) + body[1:]
+        assert unpack_record(KEY, other + crc32(other, crc32(KEY)).to_bytes(4, "little")) is None
+
+
+@given(locations)
+def test_a_checksum_that_leaves_out_the_key_makes_no_record(location):
+    body = pack_record(KEY, location)[:-4]
+    for crc in (crc32(body), crc32(body, crc32(b"")), crc32(KEY), 0):
+        assert unpack_record(KEY, body + crc.to_bytes(4, "little")) is None
 
 
 def test_bytes_of_any_length_are_none_or_a_location_and_never_an_error():

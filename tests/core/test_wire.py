@@ -18,6 +18,7 @@ from kvstore.limits import (
     MESSAGE_BYTES_MAX,
     NAMESPACE_BYTES_MAX,
     NAMESPACE_FIELDS_MAX,
+    RESET_NAMESPACES_MAX,
     Limits,
 )
 
@@ -109,6 +110,15 @@ def test_one_integer_stands_for_all_entries():
         ([Op.RESERVE, 1, 1 << 32, RAW, 1, 0, 0, None, 0], "namespace_id"),
         ([Op.COMMIT, 1, [[1, 2]]], "items"),
         ([Op.COMMIT, 1, [[1, 2, -3]]], "items"),
+        ([Op.COMMIT, 1, [[1, 2, 3]] * (BATCH_KEYS_MAX + 1)], "items"),
+        ([Op.ABORT, 1, [[1, 2]] * (BATCH_KEYS_MAX + 1)], "items"),
+        ([Op.UNPIN, 1, [[1, 2]] * (BATCH_KEYS_MAX + 1)], "items"),
+        ([Op.PIN, 1, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
+        ([Op.TOUCH, 0, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
+        ([Op.DROP, 1, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
+        ([Op.SUSPECT, 0, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
+        ([Op.NAMES, 0, b"k" * 32 * (BATCH_KEYS_MAX + 1), [b"a"] * (BATCH_KEYS_MAX + 1)], "keys"),
+        ([Op.RESET, 1, 0, [1] * (RESET_NAMESPACES_MAX + 1)], "namespace_ids"),
         ([Op.LIST, 1, b"", BATCH_KEYS_MAX + 1], "at_most"),
         ([Op.EXPLAIN, 1, RAW + b"x"], "keys"),
         ([Op.NAMES, 0, RAW, [b"a"]], "names"),

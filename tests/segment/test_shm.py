@@ -6,7 +6,7 @@ import pytest
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.errors import NoSpaceError
 from kvstore.segment import shm
-from kvstore.segment.header import SEALED, Superblock, unpack
+from kvstore.segment.header import FREE, RESERVED, SEALED, Superblock, unpack
 from kvstore.segment.shm import AttachedShm, OwnedShm
 
 KEY = bytes(range(32))
@@ -104,3 +104,73 @@ def test_a_file_that_is_no_segment_is_refused(tmp_path, owned, content):
         AttachedShm(owned.data_path, alien)
     with pytest.raises(ValueError, match="alien"):
         AttachedShm(alien, owned.head_path)
+
+
+class Watched:
+    """Bytes that a segment stores to: `look` is called after each store."""
+
+    def __init__(self, real, look) -> None:
+        self._real, self._look = real, look
+
+    def __getitem__(self, place):
+        return self._real[place]
+
+    def __setitem__(self, place, value) -> None:
+        self._real[place] = value
+        self._look()
+
+
+def test_a_header_says_sealed_only_once_all_of_it_is_there(owned, monkeypatch):
+    """Rule 3, store by store: its checksum is a second line of defence, not the first."""
+    images = []
+
+    def look():
+        images.append(bytes(owned._head[4096 + 64 : 4096 + 128]))
+
+    for name in ("_head", "_words"):
+        monkeypatch.setattr(owned, name, Watched(getattr(owned, name), look))
+    for generation, key in ((9, KEY), (10, KEY[::-1])):
+        owned.apply(Mark(1, RESERVED, generation))
+        owned.apply(Seal(1, generation, key, 7, 0, 1, 0, 0, 5))
+    monkeypatch.undo()
+    states = [image[0] for image in images]
+    assert states.count(SEALED) == 2
+    assert all(unpack(image) for image in images if image[0] == SEALED)
+
+
+def keys_of_one_place(count):
+    """Keys whose first place in the table of hints is the same."""
+    return [bytes([i]) * 8 + bytes(4) + bytes([i]) * 20 for i in range(1, count + 1)]
+
+
+def test_two_keys_with_one_place_for_hints_are_both_found(owned):
+    first, second = keys_of_one_place(2)
+    owned.apply(Seal(1, 9, first, 7, 0, 1, 0, 0, 5))
+    owned.apply(Seal(2, 9, second, 7, 0, 1, 0, 0, 5))
+    reader = AttachedShm(owned.data_path, owned.head_path)
+    assert reader.hinted(first) == (1, owned.header(1))
+    assert reader.hinted(second) == (2, owned.header(2))
+    reader.close()
+
+
+def test_a_key_saved_anew_keeps_its_place_and_leaves_the_second_to_others(owned):
+    first, second = keys_of_one_place(2)
+    owned.apply(Seal(2, 9, second, 7, 0, 1, 0, 0, 5))
+    owned.apply(Seal(1, 9, first, 7, 0, 1, 0, 0, 5))
+    owned.apply(Mark(2, FREE, 9))
+    owned.apply(Seal(3, 10, second, 7, 0, 1, 0, 0, 5))
+    reader = AttachedShm(owned.data_path, owned.head_path)
+    assert reader.hinted(first)[0] == 1
+    assert reader.hinted(second)[0] == 3
+    reader.close()
+
+
+def test_what_lacks_room_is_refused_before_a_page_is_taken(tmp_path, monkeypatch):
+    """Else a mistyped size takes all memory of the machine before it fails."""
+    monkeypatch.setattr(shm, "free_bytes", lambda where: BLOCK.size_bytes)
+    taken = []
+    monkeypatch.setattr(shm.os, "posix_fallocate", lambda *what: taken.append(what))
+    with pytest.raises(NoSpaceError, match="asked for"):
+        OwnedShm(tmp_path / "segment", BLOCK)
+    assert taken == []
+    assert list(tmp_path.iterdir()) == []
