@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import Namespace, UsageError
+from kvstore import Namespace, UsageError, hashing
 from kvstore.hashing import RUN_BLOCKS
 
 ONE = Namespace({"model": "m", "dtype": "bf16"})
@@ -79,6 +79,29 @@ def test_tokens_may_be_any_sequence_of_integers():
 
 def test_str_and_bytes_of_the_same_name_are_the_same_key():
     assert ONE.value_key("näme") == ONE.value_key("näme".encode())
+
+
+def test_a_salt_is_in_keys_as_a_whole_and_not_as_the_few_bits_that_its_field_says():
+    """Who reads the fields, which nodes tell of, can compute none of the keys."""
+    salted = Namespace({"model": "m"}, salt=b"a secret of the tenant")
+    guessed = Namespace(salted.fields)
+    assert guessed.fields == salted.fields
+    assert guessed != salted
+    assert guessed.value_key("x") != salted.value_key("x")
+    assert not set(guessed.block_keys(range(8), 4)) & set(salted.block_keys(range(8), 4))
+    assert guessed.engine_keys([b"h" * 32]) != salted.engine_keys([b"h" * 32])
+
+
+def test_two_salts_that_their_field_does_not_tell_apart_give_different_keys(monkeypatch):
+    real = hashing.blake2b
+
+    def same_id(data=b"", *, digest_size, **options):
+        return real(b"" if digest_size == 4 else data, digest_size=digest_size, **options)
+
+    monkeypatch.setattr(hashing, "blake2b", same_id)
+    one, other = (Namespace({"model": "m"}, salt=salt) for salt in (b"one salt", b"other salt"))
+    assert one.fields == other.fields
+    assert one.value_key("x") != other.value_key("x")
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,17 @@ def test_a_directory_whose_segment_is_gone_waits_for_nothing(tmp_path):
     (tmp_path / "n.head").unlink()
     assert directory.kept_for_s() == 0
     assert sweep(tmp_path) == ["n"]
+
+
+def test_a_restarted_node_is_not_the_start_that_announced_the_word(tmp_path):
+    directory = make(tmp_path, "n")
+    word = directory.announcement()
+    assert not directory.lives_as(word)
+    fd = try_lock(directory.lock)
+    assert directory.lives_as(word)
+    directory.announce(dataclasses.replace(word, epoch=word.epoch + 1))
+    assert directory.alive()
+    assert not directory.lives_as(word)
+    directory.announcement_path.unlink()
+    assert not directory.lives_as(word)
+    os.close(fd)

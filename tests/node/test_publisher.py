@@ -1,0 +1,123 @@
+"""What a node has told the index and what not, where parts of the index are away."""
+
+import asyncio
+
+import pytest
+
+from kvstore.core.events import Commit, Drop, Reserve
+from kvstore.core.node import NodeCore
+from kvstore.errors import IndexUnavailableError
+from kvstore.hashing import Namespace
+from kvstore.index.memory import MemoryIndex
+from kvstore.node import publisher as module
+from kvstore.node.publisher import Publisher
+
+KEYS = Namespace.named("test").block_keys(range(6), 1)
+SIZE = 4096
+
+
+class Sharded(MemoryIndex):
+    """The model, of whose keys some are in a part that may be away."""
+
+    away = frozenset()
+    gone = False
+
+    def publish(self, records):
+        if self.gone:
+            raise IndexUnavailableError("switched off")
+        super().publish([record for record in records if record.key not in self.away])
+        return [record for record in records if record.key in self.away]
+
+    def remove(self, records):
+        if self.gone:
+            raise IndexUnavailableError("switched off")
+        return super().remove(records)
+
+
+class Heard:
+    def __init__(self):
+        self.answers = []
+
+    def send(self, answer):
+        self.answers.append(answer)
+
+    def hang_up(self):
+        raise AssertionError("nobody asked for that")
+
+
+@pytest.fixture
+def loop():
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def parts(loop, monkeypatch):
+    monkeypatch.setattr(module, "INDEX_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "REMOVE_DELAY_S", 0.01)
+    core, index = NodeCore(node_id=5, epoch=9, size_bytes=64 << 10), Sharded()
+    return core, index, Publisher(core, index, loop)
+
+
+def put(core, keys):
+    n = len(keys)
+    reserve = Reserve(1, 1, keys, [SIZE] * n, 3, [0] * n, [0] * n, [None] * n, [0] * n)
+    grants = core.handle(reserve, 0.0).replies[0].body
+    core.handle(Commit(1, 2, [(slot, generation, 0) for slot, generation, _ in grants]), 0.0)
+
+
+def turn(loop, until, within_s=5.0):
+    """Run the loop until that holds."""
+
+    async def wait():
+        while not until():
+            await asyncio.sleep(0.001)
+
+    loop.run_until_complete(asyncio.wait_for(wait(), within_s))
+
+
+def present(index):
+    return [record is not None for record in index.lookup(KEYS)]
+
+
+def test_records_of_a_shard_that_is_away_stay_pending_until_it_took_them(loop, parts):
+    core, index, publisher = parts
+    index.away = frozenset(KEYS[::2])
+    put(core, KEYS)
+    publisher.schedule()
+    turn(loop, lambda: any(present(index)))
+    assert present(index) == [False, True] * 3
+    assert core.outbox.publications_pending == 3
+    index.away = frozenset()
+    turn(loop, lambda: all(present(index)))
+    assert core.outbox.publications_pending == 0
+    assert not publisher.away
+
+
+def test_answers_do_not_wait_for_a_shard_that_is_away(loop, parts):
+    core, index, publisher = parts
+    heard = Heard()
+    index.away = frozenset(KEYS[:1])
+    put(core, KEYS)
+    publisher.answer(heard, [1])
+    assert heard.answers == []
+    publisher.schedule()
+    turn(loop, lambda: heard.answers)
+    assert core.outbox.publications_pending == 1
+
+
+def test_what_a_dead_index_did_not_take_goes_out_when_it_is_back(loop, parts):
+    core, index, publisher = parts
+    put(core, KEYS[:3])
+    publisher.schedule()
+    turn(loop, lambda: len(index) == 3)
+    index.gone = True
+    core.handle(Drop(1, 3, KEYS[:1]), 0.0)
+    put(core, KEYS[3:4])
+    publisher.schedule()
+    turn(loop, lambda: publisher.away)
+    assert core.outbox.publications_pending == core.outbox.removals_pending == 1
+    index.gone = False
+    turn(loop, lambda: present(index) == [False, True, True, True, False, False])
+    turn(loop, lambda: not core.outbox.removals_pending)
