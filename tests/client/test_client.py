@@ -7,6 +7,7 @@ import pytest
 from redis_servers import wait_until
 
 from kvstore import AsyncClient, Client, Namespace, PutStatus, UsageError
+from kvstore.client.reader import Place
 
 MIB = 1 << 20
 
@@ -202,6 +203,14 @@ def test_a_closed_pin_leaves_the_value_readable(client):
     assert client.get("k") == b"value"
 
 
+def test_a_block_that_cannot_be_believed_is_not_left_pinned(node, client):
+    """The node signs nothing, and this client reads only what is signed."""
+    assert client.put("k", b"v" * 1000)
+    with fresh(node, signing_key="a secret of some length") as wary:
+        assert wary.pin("k") is None
+        assert client.stats()["node"]["pinned"] == 0
+
+
 def test_a_pin_of_a_client_that_closes_ends(node, client):
     with fresh(node) as other:
         other.put("k", bytes(MIB))
@@ -224,6 +233,30 @@ def test_a_place_seen_before_is_a_miss_once_its_slot_was_reused(node, client):
         assert reader.get("k") == bytes([1]) * MIB
         client.put_many((f"x{i}", bytes([2]) * MIB) for i in range(120))
         assert reader.get("k") is None
+
+
+@pytest.mark.parametrize("kind", ["bytes", "out", "array", "tensor", "array into out"])
+def test_a_block_that_changes_while_it_is_copied_is_a_miss(node, client, monkeypatch, kind):
+    """Rule 4, whatever the value is read as."""
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(1000, dtype="<i4")
+    value = array if "array" in kind else array.tobytes()
+    if kind == "tensor":
+        value = pytest.importorskip("torch").from_numpy(array)
+    out = bytearray(array.nbytes) if kind == "out" else None
+    if kind == "array into out":
+        out = numpy.zeros_like(array)
+    with fresh(node) as reader:
+        assert client.put("k", value)
+        assert reader.get("k") is not None
+        valid = Place.valid
+
+        def reused(place):
+            client.delete("k")
+            return valid(place)
+
+        monkeypatch.setattr(Place, "valid", reused)
+        assert reader.get("k", out) is None
 
 
 def test_reads_keep_a_block_from_being_evicted(node, client):

@@ -279,6 +279,19 @@ def test_a_block_read_once_is_read_again_without_the_index_and_a_moved_one_is_fo
     assert bytes(reader.get("k", bytearray(100))) == b"4" * 100
 
 
+def test_what_is_read_a_second_time_comes_into_its_own_buffer(writer, reader):
+    names = ["a", "b", "c"]
+    assert all(writer.put_many([(name, name.encode() * 1000) for name in names]))
+    assert reader.get_many(names) is not None
+    writer.delete("c")
+    assert writer.put("other", b"o" * 1000)
+    assert writer.put("c", b"d" * 1000)
+    out = [bytearray(1000) for _ in names]
+    got = reader.get_many(names, out)
+    assert out == [b"a" * 1000, b"b" * 1000, b"d" * 1000]
+    assert [bytes(view) for view in got] == out
+
+
 def test_a_record_of_a_block_that_no_segment_could_hold_is_a_miss(writer, reader, monkeypatch):
     """Memory would be made for it before anybody is asked."""
     assert writer.put("k", b"v" * 1000)

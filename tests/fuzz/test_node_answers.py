@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seeds import fuzz
 
-from kvstore import KVStoreError, Namespace
+from kvstore import KVStoreError, Namespace, NodeUnavailableError
 from kvstore.client.base import Question, Reservation
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing
@@ -32,6 +32,7 @@ from kvstore.transport.security import StreamSecurity
 KEYS = [bytes([i]) * 32 for i in range(2)]
 NAMESPACE = Namespace.named("n")
 TIMEOUT_S = 5.0
+SEGMENT_BYTES = 2 * 65536
 
 
 class BrokenNode:
@@ -44,11 +45,11 @@ class BrokenNode:
         self.directory = NodeDir(run_dir, "node")
         self.directory.leases.mkdir(parents=True)
         assert try_lock(self.directory.lock) is not None
-        self.segment = OwnedShm(run_dir / "s", Superblock(7, 3, 0, 131072))
+        self.segment = OwnedShm(run_dir / "s", Superblock(7, 3, 0, SEGMENT_BYTES))
         self.word = Announcement(
             node_id=7, epoch=3, name="node", host="here", pid=1, key_prefix="kv:a",
             data_path=str(self.segment.data_path), head_path=str(self.segment.head_path),
-            control_path=str(self.directory.socket), size_bytes=2 * 65536, inline_bytes=64,
+            control_path=str(self.directory.socket), size_bytes=SEGMENT_BYTES, inline_bytes=64,
         )  # fmt: skip
         self.directory.announcement_path.write_bytes(self.word.pack())
         self._listener = socket.socket(socket.AF_UNIX)
@@ -178,3 +179,29 @@ def test_any_answer_is_a_value_or_one_of_our_errors(
         for reservation in answer:
             if isinstance(reservation, Reservation):
                 assert len(reservation.buffer) == 100
+
+
+@pytest.mark.parametrize(("short", "granted"), [(0, True), (1, False), (1 << 40, False)])
+def test_a_slot_that_reaches_out_of_the_segment_is_no_slot(
+    broken: BrokenNode, short: int, granted: bool
+) -> None:
+    """By `short` bytes."""
+    offset = SEGMENT_BYTES - 100 + short
+    broken.body, broken.raw, broken.good = [[1, 1, offset]], None, True
+    index = MemoryIndex()
+    index.announce(7, broken.word.pack(), 60)
+    nodes = LocalNodes(broken.directory.path.parent.parent, index, "kv:a")
+    writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False)
+    wants = [Want(KEYS[0], 100, 0, 0, None, 0)]
+    try:
+        if granted:
+            (reservation,) = writer.reserve(wants, NAMESPACE.id)
+            assert isinstance(reservation, Reservation)
+            assert len(reservation.buffer) == 100
+        else:
+            with pytest.raises(NodeUnavailableError):
+                writer.reserve(wants, NAMESPACE.id)
+    finally:
+        broken.body = True
+        writer.close()
+        nodes.close()
