@@ -10,11 +10,12 @@ import signal
 import time
 from dataclasses import replace
 
+import pytest
 from explain_parts import BLOCK_TOKENS, TOKENS, fresh, save, why
 from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess
 
-from kvstore import Client, Explanation, Limits, MissReason
+from kvstore import Client, Explanation, Limits, MissReason, UsageError
 from kvstore.core.record import pack_record
 from kvstore.index.redis_wire import KeySpace
 from kvstore.types import Location
@@ -149,6 +150,5 @@ def test_without_a_node_nobody_can_say(redis_server, tmp_path):
 def test_a_closed_client_says_so(node):
     client = fresh(node)
     client.close()
-    missing = why(client.explain(TOKENS))
-    assert missing.reason is MissReason.INDEX_ERROR
-    assert "was closed" in missing.detail
+    with pytest.raises(UsageError, match="was closed"):
+        client.explain(TOKENS)

@@ -168,15 +168,16 @@ def test_a_corrupted_header_is_a_miss(node, client, offset, seen):
 @pytest.mark.parametrize("seen", [False, True])
 def test_flipped_payload_bytes_are_a_miss_with_verify_always(node, seen):
     with fresh(node, verify="always") as client:
-        for name, size in (("small", 1000), ("large", 100_000)):
-            client.put(name, b"1" * size)
+        values = {"small": b"1" * 1000, "large": b"2" * 100_000}
+        for name, value in values.items():
+            client.put(name, value)
             if seen:
-                assert client.get(name) == b"1" * size
+                assert client.get(name) == value
         data = node.segment_files()[0]
         raw = data.read_bytes()
         with data.open("r+b") as file:
-            for size in (1000, 100_000):
-                file.seek(raw.index(b"1" * size) + size // 2)
+            for value in values.values():
+                file.seek(raw.index(value) + len(value) // 2)
                 file.write(b"\0")
         assert client.get("small") is None
         assert client.get("large") is None
@@ -184,7 +185,7 @@ def test_flipped_payload_bytes_are_a_miss_with_verify_always(node, seen):
 
 
 def test_a_full_shm_is_refused_with_figures_and_leaves_nothing(tmp_path):
-    config = NodeConfig(run_dir=tmp_path, size_bytes=1 << 50)
+    config = NodeConfig(run_dir=tmp_path, size_bytes=1 << 44)
     with pytest.raises(NoSpaceError, match=r"\d+ bytes asked for, \d+ free"):
         Node(config, MemoryIndex()).start()
     assert list((tmp_path / "nodes").iterdir()) == []

@@ -191,10 +191,9 @@ def test_any_limits_and_node_settings_are_used_or_refused(
     name: str, number: float, whole: int, data: st.DataObject
 ) -> None:
     field = data.draw(st.sampled_from(sorted(Limits.__dataclass_fields__)))
-    size = data.draw(st.just("size_bytes"))
     for make in (
         lambda: Limits(**{field: number}),  # type: ignore[arg-type]
-        lambda: NodeConfig(run_dir=Path("/nowhere"), **{size: whole}).shape(),  # type: ignore[arg-type]
+        lambda: NodeConfig(run_dir=Path("/nowhere"), size_bytes=whole).segment_bytes,
         lambda: NodeDir(Path("/nowhere"), name).announcement(),
         lambda: acl_rules(AclRole.NODE, name, None),
         lambda: check_user(name),
