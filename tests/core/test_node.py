@@ -195,6 +195,7 @@ def test_an_abort_frees_the_slot_and_the_key(core):
     ((slot, generation, _),) = body(reserve(core, KEYS[:1]))
     effects = core.handle(Abort(A, 1, [(slot, generation)]), 0.0)
     assert effects.writes == [Mark(slot, SlotState.FREE, generation)]
+    assert not effects.replies[0].after_publish
     assert isinstance(body(reserve(core, KEYS[:1], session=B))[0], tuple)
 
 

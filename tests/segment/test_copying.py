@@ -44,3 +44,11 @@ def test_a_large_copy_lets_other_threads_run():
     stop.set()
     thread.join()
     assert [t for t in ticks if started < t < ended]
+
+
+def test_a_copy_keeps_hold_of_neither_buffer():
+    source, destination = bytearray(GIL_FREE_BYTES), bytearray(GIL_FREE_BYTES)
+    with memoryview(source) as from_, memoryview(destination) as to:
+        copy(to, from_)
+    source.clear()
+    destination.clear()

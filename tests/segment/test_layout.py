@@ -53,3 +53,9 @@ def test_only_a_header_of_that_key_and_location_counts() -> None:
     assert Layout.seen(raw, KEY, AT._replace(generation=10)) is None
     assert Layout.seen(raw[:-1] + bytes([raw[-1] ^ 1]), KEY, AT) is None
     assert Layout.seen(bytes(64), KEY, AT) is None
+
+
+def test_a_value_may_be_all_meta_and_no_more() -> None:
+    for meta_length, seen in ((40, (1, 40, 99)), (41, None)):
+        raw = header.pack((AT.generation, KEY, 40, AT.granule, 1, meta_length, 99, 0))
+        assert Layout.seen(raw, KEY, AT._replace(length=40)) == seen
