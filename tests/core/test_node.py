@@ -14,6 +14,7 @@ from kvstore.core.events import (
     Mark,
     Pin,
     Reserve,
+    Reset,
     Seal,
     SessionDead,
     SessionResumed,
@@ -269,6 +270,13 @@ def test_a_clear_drops_the_namespace_and_leaves_the_others(core):
     put(core, KEYS[2:3], namespace=2)
     assert body(core.handle(Clear(A, 1, 1), 0.0)) == 2
     assert [row[0] for row in body(core.handle(Listing(A, 1, b"", 10), 0.0))] == [KEYS[2]]
+
+
+def test_who_drops_blocks_hears_of_it_after_the_index(core):
+    for event in (Drop(A, 1, KEYS[:1]), Clear(A, 1, 3), Reset(A, 1, 0, [3])):
+        put(core, KEYS[:1])
+        assert core.handle(event, 0.0).replies[0].after_publish
+        assert KEYS[0] not in core.by_key
 
 
 def test_a_block_being_written_while_its_namespace_is_cleared_is_not_stored(core):
