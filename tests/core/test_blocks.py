@@ -62,3 +62,13 @@ def test_an_unpin_of_a_former_generation_lets_go_of_nothing(core):
     assert core.holds(2)
     core.handle(Unpin(2, 1, [slot]), 0.0)
     assert not core.holds(2)
+
+
+def test_nobody_lets_go_of_anothers_pin(core):
+    slot, _ = put(core, KEYS[0])
+    core.handle(Pin(2, 1, KEYS[:1]), 0.0)
+    for _ in range(2):
+        core.handle(Unpin(3, 1, [slot]), 0.0)
+    assert core.allocator.slot(slot[0]).pins == 1
+    assert core.holds(2)
+    assert not core.holds(3)
