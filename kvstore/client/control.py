@@ -29,6 +29,7 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
+from kvstore.forks import in_each_child
 from kvstore.nodedir import NodeDir
 
 CONNECT_TIMEOUT_S = 1.0
@@ -90,7 +91,8 @@ class ControlChannel:
         self._node = list(node)
         self._timeout_s = timeout_s
         self._held = held
-        self._lock = threading.Lock()
+        # It knows whose it is, so that a handler of signals can raise or close at any moment.
+        self._lock = threading.RLock()
         self._lease: Lease | None = None
         self._client_id = ""
         self._socket: socket.socket | None = None
@@ -104,6 +106,7 @@ class ControlChannel:
         """Somebody gave up, and the node may believe that this client holds more than it
         does: connect again."""
         self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
+        in_each_child(self)
 
     @property
     def silent(self) -> bool:
@@ -122,8 +125,9 @@ class ControlChannel:
         held is part of what the next connection says is held (rule 5).
         """
         give_up_at = time.monotonic() + self._timeout_s
-        self._acquire(give_up_at)
+        self._check_outside()
         try:
+            self._acquire(give_up_at)
             now = time.monotonic()
             if not self._breaker.allows(now):
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
@@ -138,41 +142,57 @@ class ControlChannel:
                 self._disconnect()
                 raise
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105  # nothing is called before: a signal could end it there
+                self._lock.release()
+            except RuntimeError:  # it was never got
+                pass
 
     def collect(self, ticket: Ticket) -> Any:
         """The answer to a posted request, within the deadline that began when it was posted."""
         if not ticket.done:
-            self._acquire(ticket.give_up_at)
+            self._check_outside()
             try:
-                self._receive(ticket)
-                if ticket.error is None or isinstance(ticket.error, InternalError):
-                    self._breaker.succeeded()
-            except (DeadlineError, NodeUnavailableError):
-                self._failed()
-                raise
-            except BaseException:  # interrupted: nobody would hold what the answer grants
-                self._disconnect()
-                raise
+                self._acquire(ticket.give_up_at)
+                try:
+                    self._receive(ticket)
+                    if ticket.error is None or isinstance(ticket.error, InternalError):
+                        self._breaker.succeeded()
+                except (DeadlineError, NodeUnavailableError):
+                    self._failed()
+                    raise
+                except BaseException:  # interrupted: nobody would hold what the answer grants
+                    self._disconnect()
+                    raise
             finally:
-                self._lock.release()
+                try:  # noqa: SIM105  # as in `post`
+                    self._lock.release()
+                except RuntimeError:
+                    pass
         if ticket.error is not None:
             raise ticket.error
         return ticket.answer
 
+    def _check_outside(self) -> None:
+        """Raises `DeadlineError` in a signal handler that interrupts one of these calls: half of
+        a message may be on its way."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` does
+            raise self._busy()
+
     def _acquire(self, give_up_at: float) -> None:
-        acquired = False
+        """What raises in here may have the lock or not: give it back where it is this thread's."""
         try:
-            acquired = self._lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0))
-        finally:
-            if not acquired:
-                # The answer to what was sent may still come and grant what nobody then
-                # holds, and what was not sent may be to give something back.
-                self._out_of_step = True
-        if not acquired:
-            raise DeadlineError(
-                f"node {self.directory.name}: busy with this client's other requests"
-            )
+            if self._lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0)):
+                return
+        except BaseException:
+            self._out_of_step = True
+            raise
+        # The answer to what was sent may still come and grant what nobody then
+        # holds, and what was not sent may be to give something back.
+        self._out_of_step = True
+        raise self._busy()
+
+    def _busy(self) -> DeadlineError:
+        return DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
 
     def _failed(self) -> None:
         self._disconnect()
@@ -181,9 +201,11 @@ class ControlChannel:
     def say(self, op: Op, *args: Any) -> bool:
         """One way: False when it could not be said now. Waits at most `SAY_CONNECT_TIMEOUT_S`,
         and that only when it is the first to connect."""
-        if not self._lock.acquire(blocking=False):
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as in `_check_outside`
             return False
         try:
+            if not self._lock.acquire(blocking=False):
+                return False
             if self._awaited or not self._connect_to_say():
                 return False
             assert self._socket is not None
@@ -201,7 +223,10 @@ class ControlChannel:
                 return False
             return True
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105  # as in `post`
+                self._lock.release()
+            except RuntimeError:
+                pass
 
     def _connect_to_say(self) -> bool:
         now = time.monotonic()
@@ -248,6 +273,9 @@ class ControlChannel:
             self._disconnect()
             if self._lease is not None:
                 self._lease.release()
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.RLock()  # a thread of the parent may have had it
 
     def _number(self) -> int:
         self._last_request += 1

@@ -33,6 +33,7 @@ from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, PeerError, UsageError
+from kvstore.forks import in_each_child
 from kvstore.hashing import SALT_FIELD, Namespace
 from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.base import Index, Record
@@ -104,6 +105,7 @@ class Explainer:
         self._key_prefix = key_prefix
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
+        in_each_child(self)
         self._channels: dict[tuple[int, int], ControlChannel] = {}
         """By node id and epoch."""
         self._closed = False
@@ -136,6 +138,9 @@ class Explainer:
             return Missing(block=block, reason=MissReason.ABSENT, detail=detail)
         different = self._under_other_fields(question, answers) if block == 0 else None
         return different or _never_stored(block, answers)
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         with self._lock:

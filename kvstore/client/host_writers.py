@@ -17,6 +17,7 @@ from kvstore.errors import (
     NoSpaceError,
     PeerError,
 )
+from kvstore.forks import in_each_child
 from kvstore.limits import FIRST_NODE_WAIT_S
 from kvstore.nodedir import Announcement, NodeDir
 
@@ -52,6 +53,7 @@ class HostWriters:
         self._start_node = start_node
         self._patient = start_node is not None
         self._lock = threading.Lock()
+        in_each_child(self)
         self._closed = False
         self._by_name: dict[str, Writer] = {}
         """Also of nodes that are gone, while something of theirs is in somebody's hands."""
@@ -203,6 +205,9 @@ class HostWriters:
             if any(link.word.node_id == node_id for link in writer.links()):
                 return writer
         return None
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""

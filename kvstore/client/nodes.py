@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import IndexUnavailableError
+from kvstore.forks import in_each_child
 from kvstore.index.base import Index
 from kvstore.nodedir import Announcement, NodeDir, Stranger, node_dirs, strangers, sweep
 from kvstore.segment.placed import files_of
@@ -53,6 +54,7 @@ class LocalNodes:
         self._index = index
         self._key_prefix = key_prefix
         self._lock = threading.Lock()
+        in_each_child(self)
         self._attached: dict[tuple[int, int], Attached] = {}
         self.mapped: tuple[Attached, ...] = ()
         """Every segment that is mapped now, the newest first."""
@@ -199,6 +201,9 @@ class LocalNodes:
                 self._ours.clear()
             self._ours.add(start)
         return True
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """From here on there are none: what another thread asks for meanwhile is not mapped."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.core.wire import Op, join_keys
+from kvstore.forks import in_each_child
 from kvstore.limits import NAME_BYTES_MAX, NAMES_MESSAGE_BYTES_MAX, NAMES_WAITING_MAX
 from kvstore.types import KEY_BYTES, Key
 
@@ -21,7 +22,11 @@ class ValueNames:
     def __init__(self, writer: HostWriter) -> None:
         self._writer = writer
         self._lock = threading.Lock()
+        in_each_child(self)
         self._waiting: dict[Key, bytes] = {}
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
 
     def note(self, keys: Sequence[Key], names: Sequence[str | bytes]) -> None:
         """These values were saved. Names above `NAME_BYTES_MAX` are not told."""

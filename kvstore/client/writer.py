@@ -40,6 +40,7 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
+from kvstore.forks import in_each_child
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.types import Key, Location, PutResult
@@ -72,6 +73,7 @@ class Writer:
         self._timeout_s = timeout_s
         self._checksums = checksums
         self._lock = threading.Lock()
+        in_each_child(self)
         self._link: NodeLink | None = None
         self._search_at = 0.0
         self._closed = False
@@ -451,6 +453,9 @@ class Writer:
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
         """Blocks in key order, from above `after`."""
         return list(self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body)))
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """Give back everything but pins that somebody still has a view of: their nodes are told

@@ -158,3 +158,60 @@ def test_a_queue_that_stays_full_costs_no_more_than_the_deadline(crowded):
     with pytest.raises(NodeUnavailableError):
         channel.request(Op.STAT)
     channel.close()
+
+
+class Interrupting:
+    """A channel's lock, and a signal handler that raises just when it was got."""
+
+    def __init__(self, lock):
+        self._lock = lock
+
+    def acquire(self, *args, **kwargs):
+        assert self._lock.acquire(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name):
+        return getattr(self._lock, name)
+
+
+@pytest.mark.parametrize("call", ["post", "collect", "say"])
+def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it(answered, call):
+    """Or every later call would wait for its whole deadline and fail."""
+    ticket = answered.post(Op.STAT)
+    calls = {
+        "post": lambda: answered.post(Op.STAT),
+        "collect": lambda: answered.collect(ticket),
+        "say": lambda: answered.say(Op.TOUCH, b""),
+    }
+    lock = answered._lock
+    answered._lock = Interrupting(lock)
+    with pytest.raises(KeyboardInterrupt):
+        calls[call]()
+    answered._lock = lock
+    free = []
+    other = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+    other.start()
+    other.join()
+    assert free == [True]
+
+
+def test_a_signal_handler_that_asks_the_same_node_is_refused_at_once(answered):
+    """What it interrupts may be in the middle of a message."""
+    refused = []
+
+    def asks(body):
+        with pytest.raises(DeadlineError):
+            answered.request(Op.STAT)
+        refused.append(answered.say(Op.TOUCH, b""))
+        return body
+
+    begun = time.monotonic()
+    assert answered.request(Op.STAT, accept=asks) is None
+    assert refused == [False]
+    assert time.monotonic() - begun < TIMEOUT_S / 2
+
+
+def test_a_signal_handler_may_close_what_it_interrupts(answered):
+    with pytest.raises(NodeUnavailableError):
+        answered.request(Op.STAT, accept=lambda body: answered.close() or answered.request(Op.STAT))
+    assert answered._socket is None

@@ -1,9 +1,11 @@
 """What a client holds ends with it: after a close, a fork, a cancelled call."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
+import threading
 
 import pytest
 
@@ -41,6 +43,62 @@ def test_a_child_that_reads_says_nothing_over_its_parents_connection(client):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+def locks_of(root):
+    """All that objects of ours have which can be reached from `root`."""
+    locks, todo, seen = {}, [root], set()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, LOCKS):
+            locks[id(one)] = one
+        elif isinstance(one, threading.Condition):
+            todo.append(one._lock)
+        elif isinstance(one, (list, tuple, set, dict)):
+            todo += one.values() if isinstance(one, dict) else one
+        elif type(one).__module__.startswith("kvstore"):
+            slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+            todo += [getattr(one, name, None) for name in slots]
+            todo += getattr(one, "__dict__", {}).values()
+    return list(locks.values())
+
+
+def test_a_child_closes_its_client_whatever_locks_the_parents_threads_held(client):
+    client.put("k", b"1")
+    assert client.explain_key("absent") is not None
+    locks = locks_of(client)
+    assert len(locks) >= 10
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(30)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(20)
+            client.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert client.get("k") == b"1"
 
 
 def test_a_child_that_closes_its_parents_client_takes_nothing_from_it(client, node):

@@ -98,6 +98,26 @@ class _SimLock:
         self.release()
 
 
+class _SimRLock(_SimLock):
+    """`threading.RLock`, of which nobody enters twice: it knows whose it is."""
+
+    _owner: object = None
+
+    def acquire(self, blocking: bool = True, timeout: float = FOREVER) -> bool:
+        if super().acquire(blocking, timeout):
+            self._owner = self._world.current
+            return True
+        return False
+
+    def release(self) -> None:
+        if not self._is_owned():
+            raise RuntimeError("cannot release un-acquired lock")
+        super().release()
+
+    def _is_owned(self) -> bool:
+        return self._held and self._owner is self._world.current
+
+
 class _SimThread:
     def __init__(self, world: World, target: Callable[[], None], name: str) -> None:
         self._world = world
@@ -142,7 +162,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         return _SimLock(world)
 
     for module in (control, host_writers, nodes, remote_writer, writer):
-        yield module, "threading", SimpleNamespace(Lock=lock)
+        yield module, "threading", SimpleNamespace(Lock=lock, RLock=lambda: _SimRLock(world))
     # Pins end by calls alone, as below: a thread of the real machine would not replay.
     no_thread = SimpleNamespace(start=lambda: None)
     yield (
