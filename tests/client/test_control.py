@@ -189,7 +189,12 @@ def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it(answered, call)
         calls[call]()
     answered._lock = lock
     free = []
-    other = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+
+    def takes():
+        free.append(lock.acquire(blocking=False))
+        lock.release()
+
+    other = threading.Thread(target=takes)
     other.start()
     other.join()
     assert free == [True]
