@@ -186,12 +186,12 @@ class ControlChannel:
         except BaseException:
             self._out_of_step = True
             raise
-        # The answer to what was sent may still come and grant what nobody then
-        # holds, and what was not sent may be to give something back.
-        self._out_of_step = True
         raise self._busy()
 
     def _busy(self) -> DeadlineError:
+        # The answer to what was sent may still come and grant what nobody then
+        # holds, and what was not sent may be to give something back.
+        self._out_of_step = True
         return DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
 
     def _failed(self) -> None:
