@@ -147,7 +147,9 @@ def test_a_full_queue_of_connections_is_waited_for(crowded):
     """Or of 200 clients that start together most would have their first put rejected."""
     directory, server = crowded
     channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
-    threading.Timer(0.2, answer_all, args=(server,)).start()
+    later = threading.Timer(0.2, answer_all, args=(server,))
+    later.daemon = True  # accept is not woken when the socket is closed
+    later.start()
     assert channel.request(Op.STAT) is None
     channel.close()
 
