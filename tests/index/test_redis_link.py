@@ -1,10 +1,15 @@
 """One connection: what is sent a second time, and what is not."""
 
+import contextlib
 import socket
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
+from kvstore.errors import IndexDeadlineError
+from kvstore.index.redis import open_index
 from kvstore.index.redis_link import Link
 
 
@@ -95,3 +100,35 @@ def test_a_new_connection_that_is_closed_at_once_is_not_tried_again(server):
     with pytest.raises(ConnectionError):
         link.run(b"PING\r\n", 1, time.monotonic() + 5)
     assert len(server.peers) == 1
+
+
+def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline():
+    """A time-out for each read would begin again with each byte."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ended = threading.Event()
+
+    def drip() -> None:
+        peer, _ = listener.accept()
+        with peer, contextlib.suppress(OSError):
+            while not ended.wait(0.05):
+                peer.sendall(b"+")
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    port = listener.getsockname()[1]
+    with listener, contextlib.closing(open_index(f"redis://127.0.0.1:{port}", timeout_s=0.2)) as i:
+        asking = threading.Thread(target=lambda: outcome.append(error_of(i.ping)), daemon=True)
+        outcome: list[BaseException | None] = []
+        asking.start()
+        asking.join(10)
+        ended.set()
+        thread.join(10)
+    assert [type(error) for error in outcome] == [IndexDeadlineError]
+
+
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except Exception as e:
+        return e
+    return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from contract.index import every_call
-from redis_servers import RedisCluster, RedisServer, free_port, stopped, wait_until
+from redis_servers import RedisCluster, RedisSentinel, RedisServer, free_port, stopped, wait_until
 
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
@@ -335,6 +337,19 @@ def test_a_master_that_became_a_replica_is_left_for_the_one_that_sentinel_names(
             assert index.incarnation() != before
             assert two.admin().get(index._space.redis_key(KEYS[0])) == b"record"
             index.close()
+
+
+def test_sentinels_that_hang_leave_time_for_the_next(redis_sentinel: RedisSentinel) -> None:
+    """Two of three hang: a whole time-out for each would leave none for the one that answers."""
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in silent]
+        hosts.append(f"127.0.0.1:{redis_sentinel.sentinel.port}")
+        index = open_index(f"redis+sentinel://{','.join(hosts)}/main", timeout_s=1.0)
+        begun = time.monotonic()
+        assert index.match([os.urandom(32)]) == []
+        assert time.monotonic() - begun < 1.0
+        index.close()
 
 
 def test_opening_an_index_connects_to_nothing() -> None:
