@@ -517,7 +517,7 @@ class Client:
         """How much of `tokens` `get_blocks` could read now, and why not the next block.
 
         For people and logs: it asks the index and the nodes of this host, and takes
-        milliseconds; at most twice the deadline of a request when one of them hangs.
+        milliseconds; at most twice the deadline of a request when some of them hang.
         """
         keys = self._block_keys(tokens)
         hit, missing = self._first_missing(tokens, keys)
@@ -569,7 +569,7 @@ class Client:
         """What works now: a round trip to Redis and one to each memory node of this host.
 
         Truthy when all does, and its text says what does not. Starts nothing, and raises nothing
-        for a peer's fault; a node that hangs costs `Limits.request_timeout_s`.
+        for a peer's fault; nodes that hang cost `Limits.request_timeout_s` together.
         """
         self._check_open()
         return self.session.health()

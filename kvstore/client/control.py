@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 
+from kvstore.client import deadlines
 from kvstore.client.answers import NonsenseError
 from kvstore.client.lease import Lease, lease_at
 from kvstore.core import wire
@@ -124,7 +125,7 @@ class ControlChannel:
         `accept` is called before anyone can connect again: what it notes down as
         held is part of what the next connection says is held (rule 5).
         """
-        give_up_at = time.monotonic() + self._timeout_s
+        give_up_at = min(time.monotonic() + self._timeout_s, deadlines.give_up_at())
         self._check_outside()
         try:
             self._acquire(give_up_at)
@@ -133,7 +134,8 @@ class ControlChannel:
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
             probes = self._breaker.state is BreakerState.HALF_OPEN
             try:
-                self._connect(min(give_up_at, now + PROBE_TIMEOUT_S) if probes else give_up_at)
+                soon = now + PROBE_TIMEOUT_S if probes else give_up_at
+                self._connect(min(give_up_at, soon, deadlines.connected_by()))
                 return self._send([op, self._number(), *args], give_up_at, accept)
             except (DeadlineError, NodeUnavailableError):
                 self._failed()

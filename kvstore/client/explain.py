@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvstore.client.answers import NonsenseError, explained
 from kvstore.client.base import Question
 from kvstore.client.control import ControlChannel
+from kvstore.client.deadlines import in_turn, until
 from kvstore.client.explanation import (
     FieldDifference,
     Missing,
@@ -163,13 +164,13 @@ class Explainer:
         answers: list[_Answer] = []
         silent: list[str] = []
         living = list(self._living())[:NODES_ASKED_MAX]
-        for (directory, word), channel in zip(living, self._channels_of(living), strict=True):
+        channels = [*zip(living, self._channels_of(living), strict=True)]
+        for ((directory, word), channel), by in in_turn(channels, self._timeout_s):
             try:
-                if time.monotonic() > give_up_at:
-                    raise TimeoutError
-                answer = channel.request(Op.EXPLAIN, key, accept=explained)
+                with until(by):
+                    answer = channel.request(Op.EXPLAIN, key, accept=explained)
                 answers.append(_Answer(word.name, *answer))
-            except (PeerError, UsageError, TimeoutError):
+            except (PeerError, UsageError):
                 silent.append(directory.name)  # gone, hung, or of an older version
         here = {word.node_id for _, word in living}
         for word in self._elsewhere(here)[: NODES_ASKED_MAX - len(living)]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvstore.client.answers import BlockRow
 from kvstore.client.base import Reservation
+from kvstore.client.deadlines import connecting, in_turn, until
 from kvstore.client.host_writers import HostWriters
 from kvstore.client.link import NodeLink
 from kvstore.client.pins import Pin, Pins
@@ -132,6 +133,7 @@ class HostWriter(HostWriters):
                         for writer, _, which in shares
                     ],
                     self.abort,
+                    self.timeout_s,
                 )
                 for (_, link, which), answer in zip(shares, asked, strict=True):
                     if not isinstance(answer, PeerError):
@@ -161,7 +163,7 @@ class HostWriter(HostWriters):
             for node_id, which in shares.items()
         ]
         try:
-            asked = _ask_all(posts, lambda _: None)
+            asked = _ask_all(posts, lambda _: None, self.timeout_s)
         except BaseException:
             self.abort(reservations)  # nodes ignore it for those that are committed
             raise
@@ -179,10 +181,11 @@ class HostWriter(HostWriters):
         """Give slots back, of those that are `Reservation`s; what cannot be said now is said by
         the next reconnect."""
         granted = [one for one in reservations if isinstance(one, Reservation)]
-        for node_id, which in _by_node(granted).items():
+        for (node_id, which), by in in_turn([*_by_node(granted).items()], self.timeout_s):
             writer = self._of(node_id)
             if writer is not None:
-                writer.abort([granted[i] for i in which])
+                with until(by):
+                    writer.abort([granted[i] for i in which])
 
     # --- pins, touches, deletions -------------------------------------------------
 
@@ -190,9 +193,10 @@ class HostWriter(HostWriters):
         """The record of a block that now stays until `unpin(key, record)`."""
         failures: list[PeerError] = []
         writers = self._likely_first((key,))
-        for writer in writers:
+        for writer, by in in_turn(writers, self.timeout_s):
             try:
-                record = writer.pin(key)
+                with until(by):
+                    record = writer.pin(key)
             except _GONE as e:
                 failures.append(e)
             else:
@@ -228,28 +232,32 @@ class HostWriter(HostWriters):
         records: list[bytes | None] = [None] * len(keys)
         failures: list[PeerError] = []
         writers = self._likely_first(keys)
-        for writer in writers:
+        for writer, by in in_turn(writers, self.timeout_s):
             which = [i for i, record in enumerate(records) if record is None]
             try:
-                for i, record in zip(which, writer.pin_many([keys[i] for i in which]), strict=True):
-                    records[i] = record
+                with until(by):
+                    pinned = writer.pin_many([keys[i] for i in which])
             except _GONE as e:
                 failures.append(e)
+            else:
+                for i, record in zip(which, pinned, strict=True):
+                    records[i] = record
         if len(failures) == len(writers):
             raise failures[0]
         return records
 
     def unpin_many(self, pinned: Sequence[Pin]) -> None:
         """Let each go once."""
-        shares: dict[int, list[Pin]] = {}
+        by_node: dict[int, list[Pin]] = {}
         for key, record in pinned:
             location = unpack_record(key, record)
             if location is not None:
-                shares.setdefault(location.node_id, []).append((key, record))
-        for node_id, share in shares.items():
+                by_node.setdefault(location.node_id, []).append((key, record))
+        for (node_id, share), by in in_turn([*by_node.items()], self.timeout_s):
             writer = self._of(node_id)
             if writer is not None:
-                writer.unpin_many(share)
+                with until(by):
+                    writer.unpin_many(share)
 
     def touch(self, keys: Sequence[Key], now: float, *, at_once: bool = False) -> None:
         """Remember that `keys`, in the order of their prefix, were used; nodes are told now and
@@ -266,9 +274,10 @@ class HostWriter(HostWriters):
         of the others."""
         dropped = [False] * len(keys)
         failure: PeerError | None = None
-        for writer in self.writers():
+        for writer, by in in_turn(self.writers(), self.timeout_s):
             try:
-                flags = writer.drop(keys)
+                with until(by):
+                    flags = writer.drop(keys)
             except _GONE as e:
                 failure = e
             else:
@@ -280,9 +289,10 @@ class HostWriter(HostWriters):
     def clear(self, namespace_id: int) -> int:
         """How many blocks were dropped. Raises when a node could not be told; the others were."""
         dropped, failure = 0, None
-        for writer in self.writers():
+        for writer, by in in_turn(self.writers(), self.timeout_s):
             try:
-                dropped += writer.clear(namespace_id)
+                with until(by):
+                    dropped += writer.clear(namespace_id)
             except _GONE as e:
                 failure = e
         if failure is not None:
@@ -292,9 +302,10 @@ class HostWriter(HostWriters):
     def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
         """Tell one node of a reset; the number that it got. The others hear of it from that one."""
         failure: PeerError = NodeUnavailableError(nobody_here(self._name))
-        for writer in self.writers():
+        for writer, by in in_turn(self.writers(), self.timeout_s):
             try:
-                return writer.reset(number, namespace_ids)
+                with until(by):
+                    return writer.reset(number, namespace_ids)
             except _GONE as e:
                 failure = e
         raise failure
@@ -305,9 +316,10 @@ class HostWriter(HostWriters):
         """The counters of those nodes that this client saves to, added up."""
         total: dict[str, int | float] = {}
         failure: PeerError | None = None
-        for writer, _ in self._targets():
+        for (writer, _), by in in_turn(self._targets(), self.timeout_s):
             try:
-                counters = writer.stats()
+                with until(by):
+                    counters = writer.stats()
             except _GONE as e:
                 failure = e
                 continue
@@ -325,13 +337,14 @@ class HostWriter(HostWriters):
             writers = self.writers()
         except NodeUnavailableError:
             return found
-        for writer in writers:
+        for writer, by in in_turn(writers, self.timeout_s):
             link = writer.linked
             if link is None:
                 continue
             directory = link.control.directory
             try:
-                writer.stats()
+                with until(by):
+                    writer.stats()
                 found[directory.name] = directory.why_not_ready()
             except _GONE as e:
                 found[directory.name] = str(e)
@@ -339,19 +352,27 @@ class HostWriter(HostWriters):
 
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
         """Blocks in key order, from above `after`."""
-        rows = [writer.listing(after, at_most) for writer in self.writers()]
+        rows = []
+        for writer, by in in_turn(self.writers(), self.timeout_s):
+            with until(by):
+                rows.append(writer.listing(after, at_most))
         return list(islice(heapq.merge(*rows, key=lambda row: row.key), at_most))
 
 
 def _ask_all(
-    posts: Sequence[Callable[[], Later]], undo: Callable[[Sequence[Any]], None]
+    posts: Sequence[Callable[[], Later]],
+    undo: Callable[[Sequence[Any]], None],
+    timeout_s: float,
 ) -> list[list[Any] | PeerError]:
     """Answers to requests that are all sent before any answer is waited for, or what failed.
-    When that is interrupted, `undo` gets the answers that nobody else will."""
+    When that is interrupted, `undo` gets the answers that nobody else will. `timeout_s` is what
+    it may take to reach all nodes."""
     laters: list[Later | PeerError] = []
     answers: list[list[Any] | PeerError] = []
     try:
-        laters.extend(_or_failure(post) for post in posts)
+        for post, by in in_turn(posts, timeout_s):
+            with connecting(by):
+                laters.append(_or_failure(post))
         answers.extend(_collected(later) for later in laters)
     except BaseException:
         answers.extend(_collected(later) for later in laters[len(answers) :])

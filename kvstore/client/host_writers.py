@@ -48,7 +48,7 @@ class HostWriters:
         """Fields of the namespaces that this client saves to, by id."""
         self._nodes = nodes
         self._name = name
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._checksums = checksums
         self._start_node = start_node
         self._patient = start_node is not None
@@ -152,7 +152,7 @@ class HostWriters:
         writer = self._by_name[name] = Writer(
             self._nodes,
             name=name,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             checksums=self._checksums,
             introductions=self.introductions,
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvstore.client.deadlines import until
 from kvstore.client.host_writer import HostWriter
 from kvstore.client.remote_writer import RemoteWriter
 from kvstore.client.reset_result import ResetResult
@@ -47,7 +48,8 @@ def reset_everywhere(
 
     def tell(number: int, some: Sequence[int]) -> int:
         try:
-            return writer.reset(number, some)
+            with until(deadline):
+                return writer.reset(number, some)
         except NodeUnavailableError:
             return away.reset(number, some, deadline)
 

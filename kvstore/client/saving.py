@@ -13,6 +13,7 @@ import xxhash
 
 from kvstore.client.answers import NO_SPACE
 from kvstore.client.base import Reservation
+from kvstore.client.deadlines import connecting, in_turn
 from kvstore.client.host_writer import HostWriter
 from kvstore.client.link import NodeLink
 from kvstore.client.tensors import Payload
@@ -90,7 +91,7 @@ def save(
             _Share(link, writer, namespace_id, [todo[i] for i in which], keys, payloads, checksums)
             for writer, link, which in plan
         ]
-        _run(shares)
+        _run(shares, host.timeout_s)
         todo = []
         for share in shares:
             for i, result in zip_longest(share.which, share.results):
@@ -106,15 +107,24 @@ def save(
     return results
 
 
-def _run(shares: Sequence[_Share]) -> None:
-    """Side by side: each node is asked before the answer of any is waited for."""
+def _run(shares: Sequence[_Share], timeout_s: float) -> None:
+    """Side by side: each node is asked, all within `timeout_s`, before any answer is waited for."""
     try:
-        while begun := [share for share in shares if share.begin()]:
+        while begun := _begun(shares, timeout_s):
             for share in begun:
                 share.finish()
     finally:
         for share in shares:
             share.close()
+
+
+def _begun(shares: Sequence[_Share], timeout_s: float) -> list[_Share]:
+    begun: list[_Share] = []
+    for share, by in in_turn(shares, timeout_s):
+        with connecting(by):
+            if share.begin():
+                begun.append(share)
+    return begun
 
 
 class _Share:

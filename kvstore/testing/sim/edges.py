@@ -19,6 +19,7 @@ from kvstore import clock
 from kvstore.client import (
     client,
     control,
+    deadlines,
     host_writer,
     host_writers,
     link,
@@ -141,6 +142,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         *(
             client,
             control,
+            deadlines,
             host_writer,
             host_writers,
             reader,

@@ -1,0 +1,111 @@
+"""Several nodes of one host hang: a call has one deadline, however many it asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from redis_servers import RedisServer  # noqa: TC002  # as in every other test
+from stores import MIB, NodeProcess
+
+from kvstore import Client, Limits
+from kvstore.client import deadlines
+from kvstore.client.control import ControlChannel
+from kvstore.errors import PeerError
+
+TIMEOUT_S = 0.6
+NODES = 3
+NAMES = [f"k{number}" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def nodes(redis_server: RedisServer) -> Iterator[list[NodeProcess]]:
+    with NodeProcess(redis_server, size=16 * MIB) as one:
+        same = {"size": 16 * MIB, "key_prefix": one.key_prefix, "run_dir": one.run_dir}
+        with (
+            NodeProcess(redis_server, name="second", **same) as two,
+            NodeProcess(redis_server, name="third", **same) as three,
+        ):
+            with Client(**one.client_options) as client:
+                assert all(client.put_many(dict.fromkeys(NAMES, b"v" * 50_000)))
+            yield [one, two, three]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """When each request began to be sent, and until when it could be."""
+    seen: list[tuple[float, float]] = []
+    connect = ControlChannel._connect
+
+    def noted(channel: ControlChannel, give_up_at: float) -> None:
+        seen.append((time.monotonic(), give_up_at))
+        connect(channel, give_up_at)
+
+    monkeypatch.setattr(ControlChannel, "_connect", noted)
+    return seen
+
+
+CALLS: dict[str, Callable[[Client], object]] = {
+    "put_many": lambda c: c.put_many({os.urandom(8).hex(): b"v" * 50_000 for _ in range(40)}),
+    "pin": lambda c: c.pin("k1"),
+    "pin of many": lambda c: c.session.pin([os.urandom(32)]),
+    "delete": lambda c: c.delete("nothing"),
+    "stats": lambda c: c.stats(),
+    "health": lambda c: c.health(),
+    "explain": lambda c: c.explain_key("nothing"),
+    "clear": lambda c: c.session.clear(c.namespace.id),
+    "reset": lambda c: c.clear(TIMEOUT_S),
+    "listing": lambda c: c.session.writer.listing(b"", 10),
+}
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "fresh"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_all_nodes_that_hang_cost_one_deadline_together(
+    nodes: list[NodeProcess],
+    asked: list[tuple[float, float]],
+    call: Callable[[Client], object],
+    connected: bool,
+) -> None:
+    limits = Limits(redis_timeout_s=5.0, request_timeout_s=TIMEOUT_S)
+    with Client(**{**nodes[0].client_options, "limits": limits}) as client:
+        if connected:
+            for writer in client.session.writer.writers():
+                writer.stats()
+        asked.clear()
+        for node in nodes:
+            node.signal(signal.SIGSTOP)
+        try:
+            with suppress(PeerError):
+                call(client)
+        finally:
+            for node in nodes:
+                node.signal(signal.SIGCONT)
+        assert asked
+        began = asked[0][0]
+        assert max(give_up_at for _, give_up_at in asked) <= began + TIMEOUT_S + 0.01
+
+
+def test_who_hangs_leaves_the_others_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now)
+    parts = []
+    for hangs, by in deadlines.in_turn([True, False, True, True], 4.0):
+        parts.append(by - now)
+        now = by if hangs else now + 0.1
+    assert parts == pytest.approx([1.0, 1.0, 1.45, 1.45])
+    assert now == pytest.approx(104.0)
+
+
+def test_a_deadline_inside_another_is_not_later() -> None:
+    with deadlines.until(10.0):
+        with deadlines.until(20.0):
+            assert deadlines.give_up_at() == 10.0
+        with pytest.raises(ValueError, match="x"), deadlines.until(5.0):
+            raise ValueError("x")
+        assert deadlines.give_up_at() == 10.0
+    assert deadlines.give_up_at() > 1e9
