@@ -52,13 +52,6 @@ class Index(Protocol):
         """
         ...
 
-    def touch(self, keys: Sequence[Key]) -> int:
-        """Tell the index that `keys` were used (its own eviction, if it has any).
-
-        Returns how many of them are present.
-        """
-        ...
-
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
         """Publish what readers need to reach a node; it vanishes after `ttl_s` seconds."""
         ...

@@ -104,10 +104,6 @@ class GuardedIndex:
     def reading(self) -> GuardStats:
         return self._reading.stats()
 
-    @property
-    def writing(self) -> GuardStats:
-        return self._writing.stats()
-
     def match(self, keys: Sequence[Key]) -> list[Record]:
         return self._call(self._reading, self._index.match, keys)
 
@@ -119,9 +115,6 @@ class GuardedIndex:
 
     def remove(self, records: Sequence[KeyRecord]) -> int:
         return self._call(self._writing, self._index.remove, records)
-
-    def touch(self, keys: Sequence[Key]) -> int:
-        return self._call(self._reading, self._index.touch, keys)
 
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
         self._call(self._writing, self._index.announce, node_id, announcement, ttl_s)

@@ -59,11 +59,6 @@ class MemoryIndex:
                     dropped += 1
         return dropped
 
-    def touch(self, keys: Sequence[Key]) -> int:
-        check_keys(keys)
-        with self._lock:
-            return sum(key in self._records for key in keys)
-
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
         check_node_id(node_id)
         check_announcement(announcement, ttl_s)

@@ -106,7 +106,7 @@ def open_route(target: Target, *, timeout_s: float, links_max: int) -> Route:
 class RedisIndex:
     """An `Index` in Redis, Valkey, either behind Sentinel, or a Redis Cluster.
 
-    Reading calls (`match`, `lookup`, `touch`, `node`, `ping`) end within `timeout_s`,
+    Reading calls (`match`, `lookup`, `node`, `ping`) end within `timeout_s`,
     writing ones within `publish_timeout_s`, `nodes` within twice `timeout_s`; connecting
     counts. They have connections of their own, so that a slow publish delays no lookup.
     """
@@ -127,7 +127,6 @@ class RedisIndex:
             raise UsageError("lookup_links_max", lookup_links_max, "from 1 to 1024")
         self._label = target.label
         self._timeout_s = timeout_s
-        self._publish_timeout_s = publish_timeout_s
         self._space = KeySpace(key_prefix)
         self._key_prefix = key_prefix
         self._read = open_route(target, timeout_s=timeout_s, links_max=lookup_links_max)
@@ -136,7 +135,6 @@ class RedisIndex:
         self._replies = Replies(target.label, self._mistaken)
         self._nodes = RedisNodes(self._space, self._read, self._write, self._replies)
         self._scripts_banned = False
-        self._touch_command = b"TOUCH"
         self._incarnations: dict[str, str] = {}
         """By shard, as far as they have answered."""
 
@@ -180,15 +178,6 @@ class RedisIndex:
             self._remove_watched(batch)
             for batch in chunks(records, _PAIRS_MAX, by_tag=self._clustered)
         )
-
-    def touch(self, keys: Sequence[Key]) -> int:
-        check_keys(keys)
-        try:
-            return self._touch(keys)
-        except _BannedError:
-            # MGET has told Redis already; what is left to do is the count.
-            self._touch_command = b"EXISTS"
-            return self._touch(keys)
 
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
         self._nodes.announce(node_id, announcement, ttl_s)
@@ -240,15 +229,6 @@ class RedisIndex:
             self._replies.records(reply, len(batch))
             for batch, reply in zip(batches, replies, strict=True)
         ]
-
-    def _touch(self, keys: Sequence[Key]) -> int:
-        name = self._touch_command
-        _, replies = self._batches(
-            self._read, keys, _KEYS_MAX, lambda batch: self._space.keys_request(name, batch)
-        )
-        if any(map(banned, replies)) and name == b"TOUCH":
-            raise _BannedError
-        return sum(map(self._replies.number, replies))
 
     # Writing
 
@@ -348,7 +328,3 @@ class RedisIndex:
 
 def _ping(shard: Shard) -> bytes:
     return command(b"PING")
-
-
-class _BannedError(Exception):
-    """This user may not use that command, or the server does not know it."""

@@ -33,13 +33,13 @@ class AclRole(enum.StrEnum):
 _EVERYONE = ("ping", "select", "cluster|slots", "asking")
 """`select` for a db other than 0, the last two for a Redis Cluster."""
 COMMANDS: dict[AclRole, tuple[str, ...]] = {
-    AclRole.CLIENT: (*_EVERYONE, "mget", "touch", "smembers"),
+    AclRole.CLIENT: (*_EVERYONE, "mget", "smembers"),
     AclRole.NODE: (
         *_EVERYONE,
         *("mget", "get", "set", "mset", "del", "evalsha", "script|load", "info"),
         *("sadd", "srem", "smembers"),
     ),
-    AclRole.OPERATOR: (*_EVERYONE, "mget", "touch", "smembers", "info"),
+    AclRole.OPERATOR: (*_EVERYONE, "mget", "smembers", "info"),
 }
 
 _NODE_ID = "[0-9a-f]" * 16

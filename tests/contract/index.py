@@ -37,7 +37,6 @@ def every_call(index: Index, records: Sequence[KeyRecord]) -> dict[str, Callable
     return {
         "match": lambda: index.match(keys),
         "lookup": lambda: index.lookup(keys),
-        "touch": lambda: index.touch(keys),
         "node": lambda: index.node(1),
         "nodes": index.nodes,
         "ping": index.ping,
@@ -116,18 +115,11 @@ class IndexContract:
         assert index.remove([KeyRecord(record.key, b"x"), record, record]) == 1
         assert index.remove([record]) == 0
 
-    def test_touch_counts_the_keys_that_are_present(self, index: Index) -> None:
-        records = records_of(prefix_keys(3))
-        index.publish(records[:2])
-        assert index.touch([key for key, _ in records]) == 2
-        assert index.touch([records[0].key] * 3) == 3
-
     def test_empty_batches_do_nothing(self, index: Index) -> None:
         index.publish([])
         assert index.match([]) == []
         assert index.lookup([]) == []
         assert index.remove([]) == 0
-        assert index.touch([]) == 0
 
     def test_a_full_batch_is_one_call(self, index: Index) -> None:
         assert BATCH_KEYS_MAX > REDIS_ARGS_MAX
@@ -135,7 +127,6 @@ class IndexContract:
         keys = [key for key, _ in records]
         index.publish(records)
         assert index.match(keys) == [record for _, record in records]
-        assert index.touch(keys) == BATCH_KEYS_MAX
         hole = REDIS_ARGS_MAX + 500
         assert index.remove(records[hole : hole + 1]) == 1
         assert index.match(keys) == [record for _, record in records[:hole]]
@@ -147,7 +138,6 @@ class IndexContract:
         for call, argument in (
             (index.match, keys),
             (index.lookup, keys),
-            (index.touch, keys),
             (index.publish, records),
             (index.remove, records),
         ):
@@ -159,7 +149,7 @@ class IndexContract:
         self, index: Index, key: object
     ) -> None:
         good = os.urandom(32)
-        for call in (index.match, index.lookup, index.touch):
+        for call in (index.match, index.lookup):
             with pytest.raises(UsageError, match="keys="):
                 call([good, key])
         with pytest.raises(UsageError, match="key="):

@@ -27,7 +27,7 @@ record_lists = st.lists(
 node_ids = st.integers(0, 3)
 calls = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["match", "lookup", "touch"]), st.tuples(key_lists)),
+        st.tuples(st.sampled_from(["match", "lookup"]), st.tuples(key_lists)),
         st.tuples(st.sampled_from(["publish", "publish", "remove"]), st.tuples(record_lists)),
         st.tuples(st.just("announce"), st.tuples(node_ids, st.binary(max_size=9), st.just(60.0))),
         st.tuples(st.sampled_from(["withdraw", "node"]), st.tuples(node_ids)),

@@ -81,16 +81,6 @@ def test_a_db_is_selected(server: RedisServer) -> None:
         far.ping()
 
 
-def test_keys_are_touched_by_exists_where_touch_is_not_allowed(server: RedisServer) -> None:
-    set_user(server, "node", NODE)
-    set_user(server, "old", READER.replace("+touch", "+exists"))
-    node, old = index_of(server, "node"), index_of(server, "old")
-    node.publish(RECORDS)
-    assert old.touch(KEYS) == 3
-    node.close()
-    old.close()
-
-
 def test_compare_and_delete_needs_scripts_or_transactions_and_says_so() -> None:
     with RedisServer() as server:
         set_user(server, "node", NODE.replace("+evalsha", "").replace("+script|load", ""))

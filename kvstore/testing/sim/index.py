@@ -222,9 +222,6 @@ class SimIndex:
         self._world.note("remove", [key for key, _ in records])
         return self._call(act, act)
 
-    def touch(self, keys: Sequence[Key]) -> int:
-        return self._call(lambda: self._server.touch(keys))
-
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
         self._call(lambda: self._server.announce(node_id, announcement, ttl_s))
 
