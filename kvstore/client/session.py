@@ -46,8 +46,7 @@ from kvstore.transport.cuda_ipc import Piece, WantedAnywhere
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.security import StreamSecurity
-from kvstore.transport.select import TRANSPORTS, allowed
-from kvstore.transport.shm import NAME as SHM
+from kvstore.transport.select import SHM, TRANSPORTS, allowed
 from kvstore.types import Key, Kind, Location, PutResult
 
 Verify = Literal["never", "always"]

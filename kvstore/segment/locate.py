@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.core.sizes import GRANULE_BYTES, PAGE
 from kvstore.limits import SLOT_BYTES_MIN
-from kvstore.segment.copying import copy
 from kvstore.segment.header import Fields, fields
-from kvstore.segment.shm import AttachedHeads, AttachedShm
+from kvstore.segment.shm import AttachedHeads
 from kvstore.types import Key, Location
 
 
@@ -53,22 +51,3 @@ def offset_of(size_bytes: int, slot_id: int, header: Fields) -> int | None:
     offset = slot_id * SLOT_BYTES_MIN + granule * GRANULE_BYTES
     right = granule < PAGE and meta_length <= length and offset + length <= size_bytes
     return offset if right else None
-
-
-def copy_out(
-    shm: AttachedShm, key: Key, location: Location, into: Sequence[memoryview]
-) -> tuple[int, int] | None:
-    """Copy a payload into pieces that are together as long as it: its kind and meta length.
-
-    None when it is not there, or was changed meanwhile (rule 4).
-    """
-    spot = locate(shm, key, location)
-    if spot is None:
-        return None
-    start = spot.offset
-    for piece in into:
-        copy(piece, shm.payload[start : start + piece.nbytes])
-        start += piece.nbytes
-    if shm.header(spot.slot_id) != spot.image:
-        return None
-    return spot.header[4], spot.header[5]

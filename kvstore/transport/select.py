@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from kvstore.errors import UsageError
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl import NAME as NIXL
-from kvstore.transport.shm import NAME as SHM
 from kvstore.transport.stream import NAME as STREAM
 
+SHM = "shm"
+"""Segments of this host, which a reader maps and reads in place: not a `Transport`."""
 TRANSPORTS = (SHM, CUDA_IPC, NIXL, STREAM)
 """All there are, the nearest first."""
 VARIABLE = "KVSTORE_TRANSPORTS"

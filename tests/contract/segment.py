@@ -1,4 +1,4 @@
-"""Promises of kvstore/segment/base.py. Subclasses give `pair`: an owner and a reader of it."""
+"""What every segment promises. Subclasses give `pair`: an owner and a reader of it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import random
 import pytest
 
 from kvstore.core.events import Fill, Mark, Seal
-from kvstore.segment.base import OwnedSegment, ReadableSegment
 from kvstore.segment.header import FREE, RESERVED, Superblock, unpack
+from kvstore.segment.shm import AttachedShm, OwnedShm
 
 BLOCK = Superblock(7, 3, 0, 128 << 10)
 KEY = bytes(range(32))
-Pair = tuple[OwnedSegment, ReadableSegment]
+Pair = tuple[OwnedShm, AttachedShm]
 
 
 class SegmentContract:

@@ -3,11 +3,10 @@ within the segment; and after copying, that it still says so (rule 4)."""
 
 import pytest
 
-from kvstore.core.events import Fill, Mark, Seal
+from kvstore.core.events import Fill, Seal
 from kvstore.limits import SLOT_BYTES_MIN
-from kvstore.segment import locate as module
-from kvstore.segment.header import FREE, SUPERBLOCK_BYTES, Superblock, pack
-from kvstore.segment.locate import copy_out, locate, sealed_as
+from kvstore.segment.header import SUPERBLOCK_BYTES, Superblock, pack
+from kvstore.segment.locate import locate, sealed_as
 from kvstore.segment.shm import AttachedShm, OwnedShm
 from kvstore.types import Location
 
@@ -107,32 +106,3 @@ def test_the_last_byte_of_a_segment_and_of_a_value_may_be_used(
     owned.apply(Seal(slot, 9, KEY, length, granule, 0, meta_length, 0, 0))
     promised = AT._replace(slot=slot, length=length, granule=granule)
     assert locate(reader, KEY, promised).offset == slot * SLOT_BYTES_MIN + granule * 1024
-
-
-def test_a_payload_is_copied_into_pieces_and_its_kind_and_meta_length_are_told(owned, reader):
-    owned.apply(Fill(OFFSET, bytes(i % 251 for i in range(AT.length))))
-    first, second = bytearray(1000), bytearray(4000)
-    assert copy_out(reader, KEY, AT, [memoryview(first), memoryview(second)]) == (1, 4)
-    assert first + second == bytes(i % 251 for i in range(AT.length))
-
-
-@pytest.mark.parametrize(
-    "write",
-    [Mark(AT.slot, FREE, AT.generation), SEALED._replace(generation=10)],
-    ids=["freed", "sealed anew"],
-)
-def test_what_changes_while_it_is_copied_is_a_miss(owned, reader, monkeypatch, write):
-    real = module.copy
-
-    def copy(piece, payload):
-        real(piece, payload)
-        owned.apply(write)
-
-    monkeypatch.setattr(module, "copy", copy)
-    assert copy_out(reader, KEY, AT, [memoryview(bytearray(AT.length))]) is None
-
-
-def test_what_is_not_there_is_a_miss_and_nothing_is_copied(reader):
-    into = bytearray(AT.length)
-    assert copy_out(reader, KEY, AT._replace(generation=8), [memoryview(into)]) is None
-    assert not any(into)

@@ -1,4 +1,4 @@
-"""The contract of kvstore/segment/base.py on shared memory."""
+"""The contract of a segment on shared memory."""
 
 from __future__ import annotations
 
