@@ -1,20 +1,15 @@
-"""What the scheduler side and the worker side tell each other, and both sides as protocols.
+"""What the scheduler side and the worker side tell each other.
 
 All of it is plain, picklable data: the two sides usually live in different processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from kvstore import Explanation, Found, Key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from connector.stats import CountStats
+from kvstore import Found, Key
 
 
 class EngineRequest(Protocol):
@@ -174,109 +169,3 @@ class BlockEvent(NamedTuple):
     block_hash: bytes
     """The request's own hash of the prefix up to the block's end, when the event came about.
     A request whose hash there is another one has other tokens by then."""
-
-
-class SchedulerSide(Protocol):
-    """Decides what is loaded and saved. One per engine; called by one thread."""
-
-    def on_new_request(self, request: EngineRequest) -> None:
-        """A request arrived: start looking it up."""
-        ...
-
-    def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
-        """Tokens beyond `num_computed_tokens` that can be loaded; None: ask again."""
-        ...
-
-    def allocated(
-        self, request: EngineRequest, block_ids: Callable[[], BlockTables], num_tokens: int
-    ) -> None:
-        """The engine made room for `num_tokens` of what `match` offered (0: nothing)."""
-        ...
-
-    def plan_step(
-        self,
-        scheduled: Iterable[tuple[EngineRequest, int]],
-        preempted: Iterable[str],
-        block_ids: Callable[[str], BlockTables | None],
-        states: Callable[[str], Sequence[StateBlock]],
-    ) -> StepPlan:
-        """Loads and saves of this step.
-
-        `block_ids` gives a request's current block tables, `states` the blocks of
-        its groups of state-space layers that this step completes: a table does
-        not tell them from blocks whose state still changes.
-        """
-        ...
-
-    def report(self, report: WorkerReport) -> None:
-        """All workers' words about a step."""
-        ...
-
-    def loads_ended(self, request_ids: Iterable[str]) -> None:
-        """Loads that have ended on every worker."""
-        ...
-
-    def finished(self, request_id: str) -> None:
-        """The request is done or aborted."""
-        ...
-
-    def explain(self, request_id: str) -> Explanation | None:
-        """Why a request did not hit more; from any thread, None when it is not known."""
-        ...
-
-    def stats(self) -> dict[str, dict[str, int]]:
-        """Counters, as plain data."""
-        ...
-
-    def take_stats(self) -> CountStats | None:
-        """What was counted since the last call (connector.metrics); None: nothing."""
-        ...
-
-    def take_events(self) -> list[BlockEvent]:
-        """What can be said about blocks in the store since the last call."""
-        ...
-
-    def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping although no request is left."""
-        ...
-
-    def reset(self) -> bool:
-        """Drop what is stored, on all nodes; goes on in the background when that takes long."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class WorkerSide(Protocol):
-    """Moves the bytes of one shard. One per engine worker; called by one thread."""
-
-    def register_kv_caches(self, *groups: Mapping[str, Any]) -> None:
-        """Take each group's layer tensors, each a strided [B, H, N, C] view."""
-        ...
-
-    def start_loads(self, jobs: Sequence[LoadJob]) -> None: ...
-    def start_saves(self, jobs: Sequence[SaveJob]) -> None:
-        """To be called after the forward that fills the blocks."""
-        ...
-
-    def wait_layer_load(self, layer_name: str) -> None:
-        """Return when the layer of all blocks that this step loads may be read."""
-        ...
-
-    def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
-        """The forward has written the layer; `jobs` are the step's, as `start_saves` gets them."""
-        ...
-
-    def cancel_loads(self, request_ids: Iterable[str]) -> None:
-        """Requests that are gone; their loads end early and are still reported."""
-        ...
-
-    def poll(self, wait_s: float = 0.0) -> WorkerReport:
-        """All that ended since the last call; waits up to `wait_s` for something to end."""
-        ...
-
-    def take_stats(self) -> CountStats | None:
-        """What was counted since the last call (connector.metrics); None: nothing."""
-        ...
-
-    def close(self) -> None: ...

@@ -313,19 +313,3 @@ def _namespaces(
         for pp_rank in range(pp_size)
         for tp_shard in range(tp_shards)
     )
-
-
-def shard_namespaces(
-    model: dict[str, Field],
-    geometry: KVGeometry,
-    topology: ShardTopology,
-    block_tokens: int,
-    group: int | str = 0,
-) -> tuple[Namespace, ...]:
-    """One namespace per shard of an engine that hashes its own blocks.
-
-    `model` carries what the geometry does not know: model, revision, dtype,
-    quantisation, KV cache dtype, head counts, and how the engine hashes.
-    """
-    (own,) = splits_of(model, geometry, topology, block_tokens, group=group)
-    return own.namespaces

@@ -17,8 +17,8 @@ One engine step:
 3. `connector.aggregate.KVOutputAggregator` makes one output of all workers';
 4. scheduler: `update_connector_output`, then `request_finished` for what is done.
 
-(`connector.base` has `SchedulerSide` and `WorkerSide`, which our own core speaks
-and which `KVStoreConnector` translates to these.)
+(`KVStoreConnector` translates these to the calls of our own core: `connector.scheduler` and
+`connector.worker`, which `connector.base` has the words of.)
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class SchedulerSettings:
 
 
 class SchedulerCore:
-    """Implements `SchedulerSide` over a `BlockStore`."""
+    """Decides what is loaded and saved, over a `BlockStore`. One per engine; called by one thread,
+    but for `explain`."""
 
     def __init__(
         self,
@@ -258,7 +259,12 @@ class SchedulerCore:
         block_ids: Callable[[str], BlockTables | None],
         states: Callable[[str], Sequence[StateBlock]] = lambda _: (),
     ) -> StepPlan:
-        """Loads planned since the last step, and saves of what this step's forward fills."""
+        """Loads planned since the last step, and saves of what this step's forward fills.
+
+        `block_ids` gives a request's current block tables, `states` the blocks of
+        its groups of state-space layers that this step completes: a table does
+        not tell them from blocks whose state still changes.
+        """
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
         for request_id in preempted:
             if request_id in self._requests:

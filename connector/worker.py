@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 
 class WorkerCore:
-    """Implements `WorkerSide` for one worker over a `BlockStore`."""
+    """Moves the bytes of one shard, over a `BlockStore`. One per engine worker; called by one
+    thread."""
 
     def __init__(
         self,

@@ -20,7 +20,6 @@ SLOT_BYTES_MIN = 4 << 10
 (1.6%), whatever lies in it."""
 LOCK_PART_BYTES = 64 << 20
 """What of a segment a process page-locks, or maps, in one call."""
-SEGMENTS_MAX = 1 << 16
 SLOTS_PER_SEGMENT_MAX = 1 << 32
 
 MESSAGE_BYTES_MAX = 8 << 20

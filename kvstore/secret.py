@@ -7,12 +7,12 @@ import stat
 from pathlib import Path
 
 from kvstore.errors import UsageError
+from kvstore.limits import SECRET_BYTES_MAX, SECRET_BYTES_MIN
 
 SIGNING_KEY = "KVSTORE_SIGNING_KEY"
 """Signs index records (core/record.py); the same at nodes and clients."""
 SALT = "KVSTORE_SALT"
 """Goes into every key (hashing.py); the same at all clients of a tenant."""
-SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 4096
 
 
 def secret(name: str, given: str | bytes | None = None) -> bytes | None:

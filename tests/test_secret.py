@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import UsageError
-from kvstore.secret import SALT, SECRET_BYTES_MAX, SIGNING_KEY, secret, tenant_salt
+from kvstore.limits import SECRET_BYTES_MAX
+from kvstore.secret import SALT, SIGNING_KEY, secret, tenant_salt
 
 WORD = "sixteen or more characters"
 

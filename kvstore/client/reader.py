@@ -282,16 +282,11 @@ class Reader:
             self._places.pop(key, None)
         return place
 
-    def readable_run(self, keys: Sequence[Key]) -> list[Record]:
-        """Records of the longest leading run whose nodes can be read from here.
+    def indexed_run(self, keys: Sequence[Key]) -> list[Record]:
+        """Records of the longest leading run that is in the index.
 
         Raises `IndexUnavailableError`.
         """
-        records = self.indexed_run(keys)
-        return records[: self.readable_count(records)]
-
-    def indexed_run(self, keys: Sequence[Key]) -> list[Record]:
-        """Records of the longest leading run that is in the index; raises like it."""
         records: list[Record] = []
         for start in range(0, len(keys), BATCH_KEYS_MAX):
             batch = keys[start : start + BATCH_KEYS_MAX]

@@ -9,7 +9,6 @@ from connector.geometry import (
     ShardTopology,
     check_block_tokens,
     default_block_tokens,
-    shard_namespaces,
     splits_of,
 )
 from kvstore import UsageError
@@ -120,12 +119,13 @@ class TestSplits:
 
 class TestNamespaces:
     def one(self, model: dict[str, str] | None = None, tokens: int = 64, **changes: int):
-        return shard_namespaces(model or MODEL, geometry(**changes), ShardTopology(), tokens)[0]
+        (own,) = splits_of(model or MODEL, geometry(**changes), ShardTopology(), tokens)
+        return own.namespaces[0]
 
     def test_every_shard_has_its_own(self) -> None:
         topology = ShardTopology(tp_size=4, pp_size=2, tp_shards=4)
-        namespaces = shard_namespaces(MODEL, geometry(), topology, 64)
-        assert len({namespace.fingerprint for namespace in namespaces}) == 8
+        (own,) = splits_of(MODEL, geometry(), topology, 64)
+        assert len({namespace.fingerprint for namespace in own.namespaces}) == 8
 
     def test_trap_hash_algorithm_and_seed_are_part_of_it(self) -> None:
         for name in ("hash_algorithm", "hash_seed"):
