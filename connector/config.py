@@ -8,17 +8,16 @@ longer has, are for connectors of one's own.
 from __future__ import annotations
 
 import json
-import math
 import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from connector.limits import CONFIG_BYTES_MAX, KV_RANKS_MAX, PORT_MAX
-from kvstore import UsageError
+from kvstore import NumberRange, UsageError, check_settings, read_settings
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 KVBufferDevice = Literal["cuda", "cpu", "xpu"]
@@ -49,18 +48,18 @@ class KVTransferConfig:
     """Tells this engine from others; empty: a new UUID."""
     kv_buffer_device: KVBufferDevice = field(default_factory=default_buffer_device)
     """Where a connector that buffers keeps its buffer."""
-    kv_buffer_size: float = 1e9
+    kv_buffer_size: Annotated[float, NumberRange(above=0)] = 1e9
     """Bytes that a connector of one's own may buffer; `KVStoreConnector` has settings for that."""
     kv_role: KVRole | None = None
     """Whether this engine saves KV, loads it, or both. Required with `kv_connector`."""
-    kv_rank: int | None = None
+    kv_rank: Annotated[int, NumberRange(0)] | None = None
     """This engine's number among `kv_parallel_size`, for connectors that pair engines up."""
-    kv_parallel_size: int = 1
+    kv_parallel_size: Annotated[int, NumberRange(1, KV_RANKS_MAX)] = 1
     """Engines that take part."""
     kv_ip: str = "127.0.0.1"
     """Where a connector that listens does so."""
-    kv_port: int = 14579
-    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+    kv_port: Annotated[int, NumberRange(1, PORT_MAX)] = 14579
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     """The connector's own settings; for `KVStoreConnector` see `connector.settings`."""
     kv_connector_module_path: str | None = None
     """Module to import `kv_connector` from; it wins over a registered name."""
@@ -75,37 +74,19 @@ class KVTransferConfig:
     def __post_init__(self) -> None:
         if not self.engine_id and isinstance(self.engine_id, str | None):
             object.__setattr__(self, "engine_id", str(uuid.uuid4()))
-        for name in ("engine_id", "kv_ip", "kv_connector", "kv_connector_module_path"):
-            value = getattr(self, name)
-            optional = name.startswith("kv_connector")
-            if not (value is None and optional) and (not isinstance(value, str) or not value):
-                raise UsageError(name, value, "must be a string that is not empty")
-        _one_of("kv_buffer_device", self.kv_buffer_device, KVBufferDevice)
-        _one_of("kv_load_failure_policy", self.kv_load_failure_policy, LoadFailurePolicy)
-        if self.kv_role is not None:
-            _one_of("kv_role", self.kv_role, KVRole)
-        elif self.kv_connector is not None:
+        check_settings(self)
+        if self.kv_role is None and self.kv_connector is not None:
             roles = ", ".join(get_args(KVRole))
             raise UsageError("kv_role", None, f"must be given with kv_connector; roles are {roles}")
-        self._check_numbers()
+        if self.kv_rank is not None and self.kv_rank >= self.kv_parallel_size:
+            must = f"must be from 0 to {self.kv_parallel_size - 1}"
+            raise UsageError("kv_rank", self.kv_rank, must)
         extra = self.kv_connector_extra_config
-        if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-            raise UsageError("kv_connector_extra_config", extra, "must map names to values")
+        if not all(isinstance(name, str) for name in extra):
+            raise UsageError(
+                "kv_connector_extra_config", extra, "must be a table of names and values"
+            )
         object.__setattr__(self, "kv_connector_extra_config", dict(extra))
-
-    def _check_numbers(self) -> None:
-        size_bytes = self.kv_buffer_size
-        if (
-            isinstance(size_bytes, bool)
-            or not isinstance(size_bytes, int | float)
-            or not math.isfinite(size_bytes)
-            or size_bytes <= 0
-        ):
-            raise UsageError("kv_buffer_size", size_bytes, "must be a number of bytes above 0")
-        _whole("kv_port", self.kv_port, 1, PORT_MAX)
-        _whole("kv_parallel_size", self.kv_parallel_size, 1, KV_RANKS_MAX)
-        if self.kv_rank is not None:
-            _whole("kv_rank", self.kv_rank, 0, self.kv_parallel_size - 1)
 
     @property
     def is_kv_transfer_instance(self) -> bool:
@@ -150,13 +131,7 @@ class KVTransferConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """A config from a mapping of field names; an unknown name is an error."""
-        if not isinstance(values, Mapping):
-            raise UsageError("kv_transfer_config", values, "must map names to values")
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise UsageError("kv_transfer_config", name, f"unknown; known: {', '.join(known)}")
-        return cls(**values)
+        return read_settings(cls, values, where="kv_transfer_config")
 
     @classmethod
     def from_json(cls, document: str) -> Self:
@@ -208,13 +183,3 @@ def _json_object(field_name: str, document: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(field_name, document, "must be a JSON object")
     return values
-
-
-def _one_of(name: str, value: object, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise UsageError(name, value, f"must be one of {', '.join(get_args(choices))}")
-
-
-def _whole(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise UsageError(name, value, f"must be a whole number from {least} to {most}")

@@ -40,6 +40,7 @@ from kvstore.hashing import Namespace
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
+from kvstore.settings import ItemsMax, NumberRange, check_settings, read_settings
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.security import StreamSecurity
 from kvstore.types import Key, PutResult, PutStatus
@@ -68,6 +69,10 @@ __all__ = [
     "weights_fingerprint",
     "Limits",
     "StreamSecurity",
+    "read_settings",
+    "check_settings",
+    "NumberRange",
+    "ItemsMax",
     "Verify",
     "BlockSession",
     "BlockStore",

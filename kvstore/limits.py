@@ -6,9 +6,10 @@ Sizes in bytes, times in seconds. A limit that a user may move is a field of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
-from kvstore.errors import UsageError
+from kvstore.settings import NumberRange, check_settings
 
 SEGMENT_BYTES_MIN = 64 << 10
 VALUE_BYTES_MAX = 1 << 30
@@ -166,48 +167,42 @@ SEGMENTS_SEEN_MAX = 1024
 """Segments of this user in /dev/shm that one look takes in; the others wait for the next."""
 
 
+AtLeastOne = Annotated[int, NumberRange(1)]
+Seconds = Annotated[float, NumberRange(above=0)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of one node that an operator may move."""
 
-    inline_bytes: int = 32 << 10
+    inline_bytes: Annotated[int, NumberRange(1, MESSAGE_BYTES_MAX // 2)] = 32 << 10
     """A value up to this size travels in the reserve request itself."""
-    clients: int = 1024
-    reservations_per_client: int = 8192
-    pins_per_client: int = 4096
-    pending_remove: int = 1 << 16
+    clients: AtLeastOne = 1024
+    """Clients on its host that a node serves at the same time."""
+    reservations_per_client: Annotated[int, NumberRange(1, HELD_MAX)] = 8192
+    """Slots that one client may have reserved and not committed."""
+    pins_per_client: Annotated[int, NumberRange(1, HELD_MAX)] = 4096
+    """Slots that one client may keep from being reused."""
+    pending_remove: AtLeastOne = 1 << 16
     """Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
-    gone_keys: int = 1 << 15
+    gone_keys: AtLeastOne = 1 << 15
     """Keys that left the node lately and why, kept for `explain`: about 170 bytes each."""
-    namespaces: int = 256
+    namespaces: AtLeastOne = 256
     """Namespaces whose fields a node remembers for `explain` and `kvstore ls`."""
-    names: int = 1 << 14
+    names: AtLeastOne = 1 << 14
     """Values whose names a node remembers for `kvstore ls`: at most about 6 MB together."""
-    redis_timeout_s: float = 0.05
-    sweep_every_s: float = 60.0
+    redis_timeout_s: Seconds = 0.05
+    """How long a lookup may take; then it is a miss."""
+    sweep_every_s: Seconds = 60.0
     """How often nodes, `kvstore up` and clients look for memory that dead nodes of this user
     left in /dev/shm."""
-    publish_timeout_s: float = 0.5
+    publish_timeout_s: Seconds = 0.5
     """How long the node may wait for Redis when it publishes; its clients wait for it."""
-    request_timeout_s: float = 2.0
+    request_timeout_s: Seconds = 2.0
     """How long a client waits for a node's answer."""
-    stream_timeout_s: float = 1.0
+    stream_timeout_s: Seconds = 1.0
     """How long a client waits for one batch from or to a node on another host, besides
     the time that its bytes take at `STREAM_SLOW_BYTES_PER_S`."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            kinds = (int,) if isinstance(f.default, int) else (int, float)
-            if type(value) not in kinds:
-                must = "must be a whole number" if kinds == (int,) else "must be a number"
-                raise UsageError(f"limits.{f.name}", value, must)
-            if not 0 < value < float("inf"):
-                raise UsageError(f"limits.{f.name}", value, "must be greater than 0, and finite")
-        for name in ("reservations_per_client", "pins_per_client"):
-            if getattr(self, name) > HELD_MAX:
-                raise UsageError(f"limits.{name}", getattr(self, name), f"at most {HELD_MAX}")
-        if self.inline_bytes * 2 > MESSAGE_BYTES_MAX:
-            raise UsageError(
-                "limits.inline_bytes", self.inline_bytes, f"at most {MESSAGE_BYTES_MAX // 2}"
-            )
+        check_settings(self, inside="limits.")
