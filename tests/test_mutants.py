@@ -68,7 +68,7 @@ def test_each_change_is_one_bug_in_a_function_and_leaves_the_rest(mutants, tree)
 def test_what_no_test_notices_is_told_and_the_tree_stays_as_it_is(mutants, tree, capfd):
     left = mutants.run(tree, mutants.mutants_of(FILE, tree), jobs=1, sim_seeds=0)
     assert [m.words for m in left] == ["a > b  ->  a >= b"]
-    assert "kvstore/core/larger.py:8: a > b  ->  a >= b" in capfd.readouterr().out
+    assert "kvstore/core/larger.py:8: larger: a > b  ->  a >= b" in capfd.readouterr().out
     assert (tree / FILE).read_text() == CODE
 
 
@@ -76,6 +76,14 @@ def test_tests_that_fail_without_a_bug_end_it(mutants, tree):
     (tree / "tests/core/test_larger.py").write_text("def test():\n    assert False\n")
     with pytest.raises(SystemExit, match="without any bug"):
         mutants.run(tree, mutants.mutants_of(FILE, tree), jobs=1, sim_seeds=0)
+
+
+def test_what_is_accepted_is_still_there_and_has_a_reason(mutants):
+    """Who changes such a line asks anew whether a test notices."""
+    for path, survivors in mutants.accepted().items():
+        names = {mutant.name for mutant in mutants.mutants_of(Path(path))}
+        assert not set(survivors) - names, path
+        assert all(len(reason) > 10 for reason in survivors.values())
 
 
 def test_all_of_the_scope_has_bugs_to_plant_and_tests_that_are_near(mutants):

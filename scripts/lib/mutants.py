@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import json
 import os
 import random
 import shutil
@@ -12,18 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-COUNT, JOBS, SIM_SEEDS = 60, 2, 100
-TESTS_TIMEOUT_S = 300.0
-"""For the tests of one mutant: one that makes them hang was noticed."""
+ACCEPTED = Path("tests/mutants_accepted.toml")
+JOBS, SIM_SEEDS = 2, 50
 PYTEST_TIMEOUT_S = 60
-READ_PATH = ("reader", "locator", "here")
+READ_PATH = ("reader", "locator", "here", "fetching", "pins")
 READ_TESTS = tuple(
     f"tests/client/test_{name}.py"
     for name in ("locator", "client", "integrity", "lying_records", "existing", "health")
@@ -56,10 +57,19 @@ class Mutant(NamedTuple):
     path: Path
     """Relative to the root."""
     line: int
+    function: str
+    """The function or method that it is in."""
     words: str
     """What stood there, and what stands there now."""
+    statement: int
+    """The first line of the statement that it is in, or of the function."""
     text: str
     """The whole file with the bug."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in tests/mutants_accepted.toml: lines move, these words stay."""
+        return f"{self.function}: {self.words}"
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
@@ -124,6 +134,7 @@ def places(tree: ast.AST, *, inside: bool = False) -> Iterator[tuple[ast.AST, st
 def mutants_of(path: Path, root: Path = ROOT) -> list[Mutant]:
     """Every bug that can be planted in that file."""
     tree = ast.parse((root / path).read_text())
+    functions, statements = _spans(tree)
     found = []
     for parent, field, at in places(tree):
         held = getattr(parent, field)
@@ -131,11 +142,46 @@ def mutants_of(path: Path, root: Path = ROOT) -> list[Mutant]:
         for other in variants(node):
             _put(parent, field, at, other)
             words = f"{_short(node)}  ->  {_short(other)}"
-            found.append(
-                Mutant(path, node.lineno, words, ast.unparse(ast.fix_missing_locations(tree)))
-            )
+            text = ast.unparse(ast.fix_missing_locations(tree))
+            function, whole = _innermost(functions, node.lineno)
+            _, lines = _innermost(statements, node.lineno)
+            first = (lines or whole)[0]
+            found.append(Mutant(path, node.lineno, function, words, first, text))
             _put(parent, field, at, node)
     return found
+
+
+Span = tuple[str, tuple[int, ...]]
+
+
+def _spans(tree: ast.Module) -> tuple[list[Span], list[Span]]:
+    """Lines of functions by name, and of statements, the compound ones' heads alone."""
+    functions: list[Span] = []
+    statements: list[Span] = []
+
+    def walk(parent: ast.AST, inside: str) -> None:
+        for node in ast.iter_child_nodes(parent):
+            name = inside
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{inside}.{node.name}".lstrip(".")
+                if not isinstance(node, ast.ClassDef):
+                    functions.append((name, (node.lineno, node.end_lineno or node.lineno)))
+            elif isinstance(node, ast.stmt):
+                body = getattr(node, "body", None) or getattr(node, "cases", None)
+                last = node.end_lineno or node.lineno
+                if body:
+                    first = body[0].pattern if isinstance(node, ast.Match) else body[0]
+                    last = max(node.lineno, first.lineno - 1)
+                statements.append((name, (node.lineno, last)))
+            walk(node, name)
+
+    walk(tree, "")
+    return functions, statements
+
+
+def _innermost(spans: Sequence[Span], line: int) -> Span:
+    around = [span for span in spans if span[1][0] <= line <= span[1][1]]
+    return min(around, key=lambda span: span[1][1] - span[1][0], default=("", ()))
 
 
 def _put(parent: ast.AST, field: str, at: int | None, node: ast.AST) -> None:
@@ -161,72 +207,24 @@ def sources() -> list[Path]:
 
 
 def nearest_tests(root: Path, path: Path) -> list[str]:
-    """The nearest first: pytest stops at the first failure."""
+    """Files of tests that may notice a bug in `path`."""
     if path.parent.name == "client":
-        found = [*READ_TESTS]
+        found = [f"tests/client/test_{path.stem}.py", *READ_TESTS]
     else:
-        folder = Path("tests", *path.parts[1:-1])
-        found = sorted(str(p.relative_to(root)) for p in (root / folder).glob("test_*.py"))
+        folders = ["core", "segment"] if path.parent.name == "core" else [path.parts[-2]]
+        found = [
+            str(p.relative_to(root))
+            for folder in folders
+            for p in sorted((root / "tests" / folder).glob("test_*.py"))
+        ]
         found.append("tests/fuzz/test_control_messages.py")
-    mirrored = f"test_{path.stem}.py"
-    found = [name for name in found if (root / name).exists()]
-    return sorted(found, key=lambda name: not name.endswith(mirrored))
+    return [name for name in dict.fromkeys(found) if (root / name).exists()]
 
 
-class Workshop:
-    """A copy of the tree in which bugs are planted, one at a time."""
-
-    def __init__(self, root: Path, where: Path, sim_seeds: int) -> None:
-        self._where = where
-        self._sim_seeds = sim_seeds
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard"],
-            cwd=root,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for name in listed.splitlines():
-            if (root / name).is_file():
-                (where / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(root / name, where / name)
-
-    def noticed(self, path: Path, text: str) -> bool:
-        """Whether the tests of `path` fail when it says `text`."""
-        target = self._where / path
-        before = target.read_bytes()
-        target.write_text(text)
-        try:
-            return not self._passes(path)
-        finally:
-            target.write_bytes(before)
-
-    def _passes(self, path: Path) -> bool:
-        pytest = ["pytest", "-qx", "-p", "no:cacheprovider", f"--timeout={PYTEST_TIMEOUT_S}"]
-        if not self._run([*pytest, *nearest_tests(self._where, path)]):
-            return False
-        sim = ["kvstore.testing.sim", "--jobs", "1", "--seeds", str(self._sim_seeds)]
-        return not self._sim_seeds or self._run(sim)
-
-    def _run(self, module: Sequence[str]) -> bool:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(self._where),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", *module],
-                cwd=self._where,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=TESTS_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+def accepted(root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """For each file the names of survivors that stand, with the reason."""
+    path = root / ACCEPTED
+    return tomllib.loads(path.read_text()) if path.exists() else {}
 
 
 def run(root: Path, drawn: Sequence[Mutant], jobs: int, sim_seeds: int) -> list[Mutant]:
@@ -234,49 +232,99 @@ def run(root: Path, drawn: Sequence[Mutant], jobs: int, sim_seeds: int) -> list[
 
     Raises `SystemExit` when tests fail without a bug.
     """
+    sets: dict[tuple[str, ...], list[Mutant]] = {}
+    for mutant in drawn:
+        sets.setdefault(tuple(nearest_tests(root, mutant.path)), []).append(mutant)
+    survivors = []
     with tempfile.TemporaryDirectory(prefix="kvstore-mutants-") as directory:
-        free: SimpleQueue[Workshop] = SimpleQueue()
-        for i in range(jobs):
-            free.put(Workshop(root, Path(directory, str(i)), sim_seeds))
-
-        def noticed(mutant: Mutant) -> bool:
-            shop = free.get()
-            try:
-                return shop.noticed(mutant.path, mutant.text)
-            finally:
-                free.put(shop)
-
-        with ThreadPoolExecutor(jobs) as pool:
-            # Once for each set of tests.
-            sets = {frozenset(nearest_tests(root, m.path)): m.path for m in drawn}
-            whole = [Mutant(path, 0, "", (root / path).read_text()) for path in sets.values()]
-            for mutant, failed in zip(whole, pool.map(noticed, whole), strict=True):
-                if failed:
-                    raise SystemExit(f"mutants: tests of {mutant.path} fail without any bug")
-            survivors = []
-            for mutant, seen in zip(drawn, pool.map(noticed, drawn), strict=True):
-                if not seen:
-                    survivors.append(mutant)
-                    print(f"{mutant.path}:{mutant.line}: {mutant.words}", flush=True)
+        copies = [_copied(root, Path(directory, str(i))) for i in range(jobs)]
+        for tests, mutants in sets.items():
+            shares = [mutants[i::jobs] for i in range(jobs)]
+            with ThreadPoolExecutor(jobs) as pool:
+                left = pool.map(_survivors, copies, [tests] * jobs, shares, [sim_seeds] * jobs)
+                survivors += [mutant for share in left for mutant in share]
+    survivors.sort()
+    for mutant in survivors:
+        print(f"{mutant.path}:{mutant.line}: {mutant.name}", flush=True)
     return survivors
+
+
+def _copied(root: Path, where: Path) -> Path:
+    """A copy of the tree in which bugs are planted, one at a time."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in listed.splitlines():
+        if (root / name).is_file():
+            (where / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / name, where / name)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "kvstore"], cwd=where, check=True)
+    return where
+
+
+def _survivors(
+    where: Path, tests: Sequence[str], mutants: Sequence[Mutant], sim_seeds: int
+) -> list[Mutant]:
+    """What `tests` in the copy at `where` do not notice (mutant_tests.py does the work)."""
+    if not mutants:
+        return []
+    plan, seen = where.with_suffix(".plan"), where.with_suffix(".seen")
+    plan.write_text(json.dumps([{**m._asdict(), "path": str(m.path)} for m in mutants]))
+    seen.unlink(missing_ok=True)
+    here = str(Path(__file__).parent)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(where), here)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "KVSTORE_MUTANTS": str(plan),
+        "KVSTORE_MUTANTS_SEEN": str(seen),
+        "KVSTORE_MUTANTS_SIM_SEEDS": str(sim_seeds),
+    }
+    options = ["-qxs", "-p", "no:cacheprovider", "-p", "mutant_tests"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, f"--timeout={PYTEST_TIMEOUT_S}", *tests],
+        cwd=where,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    outcomes = seen.read_text().split() if seen.exists() else []
+    if len(outcomes) != len(mutants):
+        print(done.stdout[-4000:], file=sys.stderr)
+        raise SystemExit(f"mutants: tests of {mutants[0].path} fail without any bug")
+    return [m for m, outcome in zip(mutants, outcomes, strict=True) if outcome == "passed"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="only these (all of the scope)")
-    parser.add_argument("--count", type=int, default=COUNT, help=f"how many, drawn ({COUNT})")
+    parser.add_argument("--count", type=int, help="how many, drawn at random (all)")
     parser.add_argument("--seed", type=int, default=None, help="of the draw (a new one)")
     parser.add_argument("--jobs", type=int, default=JOBS)
     parser.add_argument("--sim-seeds", type=int, default=SIM_SEEDS)
     options = parser.parse_args()
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
-    everything = [m for path in options.files or sources() for m in mutants_of(path)]
-    drawn = random.Random(seed).sample(everything, min(options.count, len(everything)))
-    print(f"seed {seed}: {len(drawn)} of {len(everything)} mutants", flush=True)
+    drawn = everything = [m for path in options.files or sources() for m in mutants_of(path)]
+    if options.count is not None:
+        drawn = random.Random(seed).sample(everything, min(options.count, len(everything)))
+        print(f"seed {seed}: {len(drawn)} of {len(everything)} mutants", flush=True)
     begun = time.monotonic()
-    left = run(ROOT, drawn, options.jobs, options.sim_seeds)
-    share = len(left) / max(1, len(drawn))
-    print(f"{len(left)} of {len(drawn)} survived ({share:.1%}), {time.monotonic() - begun:.0f} s")
+    known = accepted()
+    drawn = [m for m in drawn if m.name not in known.get(str(m.path), {})]
+    left = Counter(mutant.path for mutant in run(ROOT, drawn, options.jobs, options.sim_seeds))
+    for path, count in sorted(Counter(mutant.path for mutant in drawn).items()):
+        print(f"{path}: {left[path]} of {count}")
+    share = left.total() / max(1, len(drawn))
+    print(
+        f"{left.total()} of {len(drawn)} survived ({share:.1%}), {time.monotonic() - begun:.0f} s"
+    )
     return 0
 
 
