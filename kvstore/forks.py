@@ -1,12 +1,15 @@
-"""What a forked child must not share with its parent: connections, threads, locks.
+"""What a forked child must not share with its parent: connections, threads, locks, slots.
 
 Two processes that read from one socket get each other's answers; a thread does not
-come along, and a lock that it held stays held.
+come along, and a lock that it held stays held. What says that the parent lives must end
+with the parent (filelock.py), so the child must not be able to write what the parent
+may (segment/writable.py, rule 5).
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import Protocol
 
@@ -19,6 +22,9 @@ class Forgetful(Protocol):
 
 _all: weakref.WeakSet[Forgetful] = weakref.WeakSet()
 
+no_forks = threading.RLock()
+"""While a thread has it, other threads' forks wait: for a moment, never over a call that waits."""
+
 
 def in_each_child(owner: Forgetful) -> None:
     """Call its `after_fork_in_child` there, for as long as it lives."""
@@ -26,8 +32,15 @@ def in_each_child(owner: Forgetful) -> None:
 
 
 def _after_fork_in_child() -> None:
-    for owner in list(_all):
-        owner.after_fork_in_child()
+    try:
+        for owner in list(_all):
+            owner.after_fork_in_child()
+    finally:
+        no_forks.release()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=no_forks.acquire,
+    after_in_parent=no_forks.release,
+    after_in_child=_after_fork_in_child,
+)

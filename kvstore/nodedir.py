@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore.errors import UsageError
+from kvstore.filelock import is_locked, try_lock
 from kvstore.limits import RESTART_WITHIN_S
 
 log = logging.getLogger("kvstore.node")
@@ -130,43 +130,6 @@ def _fields(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
-
-
-def try_lock(path: Path, *, create: bool = True) -> int | None:
-    """A descriptor that holds an exclusive lock on `path`; None when another process does.
-
-    Raises `FileNotFoundError` when it is not there and may not be created.
-    """
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-    fd = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def is_locked(path: Path) -> bool:
-    """Whether some living process holds the lock on `path`."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return fd_is_locked(fd)
-    finally:
-        os.close(fd)
-
-
-def fd_is_locked(fd: int) -> bool:
-    """The same for an open file that this process has not locked itself."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False
 
 
 class NodeDir:
@@ -353,20 +316,20 @@ def sweep(run_dir: Path, *, kept: bool = False, names: Collection[str] | None = 
         if not kept and node_dir.kept_for_s() > 0:
             continue
         try:
-            fd = try_lock(node_dir.lock, create=False)
+            lock = try_lock(node_dir.lock, create=False)
         except OSError:
             continue
-        if fd is None:
+        if lock is None:
             continue
         try:
             # Who waited for the lock of a directory that another has removed has a lock
             # that says nothing about the one which is there now.
-            ours = os.fstat(fd).st_ino == node_dir.lock.stat().st_ino
+            ours = os.fstat(lock.fd).st_ino == node_dir.lock.stat().st_ino
             if ours and (kept or not node_dir.kept_for_s()):
                 node_dir.remove()
                 removed.append(node_dir.name)
         except OSError as e:
             log.warning("what node %s left behind stays: %s", node_dir.name, e)
         finally:
-            os.close(fd)
+            lock.release()
     return removed

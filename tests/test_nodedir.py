@@ -1,15 +1,13 @@
 import dataclasses
-import fcntl
 import os
-import subprocess
-import sys
 
 import pytest
 from stores import announcement
 
 from kvstore.errors import UsageError
+from kvstore.filelock import try_lock
 from kvstore.limits import RESTART_WITHIN_S
-from kvstore.nodedir import VERSION, Announcement, NodeDir, is_locked, node_dirs, sweep, try_lock
+from kvstore.nodedir import VERSION, Announcement, NodeDir, node_dirs, sweep
 
 WORD = announcement(
     node_id=2**64 - 1,
@@ -18,14 +16,6 @@ WORD = announcement(
     head_path="/dev/shm/h",
     control_path="/run/c",
 )
-
-HOLD = """
-import fcntl, sys, time
-file = open(sys.argv[1], "a")
-fcntl.flock(file, fcntl.LOCK_EX)
-print(1, flush=True)
-time.sleep(60)
-"""
 
 
 def test_an_announcement_gives_back_what_it_was_made_of():
@@ -57,32 +47,6 @@ def test_a_name_that_could_be_a_path_is_refused(tmp_path, name):
         NodeDir(tmp_path, name)
 
 
-def test_a_lock_is_held_by_one_and_free_after_its_process(tmp_path):
-    path = tmp_path / "lock"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE)
-    holder.stdout.readline()
-    assert is_locked(path)
-    assert try_lock(path) is None
-    holder.kill()
-    holder.wait()
-    assert not is_locked(path)
-    fd = try_lock(path)
-    assert fd is not None
-    os.close(fd)
-
-
-def test_asking_whether_a_file_is_locked_does_not_lock_it(tmp_path):
-    path = tmp_path / "lock"
-    path.touch()
-    assert not is_locked(path)
-    with path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_a_lock_file_that_is_not_there_is_not_locked(tmp_path):
-    assert not is_locked(tmp_path / "absent")
-
-
 def make(tmp_path, name: str) -> NodeDir:
     directory = NodeDir(tmp_path, name)
     directory.path.mkdir(parents=True)
@@ -99,11 +63,11 @@ def make(tmp_path, name: str) -> NodeDir:
 def test_a_sweep_removes_the_dead_with_their_segments_and_leaves_the_living(tmp_path):
     make(tmp_path, "dead")
     alive = make(tmp_path, "alive")
-    fd = try_lock(alive.lock)
+    lock = try_lock(alive.lock)
     assert sweep(tmp_path) == ["dead"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["alive.data", "alive.head", "nodes"]
     assert [d.name for d in node_dirs(tmp_path)] == ["alive"]
-    os.close(fd)
+    lock.release()
 
 
 def test_a_sweep_of_nothing_is_fine(tmp_path):
@@ -143,11 +107,11 @@ def test_a_restarted_node_is_not_the_start_that_announced_the_word(tmp_path):
     directory = make(tmp_path, "n")
     word = directory.announcement()
     assert not directory.lives_as(word)
-    fd = try_lock(directory.lock)
+    lock = try_lock(directory.lock)
     assert directory.lives_as(word)
     directory.announce(dataclasses.replace(word, epoch=word.epoch + 1))
     assert directory.alive()
     assert not directory.lives_as(word)
     directory.announcement_path.unlink()
     assert not directory.lives_as(word)
-    os.close(fd)
+    lock.release()

@@ -52,7 +52,8 @@ Items = (
 
 
 class Client:
-    """Put and get values and KV blocks. Thread-safe; make a new one after a fork.
+    """Put and get values and KV blocks. Thread-safe; make a new one after a fork: what
+    this one has reserved or pinned can at most be read in the child.
 
     With no `url` (and no KVSTORE_URL) the embedded Redis and an embedded memory
     node of `node_size_bytes` serve all such clients of this user on this machine,

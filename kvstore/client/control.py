@@ -278,6 +278,8 @@ class ControlChannel:
 
     def after_fork_in_child(self) -> None:
         self._lock = threading.RLock()  # a thread of the parent may have had it
+        if self._socket is not None:
+            self._socket.close()  # else the node does not hear of the parent's end
 
     def _number(self) -> int:
         self._last_request += 1

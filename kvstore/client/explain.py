@@ -34,11 +34,12 @@ from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, PeerError, UsageError
+from kvstore.filelock import is_locked
 from kvstore.forks import in_each_child
 from kvstore.hashing import SALT_FIELD, Namespace
 from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.base import Index, Record
-from kvstore.nodedir import LOCK, Announcement, NodeDir, is_locked, node_dirs, stranger, strangers
+from kvstore.nodedir import LOCK, Announcement, NodeDir, node_dirs, stranger, strangers
 from kvstore.transport.stream_requests import ask
 from kvstore.types import Key, Location
 

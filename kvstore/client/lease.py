@@ -1,14 +1,25 @@
-"""This process's sign of life at a node: a file whose lock ends with the process (rule 5)."""
+"""This process's sign of life at a node: a file whose lock ends with the process (rule 5).
+
+A free lock has to prove that nobody can write to the slots that were granted. So whoever can
+write holds it, and nobody else:
+
+- The process itself, by the lock (filelock.py), until its end, however that comes; a stopped
+  one holds it.
+- A child that Python forked has neither: before anything else of it runs, the memory is made
+  read-only there (segment/writable.py) and its copy of the lock closed. So a killed writer's
+  keys are free although its children live, and no child can write to what others then get.
+- A child that C code forked without Python has both: the keys stay the writer's until it has
+  ended too. One that runs another program (`exec`) has neither, the kernel sees to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from pathlib import Path
 
 from kvstore.errors import NodeUnavailableError
-from kvstore.nodedir import try_lock
+from kvstore.filelock import FileLock, try_lock
 
 
 def lease_at(leases: Path) -> Lease | None:
@@ -25,22 +36,21 @@ def lease_at(leases: Path) -> Lease | None:
 
 
 class Lease:
-    """Held from construction to `release`. A forked child keeps it: it has the mapping too."""
+    """Held from construction to `release`, or to the end of this process."""
 
     def __init__(self, leases: Path) -> None:
         self.client_id = secrets.token_hex(16)
         self._path = leases / self.client_id
         try:
-            fd = try_lock(self._path)
+            lock = try_lock(self._path)
         except OSError as e:
             raise NodeUnavailableError(f"no lease at {leases}: {e.strerror}") from e
-        assert fd is not None, "a fresh random name cannot be locked by another"
-        self._fd: int | None = fd
+        assert lock is not None, "a fresh random name cannot be locked by another"
+        self._lock: FileLock = lock
 
     def release(self) -> None:
-        if self._fd is None:
+        if self._lock.fd < 0:
             return
         with contextlib.suppress(OSError):
             self._path.unlink()
-        os.close(self._fd)
-        self._fd = None
+        self._lock.release()

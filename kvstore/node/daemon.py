@@ -155,7 +155,7 @@ class Node:
         `on_ready` says that the index and the memory were tried too (readiness.py)."""
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        lock_fd = await take_name(self.dir, self.config.run_dir, self._stopping.is_set)
+        lock = await take_name(self.dir, self.config.run_dir, self._stopping.is_set)
         try:
             share_directory(self.config.run_dir, self.dir, self.config.group)
             self._create()
@@ -166,7 +166,7 @@ class Node:
         finally:
             if not self._keeps:
                 self.dir.remove()
-            os.close(lock_fd)
+            lock.release()
         if self._failure is not None:
             raise self._failure
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import UsageError
+from kvstore.filelock import FileLock, try_lock
 from kvstore.node.publisher import STOP_TIMEOUT_S
-from kvstore.nodedir import NodeDir, sweep, try_lock
+from kvstore.nodedir import NodeDir, sweep
 from kvstore.rundir import socket_path
 
 NAME_TAKEN_TIMEOUT_S = 0.2
@@ -20,10 +21,10 @@ NAME_FREED_TIMEOUT_S = STOP_TIMEOUT_S * 2
 LOCK_RETRY_S = 0.01
 
 
-async def take_name(directory: NodeDir, run_dir: Path, give_up: Callable[[], bool]) -> int:
+async def take_name(directory: NodeDir, run_dir: Path, give_up: Callable[[], bool]) -> FileLock:
     """Become the one process that is this node, and clear what dead ones left.
 
-    Returns the descriptor whose lock says so. Raises `UsageError` when a node of this
+    Returns the lock that says so. Raises `UsageError` when a node of this
     name runs, or `give_up` says so.
     """
     socket_path(directory.socket)
@@ -32,13 +33,13 @@ async def take_name(directory: NodeDir, run_dir: Path, give_up: Callable[[], boo
     while True:
         try:
             directory.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fd = try_lock(directory.lock)
-            if fd is not None and os.fstat(fd).st_ino == directory.lock.stat().st_ino:
-                return fd
+            lock = try_lock(directory.lock)
+            if lock is not None and os.fstat(lock.fd).st_ino == directory.lock.stat().st_ino:
+                return lock
         except FileNotFoundError:
-            fd = None  # swept away between mkdir and lock
-        if fd is not None:
-            os.close(fd)
+            lock = None  # swept away between mkdir and lock
+        if lock is not None:
+            lock.release()
         serving = directory.socket.exists()
         patience_s = NAME_TAKEN_TIMEOUT_S if serving else NAME_FREED_TIMEOUT_S
         if time.monotonic() - started_at > patience_s or give_up():

@@ -20,7 +20,8 @@ from kvstore.core.events import Effects
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
-from kvstore.nodedir import Announcement, NodeDir, fd_is_locked, sweep
+from kvstore.filelock import fd_is_locked
+from kvstore.nodedir import Announcement, NodeDir, sweep
 from kvstore.segment.abandoned import Sweeper, free_abandoned
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock

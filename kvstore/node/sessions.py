@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvstore.errors import UsageError
-from kvstore.nodedir import fd_is_locked
+from kvstore.filelock import fd_is_locked
 
 
 class Speaker(Protocol):

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.errors import UsageError
+from kvstore.filelock import FileLock, is_locked, try_lock
 from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX, Limits
-from kvstore.nodedir import NodeDir, is_locked, sweep, try_lock
+from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.header import SUPERBLOCK_BYTES, home_of
 from kvstore.segment.shm import SHM_DIR
 
@@ -150,18 +151,18 @@ def _free(segment: Segment, homeless: bool) -> bool:
     head, data = Path(f"{segment.base}{HEAD}"), Path(f"{segment.base}{DATA}")
     try:
         # Payload alone is left when a node is killed between making the two files.
-        lock = try_lock(head, create=False) if head.exists() else os.open(data, os.O_RDONLY)
+        lock = try_lock(head, create=False) if head.exists() else FileLock(data, os.O_RDONLY)
         if lock is None:
             return False
         try:
             again = _look(segment.base)
-            locked = os.fstat(lock).st_nlink > 0
+            locked = os.fstat(lock.fd).st_nlink > 0
             if again is None or not locked or not _may_go(again._replace(owned=False), homeless):
                 return False
             data.unlink(missing_ok=True)
             head.unlink(missing_ok=True)
         finally:
-            os.close(lock)
+            lock.release()
     except OSError:
         return False
     return True

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import InternalError
-from kvstore.nodedir import fd_is_locked
+from kvstore.filelock import FileLock, fd_is_locked
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock
 from kvstore.segment.shm import AttachedHeads, OwnedHeads, check_free, header_file_bytes
 
@@ -99,9 +99,10 @@ class AttachedCuda(AttachedHeads):
             undo.callback(super().close)
             self._lock = os.open(head_path, os.O_RDONLY | os.O_CLOEXEC)
             undo.callback(os.close, self._lock)
-            self._in_use = os.open(data_path, os.O_RDONLY | os.O_CLOEXEC)
-            undo.callback(os.close, self._in_use)
-            fcntl.flock(self._in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._in_use = FileLock(data_path, os.O_RDONLY)
+            undo.callback(self._in_use.release)
+            if not self._in_use.take(shared=True):
+                raise FileNotFoundError(f"the owner of {head_path} is ending")
             if not self.alive():
                 raise FileNotFoundError(f"the owner of {head_path} has ended")
             undo.pop_all()
@@ -113,5 +114,5 @@ class AttachedCuda(AttachedHeads):
     def close(self) -> None:
         """Once its memory is no longer open here."""
         os.close(self._lock)
-        os.close(self._in_use)
+        self._in_use.release()
         super().close()

@@ -23,8 +23,8 @@ import xxhash
 from kvstore.core.events import Bounds, Fill, Hold, Mark, Seal, Write
 from kvstore.core.recovery import Seen
 from kvstore.errors import NoSpaceError
+from kvstore.filelock import FileLock, try_lock
 from kvstore.limits import LOCK_PART_BYTES, SLOT_BYTES_MIN
-from kvstore.nodedir import try_lock
 from kvstore.segment.header import (
     BOUNDS_PLACE,
     HEADER_BYTES,
@@ -46,6 +46,7 @@ from kvstore.segment.header import (
     word,
 )
 from kvstore.segment.scan import scan
+from kvstore.segment.writable import WritableMap
 from kvstore.types import Key
 
 SHM_DIR = Path("/dev/shm")
@@ -86,7 +87,7 @@ def _create(path: Path, size_bytes: int) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, size_bytes)
-        return mmap.mmap(fd, size_bytes)
+        return WritableMap(fd, size_bytes)
     except OSError as e:
         path.unlink(missing_ok=True)
         if e.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -102,29 +103,25 @@ def _reopen(path: Path, size_bytes: int) -> mmap.mmap:
         found_bytes = os.fstat(fd).st_size
         if found_bytes != size_bytes:
             raise ValueError(f"{path} has {found_bytes} bytes, not {size_bytes}")
-        return mmap.mmap(fd, size_bytes)
+        return WritableMap(fd, size_bytes)
     finally:
         os.close(fd)
 
 
-def _lock_head(path: Path) -> int:
-    """A descriptor whose lock says that this process is the segment's owner (abandoned.py).
+def _lock_head(path: Path) -> FileLock:
+    """The lock that says that this process is the segment's owner (abandoned.py).
 
     Raises `FileNotFoundError` when it was freed, and `ValueError` when another has the lock.
     """
     give_up_at = time.monotonic() + LOCK_WAIT_S
-    while (fd := try_lock(path, create=False)) is None:
+    while (lock := try_lock(path, create=False)) is None:
         if time.monotonic() > give_up_at:
             raise ValueError(f"another process has the lock of {path}")
         time.sleep(LOCK_POLL_S)
-    if os.fstat(fd).st_nlink == 0:
-        os.close(fd)
+    if os.fstat(lock.fd).st_nlink == 0:
+        lock.release()
         raise FileNotFoundError(f"{path} was freed")
-    return fd
-
-
-def _unlock_head(fd: int) -> None:
-    os.close(fd)
+    return lock
 
 
 def check_room(where: Path, size_bytes: int) -> None:
@@ -181,7 +178,7 @@ class OwnedHeads:
             try:
                 self._head = _reopen(self.head_path, head_bytes)
             except BaseException:
-                _unlock_head(self._lock)
+                self._lock.release()
                 raise
         else:
             self._head = _create(self.head_path, head_bytes)
@@ -269,7 +266,7 @@ class OwnedHeads:
         self._closed = True
         if not keep:
             self.head_path.unlink(missing_ok=True)
-        _unlock_head(self._lock)
+        self._lock.release()
         self._words.release()
         self._hints.release()
         self._held.release()
@@ -458,8 +455,9 @@ def _map(path: Path, *, writable: bool, owner: int | None = None) -> mmap.mmap:
         size_bytes = status.st_size
         if size_bytes == 0:
             raise ValueError(f"{path} is empty")
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
+        if writable:
+            return WritableMap(fd, size_bytes)
+        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         os.close(fd)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,11 @@ from kvstore.client.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.core.record import RecordSigner, pack_record
+from kvstore.filelock import try_lock
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.nodedir import NodeDir, try_lock
+from kvstore.nodedir import NodeDir
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import AttachedShm, OwnedShm
 from kvstore.types import Key, Location
@@ -172,7 +172,7 @@ def living(tmp_path: Path, owned: OwnedShm) -> Iterator[NodeDir]:
     )
     directory.announcement_path.write_bytes(word.pack())
     yield directory
-    os.close(lock)
+    lock.release()
 
 
 def test_a_segment_of_another_start_than_its_node_announces_is_not_mapped(

@@ -20,13 +20,14 @@ from kvstore.cli.explain import _namespace, _tokens
 from kvstore.client.nodes import LocalNodes
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import KVStoreError, UsageError
+from kvstore.filelock import try_lock
 from kvstore.hashing import Namespace
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis_acl import AclRole, acl_rules, check_user
 from kvstore.index.redis_url import parse_url, redacted
 from kvstore.limits import Limits
 from kvstore.node.config import NodeConfig
-from kvstore.nodedir import Announcement, NodeDir, try_lock
+from kvstore.nodedir import Announcement, NodeDir
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
 

@@ -23,8 +23,9 @@ from kvstore.client.wants import Want
 from kvstore.client.writer import Writer
 from kvstore.core import wire
 from kvstore.core.wire import Op
+from kvstore.filelock import try_lock
 from kvstore.index.memory import MemoryIndex
-from kvstore.nodedir import Announcement, NodeDir, try_lock
+from kvstore.nodedir import Announcement, NodeDir
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
 from kvstore.transport.security import StreamSecurity

@@ -1,0 +1,104 @@
+"""Locks (flock) by which a process shows that it lives: the kernel gives them back at its end.
+
+flock belongs to the open file, and a forked child has its parent's open files: by itself a
+child that lives would hold what its parent, killed meanwhile, held. So a child forked by
+Python closes them before anything else of it runs. The alternative, a lock of the process
+(fcntl.lockf), is no child's at all; but it ends as soon as *any* descriptor of the file is
+closed in the process, and a process that is node and client at once opens and closes the
+same files all the time. Nor could such a process ask whether it holds the lock itself.
+
+A child that C code forks without Python, and that runs no other program, keeps the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from kvstore.forks import in_each_child, no_forks
+
+
+class FileLock:
+    """An open file that may be locked. Not to be used by two threads at once."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        """Open it; raises as `os.open` does."""
+        with no_forks:  # a child would have the descriptor and not know of it
+            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            _open.add(self)
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor, -1 when it is not held any more."""
+        return self._fd
+
+    def take(self, *, shared: bool = False) -> bool:
+        """Whether the lock could be had now; then it is this process's until `release`."""
+        try:
+            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Safe to call twice, and in a child, where nothing is held."""
+        with no_forks:
+            if self._fd >= 0:
+                # At once, also where a child has just been forked and has yet to close it.
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                self.close()
+
+    def close(self) -> None:
+        """Close it here; the lock stays that of whoever has the open file too."""
+        _open.discard(self)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+_open: set[FileLock] = set()
+"""Also those whose owner forgot them: they are locked until the process ends."""
+
+
+class _Children:
+    def after_fork_in_child(self) -> None:
+        for lock in list(_open):
+            lock.close()
+
+
+_children = _Children()
+in_each_child(_children)
+
+
+def try_lock(path: Path, *, create: bool = True) -> FileLock | None:
+    """The exclusive lock on `path`; None when another holds it.
+
+    Raises `FileNotFoundError` when it is not there and may not be created.
+    """
+    lock = FileLock(path, os.O_RDWR | (os.O_CREAT if create else 0))
+    if lock.take():
+        return lock
+    lock.release()
+    return None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock on `path`, this process included."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return fd_is_locked(fd)
+    finally:
+        os.close(fd)
+
+
+def fd_is_locked(fd: int) -> bool:
+    """The same for an open file, unless it is locked through this descriptor itself."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
