@@ -107,12 +107,12 @@ class Rig:
     """An engine's KV of some shape, the product's copier, and a pool to copy to."""
 
     def __init__(self, torch: Any, shape: Shape, pool: memoryview, *, locked: bool) -> None:
-        from connector.blocks import Gather, Scatter
-        from connector.cuda.blocks import DeviceBlocks
-        from connector.cuda.plan import layout_of
-        from connector.cuda.pool import LockedPool
-        from connector.cuda.queue import Cuda, CudaDevice
-        from connector.geometry import KVGeometry
+        from connector.copiers.base import Gather, Scatter
+        from connector.copiers.cuda.copier import DeviceCopier
+        from connector.copiers.cuda.kernel_plan import layout_of
+        from connector.copiers.cuda.pool import LockedPool
+        from connector.copiers.cuda.queue import Cuda, CudaDevice
+        from connector.layout.geometry import KVGeometry
         from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
         from kvstore import PoolMapping
 
@@ -142,7 +142,7 @@ class Rig:
         layout = layout_of(layers, geometry, BLOCK_TOKENS)
         staging = max(DEVICE_STAGING_BYTES, layout.payload_bytes)
         self.device = CudaDevice(cuda, staging, DEVICE_PAGES_MAX, self.pool)
-        self.blocks = DeviceBlocks(layout, self.device, keep=layers)
+        self.blocks = DeviceCopier(layout, self.device, keep=layers)
         order = torch.randperm(engine_blocks).tolist()
         each = BLOCK_TOKENS // TOKENS
         per_part = PART_BYTES // self.block_bytes
@@ -224,7 +224,7 @@ def copies(torch: Any, shape: Shape, repetitions: int) -> list[Row]:
 
 def slowed(torch: Any, grid: int | None) -> list[Row]:
     """Computing alone and beside saves that follow each other without a pause."""
-    import connector.cuda.plan as plan
+    import connector.copiers.cuda.kernel_plan as plan
 
     if grid is not None:
         plan.DEVICE_BLOCKS_MAX = grid  # type: ignore[attr-defined]

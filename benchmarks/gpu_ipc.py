@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from kvstore.client.vram import VramNodes
 from kvstore.core.events import Commit, Reserve
-from kvstore.core.record import unpack_record
 from kvstore.cuda.base import CudaDevice, DeviceRange, Stream
 from kvstore.cuda.bindings import open_device
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import NodeConfig
 from kvstore.node.vram import VramNode
 from kvstore.nodedir import NodeDir
+from kvstore.record import unpack_record
 from kvstore.transport.base import Read
 from kvstore.transport.cuda_ipc import WantedAnywhere
 from kvstore.types import Key, Location

@@ -16,8 +16,8 @@ from benchmarks.processes import house
 from benchmarks.report import Row, machine, median, micros, percentile, ratios, spread
 from kvstore import Client
 from kvstore.index.base import KeyRecord
-from kvstore.index.redis import open_index
-from kvstore.index.redis_wire import KeySpace
+from kvstore.index.redis.index import open_index
+from kvstore.index.redis.protocol import KeySpace
 from kvstore.types import Key
 
 KEYS = (64, 512, 4096)

@@ -14,7 +14,7 @@ from benchmarks.memory import Buffers, Memory, memcpy
 from benchmarks.processes import house
 from benchmarks.report import Row, machine, median, micros, ratios, spread
 from kvstore import Client, Limits
-from kvstore.core.record import RecordSigner, pack_record, unpack_record
+from kvstore.record import RecordSigner, pack_record, unpack_record
 from kvstore.types import Location
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

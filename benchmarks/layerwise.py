@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.processes import House, house
 from benchmarks.report import Row, machine, median, spread
-from connector.assembly import EngineShape
-from connector.base import LoadBlock, LoadJob, SaveBlock, SaveJob
-from connector.geometry import KVGeometry, ShardTopology
-from connector.layerwise_worker import LayerwiseWorker
-from connector.lazy_store import LazyStore
+from connector.build import EngineShape
+from connector.layout.geometry import KVGeometry, ShardTopology
+from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob
+from connector.scheduler.lazy_store import LazyStore
 from connector.settings import ConnectorSettings
-from connector.worker import WorkerCore
+from connector.worker.layerwise_worker import LayerwiseWorker
+from connector.worker.worker import WorkerCore
 from kvstore import BlockSession
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "lib"))

@@ -20,7 +20,7 @@ import xxhash
 from benchmarks.memory import Buffers, Memory, memcpy
 from benchmarks.processes import Gate
 from kvstore import Client, Limits
-from kvstore.core.wire import Op
+from kvstore.protocol.control import Op
 
 RING_BYTES = 512 << 20
 """Sources of the yardstick together, where there are enough repetitions: above any cache."""

@@ -19,8 +19,8 @@ from benchmarks.report import Row, machine, median, ratios, spread
 from benchmarks.stream import MIB, NODE_BYTES, PATIENT, SECURITY, WARM_UP
 from kvstore import Client
 from kvstore.errors import UsageError
-from kvstore.index.breaker import GuardedIndex
-from kvstore.index.redis import open_index
+from kvstore.index.guarded import GuardedIndex
+from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 
 SHAPES = ((32, MIB), (8, 8 * MIB), (32, 64 << 10), (256, 4 << 10), (1, MIB))

@@ -19,7 +19,7 @@ import redis
 from benchmarks.memory import PAGE_BYTES, Buffers, Memory, memcpy
 from benchmarks.mooncake import Mooncake
 from benchmarks.report import Row, median, micros, percentile, ratios, spread
-from kvstore.index.embedded import EmbeddedRedis
+from kvstore.index.embedded_redis.server import EmbeddedRedis
 
 CASE_BYTES = 512 << 20
 REPETITIONS_MIN, REPETITIONS_MAX = 5, 100

@@ -18,9 +18,9 @@ from multiprocessing.sharedctypes import RawArray, RawValue
 from pathlib import Path
 from typing import Any
 
-from kvstore.index.breaker import GuardedIndex
-from kvstore.index.embedded import EmbeddedRedis
-from kvstore.index.redis import open_index
+from kvstore.index.embedded_redis.server import EmbeddedRedis
+from kvstore.index.guarded import GuardedIndex
+from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 from kvstore.nodedir import NodeDir, sweep
 

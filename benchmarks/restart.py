@@ -16,9 +16,9 @@ from benchmarks.processes import NodeProcess, lone_node
 from benchmarks.report import Row, machine, percentile
 from kvstore import Client
 from kvstore import Namespace as KeyNamespace
-from kvstore.client.control import ControlChannel
-from kvstore.core.wire import Op
+from kvstore.client.local.control import ControlChannel
 from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.protocol.control import Op
 from kvstore.types import Key
 
 TIMEOUT_S = 120.0

@@ -19,15 +19,17 @@ from benchmarks.index import interleaved
 from benchmarks.processes import House, Worker, house
 from benchmarks.report import Row, machine, median, ratios, spread
 from kvstore import Client, Limits
-from kvstore.core import stream_seal, stream_wire
 from kvstore.errors import UsageError
-from kvstore.index.breaker import GuardedIndex
-from kvstore.index.redis import open_index
-from kvstore.node import Node, NodeConfig, stream_service
+from kvstore.index.guarded import GuardedIndex
+from kvstore.index.redis.index import open_index
+from kvstore.node import Node, NodeConfig
+from kvstore.node.stream import service
+from kvstore.protocol import stream as stream_wire
+from kvstore.protocol import stream_seal
 from kvstore.testing.hosts import Hosts, why_not
-from kvstore.transport import channel, stream
-from kvstore.transport.chunks import Digests
-from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream import channel, transport
+from kvstore.transport.stream.chunks import Digests
+from kvstore.transport.stream.security import StreamSecurity
 
 MIB = 1 << 20
 SHAPES = ((32, MIB), (8, 8 * MIB), (32, 64 << 10), (256, 4 << 10), (1, MIB), (1, 4 << 10))
@@ -80,9 +82,9 @@ class StreamOwner:
         address = listen()
         _seal_as(name)
         if name == "unchecked":
-            stream_service.Digests = NoDigests  # type: ignore[attr-defined]
+            service.Digests = NoDigests  # type: ignore[attr-defined]
         if name == "first":
-            stream_service.CHECKSUMS_KEPT_MAX = 0
+            service.CHECKSUMS_KEPT_MAX = 0
         config = NodeConfig(
             run_dir=run_dir,
             name=name,
@@ -221,7 +223,7 @@ def _shape(
 
     def get_many(op: str) -> None:
         digests = NoDigests if op == "unchecked" else Digests
-        stream.Digests = digests  # type: ignore[attr-defined]
+        transport.Digests = digests  # type: ignore[attr-defined]
         _seal_as(op)
         client = clients[op][0]
         assert None not in client.get_many(keys, out), client.stats()

@@ -10,20 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from connector.aggregate import KVOutputAggregator, WorkerEvents, worker_output
-    from connector.assembly import EngineShape
-    from connector.base import BlockPins, EngineRequest
-    from connector.config import KVTransferConfig
-    from connector.copy import copy_kv_blocks
-    from connector.factory import KVConnectorFactory
-    from connector.geometry import KVGeometry, ShardTopology
-    from connector.identity import forward_digest
-    from connector.kvstore_connector import EngineInfo, KVStoreConnector
-    from connector.lookup_buffer import KVEntry, LookupBuffer
-    from connector.multi import MultiConnector
-    from connector.pipe import Pipe, PipeClosedError
-    from connector.prompt_keys import PromptKeys
-    from connector.protocol import (
+    from connector.build import EngineShape
+    from connector.layout.geometry import KVGeometry, ShardTopology
+    from connector.layout.identity import forward_digest
+    from connector.layout.prompt_keys import PromptKeys
+    from connector.messages import BlockPins, EngineRequest
+    from connector.stats import CountStats
+    from connector.transfer.aggregate import KVOutputAggregator, WorkerEvents, worker_output
+    from connector.transfer.base import (
         KVConnectorBase,
         KVConnectorOutput,
         KVConnectorRole,
@@ -32,30 +26,36 @@ if TYPE_CHECKING:
         SchedulerStep,
         TransferResults,
     )
-    from connector.state import (
+    from connector.transfer.config import KVTransferConfig
+    from connector.transfer.copy import copy_kv_blocks
+    from connector.transfer.factory import KVConnectorFactory
+    from connector.transfer.kvstore_connector import EngineInfo, KVStoreConnector
+    from connector.transfer.lookup_buffer import KVEntry, LookupBuffer
+    from connector.transfer.multi import MultiConnector
+    from connector.transfer.pipe import Pipe, PipeClosedError
+    from connector.transfer.state import (
         ensure_kv_transfer_initialized,
         ensure_kv_transfer_shutdown,
         get_kv_transfer_group,
         has_kv_transfer_group,
         is_v1_kv_transfer_group,
     )
-    from connector.stats import CountStats
 
 _EXPORTS = {
-    "aggregate": ("KVOutputAggregator", "WorkerEvents", "worker_output"),
-    "assembly": ("EngineShape",),
-    "base": ("BlockPins", "EngineRequest"),
-    "config": ("KVTransferConfig",),
-    "copy": ("copy_kv_blocks",),
-    "factory": ("KVConnectorFactory",),
-    "geometry": ("KVGeometry", "ShardTopology"),
-    "identity": ("forward_digest",),
-    "kvstore_connector": ("EngineInfo", "KVStoreConnector"),
-    "lookup_buffer": ("KVEntry", "LookupBuffer"),
-    "multi": ("MultiConnector",),
-    "pipe": ("Pipe", "PipeClosedError"),
-    "prompt_keys": ("PromptKeys",),
-    "protocol": (
+    "transfer.aggregate": ("KVOutputAggregator", "WorkerEvents", "worker_output"),
+    "build": ("EngineShape",),
+    "messages": ("BlockPins", "EngineRequest"),
+    "transfer.config": ("KVTransferConfig",),
+    "transfer.copy": ("copy_kv_blocks",),
+    "transfer.factory": ("KVConnectorFactory",),
+    "layout.geometry": ("KVGeometry", "ShardTopology"),
+    "layout.identity": ("forward_digest",),
+    "transfer.kvstore_connector": ("EngineInfo", "KVStoreConnector"),
+    "transfer.lookup_buffer": ("KVEntry", "LookupBuffer"),
+    "transfer.multi": ("MultiConnector",),
+    "transfer.pipe": ("Pipe", "PipeClosedError"),
+    "layout.prompt_keys": ("PromptKeys",),
+    "transfer.base": (
         "KVConnectorBase",
         "KVConnectorOutput",
         "KVConnectorRole",
@@ -64,7 +64,7 @@ _EXPORTS = {
         "SchedulerStep",
         "TransferResults",
     ),
-    "state": (
+    "transfer.state": (
         "ensure_kv_transfer_initialized",
         "ensure_kv_transfer_shutdown",
         "get_kv_transfer_group",

@@ -3,27 +3,26 @@
 `Client` is the front door; connectors use `BlockSession`. See docs/architecture.md.
 """
 
-from kvstore.client.aio import AsyncClient
+from kvstore.client.async_client import AsyncClient
 from kvstore.client.base import (
-    Answers,
+    BlockRef,
     BlockStore,
     BlockView,
-    Found,
+    LookupResult,
+    MissQuery,
     PoolMapping,
-    Question,
+    PrefixMatch,
     Reservation,
-    Run,
 )
 from kvstore.client.client import Client
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.health import Health
 from kvstore.client.locator import Holder, Holders, Locator
-from kvstore.client.pinned import Match, Pinned
+from kvstore.client.pinned import Pinned, TokenMatch
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
 from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.cuda.bindings import open_device as cuda_device
-from kvstore.embedded.vram_pool import DeviceReservation, VramPool
 from kvstore.errors import (
     DeadlineError,
     DeviceError,
@@ -36,14 +35,15 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
 from kvstore.settings import ItemsMax, NumberRange, check_settings, read_settings
 from kvstore.transport.cuda_memory import DeviceBlock
-from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, PutStatus
+from kvstore.vram.pool import DeviceReservation, VramPool
 from kvstore.weights import weights_fingerprint
 
 __version__ = "0.2.0"
@@ -52,7 +52,7 @@ __all__ = [
     "Client",
     "AsyncClient",
     "Health",
-    "Match",
+    "TokenMatch",
     "Pinned",
     "Locator",
     "Holder",
@@ -76,11 +76,11 @@ __all__ = [
     "Verify",
     "BlockSession",
     "BlockStore",
-    "Answers",
+    "LookupResult",
     "BlockView",
-    "Found",
-    "Run",
-    "Question",
+    "BlockRef",
+    "PrefixMatch",
+    "MissQuery",
     "Reservation",
     "PoolMapping",
     "copy_bytes",

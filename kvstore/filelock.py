@@ -16,7 +16,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from kvstore.forks import in_each_child, no_forks
+from kvstore.fork import in_each_child, no_forks
 
 
 class FileLock:

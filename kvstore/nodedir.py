@@ -37,7 +37,7 @@ KEEP, READY, ROOM, RESETS = "keep", "ready", "room", "resets"
 ROOM_BYTES = 8
 VERSION = 2
 """Of what a node is reached by: grows with every change of its announcement, of the control
-protocol (core/wire.py) and of the segment's layout (segment/header.py)."""
+protocol (protocol/control.py) and of the segment's layout (segment/header.py)."""
 NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
 WORD_CHARS_MAX = 255
@@ -151,10 +151,10 @@ class NodeDir:
         self.room_path = self.path / ROOM
         self.resets_path = self.path / RESETS
 
-    def announce(self, word: Announcement) -> None:
+    def announce(self, announcement: Announcement) -> None:
         """Readers see the old announcement or the new one, whenever the node is killed."""
         fresh = self.announcement_path.with_suffix(".new")
-        fresh.write_bytes(word.pack())
+        fresh.write_bytes(announcement.pack())
         fresh.chmod(0o644)  # who may enter the directory may read it, whatever the umask
         fresh.rename(self.announcement_path)
 
@@ -205,10 +205,12 @@ class NodeDir:
     def keep_segment(self) -> None:
         """From here on, and while this is said again and again, a crash costs no blocks."""
         self.keep.touch(mode=0o600)
-        word = self.announcement()
-        if word is not None:
+        announcement = self.announcement()
+        if announcement is not None:
             with contextlib.suppress(OSError):
-                os.utime(word.head_path)  # for who finds the segment alone (segment/abandoned.py)
+                os.utime(
+                    announcement.head_path
+                )  # for who finds the segment alone (segment/abandoned.py)
 
     def kept_for_s(self) -> float:
         """How long the segment of this node, if it is dead, waits for its next start; 0: not."""
@@ -254,10 +256,13 @@ class NodeDir:
         except OSError:
             return True
 
-    def lives_as(self, word: Announcement) -> bool:
-        """Whether the start of the node that announced `word` lives; believed as `alive` is."""
+    def lives_as(self, announcement: Announcement) -> bool:
+        """Whether the start of the node that announced so lives; believed as `alive` is."""
         try:
-            return self.alive() and Announcement.unpack(self.announcement_path.read_bytes()) == word
+            return (
+                self.alive()
+                and Announcement.unpack(self.announcement_path.read_bytes()) == announcement
+            )
         except FileNotFoundError:
             return False
         except OSError:

@@ -10,9 +10,9 @@ from kvstore.errors import UsageError
 from kvstore.limits import SECRET_BYTES_MAX, SECRET_BYTES_MIN
 
 SIGNING_KEY = "KVSTORE_SIGNING_KEY"
-"""Signs index records (core/record.py); the same at nodes and clients."""
+"""Signs index records (record.py); the same at nodes and clients."""
 SALT = "KVSTORE_SALT"
-"""Goes into every key (hashing.py); the same at all clients of a tenant."""
+"""Goes into every key (keys.py); the same at all clients of a tenant."""
 
 
 def secret(name: str, given: str | bytes | None = None) -> bytes | None:

@@ -9,7 +9,7 @@ import enum
 from typing import NamedTuple
 
 KEY_BYTES = 32
-"""Size of a key. Bytes 0..8 are the run tag, 8..32 the chained digest (see hashing.py)."""
+"""Size of a key. Bytes 0..8 are the run tag, 8..32 the chained digest (see keys.py)."""
 
 TAG_BYTES = 8
 

@@ -33,8 +33,8 @@ MSGPACK = {"object_hook", "ext_hook", "object_pairs_hook", "default", "list_hook
 """Arguments by which msgpack makes more than plain data."""
 IMPORTS_BY_NAME = {
     "kvstore/cli/__init__.py": "the command's name is one of COMMANDS",
-    "connector/factory.py": "a class that the operator's configuration names",
-    "kvstore/transport/nixl_child.py": "one of MODULES: whichever wheel of NIXL is installed",
+    "connector/transfer/factory.py": "a class that the operator's configuration names",
+    "kvstore/transport/nixl/child.py": "one of MODULES: whichever wheel of NIXL is installed",
 }
 """Who may import by name, and whose word the name is: never a peer's."""
 

@@ -106,7 +106,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_wheel_is_typed_and_licensed(wheel_names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= wheel_names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
-    assert "connector/cuda/paged_copy.cu" in wheel_names, "compiled where it is used"
+    assert "connector/copiers/cuda/paged_copy.cu" in wheel_names, "compiled where it is used"
 
 
 def test_wheel_holds_every_module_and_nothing_else(wheel_names: set[str]) -> None:

@@ -16,12 +16,12 @@ from stores import announcement
 from kvstore import tcp
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 from kvstore.index.open import open_guarded
-from kvstore.index.redis import open_index
+from kvstore.index.redis.index import open_index
 from kvstore.limits import NAMES_LOOKED_UP_MAX, Limits
 from kvstore.transport.base import Read, Wanted
-from kvstore.transport.security import StreamSecurity
-from kvstore.transport.stream import NAME as STREAM
-from kvstore.transport.stream import StreamTransport
+from kvstore.transport.stream.security import StreamSecurity
+from kvstore.transport.stream.transport import NAME as STREAM
+from kvstore.transport.stream.transport import StreamTransport
 from kvstore.types import Location
 
 HANGS_S = 60.0

@@ -3,6 +3,6 @@
 Importing this package imports no engine.
 """
 
-from connector.adapters.vllm_plugin import register_vllm
+from connector.adapters.vllm.plugin import register_vllm
 
 __all__ = ["register_vllm"]

@@ -22,13 +22,13 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from connector.assembly import open_store
-from connector.geometry import Field
+from connector.build import open_store
+from connector.layout.geometry import Field
 from connector.limits import LOCK_TIMEOUT_S, LOCKED_KEYS_MAX, TIMEOUT_S_MAX
-from connector.locks import Locks
-from connector.pages import Pages, Parts, is_there
+from connector.pages.locks import Locks
+from connector.pages.pages import Pages, Parts, is_there
 from connector.settings import ConnectorSettings
-from connector.tasks import Results, TaskThread
+from connector.worker.tasks import Results, TaskThread
 from kvstore import Namespace, PutStatus, UsageError, tenant_salt
 
 log = logging.getLogger(__name__)

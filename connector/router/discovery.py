@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from connector.router.routing import DOWN_S, Engine, Fleet, Role
+from connector.router.routing import DOWN_S, Engine, EngineFleet, Role
 from kvstore import UsageError
 
 log = logging.getLogger("kvstore.router")
@@ -69,7 +69,7 @@ class Name:
         return self.found
 
 
-async def resolve(names: list[Name], fleet: Fleet) -> None:
+async def resolve(names: list[Name], fleet: EngineFleet) -> None:
     """Once: the fleet's engines are then the fixed ones and those at the names' addresses."""
     found = await asyncio.gather(*(name.engines() for name in names))
     before = {engine.url for engine in fleet.engines}
@@ -79,7 +79,7 @@ async def resolve(names: list[Name], fleet: Fleet) -> None:
         log.info("engine %s %s", url, "joins" if url in after else "leaves")
 
 
-async def keep_resolving(names: list[Name], fleet: Fleet) -> None:
+async def keep_resolving(names: list[Name], fleet: EngineFleet) -> None:
     while True:
         await asyncio.sleep(EVERY_S)
         await resolve(names, fleet)

@@ -36,7 +36,7 @@ DATA = b"data: "
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MeasuredAnswer:
     tokens: list[int]
     ttft_s: float
     loaded_tokens: int
@@ -46,7 +46,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Round:
-    answers: list[Answer | None] = field(default_factory=list)
+    answers: list[MeasuredAnswer | None] = field(default_factory=list)
     """By prompt; None where the request failed."""
     errors: list[str] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class Round:
         return sum(a.loaded_tokens for a in self.answers if a is not None)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> Answer:
+async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> MeasuredAnswer:
     """One streamed completion. Raises `aiohttp.ClientError`, `TimeoutError`, `ValueError`."""
     body = {
         "model": "demo",
@@ -86,7 +86,7 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> An
         if len(tokens) != NEW_TOKENS:
             raise ValueError(f"the stream ended after {len(tokens)} of {NEW_TOKENS} tokens")
         details = usage.get("prompt_tokens_details") or {}
-        return Answer(
+        return MeasuredAnswer(
             tokens,
             ttft_s,
             int(details.get("cached_tokens") or 0),

@@ -75,7 +75,7 @@ class Engine:
         self.unsaved_until = now + DOWN_S
 
 
-class Fleet:
+class EngineFleet:
     """All engines, and the choice among them."""
 
     def __init__(self, engines: Iterable[Engine] = ()) -> None:

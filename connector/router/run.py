@@ -10,7 +10,7 @@ from aiohttp import web
 
 from connector.router.discovery import SCHEME, Name
 from connector.router.prefix import Prefixes
-from connector.router.routing import Engine, Fleet, Role
+from connector.router.routing import Engine, EngineFleet, Role
 from connector.router.server import Router, RouterSettings
 from kvstore import KVStoreError, Locator
 
@@ -45,7 +45,7 @@ def main() -> int:
         given = [(Role.PREFILL, text) for text in options.prefill]
         given += [(Role.DECODE, text) for text in options.decode]
         names = [Name.parse(*one) for one in given if one[1].startswith(SCHEME)]
-        fleet = Fleet([Engine.parse(*one) for one in given if not one[1].startswith(SCHEME)])
+        fleet = EngineFleet([Engine.parse(*one) for one in given if not one[1].startswith(SCHEME)])
         locator = Locator(options.url, key_prefix=options.key_prefix)
     except KVStoreError as e:
         print(f"kvstore-router: {e}", file=sys.stderr)

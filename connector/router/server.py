@@ -24,7 +24,7 @@ from connector import PromptKeys
 from connector.router.discovery import Name, keep_resolving, resolve
 from connector.router.metrics import exposition
 from connector.router.prefix import Prefix, Prefixes
-from connector.router.routing import Engine, Fleet, Role, needs_prefill
+from connector.router.routing import Engine, EngineFleet, Role, needs_prefill
 from connector.router.upstream import Answer, EngineFailedError, TooLateError, Upstream
 
 log = logging.getLogger("kvstore.router")
@@ -92,7 +92,7 @@ class _Job:
 class Router:
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EngineFleet,
         prefixes: Prefixes,
         settings: RouterSettings,
         names: Sequence[Name] = (),

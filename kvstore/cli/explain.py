@@ -15,7 +15,7 @@ from kvstore.client.client import Client
 from kvstore.client.explanation import missing_as_dict
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import UsageError
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 
 TOKENS_MAX = 1 << 22
 TOKEN_FILE_BYTES_MAX = 12 * TOKENS_MAX

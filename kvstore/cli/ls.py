@@ -11,11 +11,11 @@ from typing import NamedTuple
 from kvstore.cli.options import KEY_PREFIX_DEFAULT, add_store, at_least_one, run_dir_of
 from kvstore.cli.output import as_json, human_age, human_bytes, printable, table
 from kvstore.cli.store import LocalNode, local_nodes
-from kvstore.client.answers import block_rows, namespaces
-from kvstore.core.wire import Op
 from kvstore.errors import NodeUnavailableError
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_replies import block_rows, namespaces
 
 LIMIT_DEFAULT = 1000
 COLUMNS = ("KEY", "KIND", "SIZE", "AGE", "USED", "NAMESPACE", "PINS", "NODE")
@@ -120,7 +120,7 @@ def _blocks(node: LocalNode, namespace_id: int | None) -> Iterator[Block]:
                     f"{row.namespace_id:08x}",
                     fields.get(row.namespace_id),
                     row.pins,
-                    node.word.name,
+                    node.announcement.name,
                 )
             if len(rows) < BATCH_KEYS_MAX:
                 return

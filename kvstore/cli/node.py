@@ -24,12 +24,12 @@ from kvstore.index.open import open_guarded
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
-from kvstore.node.sharing import group_id
+from kvstore.node.permissions import group_id
 from kvstore.nodedir import sweep
 from kvstore.segment.abandoned import free_abandoned, segments
 from kvstore.segment.shm import SHM_DIR
-from kvstore.transport.address import parse_listen
-from kvstore.transport.security import (
+from kvstore.transport.stream.address import parse_listen
+from kvstore.transport.stream.security import (
     SECRET,
     SECRET_FILE,
     TLS_CA,

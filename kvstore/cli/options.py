@@ -81,7 +81,7 @@ def at_least_one(text: str) -> int:
 
 def no_password(url: str) -> str:
     """`url` for messages: less user name and password."""
-    from kvstore.index.redis_url import parse_url
+    from kvstore.index.redis.url import parse_url
 
     try:
         return parse_url(url).label

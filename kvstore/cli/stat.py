@@ -13,8 +13,8 @@ from kvstore.cli.options import add_store, no_password, run_dir_of
 from kvstore.cli.output import as_json, human_bytes, human_count, screen_columns, table
 from kvstore.cli.store import LIMITS, local_nodes, store_url
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
-from kvstore.index.redis import open_index
-from kvstore.index.redis_info import server_info
+from kvstore.index.redis.index import open_index
+from kvstore.index.redis.info import server_info
 from kvstore.nodedir import Announcement, Stranger, stranger, strangers
 
 SUMMED = (
@@ -59,7 +59,7 @@ def _one(args: argparse.Namespace) -> int:
     """For health checks: a node that is ready and answers is healthy while Redis is away, and
     not while Redis refuses it (node/readiness.py)."""
     for node in local_nodes(run_dir_of(args), args.key_prefix):
-        if node.word.name == args.node:
+        if node.announcement.name == args.node:
             stats = node.stats()
             why_not = node.directory.why_not_ready()
             if why_not:
@@ -83,10 +83,12 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
         index |= _counters(server_info(url, LIMITS.redis_timeout_s))
     except IndexUnavailableError as e:
         index["error"] = str(e)
-    local = {node.word.node_id: node for node in local_nodes(run_dir, key_prefix)}
+    local = {node.announcement.node_id: node for node in local_nodes(run_dir, key_prefix)}
     nodes: list[dict[str, Any]] = []
-    words = announced | {node_id: node.word for node_id, node in local.items()}
-    for node_id, word in sorted(words.items(), key=lambda item: (item[1].host, item[1].name)):
+    words = announced | {node_id: node.announcement for node_id, node in local.items()}
+    for node_id, announcement in sorted(
+        words.items(), key=lambda item: (item[1].host, item[1].name)
+    ):
         stats: dict[str, int | float] | None = None
         error = ""
         if node_id in local:
@@ -96,13 +98,15 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
                 error = str(e)
         else:
             # Of blocks alone is only known which room they leave.
-            used_bytes = max(word.size_bytes - word.free_bytes, 0)
-            stats = {"block_bytes": used_bytes, **word.counts} if word.counts else None
+            used_bytes = max(announcement.size_bytes - announcement.free_bytes, 0)
+            stats = (
+                {"block_bytes": used_bytes, **announcement.counts} if announcement.counts else None
+            )
         nodes.append(
-            asdict(word)
+            asdict(announcement)
             | {
                 "node_id": f"{node_id:016x}",
-                "capacity_bytes": word.size_bytes,
+                "capacity_bytes": announcement.size_bytes,
                 "announced": node_id in announced,
                 "local": node_id in local,
                 "stats": stats,
@@ -127,7 +131,9 @@ def _announced(url: str, key_prefix: str) -> tuple[dict[int, Announcement], list
         index.close()
     words = {node_id: Announcement.unpack(raw) for node_id, raw in said.items()}
     others = [other for raw in said.values() if (other := stranger(raw)) is not None]
-    return {node_id: word for node_id, word in words.items() if word is not None}, others
+    return {
+        node_id: announcement for node_id, announcement in words.items() if announcement is not None
+    }, others
 
 
 def _counters(servers: list[dict[str, str]]) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from kvstore.client.answers import counters
 from kvstore.client.client import Client
-from kvstore.client.control import ControlChannel
-from kvstore.core.wire import Op
+from kvstore.client.local.control import ControlChannel
 from kvstore.errors import NodeUnavailableError
-from kvstore.index import embedded_supervisor
+from kvstore.index.embedded_redis import supervisor
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import Limits
 from kvstore.nodedir import Announcement, NodeDir, node_dirs
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_replies import counters
 
 LIMITS = Limits(redis_timeout_s=1.0, publish_timeout_s=2.0, request_timeout_s=5.0)
 """A person waits longer than an engine, and wants an answer rather than a miss."""
@@ -26,8 +26,8 @@ LIMITS = Limits(redis_timeout_s=1.0, publish_timeout_s=2.0, request_timeout_s=5.
 
 def embedded_url(run_dir: Path) -> str | None:
     """URL of the embedded Redis of `run_dir`, None when none runs."""
-    path = run_dir / "redis" / embedded_supervisor.SOCKET
-    return f"unix://{quote(str(path))}" if embedded_supervisor.answers(path) else None
+    path = run_dir / "redis" / supervisor.SOCKET
+    return f"unix://{quote(str(path))}" if supervisor.answers(path) else None
 
 
 def store_url(args: argparse.Namespace, run_dir: Path) -> str:
@@ -62,7 +62,7 @@ def open_client(args: argparse.Namespace, run_dir: Path, *, node: str | None = N
 class LocalNode(NamedTuple):
     """A node that lives on this host."""
 
-    word: Announcement
+    announcement: Announcement
     directory: NodeDir
 
     @contextmanager
@@ -70,7 +70,7 @@ class LocalNode(NamedTuple):
         """Its control channel, said goodbye to at the end."""
         channel = ControlChannel(
             self.directory,
-            (self.word.node_id, self.word.epoch),
+            (self.announcement.node_id, self.announcement.epoch),
             LIMITS.request_timeout_s,
             lambda: ((), ()),
         )
@@ -89,9 +89,9 @@ def local_nodes(run_dir: Path, key_prefix: str | None) -> list[LocalNode]:
     """The living nodes of this host, in name order; all of them when `key_prefix` is None."""
     found: list[LocalNode] = []
     for directory in node_dirs(run_dir):
-        word = directory.announcement()
-        if word is None or not directory.alive():
+        announcement = directory.announcement()
+        if announcement is None or not directory.alive():
             continue
-        if key_prefix is None or word.key_prefix == key_prefix:
-            found.append(LocalNode(word, directory))
+        if key_prefix is None or announcement.key_prefix == key_prefix:
+            found.append(LocalNode(announcement, directory))
     return found

@@ -23,9 +23,9 @@ from kvstore.cli.options import (
 )
 from kvstore.cli.store import embedded_url
 from kvstore.errors import UsageError
-from kvstore.index.embedded import resolve_url
+from kvstore.index.embedded_redis.server import resolve_url
 from kvstore.index.open import URL_VARIABLE
-from kvstore.index.redis_url import parse_url
+from kvstore.index.redis.url import parse_url
 from kvstore.node import NodeConfig
 from kvstore.nodedir import NodeDir
 from kvstore.rundir import RUN_DIR_ENV

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import UsageError
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.limits import BLOCK_TOKENS_MAX, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Limits
-from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream.security import StreamSecurity
 
 
 def is_a(field: str, value: Any, kinds: type | tuple[type, ...], must: str) -> None:

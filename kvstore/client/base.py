@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 
 from kvstore.client.explanation import FieldDifference, Missing, MissReason
 from kvstore.client.reset_result import ResetResult
-from kvstore.hashing import Namespace
 from kvstore.index.base import Record
+from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S
 from kvstore.types import Key, PutResult
 
 
-class Found(NamedTuple):
+class BlockRef(NamedTuple):
     """A block that was in the index a moment ago. Plain data: it may cross processes."""
 
     key: Key
@@ -25,30 +25,32 @@ class Found(NamedTuple):
     """Opaque; give it back to `view`."""
 
 
-class Run(list[Found]):
+class PrefixMatch(list[BlockRef]):
     """The leading blocks that were found, and why there are not more."""
 
     __slots__ = ("short",)
 
-    def __init__(self, found: Iterable[Found] = (), short: MissReason | None = None) -> None:
+    def __init__(self, found: Iterable[BlockRef] = (), short: MissReason | None = None) -> None:
         super().__init__(found)
         self.short = short
         """None when every key was found. ABSENT says that the index does not have the next
         one: `BlockStore.why_missing` may know more."""
 
 
-class Answers(list[Found | None]):
+class LookupResult(list[BlockRef | None]):
     """One answer for each key that was asked for, and what kept the index from answering."""
 
     __slots__ = ("short",)
 
-    def __init__(self, found: Iterable[Found | None] = (), short: MissReason | None = None) -> None:
+    def __init__(
+        self, found: Iterable[BlockRef | None] = (), short: MissReason | None = None
+    ) -> None:
         super().__init__(found)
         self.short = short
         """None when the index answered: a None among the answers is then an absent block."""
 
 
-class Question(NamedTuple):
+class MissQuery(NamedTuple):
     """One missing block, and what else to look for in its place."""
 
     block: int
@@ -104,15 +106,15 @@ class BlockView(Protocol):
 class BlockStore(Protocol):
     """Safe to call from several threads. Every call ends within its deadline."""
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
         """The longest leading run of `keys` that can be read from here; one index round trip.
 
         Never raises for a peer's fault: without the index, what is found in this host's memory.
-        `Run.short` says why it ends where it does.
+        `PrefixMatch.short` says why it ends where it does.
         """
         ...
 
-    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> Answers:
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         """Each of `keys` that can be read from here, None for the others; one index round trip.
 
         For questions that are no single run, such as which of several writers
@@ -120,12 +122,12 @@ class BlockStore(Protocol):
         """
         ...
 
-    def view(self, found: Found) -> BlockView | None:
+    def view(self, found: BlockRef) -> BlockView | None:
         """The block in place, or None when it is not there (any more): a miss."""
         ...
 
     def views(
-        self, found: Sequence[Found], staging: memoryview | None, timeout_s: float | None = None
+        self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
     ) -> Iterator[BlockView | None]:
         """`view` for each of `found`, in order, each when it is asked for.
 
@@ -162,7 +164,7 @@ class BlockStore(Protocol):
         """Say that blocks were used: coalesced, one way, never waits."""
         ...
 
-    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+    def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
         """Keep blocks of this host's nodes where they are; no index.
 
         A pinned block is not evicted until as many `unpin`s, `close` or the end of
@@ -173,7 +175,7 @@ class BlockStore(Protocol):
         """
         ...
 
-    def unpin(self, found: Sequence[Found]) -> None:
+    def unpin(self, found: Sequence[BlockRef]) -> None:
         """Let pinned blocks go, each once. Never raises for a peer's fault; what cannot be
         said to the node now is said when it is reached again."""
         ...
@@ -208,12 +210,12 @@ class BlockStore(Protocol):
         """
         ...
 
-    def introduce(self, namespaces: Iterable[Namespace]) -> None:
+    def register_namespaces(self, namespaces: Iterable[Namespace]) -> None:
         """Say which namespaces this store will save to: nodes then know what their ids stand
         for, and can explain a miss. Contacts nobody yet."""
         ...
 
-    def why_missing(self, question: Question) -> Missing:
+    def why_missing(self, question: MissQuery) -> Missing:
         """Ask the index and the nodes of this host why a block is not there; for people.
 
         Never raises for a peer's fault, and ends within twice the deadline of a request.

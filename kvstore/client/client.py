@@ -11,19 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from kvstore.client import arguments, tensors
-from kvstore.client.existing import drop_away, is_other_away, node_of, told_apart
+from kvstore.client import arguments
 from kvstore.client.explanation import Explanation, Missing, MissReason
-from kvstore.client.fetching import Away, fetch_values
 from kvstore.client.health import Health, ask_index
-from kvstore.client.out import Out
-from kvstore.client.pinned import Match, Pinned
-from kvstore.client.questions import about_block, about_value
-from kvstore.client.reader import Place
+from kvstore.client.local.reader import Place
+from kvstore.client.miss_query import about_block, about_value
+from kvstore.client.pinned import Pinned, TokenMatch
+from kvstore.client.put_pipeline import check_wanted, save
+from kvstore.client.remote.values import RemoteBlock, fetch_values
 from kvstore.client.reset_result import ResetResult
-from kvstore.client.saving import check_wanted, save
 from kvstore.client.session import BlockSession, Verify
-from kvstore.client.tensors import Payload
+from kvstore.client.values import tensors
+from kvstore.client.values.existing import drop_away, is_other_away, node_of, told_apart
+from kvstore.client.values.out import Out
+from kvstore.client.values.tensors import Payload
 from kvstore.errors import (
     DeadlineError,
     NodeUnavailableError,
@@ -31,13 +32,13 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.hashing import SALT_FIELD, Namespace
-from kvstore.index.redis_url import parse_url
+from kvstore.index.redis.url import parse_url
+from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import REPLACE_TRIES, RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy
-from kvstore.transport import stream_requests
-from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream import requests
+from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, Kind, Location, PutResult, PutStatus, rejected
 
 log = logging.getLogger("kvstore.client")
@@ -140,7 +141,7 @@ class Client:
             transports=transports,
             security=security,
         )
-        self.session.introduce([self.namespace])
+        self.session.register_namespaces([self.namespace])
         self._reader = self.session.reader
         self._writer = self.session.writer
         self._nodes = self.session.nodes
@@ -263,7 +264,7 @@ class Client:
         """To another host's node; `here` says why not to this one's."""
         check_wanted()
         away = [
-            stream_requests.Payload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
+            requests.SavePayload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
             for key, p in zip(keys, payloads, strict=True)
         ]
         try:
@@ -359,7 +360,10 @@ class Client:
         if not found.away:
             return values
         stale: list[int] = []
-        aways = [Away(keys[i], at, None if out is None else out[i]) for i, at in found.away.items()]
+        aways = [
+            RemoteBlock(keys[i], at, None if out is None else out[i])
+            for i, at in found.away.items()
+        ]
         try:
             fetched = self._fetch(aways)
         except UsageError:  # an `out` is too small, perhaps for what is there no more
@@ -425,7 +429,7 @@ class Client:
         self._counts["hit_bytes"] += data_bytes
         return value
 
-    def _fetch(self, aways: Sequence[Away]) -> list[Any]:
+    def _fetch(self, aways: Sequence[RemoteBlock]) -> list[Any]:
         """Values of other hosts, counted as `_read` counts those of this one."""
         values = fetch_values(self.session.remote, aways)
         for away, value in zip(aways, values, strict=True):
@@ -441,10 +445,10 @@ class Client:
         """Whether a get would have hit a moment ago."""
         return self._reader.search((self._value_key(key),)).present(0)
 
-    def match_prefix(self, tokens: Sequence[int]) -> Match:
+    def match_prefix(self, tokens: Sequence[int]) -> TokenMatch:
         """The longest leading run of full blocks of `tokens` in the store; one round trip."""
         found = self.session.match(self._block_keys(tokens))
-        return Match(len(found) * self.block_tokens, len(found), found)
+        return TokenMatch(len(found) * self.block_tokens, len(found), found)
 
     def pin(self, key: str | bytes) -> Pinned | None:
         """A zero-copy view of a value that cannot be evicted while it is open; None on a miss.
@@ -475,12 +479,13 @@ class Client:
 
     def _check_not_away(self, key: str | bytes, raw_key: Key) -> None:
         location = self._reader.search((raw_key,)).away.get(0)
-        word = None if location is None else node_of(self.session.remote, location)
-        if word is not None:
+        announcement = None if location is None else node_of(self.session.remote, location)
+        if announcement is not None:
             raise UsageError(
                 "key",
                 key,
-                f"is on node {word.name} of {word.host}: only `get` reaches it from here",
+                f"is on node {announcement.name} of {announcement.host}: only `get` "
+                "reaches it from here",
             )
 
     def delete(self, key: str | bytes) -> bool:
@@ -625,7 +630,10 @@ class Client:
         return self.namespace.block_keys(tokens, self.block_tokens)
 
     def __repr__(self) -> str:
-        nodes = ", ".join(sorted({link.word.name for link in self._writer.links()})) or "none yet"
+        nodes = (
+            ", ".join(sorted({link.announcement.name for link in self._writer.links()}))
+            or "none yet"
+        )
         closed = ", closed" if self._closed else ""
         where = parse_url(self.session.url).label
         return f"Client({where!r}, nodes: {nodes}, namespace: {self._namespace_shown()}{closed})"

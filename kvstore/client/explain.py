@@ -14,9 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.client.answers import NonsenseError, explained
-from kvstore.client.base import Question
-from kvstore.client.control import ControlChannel
+from kvstore.client.base import MissQuery
 from kvstore.client.deadlines import in_turn, until
 from kvstore.client.explanation import (
     FieldDifference,
@@ -27,20 +25,22 @@ from kvstore.client.explanation import (
     listed,
     reason_of,
 )
-from kvstore.client.remote import RemoteNodes
-from kvstore.core.gone import GoneWhy
+from kvstore.client.local.control import ControlChannel
+from kvstore.client.remote.reader import RemoteNodes
+from kvstore.core.departures import GoneWhy
 from kvstore.core.namespaces import namespace_of
-from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
-from kvstore.core.wire import Op
 from kvstore.errors import IndexUnavailableError, PeerError, UsageError
 from kvstore.filelock import is_locked
-from kvstore.forks import in_each_child
-from kvstore.hashing import SALT_FIELD, Namespace
+from kvstore.fork import in_each_child
 from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.base import Index, Record
+from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.nodedir import LOCK, Announcement, NodeDir, node_dirs, stranger, strangers
-from kvstore.transport.stream_requests import ask
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_replies import NonsenseError, explained
+from kvstore.record import RecordSigner, unpack_record
+from kvstore.transport.stream.requests import ask
 from kvstore.types import Key, Location
 
 NODES_ASKED_MAX = 16
@@ -112,7 +112,7 @@ class Explainer:
         """By node id and epoch."""
         self._closed = False
 
-    def why(self, question: Question) -> Missing:
+    def why(self, question: MissQuery) -> Missing:
         """See `BlockStore.why_missing`."""
         block, key = question.block, question.key
         try:
@@ -155,9 +155,13 @@ class Explainer:
 
     def _living(self) -> Iterator[tuple[NodeDir, Announcement]]:
         for directory in node_dirs(self._run_dir):
-            word = directory.announcement()
-            if word is not None and word.key_prefix == self._key_prefix and directory.alive():
-                yield directory, word
+            announcement = directory.announcement()
+            if (
+                announcement is not None
+                and announcement.key_prefix == self._key_prefix
+                and directory.alive()
+            ):
+                yield directory, announcement
 
     def _ask(self, key: Key) -> tuple[list[_Answer], list[str]]:
         """What each node of this host says, and the names of those that did not answer."""
@@ -166,27 +170,27 @@ class Explainer:
         silent: list[str] = []
         living = list(self._living())[:NODES_ASKED_MAX]
         channels = [*zip(living, self._channels_of(living), strict=True)]
-        for ((directory, word), channel), by in in_turn(channels, self._timeout_s):
+        for ((directory, announcement), channel), by in in_turn(channels, self._timeout_s):
             try:
                 with until(by):
                     answer = channel.request(Op.EXPLAIN, key, accept=explained)
-                answers.append(_Answer(word.name, *answer))
+                answers.append(_Answer(announcement.name, *answer))
             except (PeerError, UsageError):
                 silent.append(directory.name)  # gone, hung, or of an older version
-        here = {word.node_id for _, word in living}
-        for word in self._elsewhere(here)[: NODES_ASKED_MAX - len(living)]:
+        here = {announcement.node_id for _, announcement in living}
+        for announcement in self._elsewhere(here)[: NODES_ASKED_MAX - len(living)]:
             deadline = time.monotonic() + self._timeout_s / 2
-            if time.monotonic() > give_up_at or not self._remote.allows(word.node_id):
-                silent.append(f"{word.name} on {word.host}")
+            if time.monotonic() > give_up_at or not self._remote.allows(announcement.node_id):
+                silent.append(f"{announcement.name} on {announcement.host}")
                 continue
             try:
-                body = ask(self._remote.stream, word, [Op.EXPLAIN, 1, key], deadline)
-                answers.append(_Answer(word.name, *explained(body)))
+                body = ask(self._remote.stream, announcement, [Op.EXPLAIN, 1, key], deadline)
+                answers.append(_Answer(announcement.name, *explained(body)))
             except (PeerError, NonsenseError):
-                self._remote.failed(word.node_id)
-                silent.append(f"{word.name} on {word.host}")
+                self._remote.failed(announcement.node_id)
+                silent.append(f"{announcement.name} on {announcement.host}")
             else:
-                self._remote.succeeded(word.node_id)
+                self._remote.succeeded(announcement.node_id)
         return answers, silent
 
     def _elsewhere(self, here: Container[int]) -> list[Announcement]:
@@ -197,10 +201,10 @@ class Explainer:
             return []
         now = time.monotonic()
         return [
-            word
-            for word in words
-            if word.node_id not in here
-            and self._remote.node(word.node_id, word.epoch, now) is not None
+            announcement
+            for announcement in words
+            if announcement.node_id not in here
+            and self._remote.node(announcement.node_id, announcement.epoch, now) is not None
         ]
 
     def _channels_of(
@@ -210,7 +214,10 @@ class Explainer:
         with self._lock:
             if self._closed:
                 raise UsageError("client", "closed", "must be open")
-            names = {(word.node_id, word.epoch): directory for directory, word in living}
+            names = {
+                (announcement.node_id, announcement.epoch): directory
+                for directory, announcement in living
+            }
             gone = [self._channels.pop(name) for name in [*self._channels] if name not in names]
             for name, directory in names.items():
                 if name not in self._channels:
@@ -222,7 +229,7 @@ class Explainer:
             channel.close()
         return channels
 
-    def _unreadable(self, question: Question, record: Record) -> Missing | None:
+    def _unreadable(self, question: MissQuery, record: Record) -> Missing | None:
         """Why the node that a record names cannot be read; None when it can."""
         block = question.block
         if self._signer is not None and not self._signer.right(question.key, record):
@@ -232,13 +239,13 @@ class Explainer:
         if location is None:
             detail = "its record in the index is damaged"
             return Missing(block=block, reason=MissReason.INDEX_ERROR, detail=detail)
-        for _, word in self._living():
-            if word.node_id == location.node_id:
-                if word.epoch == location.epoch:
+        for _, announcement in self._living():
+            if announcement.node_id == location.node_id:
+                if announcement.epoch == location.epoch:
                     return None
-                detail = f"node {word.name}, which had it, was started anew since"
+                detail = f"node {announcement.name}, which had it, was started anew since"
                 return Missing(
-                    block=block, reason=MissReason.NODE_DEAD, detail=detail, node=word.name
+                    block=block, reason=MissReason.NODE_DEAD, detail=detail, node=announcement.name
                 )
         now = time.monotonic()
         if self._remote.node(location.node_id, location.epoch, now) is not None:
@@ -247,33 +254,35 @@ class Explainer:
 
     def _away(self, block: int, location: Location) -> Missing:
         """A record of a node that does not live on this host, or not with this run directory."""
-        word, other = None, None
+        announcement, other = None, None
         with suppress(IndexUnavailableError):
-            word = announced_node(self._index, location.node_id, self._signer)
+            announcement = announced_node(self._index, location.node_id, self._signer)
             other = stranger(self._index.node(location.node_id) or b"")
         if other is not None:
             return Missing(
                 block=block, reason=MissReason.OUT_OF_REACH, detail=str(other), node=other.name
             )
-        if word is None:
+        if announcement is None:
             name = f"{location.node_id:016x}"
             detail = f"node {name}, which had it, does not announce itself any more"
             return Missing(block=block, reason=MissReason.NODE_DEAD, detail=detail, node=name)
-        here = word.host == socket.gethostname()
-        if here and not is_locked(Path(word.control_path).parent / LOCK):
-            detail = f"node {word.name}, which had it, has ended"
-            return Missing(block=block, reason=MissReason.NODE_DEAD, detail=detail, node=word.name)
-        where = "another run directory of this host" if here else f"host {word.host}"
+        here = announcement.host == socket.gethostname()
+        if here and not is_locked(Path(announcement.control_path).parent / LOCK):
+            detail = f"node {announcement.name}, which had it, has ended"
+            return Missing(
+                block=block, reason=MissReason.NODE_DEAD, detail=detail, node=announcement.name
+            )
+        where = "another run directory of this host" if here else f"host {announcement.host}"
         return Missing(
             block=block,
             reason=MissReason.OUT_OF_REACH,
-            detail=f"node {word.name} has it, on {where}: it cannot be read from here",
-            node=word.name,
+            detail=f"node {announcement.name} has it, on {where}: it cannot be read from here",
+            node=announcement.name,
         )
 
     # --- other fields -------------------------------------------------------
 
-    def _under_other_fields(self, question: Question, answers: list[_Answer]) -> Missing | None:
+    def _under_other_fields(self, question: MissQuery, answers: list[_Answer]) -> Missing | None:
         """The same tokens in another namespace, or the nearest one when ours has nothing."""
         ours = question.namespace
         candidates = [_Candidate((field,), key, "") for field, key in question.others]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstore.errors import IndexBreakerOpenError, IndexDeadlineError, IndexUnavailableError
-from kvstore.hashing import Field
+from kvstore.keys import Field
 
 ABSENT_FIELD = "(absent)"
 """Stands for a field that one of two namespaces does not have."""

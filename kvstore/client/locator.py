@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvstore.client.explanation import MissReason, reason_of
-from kvstore.core.record import RecordSigner, unpack_record
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_node
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import BATCH_KEYS_MAX, Limits
 from kvstore.nodedir import Announcement
+from kvstore.record import RecordSigner, unpack_record
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.types import Key
@@ -110,8 +110,12 @@ class Locator:
         known = self._nodes.get(node_id)
         if known is not None and now < known[0]:
             return known[1]
-        word = announced_node(self._index, node_id, self._signer)
-        found = None if word is None else (word, Holder(word.name, word.host))
+        announcement = announced_node(self._index, node_id, self._signer)
+        found = (
+            None
+            if announcement is None
+            else (announcement, Holder(announcement.name, announcement.host))
+        )
         if len(self._nodes) >= NODES_KNOWN_MAX:
             self._nodes.clear()
         self._nodes[node_id] = (now + NODES_KNOWN_S, found)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Self
 
-from kvstore.client.base import Found
-from kvstore.client.dtypes import Described, described
-from kvstore.client.host_writer import HostWriter
+from kvstore.client.base import BlockRef
+from kvstore.client.local.host_writer import HostWriter
+from kvstore.client.local.reader import Place
 from kvstore.client.pins import Pin
-from kvstore.client.reader import Place
-from kvstore.client.tensors import numpy_dtype, torch_dtype
+from kvstore.client.values.dtypes import Described, described
+from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
 from kvstore.segment.copying import address_of
 from kvstore.segment.shm import private_pages
 from kvstore.types import Key, Kind
 
 
-class Match(NamedTuple):
+class TokenMatch(NamedTuple):
     """The longest leading run of blocks of a token sequence that is in the store."""
 
     tokens: int
     """Tokens covered, a multiple of block_tokens."""
     blocks: int
-    found: list[Found]
+    found: list[BlockRef]
 
 
 class Pinned:

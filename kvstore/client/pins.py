@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvstore.forks import in_each_child
+from kvstore.fork import in_each_child
 from kvstore.segment.copying import address_of
 from kvstore.types import Key
 

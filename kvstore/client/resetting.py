@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvstore.client.deadlines import until
-from kvstore.client.host_writer import HostWriter
-from kvstore.client.remote_writer import RemoteWriter
+from kvstore.client.local.host_writer import HostWriter
+from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_result import ResetResult
-from kvstore.core.record import RecordSigner
 from kvstore.core.resets import RANDOM_BITS, Resets
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import RESET_LISTENS_S, RESET_NAMESPACES_MAX
 from kvstore.nodedir import Announcement, node_dirs
+from kvstore.record import RecordSigner
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
 POLL_S = 0.05
@@ -130,22 +130,24 @@ def _look(where: _Where, numbers: Sequence[int]) -> _Seen:
     known: dict[int, tuple[str, bool]] = {}
     answered, vram = True, False
 
-    def note(word: Announcement, resets: str) -> None:
+    def note(announcement: Announcement, resets: str) -> None:
         nonlocal vram
         told = Resets.unpack(resets)
-        name, before = known.get(word.node_id, (f"{word.name}@{word.host}", False))
-        known[word.node_id] = (name, before or all(number in told for number in numbers))
-        vram = vram or CUDA_IPC in word.transports
+        name, before = known.get(
+            announcement.node_id, (f"{announcement.name}@{announcement.host}", False)
+        )
+        known[announcement.node_id] = (name, before or all(number in told for number in numbers))
+        vram = vram or CUDA_IPC in announcement.transports
 
     try:
         announced = announced_nodes(where.index, where.signer).values()
     except IndexUnavailableError:
         answered, announced = False, {}.values()
-    for word in announced:
-        if word.key_prefix == where.key_prefix:
-            note(word, word.resets)
-    for word, resets in _here(where.run_dir, where.key_prefix):
-        note(word, resets)
+    for announcement in announced:
+        if announcement.key_prefix == where.key_prefix:
+            note(announcement, announcement.resets)
+    for announcement, resets in _here(where.run_dir, where.key_prefix):
+        note(announcement, resets)
     return _Seen(
         tuple(sorted(name for name, done in known.values() if done)),
         tuple(sorted(name for name, done in known.values() if not done)),
@@ -157,6 +159,6 @@ def _look(where: _Where, numbers: Sequence[int]) -> _Seen:
 def _here(run_dir: Path, key_prefix: str) -> Iterator[tuple[Announcement, str]]:
     """Living nodes of this host: one may be there that the index has forgotten."""
     for directory in node_dirs(run_dir):
-        word = directory.announcement()
-        if word is not None and word.key_prefix == key_prefix and directory.alive():
-            yield word, str(directory.kept_resets().get("resets", ""))
+        announcement = directory.announcement()
+        if announcement is not None and announcement.key_prefix == key_prefix and directory.alive():
+            yield announcement, str(directory.kept_resets().get("resets", ""))

@@ -9,34 +9,42 @@ from pathlib import Path
 from typing import Literal
 
 from kvstore.client import arguments
-from kvstore.client.base import Answers, BlockView, Found, PoolMapping, Question, Reservation, Run
+from kvstore.client.base import (
+    BlockRef,
+    BlockView,
+    LookupResult,
+    MissQuery,
+    PoolMapping,
+    PrefixMatch,
+    Reservation,
+)
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
-from kvstore.client.fetching import fetch_blocks
 from kvstore.client.health import Health, IndexWatch, ask_index
-from kvstore.client.here import found_here, leading
-from kvstore.client.host_writer import HostWriter
-from kvstore.client.nodes import LocalNodes
-from kvstore.client.reader import Reader
-from kvstore.client.remote import RemoteNodes
-from kvstore.client.remote_writer import AWAY_SLOT, RemoteWriter
+from kvstore.client.local.corruption_reporter import CorruptionReporter
+from kvstore.client.local.embedded_node import start_embedded_node
+from kvstore.client.local.hint_lookup import found_here, leading
+from kvstore.client.local.host_writer import HostWriter
+from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.reader import Reader
+from kvstore.client.local.reaper import Reaper
+from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.remote.silenced import Silenced
+from kvstore.client.remote.values import fetch_blocks
+from kvstore.client.remote.writer import AWAY_SLOT, RemoteWriter
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.resetting import reset_everywhere
-from kvstore.client.silenced import Silenced
-from kvstore.client.spawn import start_embedded_node
-from kvstore.client.suspect import Suspicion
-from kvstore.client.upkeep import Upkeep
-from kvstore.client.value_names import ValueNames
+from kvstore.client.values.names import ValueNames
 from kvstore.client.vram import VramNodes
-from kvstore.client.wants import Want
-from kvstore.core.record import RecordSigner
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError
-from kvstore.hashing import Namespace
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
+from kvstore.keys import Namespace
 from kvstore.limits import LOCK_PART_BYTES, RESET_TIMEOUT_S, Limits
 from kvstore.nodedir import Announcement
+from kvstore.protocol.control_requests import Want
+from kvstore.record import RecordSigner
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
@@ -45,8 +53,8 @@ from kvstore.transport.base import Read
 from kvstore.transport.cuda_ipc import Piece, WantedAnywhere
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceBlock
-from kvstore.transport.security import StreamSecurity
 from kvstore.transport.select import SHM, TRANSPORTS, allowed
+from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, Kind, Location, PutResult
 
 Verify = Literal["never", "always"]
@@ -129,7 +137,7 @@ class BlockSession:
         self.viewed = {"hits": 0, "hit_bytes": 0}
         """Blocks of this host that `views` has handed out."""
         self._watch = IndexWatch(self.index)
-        self._upkeep = Upkeep(self._look_after)
+        self._upkeep = Reaper(self._look_after)
         self._sweeper = Sweeper(self.run_dir, every_s=self.limits.sweep_every_s)
         self.nodes = LocalNodes(
             self.run_dir,
@@ -148,7 +156,7 @@ class BlockSession:
             signer,
             Silenced(self.run_dir),
         )
-        suspicion = Suspicion(self.limits.request_timeout_s)
+        suspicion = CorruptionReporter(self.limits.request_timeout_s)
         self.reader = Reader(
             self.index,
             self.nodes,
@@ -205,7 +213,7 @@ class BlockSession:
         if self._sweeper.due(now):
             self._sweeper.sweep()
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
         """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;
         with a `timeout_s` shorter than what it took, the answer counts as too late: a miss.
         While the index is away, another `redis_timeout_s` at most goes into this host's segments.
@@ -214,15 +222,15 @@ class BlockSession:
         try:
             records = self.reader.indexed_run(keys)
         except IndexUnavailableError as e:
-            run = Run(leading(self._found_here(keys, started, timeout_s)))
+            run = PrefixMatch(leading(self._found_here(keys, started, timeout_s)))
             run.short = self._short(e, missed=len(run) < len(keys))
             return run
         genuine = self.reader.genuine_count(keys, records)
         readable = self.reader.readable_count(records[:genuine])
         if timeout_s is not None and time.monotonic() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
-            return Run(short=MissReason.DEADLINE)
-        run = Run(map(Found, keys, records[:readable]))
+            return PrefixMatch(short=MissReason.DEADLINE)
+        run = PrefixMatch(map(BlockRef, keys, records[:readable]))
         if readable < genuine:
             self.reader.missed(MissReason.OUT_OF_REACH)
             run.short = MissReason.OUT_OF_REACH
@@ -232,27 +240,27 @@ class BlockSession:
             run.short = MissReason.ABSENT
         return run
 
-    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> Answers:
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         """See `BlockStore.lookup`; its deadline is that of `match`."""
         started = time.monotonic()
         try:
             records = self.reader.readable(keys)
         except IndexUnavailableError as e:
-            answers = Answers(self._found_here(keys, started, timeout_s))
+            answers = LookupResult(self._found_here(keys, started, timeout_s))
             answers += [None] * (len(keys) - len(answers))
             answers.short = self._short(e, missed=None in answers)
             return answers
         if timeout_s is not None and time.monotonic() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
-            return Answers([None] * len(keys), short=MissReason.DEADLINE)
-        return Answers(
-            Found(key, record) if record is not None else None
+            return LookupResult([None] * len(keys), short=MissReason.DEADLINE)
+        return LookupResult(
+            BlockRef(key, record) if record is not None else None
             for key, record in zip(keys, records, strict=True)
         )
 
     def _found_here(
         self, keys: Sequence[Key], started: float, timeout_s: float | None
-    ) -> Iterator[Found | None]:
+    ) -> Iterator[BlockRef | None]:
         """What can be found without the index, in what is left of the time."""
         if timeout_s is None:
             give_up_at = time.monotonic() + self.limits.redis_timeout_s
@@ -265,12 +273,12 @@ class BlockSession:
         self.reader.index_failed(error, missed=missed)
         return reason_of(error) if missed else None
 
-    def view(self, found: Found) -> BlockView | None:
+    def view(self, found: BlockRef) -> BlockView | None:
         (view,) = self.views([found], None)
         return view
 
     def views(
-        self, found: Sequence[Found], staging: memoryview | None, timeout_s: float | None = None
+        self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
     ) -> Iterator[BlockView | None]:
         """See `BlockStore.views`. Blocks of other hosts come when the first of them is asked for,
         in one batch per node; without `staging` into memory of their own."""
@@ -291,7 +299,7 @@ class BlockSession:
 
     def _fetch(
         self,
-        found: Sequence[Found],
+        found: Sequence[BlockRef],
         first: int,
         staging: memoryview | None,
         deadline: float | None,
@@ -306,23 +314,23 @@ class BlockSession:
             self.remote, {i: (found[i].key, where) for i, where in away.items()}, staging, deadline
         )
 
-    def device_view(self, found: Found) -> DeviceBlock | None:
+    def device_view(self, found: BlockRef) -> DeviceBlock | None:
         """A block of this host's VRAM in place, for kernels of the caller's; close it. None for
         one that is elsewhere, or is not there any more."""
         location = self.reader.away(found.key, found.record)
         at = None if location is None else self._in_vram(location)
         if location is None or at is None:
             return None
-        vram, word = at
-        return vram.view(word, found.key, location)
+        vram, announcement = at
+        return vram.view(announcement, found.key, location)
 
     def _in_vram(self, location: Location) -> tuple[VramNodes, Announcement] | None:
         vram, now = self.remote.vram, time.monotonic()
-        word = None if vram is None else vram.node(location.node_id, location.epoch, now)
-        return None if vram is None or word is None else (vram, word)
+        announcement = None if vram is None else vram.node(location.node_id, location.epoch, now)
+        return None if vram is None or announcement is None else (vram, announcement)
 
     def read_vram(
-        self, found: Sequence[Found], into: Sequence[Sequence[Piece]], timeout_s: float
+        self, found: Sequence[BlockRef], into: Sequence[Sequence[Piece]], timeout_s: float
     ) -> list[bool]:
         """Copy blocks of this host's VRAM, each into pieces on the device or the host that are
         together as long as it; False for those that are elsewhere or could not be read. The
@@ -342,8 +350,8 @@ class BlockSession:
         for batch in by_node.values():
             there = self._in_vram(batch[0][1].location)
             if there is not None:
-                vram, word = there
-                outcomes = vram.read(word, [wanted for _, wanted in batch], deadline)
+                vram, announcement = there
+                outcomes = vram.read(announcement, [wanted for _, wanted in batch], deadline)
                 for (i, _), outcome in zip(batch, outcomes, strict=True):
                     read[i] = outcome.read is Read.HIT
         return read
@@ -389,14 +397,14 @@ class BlockSession:
     def touch(self, keys: Sequence[Key]) -> None:
         self.writer.touch(keys, time.monotonic())
 
-    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+    def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
         records = self.writer.pin_many(keys)
         return [
-            Found(key, record) if record is not None else None
+            BlockRef(key, record) if record is not None else None
             for key, record in zip(keys, records, strict=True)
         ]
 
-    def unpin(self, found: Sequence[Found]) -> None:
+    def unpin(self, found: Sequence[BlockRef]) -> None:
         self.writer.unpin_many([(f.key, f.record) for f in found])
 
     def clear(self, namespace_id: int) -> int:
@@ -433,10 +441,10 @@ class BlockSession:
             found += _mapping(attached.shm, writable=False)
         return found
 
-    def introduce(self, namespaces: Iterable[Namespace]) -> None:
-        self.writer.introduce(namespaces)
+    def register_namespaces(self, namespaces: Iterable[Namespace]) -> None:
+        self.writer.register_namespaces(namespaces)
 
-    def why_missing(self, question: Question) -> Missing:
+    def why_missing(self, question: MissQuery) -> Missing:
         return self._explainer.why(question)
 
     def health(self) -> Health:

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from kvstore.client.nodes import ABSENT_MAX, ABSENT_S, ALIVE_CHECK_S
+from kvstore.client.local.nodes import ABSENT_MAX, ABSENT_S, ALIVE_CHECK_S
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import DeviceError, UsageError
 from kvstore.limits import STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement, NodeDir, node_dirs
 from kvstore.segment.cuda import AttachedCuda
 from kvstore.segment.locate import locate
-from kvstore.segment.placed import files_of
+from kvstore.segment.trusted_files import files_of
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.cuda_ipc import CudaIpcTransport, WantedAnywhere
-from kvstore.transport.cuda_memory import NAME, Address, DeviceBlock, Place
+from kvstore.transport.cuda_memory import NAME, DeviceAddress, DeviceBlock, DevicePlace
 from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.client")
@@ -39,26 +39,26 @@ class CudaHeads:
         self.alive = segment.alive
         self.close = segment.close
 
-    def locate(self, key: Key, location: Location) -> Place | None:
+    def locate(self, key: Key, location: Location) -> DevicePlace | None:
         spot = locate(self._segment, key, location)
         if spot is None:
             return None
-        return Place(spot.offset, spot.header[4], spot.header[5], (spot.slot_id, spot.image))
+        return DevicePlace(spot.offset, spot.header[4], spot.header[5], (spot.slot_id, spot.image))
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: DevicePlace) -> bool:
         slot_id, image = place.token
         return bool(self._segment.header(slot_id) == image)
 
 
-def attach(run_dir: Path, word: Announcement) -> CudaHeads | None:
+def attach(run_dir: Path, announcement: Announcement) -> CudaHeads | None:
     """The headers of a node in VRAM; None when it is not on this host (any more)."""
     try:
-        files = files_of(NodeDir(run_dir, word.name), word)
+        files = files_of(NodeDir(run_dir, announcement.name), announcement)
         segment = AttachedCuda(files.data, files.head, owner=files.owner)
     except (OSError, ValueError, UsageError):
         return None
     block = segment.superblock
-    if (block.node_id, block.epoch) != (word.node_id, word.epoch):
+    if (block.node_id, block.epoch) != (announcement.node_id, announcement.epoch):
         segment.close()
         return None
     return CudaHeads(segment)
@@ -87,33 +87,36 @@ class VramNodes:
 
     def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
         """That start of that node when its blocks can be read from here now."""
-        until, word = self._known.get((node_id, epoch), (0.0, None))
+        until, announcement = self._known.get((node_id, epoch), (0.0, None))
         if now < until:
-            return word
+            return announcement
         with self._lock:
             until, was = self._known.get((node_id, epoch), (0.0, None))
             if now < until:
                 return was
-            word = self._find(node_id, epoch)
+            announcement = self._find(node_id, epoch)
             if len(self._known) >= ABSENT_MAX:
                 self._known.clear()
-            believed_s = ABSENT_S if word is None else ALIVE_CHECK_S
-            self._known[node_id, epoch] = (now + believed_s, word)
-        if was is not None and word is None:
+            believed_s = ABSENT_S if announcement is None else ALIVE_CHECK_S
+            self._known[node_id, epoch] = (now + believed_s, announcement)
+        if was is not None and announcement is None:
             self.sweep()
-        return word
+        return announcement
 
     def _find(self, node_id: int, epoch: int) -> Announcement | None:
         for directory in node_dirs(self._run_dir):
-            word = directory.announcement()
-            if word is None or (word.node_id, word.epoch) != (node_id, epoch):
+            announcement = directory.announcement()
+            if announcement is None or (announcement.node_id, announcement.epoch) != (
+                node_id,
+                epoch,
+            ):
                 continue
-            return word if self._readable(word, directory) else None
+            return announcement if self._readable(announcement, directory) else None
         return None
 
-    def _readable(self, word: Announcement, directory: NodeDir) -> bool:
-        address = Address.parse(word.transports.get(NAME, ""))
-        if address is None or word.key_prefix != self._key_prefix or not directory.alive():
+    def _readable(self, announcement: Announcement, directory: NodeDir) -> bool:
+        address = DeviceAddress.parse(announcement.transports.get(NAME, ""))
+        if address is None or announcement.key_prefix != self._key_prefix or not directory.alive():
             return False
         try:
             return self._device is None or self._device.reaches(address.uuid)
@@ -122,9 +125,11 @@ class VramNodes:
 
     # --- reading ----------------------------------------------------------------
 
-    def there(self, word: Announcement, blocks: Sequence[tuple[Key, Location]]) -> list[bool]:
+    def there(
+        self, announcement: Announcement, blocks: Sequence[tuple[Key, Location]]
+    ) -> list[bool]:
         """Which of `blocks` are there, as long as their locations say."""
-        heads = attach(self._run_dir, word)
+        heads = attach(self._run_dir, announcement)
         if heads is None:
             return [False] * len(blocks)
         try:
@@ -133,7 +138,7 @@ class VramNodes:
             heads.close()
 
     def read(
-        self, word: Announcement, wanted: Sequence[Wanted | WantedAnywhere], deadline: float
+        self, announcement: Announcement, wanted: Sequence[Wanted | WantedAnywhere], deadline: float
     ) -> list[Outcome]:
         """One outcome for each block, into memory of the host or of a device."""
         outcomes: list[Outcome] = []
@@ -142,21 +147,21 @@ class VramNodes:
             if self.transport is None:
                 outcomes += [Outcome(Read.FAILED, "no CUDA device in this process")] * len(batch)
             else:
-                outcomes += self.transport.submit(word, batch, deadline).wait()
+                outcomes += self.transport.submit(announcement, batch, deadline).wait()
         self._count(outcomes, wanted)
         failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
         if failed is not None:
-            self._failed(word, failed)
+            self._failed(announcement, failed)
         return outcomes
 
-    def view(self, word: Announcement, key: Key, location: Location) -> DeviceBlock | None:
+    def view(self, announcement: Announcement, key: Key, location: Location) -> DeviceBlock | None:
         """The block in place; None when it is not there (any more) or out of reach."""
         if self.transport is None:
             return None
         try:
-            return self.transport.memory.view(word, key, location)
+            return self.transport.memory.view(announcement, key, location)
         except DeviceError as e:
-            self._failed(word, str(e))
+            self._failed(announcement, str(e))
             return None
 
     def _count(
@@ -173,16 +178,18 @@ class VramNodes:
         if self.transport is not None:
             self.transport.memory.sweep()
 
-    def _failed(self, word: Announcement, reason: str) -> None:
+    def _failed(self, announcement: Announcement, reason: str) -> None:
         """It is left alone for a while."""
-        start = (word.node_id, word.epoch)
+        start = (announcement.node_id, announcement.epoch)
         with self._lock:
             level = logging.DEBUG if start in self._said else logging.WARNING
             if len(self._said) >= ABSENT_MAX:
                 self._said.clear()
             self._said.add(start)
             self._known[start] = (time.monotonic() + ABSENT_S, None)
-        log.log(level, "node %s cannot be read over CUDA IPC for now: %s", word.name, reason)
+        log.log(
+            level, "node %s cannot be read over CUDA IPC for now: %s", announcement.name, reason
+        )
 
     def close(self) -> None:
         if self.transport is not None:

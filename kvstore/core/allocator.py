@@ -1,7 +1,7 @@
 """Space of one segment: which extent is whose, and which blocks go when none is large enough.
 
 A segment is a run of pages. A slot is an extent of it that begins in the page of its number
-and takes what its value needs (sizes.py). Each granule is free (space.py) or of one slot,
+and takes what its value needs (granules.py). Each granule is free (space.py) or of one slot,
 and a slot is RESERVED, SEALED or DOOMED (slots.py); one that was freed last may be FREE
 for a while, so that its place goes whole to a value of its size. Only the node's event
 loop changes any of it: `take` makes a slot, `became_free` ends it.
@@ -35,7 +35,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from kvstore.core.eviction import LRU, PolicyFactory
-from kvstore.core.sizes import GRANULE_BYTES, PAGE, aligned, granules_of
+from kvstore.core.granules import GRANULE_BYTES, PAGE, aligned, granules_of
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.space import Space
 from kvstore.errors import InternalError, UsageError

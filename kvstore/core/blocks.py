@@ -9,15 +9,15 @@ from __future__ import annotations
 from itertools import islice
 
 from kvstore.core.allocator import Allocator
+from kvstore.core.departures import Departures, GoneWhy
 from kvstore.core.events import Bounds, Hold, Mark, Seal, Write
 from kvstore.core.eviction import PolicyFactory
-from kvstore.core.gone import Gone, GoneWhy
-from kvstore.core.names import Names
+from kvstore.core.granules import PAGE
 from kvstore.core.outbox import KeyedRecord, Outbox
-from kvstore.core.record import RecordSigner, pack_place
-from kvstore.core.sizes import PAGE
 from kvstore.core.slots import Slot, SlotEvent, SlotState
+from kvstore.core.user_keys import Names
 from kvstore.limits import SLOT_BYTES_MIN, Limits
+from kvstore.record import RecordSigner, pack_place
 from kvstore.types import Key
 
 GENERATIONS_AHEAD = 1 << 20
@@ -51,7 +51,7 @@ class Blocks:
         """Every key that is SEALED or RESERVED here."""
         self.outbox = Outbox(limits.pending_remove)
         """What Redis has yet to hear."""
-        self.gone = Gone(limits.gone_keys)
+        self.gone = Departures(limits.gone_keys)
         self.names = Names(limits.names)
         self.now = 0.0
         """When the event that is being handled happened."""

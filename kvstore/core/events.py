@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.types import Key
 
 
@@ -119,7 +119,7 @@ class Named(NamedTuple):
 class Suspect(NamedTuple):
     """A client read bytes of these keys that do not have the checksum saved with them; one way.
 
-    The node looks for itself: see `Check`.
+    The node looks for itself: see `CheckSlot`.
     """
 
     session: int
@@ -128,7 +128,7 @@ class Suspect(NamedTuple):
 
 class Coldest(NamedTuple):
     """Pin for this session what was used least lately, at most so many blocks and only as many
-    as are needed for `free_bytes` to be free; core/tier.py."""
+    as are needed for `free_bytes` to be free; core/demotion.py."""
 
     session: int
     request: int
@@ -245,7 +245,7 @@ class Fill(NamedTuple):
     value: bytes
 
 
-class Check(NamedTuple):
+class CheckSlot(NamedTuple):
     """Compare the checksum of a sealed payload; if it is wrong, the next event is `Corrupt`."""
 
     slot_id: int
@@ -272,5 +272,5 @@ class Effects(NamedTuple):
 
     writes: list[Write]
     replies: list[Reply]
-    checks: list[Check]
+    checks: list[CheckSlot]
     """Beside all that, in any order."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 from kvstore.errors import UsageError
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.limits import NAMESPACE_BYTES_MAX, NAMESPACE_FIELDS_MAX
 
 

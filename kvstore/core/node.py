@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstore.core.blocks import Blocks
+from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
     Abort,
-    Check,
+    CheckSlot,
     Clear,
     Commit,
     Corrupt,
@@ -39,15 +40,14 @@ from kvstore.core.events import (
     Write,
 )
 from kvstore.core.eviction import LRU, PolicyFactory
-from kvstore.core.gone import GoneWhy
 from kvstore.core.holdings import FORMER, Session
 from kvstore.core.namespaces import Namespaces
-from kvstore.core.record import RecordSigner
 from kvstore.core.report import explain, listing, stats
 from kvstore.core.resets import Resets
 from kvstore.core.slots import Slot, SlotState
-from kvstore.core.suspects import CheckBudget
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, Limits
+from kvstore.record import RecordSigner
+from kvstore.token_bucket import TokenBucket
 
 NOBODY = -1
 """In place of a session's number: an event that no client has asked for."""
@@ -83,7 +83,7 @@ class NodeCore(Blocks):
         self._sessions: dict[int, Session] = {}
         self.namespaces = Namespaces(self.limits.namespaces)
         self.resets = Resets()
-        self._checks = CheckBudget(CHECKED_BYTES_PER_S_MAX)
+        self._checks = TokenBucket(CHECKED_BYTES_PER_S_MAX)
         self._handlers: dict[type[Any], Callable[[Any, Effects, float], None]] = {
             Reserve: self._reserve,
             Commit: self._commit,
@@ -292,7 +292,9 @@ class NodeCore(Blocks):
                 continue
             if self._checks.allows(slot.length, now):
                 effects.checks.append(
-                    Check(slot.slot_id, slot.generation, slot.offset, slot.length, slot.checksum)
+                    CheckSlot(
+                        slot.slot_id, slot.generation, slot.offset, slot.length, slot.checksum
+                    )
                 )
 
     def _corrupt(self, event: Corrupt, effects: Effects, now: float) -> None:

@@ -12,8 +12,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from kvstore.core.events import Bounds, Mark, Seal, Write
+from kvstore.core.granules import PAGE, granules_of, within
 from kvstore.core.node import NodeCore
-from kvstore.core.sizes import PAGE, granules_of, within
 from kvstore.core.slots import Slot, SlotState
 
 _AGE = itemgetter(1, 0)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from kvstore.core.node import NodeCore
-from kvstore.core.record import unpack_record
 from kvstore.core.slots import SlotState
+from kvstore.record import unpack_record
 from kvstore.types import Key
 
 

@@ -1,4 +1,4 @@
-"""The free extents of a segment, in granules (sizes.py).
+"""The free extents of a segment, in granules (granules.py).
 
 What must never happen: two free extents that touch (`give` joins them), one that overlaps
 another or a slot, or a granule that is in none and belongs to no slot. `free` is their sum.
@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from kvstore.core.sizes import PAGE, aligned
+from kvstore.core.granules import PAGE, aligned
 
 FITS_TRIED = 4
 """Extents of one size that are looked at: one may be too small only for where it begins, and

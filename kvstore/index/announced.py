@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvstore.core.record import RecordSigner
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.nodedir import Announcement, Stranger, stranger
+from kvstore.record import RecordSigner
 
 
 def announced_node(

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from kvstore.types import Key
 
 Record = bytes
-"""44 bytes, 60 when signed, see core/record.py. The index neither reads nor checks them."""
+"""44 bytes, 60 when signed, see record.py. The index neither reads nor checks them."""
 
 ANNOUNCEMENT_BYTES_MAX = 16 << 10
 

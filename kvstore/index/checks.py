@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.core.record import SIGNED_RECORD_BYTES
 from kvstore.errors import UsageError
 from kvstore.index.base import ANNOUNCEMENT_BYTES_MAX, KeyRecord
 from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.record import SIGNED_RECORD_BYTES
 from kvstore.types import KEY_BYTES, Key
 
 RECORD_BYTES_MAX = SIGNED_RECORD_BYTES

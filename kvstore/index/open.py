@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from kvstore.index.base import Index
-from kvstore.index.breaker import GuardedIndex
-from kvstore.index.embedded import EmbeddedRedis
-from kvstore.index.redis import open_index
+from kvstore.index.embedded_redis.server import EmbeddedRedis
+from kvstore.index.guarded import GuardedIndex
+from kvstore.index.redis.index import open_index
 from kvstore.limits import Limits
 
 URL_VARIABLE = "KVSTORE_URL"

@@ -11,7 +11,7 @@ from kvstore.core.eviction import POLICIES
 from kvstore.errors import UsageError
 from kvstore.limits import SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX, Limits
 from kvstore.segment.shm import SHM_DIR
-from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream.security import StreamSecurity
 
 SIZE_BYTES_DEFAULT = 1 << 30
 
@@ -27,7 +27,7 @@ class NodeConfig:
     key_prefix: str = "kv:default"
     shm_dir: Path = SHM_DIR
     end_with_last_client: bool = False
-    """Stop when the last client is gone, or when none comes (last_client.py)."""
+    """Stop when the last client is gone, or when none comes (idle_shutdown.py)."""
     listen: tuple[str, int] | None = None
     """(host, port) to serve other hosts at; port 0 takes a free one. None: not at all."""
     advertise: str = ""
@@ -42,7 +42,7 @@ class NodeConfig:
     keep: bool = False
     """At an orderly end too, leave the segment for the next start (restart.py)."""
     group: int | None = None
-    """A group id whose members may read this node's blocks (sharing.py); None: its user alone."""
+    """A group id whose members may read this node's blocks (permissions.py); None: nobody else."""
     signing_key: bytes | None = field(default=None, repr=False)
     """Sign index records with it; None: KVSTORE_SIGNING_KEY (secret.py), else unsigned."""
     limits: Limits = field(default_factory=Limits)

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 import xxhash
 
-from kvstore.core import wire
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -35,9 +34,7 @@ from kvstore.core.events import (
 from kvstore.core.eviction import POLICIES
 from kvstore.core.holdings import FORMER, TRIAL
 from kvstore.core.node import NOBODY, NodeCore
-from kvstore.core.record import RecordSigner
 from kvstore.core.report import counts, stats
-from kvstore.core.wire import Hello, Op
 from kvstore.errors import (
     DeadlineError,
     IndexUnavailableError,
@@ -49,20 +46,23 @@ from kvstore.index.base import Index
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.node import restart
 from kvstore.node.config import NodeConfig, node_id_of
-from kvstore.node.control import Connection
+from kvstore.node.control_server import Connection
 from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
-from kvstore.node.inside import Inside
-from kvstore.node.last_client import wait_for_last_client
-from kvstore.node.naming import take_name
+from kvstore.node.idle_shutdown import wait_for_last_client
+from kvstore.node.local_session import LocalSessions
+from kvstore.node.name_lock import take_name
+from kvstore.node.permissions import give, owns_node, share_directory, share_files
 from kvstore.node.publisher import STOP_TIMEOUT_S, Publisher
 from kvstore.node.readiness import Readiness
-from kvstore.node.reconcile import Scrubber
 from kvstore.node.resets import ResetNews
-from kvstore.node.sessions import Session, Sessions
-from kvstore.node.sharing import give, owns_node, share_directory, share_files
-from kvstore.node.stream_server import StreamServer
+from kvstore.node.scrubber import Scrubber
+from kvstore.node.sessions import ClientSession, Sessions
+from kvstore.node.stream.server import StreamServer
 from kvstore.nodedir import Announcement, NodeDir
+from kvstore.protocol import control
+from kvstore.protocol.control import Hello, Op
+from kvstore.record import RecordSigner
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper, segment_base
 from kvstore.types import Key, Kind
@@ -189,7 +189,7 @@ class Node:
         base = segment_base(config.shm_dir, node_id, epoch)
         if config.end_with_last_client or not self.restartable:
             self.dir.keep.unlink(missing_ok=True)
-        word = Announcement(
+        announcement = Announcement(
             node_id=node_id,
             epoch=epoch,
             name=config.name,
@@ -205,7 +205,7 @@ class Node:
         self._resets = ResetNews(
             self.dir, config.run_dir, config.key_prefix, self.index, self._signer
         )
-        started = self._begin(word, make_core)
+        started = self._begin(announcement, make_core)
         self.core, self.segment, self.announcement, self._former = started
         share_files(self.announcement, config.group)
         assert self._loop is not None
@@ -214,10 +214,12 @@ class Node:
         self.readiness = Readiness(self.index, self.dir, (node_id, epoch), self._try_slot)
         self.sessions = Sessions(self.dir.leases, config.limits.clients)
 
-    def _begin(self, word: Announcement, make_core: Callable[[], NodeCore]) -> restart.Started:
-        """What it starts with; `word` says where an empty segment is to be."""
+    def _begin(
+        self, announcement: Announcement, make_core: Callable[[], NodeCore]
+    ) -> restart.Started:
+        """What it starts with; `announcement` says where an empty segment is to be."""
         catch_up = self._resets.catch_up
-        return restart.start(self.dir, word, make_core, self.config.run_dir, catch_up)
+        return restart.start(self.dir, announcement, make_core, self.config.run_dir, catch_up)
 
     async def _run(
         self, on_serving: Callable[[], None] | None, on_ready: Callable[[], None] | None
@@ -335,7 +337,7 @@ class Node:
             return
         assert self._loop is not None
         assert self.announcement is not None
-        inside = Inside(self._loop, self.sessions, self._act)
+        inside = LocalSessions(self._loop, self.sessions, self._act)
         self._stream = StreamServer(self.config, self.announcement, inside)
         self._stream.start()
         transports = self._stream.transports
@@ -405,8 +407,8 @@ class Node:
             connection.session = None
             connection.hang_up()
             return
-        event = wire.decode(session.number, message)
-        if session.reads_only and message[0] not in wire.READER_OPS:
+        event = control.decode(session.number, message)
+        if session.reads_only and message[0] not in control.READER_OPS:
             raise UsageError("op", Op(message[0]).name, "this user may only read")
         self._act(event)
 
@@ -455,7 +457,7 @@ class Node:
             self._said_room = steps
             self.dir.say_room(free_bytes)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: ClientSession) -> None:
         self._act(SessionDead(session.number))
         self.sessions.forget(session)
 

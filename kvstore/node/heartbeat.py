@@ -9,12 +9,12 @@ import random
 from collections.abc import Callable, Iterable
 
 from kvstore import clock
-from kvstore.core.record import RecordSigner
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import INDEX_WARNED_EVERY_S, NODE_BELIEVED_S, NODE_TTL_S
 from kvstore.nodedir import Announcement
+from kvstore.record import RecordSigner
 
 log = logging.getLogger("kvstore.node")
 
@@ -71,15 +71,19 @@ class Heartbeat:
         try:
             incarnation = self._index.incarnation()
             resets = self._news(announced_nodes(self._index, self._signer).values())
-            word = dataclasses.replace(
+            announcement = dataclasses.replace(
                 self._announcement,
                 free_bytes=self._free_bytes(),
                 up_s=int(clock.monotonic() - self._started_at),
                 resets=resets,
                 counts=self._counts(),
             )
-            raw = word.pack() if self._signer is None else self._signer.announcement(word.pack())
-            self._index.announce(word.node_id, raw, ANNOUNCEMENT_TTL_S)
+            raw = (
+                announcement.pack()
+                if self._signer is None
+                else self._signer.announcement(announcement.pack())
+            )
+            self._index.announce(announcement.node_id, raw, ANNOUNCEMENT_TTL_S)
         except IndexUnavailableError as e:
             self._news(())
             now = clock.monotonic()

@@ -15,9 +15,9 @@ from typing import Any
 from kvstore.errors import PeerError
 from kvstore.limits import NIXL_OWNER_RETRY_AFTER_MAX_S
 from kvstore.nodedir import Announcement
-from kvstore.transport.nixl import agent_prefix
-from kvstore.transport.nixl_child import WAY
-from kvstore.transport.nixl_process import START_TIMEOUT_S, NixlProcess, wait_for
+from kvstore.transport.nixl.child import WAY
+from kvstore.transport.nixl.process import START_TIMEOUT_S, NixlProcess, wait_for
+from kvstore.transport.nixl.transport import agent_prefix
 
 log = logging.getLogger("kvstore.node")
 
@@ -32,9 +32,9 @@ STOP_TIMEOUT_S = 2.0
 class NixlSidecar:
     """One process at a time, until `stop`. Thread-safe."""
 
-    def __init__(self, word: Announcement, access: str) -> None:
+    def __init__(self, announcement: Announcement, access: str) -> None:
         """`access`: "read-only" or "writable", what its mapping of the payload is."""
-        self._word = word
+        self._word = announcement
         self._access = access
         self._stopping = threading.Event()
         self._started: NixlProcess | None = None
@@ -53,7 +53,7 @@ class NixlSidecar:
         return process.pid if process is not None else None
 
     def way(self) -> list[Any]:
-        """What `unpack_way` of core/nixl_wire.py takes; empty while there is no way in."""
+        """What `unpack_endpoint` of protocol/nixl.py takes; empty while there is no way in."""
         process = self._process
         if process is None:
             return []
@@ -85,17 +85,19 @@ class NixlSidecar:
 
     def _live(self) -> None:
         """Start one and wait for its end. Raises `PeerError` when it does not start."""
-        word = self._word
+        announcement = self._word
         self.starts += 1
-        name = f"{agent_prefix(word.node_id, word.epoch)}{self.starts}"
-        process = NixlProcess("owner", [name, word.data_path, word.head_path, self._access])
+        name = f"{agent_prefix(announcement.node_id, announcement.epoch)}{self.starts}"
+        process = NixlProcess(
+            "owner", [name, announcement.data_path, announcement.head_path, self._access]
+        )
         self._started = process
         try:
             if self._stopping.is_set():  # `stop` has looked for it already
                 return
             process.ready(time.monotonic() + START_TIMEOUT_S)
             self._process = process
-            log.info("node %s can be read through NIXL, agent %s", word.name, name)
+            log.info("node %s can be read through NIXL, agent %s", announcement.name, name)
             while not self._stopping.is_set() and not process.join(STOP_TIMEOUT_S / 4):
                 pass
         finally:

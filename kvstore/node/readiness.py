@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable
 from hashlib import blake2b
 
-from kvstore.core.record import RECORD_BYTES
 from kvstore.errors import IndexBreakerOpenError, IndexRefusedError, IndexUnavailableError
 from kvstore.index.base import Index, KeyRecord
 from kvstore.nodedir import NodeDir
+from kvstore.record import RECORD_BYTES
 from kvstore.types import KEY_BYTES
 
 log = logging.getLogger("kvstore.node")

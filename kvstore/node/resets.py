@@ -16,7 +16,6 @@ from typing import Any
 
 from kvstore.core.events import Effects, Reset
 from kvstore.core.node import NOBODY, NodeCore
-from kvstore.core.record import RecordSigner
 from kvstore.core.resets import Resets
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_nodes
@@ -24,6 +23,7 @@ from kvstore.index.base import Index
 from kvstore.limits import RESETS_KEPT_S, RESETS_SETTLE_S
 from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S
 from kvstore.nodedir import Announcement, NodeDir, node_dirs
+from kvstore.record import RecordSigner
 
 log = logging.getLogger("kvstore.node")
 
@@ -87,9 +87,13 @@ class ResetNews:
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Resets that others tell of and this node does not know, each once."""
         found: dict[int, tuple[int, ...]] = {}
-        words = [word for word in announcements if word.key_prefix == self._key_prefix]
-        self._peers = {word.node_id for word in words}
-        told = [word.resets for word in words]
+        words = [
+            announcement
+            for announcement in announcements
+            if announcement.key_prefix == self._key_prefix
+        ]
+        self._peers = {announcement.node_id for announcement in words}
+        told = [announcement.resets for announcement in words]
         for text in (*told, *self._told_here(), self._in_index()):
             if text:
                 found.update(resets.news(Resets.unpack(text)))

@@ -31,7 +31,7 @@ log = logging.getLogger("kvstore.node")
 
 ROOM_WAIT_S = 3.0
 """How long a node waits for memory that is about to be free: a client lets go of a dead node's
-within a second (client/upkeep.py)."""
+within a second (client/local/reaper.py)."""
 ROOM_POLL_S = 0.05
 SIGN_OF_LIFE_S = 5.0
 """How often a node says that it lives; what it leaves behind counts its age from there."""
@@ -89,20 +89,20 @@ class FormerClients:
 
 def start(
     directory: NodeDir,
-    word: Announcement,
+    announcement: Announcement,
     make_core: Callable[[], NodeCore],
     run_dir: Path,
     catch_up: Callable[[NodeCore, Callable[[Effects], None]], None],
 ) -> Started:
     """Warm when the former start left a segment of this size, else with an empty one.
 
-    `word` says where an empty segment is to be. The caller holds the node's lock. `catch_up`
-    drops what may not be read any more, and raises `ValueError` when it cannot tell.
+    `announcement` says where an empty segment is to be. The caller holds the node's lock.
+    `catch_up` drops what may not be read any more, and raises `ValueError` when it cannot tell.
     Raises `NoSpaceError`.
     """
     directory.leases.mkdir(exist_ok=True, mode=0o700)
     former = directory.announcement()
-    warm = None if former is None else _take_over(former, word, make_core, catch_up)
+    warm = None if former is None else _take_over(former, announcement, make_core, catch_up)
     if warm is None:
         other = directory.stranger()
         if other is not None:
@@ -112,17 +112,17 @@ def start(
     try:
         if warm is not None:
             core, segment = warm
-            word = _at(word, segment)
+            announcement = _at(announcement, segment)
             segment.adopt()
-            directory.announce(word)
-            return Started(core, segment, word, clients)
-        _make_room(Path(word.data_path).parent, word, run_dir)
+            directory.announce(announcement)
+            return Started(core, segment, announcement, clients)
+        _make_room(Path(announcement.data_path).parent, announcement, run_dir)
         # Written before the segment: whoever finds this directory without a
         # living owner knows which files to remove.
-        directory.announce(word)
-        base = Path(word.data_path).with_suffix("")
-        segment = OwnedShm(base, superblock_of(word), home=str(directory.path))
-        return Started(make_core(), segment, word, clients)
+        directory.announce(announcement)
+        base = Path(announcement.data_path).with_suffix("")
+        segment = OwnedShm(base, superblock_of(announcement), home=str(directory.path))
+        return Started(make_core(), segment, announcement, clients)
     except BaseException:
         clients.close()
         raise
@@ -130,20 +130,20 @@ def start(
 
 def _take_over(
     former: Announcement,
-    word: Announcement,
+    announcement: Announcement,
     make_core: Callable[[], NodeCore],
     catch_up: Callable[[NodeCore, Callable[[Effects], None]], None],
 ) -> tuple[NodeCore, OwnedShm] | None:
     segment: OwnedShm | None = None
     try:
         for name in _SAME:
-            was, wanted = getattr(former, name), getattr(word, name)
+            was, wanted = getattr(former, name), getattr(announcement, name)
             if was != wanted:
                 raise ValueError(f"its {name} is {was}, not {wanted}")
         path = Path(former.data_path)
-        if path.parent != Path(word.data_path).parent:
+        if path.parent != Path(announcement.data_path).parent:
             raise ValueError(f"it is in {path.parent}")
-        segment = OwnedShm(path.with_suffix(""), superblock_of(word), reopen=True)
+        segment = OwnedShm(path.with_suffix(""), superblock_of(announcement), reopen=True)
         with _no_collection():
             epoch, seen = segment.seen()
             core = make_core()
@@ -153,13 +153,13 @@ def _take_over(
         catch_up(core, partial(_apply, segment))
     except (OSError, ValueError, InternalError, AssertionError, LookupError) as e:
         # A segment that nothing can be made of must not keep the node from starting.
-        log.warning("node %s starts empty, not with what it left behind: %s", word.name, e)
+        log.warning("node %s starts empty, not with what it left behind: %s", announcement.name, e)
         if segment is not None:
             segment.close()
         return None
     log.info(
         "node %s goes on with %d blocks of epoch %d; %d headers were unsealed or damaged",
-        word.name,
+        announcement.name,
         core.counts["recovered"],
         epoch,
         core.counts["recovery_dropped"],
@@ -185,23 +185,23 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def superblock_of(word: Announcement) -> Superblock:
-    return Superblock(word.node_id, word.epoch, 0, word.size_bytes)
+def superblock_of(announcement: Announcement) -> Superblock:
+    return Superblock(announcement.node_id, announcement.epoch, 0, announcement.size_bytes)
 
 
-def _at(word: Announcement, segment: OwnedShm) -> Announcement:
+def _at(announcement: Announcement, segment: OwnedShm) -> Announcement:
     """The same node with its segment where it was."""
-    return word.with_files(str(segment.data_path), str(segment.head_path))
+    return announcement.with_files(str(segment.data_path), str(segment.head_path))
 
 
-def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
+def _make_room(where: Path, announcement: Announcement, run_dir: Path) -> None:
     """What dead nodes of this run directory could be restarted with goes first. What clients
     still map of nodes that were just killed is free a moment later."""
     try:
-        check_room(where, word.size_bytes)
+        check_room(where, announcement.size_bytes)
         return
     except NoSpaceError:
-        if never_fits(where, word.size_bytes):
+        if never_fits(where, announcement.size_bytes):
             raise
     # Imported where it is needed: 45 ms, which most starts can do without.
     from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
@@ -217,7 +217,7 @@ def _make_room(where: Path, word: Announcement, run_dir: Path) -> None:
                 names = ", ".join(removed)
                 log.info("removed what nodes %s left behind: its memory is needed", names)
             free_abandoned(where)
-            check_room(where, word.size_bytes)
+            check_room(where, announcement.size_bytes)
 
 
 async def stay_restartable(directory: NodeDir) -> None:

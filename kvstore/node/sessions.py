@@ -23,7 +23,7 @@ class Speaker(Protocol):
     def hang_up(self) -> None: ...
 
 
-class Session:
+class ClientSession:
     __slots__ = ("client_id", "hello", "lease_fd", "lease_path", "number", "transport")
 
     def __init__(self, number: int, client_id: str, lease_path: Path, lease_fd: int | None) -> None:
@@ -48,18 +48,18 @@ class Sessions:
     def __init__(self, leases: Path, clients_max: int) -> None:
         self._leases = leases
         self._clients_max = clients_max
-        self._by_client: dict[str, Session] = {}
-        self._by_number: dict[int, Session] = {}
+        self._by_client: dict[str, ClientSession] = {}
+        self._by_number: dict[int, ClientSession] = {}
         self.admitted = 0
         """Clients since the start."""
 
     def __len__(self) -> int:
         return len(self._by_client)
 
-    def get(self, number: int) -> Session | None:
+    def get(self, number: int) -> ClientSession | None:
         return self._by_number.get(number)
 
-    def enter(self, client_id: str, request: int, transport: Speaker) -> tuple[Session, bool]:
+    def enter(self, client_id: str, request: int, transport: Speaker) -> tuple[ClientSession, bool]:
         """The session of a client that said HELLO, and whether it was known before.
 
         Raises `UsageError` when its lease is not locked, when there are too many clients,
@@ -80,7 +80,7 @@ class Sessions:
     def _readers(self) -> int:
         return sum(session.reads_only for session in self._by_client.values())
 
-    def enter_reader(self, uid: int, client_id: str, transport: Speaker) -> Session:
+    def enter_reader(self, uid: int, client_id: str, transport: Speaker) -> ClientSession:
         """A session for a user who may only read. Raises `UsageError` when there are too many.
 
         It has a name of its own: nobody becomes another client by knowing its id.
@@ -94,7 +94,7 @@ class Sessions:
         session.transport = transport
         return session
 
-    def _admit(self, client_id: str) -> Session:
+    def _admit(self, client_id: str) -> ClientSession:
         if len(self._by_client) >= self._clients_max:
             raise UsageError("clients", len(self._by_client), f"at most {self._clients_max} a node")
         path = self._leases / client_id
@@ -107,24 +107,24 @@ class Sessions:
             raise UsageError("client_id", client_id, "its lease is not locked by its process")
         return self._add(client_id, path, fd)
 
-    def _add(self, client_id: str, path: Path, fd: int | None) -> Session:
+    def _add(self, client_id: str, path: Path, fd: int | None) -> ClientSession:
         self.admitted += 1
-        session = Session(self.admitted, client_id, path, fd)
+        session = ClientSession(self.admitted, client_id, path, fd)
         self._by_client[client_id] = self._by_number[session.number] = session
         return session
 
-    def enter_inside(self, transport: Speaker) -> Session:
+    def enter_inside(self, transport: Speaker) -> ClientSession:
         """A session of this process's own, without a lease: `leave_inside` ends it."""
         self.admitted += 1
-        session = Session(self.admitted, "", self._leases, -1)
+        session = ClientSession(self.admitted, "", self._leases, -1)
         session.transport = transport
         self._by_number[session.number] = session
         return session
 
-    def leave_inside(self, session: Session) -> None:
+    def leave_inside(self, session: ClientSession) -> None:
         self._by_number.pop(session.number, None)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: ClientSession) -> None:
         """The client is gone for good."""
         del self._by_client[session.client_id]
         del self._by_number[session.number]
@@ -134,14 +134,14 @@ class Sessions:
         with contextlib.suppress(OSError):
             session.lease_path.unlink()
 
-    def all(self) -> list[Session]:
+    def all(self) -> list[ClientSession]:
         return list(self._by_client.values())
 
-    def disconnected(self) -> list[Session]:
+    def disconnected(self) -> list[ClientSession]:
         return [s for s in self._by_client.values() if s.transport is None]
 
     @staticmethod
-    def dead(session: Session) -> bool:
+    def dead(session: ClientSession) -> bool:
         """The client's process has ended: its lease is free."""
         return session.lease_fd is None or not fd_is_locked(session.lease_fd)
 

@@ -11,18 +11,18 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from kvstore.core.demotion import DemotingCore
 from kvstore.core.events import Event
 from kvstore.core.node import NodeCore
-from kvstore.core.tier import TierCore
 from kvstore.cuda.base import CudaDevice
 from kvstore.index.base import Index
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import Node
-from kvstore.node.inside import Inside, InsideSession
+from kvstore.node.local_session import LocalSession, LocalSessions
 from kvstore.node.restart import FormerClients, Started, superblock_of
 from kvstore.nodedir import Announcement
 from kvstore.segment.cuda import OwnedCuda
-from kvstore.transport.cuda_memory import NAME, Address
+from kvstore.transport.cuda_memory import NAME, DeviceAddress
 
 log = logging.getLogger("kvstore.node")
 
@@ -30,7 +30,7 @@ log = logging.getLogger("kvstore.node")
 class VramNode(Node):
     """Runs in a thread of its writer's process; `session` is how that process writes."""
 
-    core_class = TierCore
+    core_class = DemotingCore
     restartable = False
     takes_saves = False
 
@@ -39,7 +39,7 @@ class VramNode(Node):
         self.device = device
         self._memory: OwnedCuda | None = None
 
-    def session(self) -> InsideSession:
+    def session(self) -> LocalSession:
         """For one thread at a time; to be closed once it has stopped writing (rule 5)."""
         return self._inside.open()
 
@@ -48,9 +48,9 @@ class VramNode(Node):
         self._inside.tell(event)
 
     @cached_property
-    def _inside(self) -> Inside:
+    def _inside(self) -> LocalSessions:
         assert self._loop is not None
-        return Inside(self._loop, self.sessions, self._act)
+        return LocalSessions(self._loop, self.sessions, self._act)
 
     @property
     def address(self) -> int:
@@ -58,20 +58,22 @@ class VramNode(Node):
         assert self._memory is not None
         return self._memory.address
 
-    def _begin(self, word: Announcement, make_core: Callable[[], NodeCore]) -> Started:
+    def _begin(self, announcement: Announcement, make_core: Callable[[], NodeCore]) -> Started:
         self.dir.remove_segment()
         self.dir.leases.mkdir(exist_ok=True, mode=0o700)
         clients = FormerClients(self.dir.leases, matter=False)
         # Written before the segment: whoever finds this directory without a living owner
         # knows which files to remove.
-        self.dir.announce(word)
-        base = Path(word.data_path).with_suffix("")
-        self._memory = OwnedCuda(base, superblock_of(word), self.device, home=str(self.dir.path))
-        word = replace(word, inline_bytes=0, transports={NAME: self.device.uuid})
+        self.dir.announce(announcement)
+        base = Path(announcement.data_path).with_suffix("")
+        self._memory = OwnedCuda(
+            base, superblock_of(announcement), self.device, home=str(self.dir.path)
+        )
+        announcement = replace(announcement, inline_bytes=0, transports={NAME: self.device.uuid})
         # Who has the handle can read and write the memory: only this directory tells it.
-        address = Address(self.device.uuid, self._memory.handle)
-        self.dir.announce(replace(word, transports={NAME: str(address)}))
-        return Started(make_core(), self._memory, word, clients)
+        address = DeviceAddress(self.device.uuid, self._memory.handle)
+        self.dir.announce(replace(announcement, transports={NAME: str(address)}))
+        return Started(make_core(), self._memory, announcement, clients)
 
     def free(self, timeout_s: float) -> bool:
         """See `OwnedCuda.free`; after `stop`."""

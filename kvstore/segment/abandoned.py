@@ -64,10 +64,10 @@ class Segment(NamedTuple):
         if self.home is None:
             return False
         try:
-            word = NodeDir(self.home.parent.parent, self.home.name).announcement()
+            announcement = NodeDir(self.home.parent.parent, self.home.name).announcement()
         except UsageError:
             return True
-        return word is None or word.head_path != f"{self.base}{HEAD}"
+        return announcement is None or announcement.head_path != f"{self.base}{HEAD}"
 
     @property
     def home_named(self) -> str:

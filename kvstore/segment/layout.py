@@ -19,10 +19,14 @@ class Layout:
 
     header_bytes = HEADER_BYTES
 
-    def __init__(self, word: Announcement) -> None:
-        self.superblock = Superblock(word.node_id, word.epoch, 0, word.size_bytes)
-        right = SEGMENT_BYTES_MIN <= word.size_bytes <= SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
-        self.slots = word.size_bytes // SLOT_BYTES_MIN if right else 0
+    def __init__(self, announcement: Announcement) -> None:
+        self.superblock = Superblock(
+            announcement.node_id, announcement.epoch, 0, announcement.size_bytes
+        )
+        right = (
+            SEGMENT_BYTES_MIN <= announcement.size_bytes <= SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
+        )
+        self.slots = announcement.size_bytes // SLOT_BYTES_MIN if right else 0
 
     def places(self, location: Location) -> tuple[int, int] | None:
         """(offset of its header in the header file, of its payload in the segment)."""

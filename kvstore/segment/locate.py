@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvstore.core.sizes import GRANULE_BYTES, PAGE
+from kvstore.core.granules import GRANULE_BYTES, PAGE
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import Fields, fields
 from kvstore.segment.shm import AttachedHeads

@@ -15,8 +15,8 @@ import re
 from functools import partial
 
 from kvstore.core.events import Bounds, Mark, Seal
+from kvstore.core.granules import PAGE, granules_of, within
 from kvstore.core.recovery import HeldSlot, Seen, fits
-from kvstore.core.sizes import PAGE, granules_of, within
 from kvstore.segment.header import (
     FREE,
     GENERATION_MAX,

@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 
-from kvstore.forks import in_each_child, no_forks
+from kvstore.fork import in_each_child, no_forks
 from kvstore.segment.copying import address_of
 
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect

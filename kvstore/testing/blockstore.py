@@ -12,13 +12,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.client.base import Answers, BlockView, Found, PoolMapping, Question, Reservation, Run
+from kvstore.client.base import (
+    BlockRef,
+    BlockView,
+    LookupResult,
+    MissQuery,
+    PoolMapping,
+    PrefixMatch,
+    Reservation,
+)
 from kvstore.client.explanation import Missing, MissReason
 from kvstore.client.reset_result import ResetResult
-from kvstore.core.record import pack_record, unpack_record
 from kvstore.errors import DeadlineError, NodeUnavailableError
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S
+from kvstore.record import pack_record, unpack_record
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
 
 NODE_ID = 1
@@ -84,10 +92,10 @@ class MemoryBlockStore:
 
     # --- the contract -----------------------------------------------------
 
-    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> Run:
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
         """See `BlockStore.match`."""
         answers = self.lookup(keys, timeout_s)
-        run = Run()
+        run = PrefixMatch()
         for found in answers:
             if found is None:
                 break
@@ -96,24 +104,24 @@ class MemoryBlockStore:
             run.short = answers.short or MissReason.ABSENT
         return run
 
-    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> Answers:
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         """See `BlockStore.lookup`."""
         started = time.monotonic()
         self.match_calls += 1
         self.on_match()
         late = timeout_s is not None and time.monotonic() - started > timeout_s
         if self.index_down or late:
-            return Answers(
+            return LookupResult(
                 [None] * len(keys), short=MissReason.DEADLINE if late else self.index_trouble
             )
         with self._lock:
             records = [self._index.get(key) for key in keys]
-        return Answers(
-            Found(key, record) if record is not None else None
+        return LookupResult(
+            BlockRef(key, record) if record is not None else None
             for key, record in zip(keys, records, strict=True)
         )
 
-    def view(self, found: Found) -> BlockView | None:
+    def view(self, found: BlockRef) -> BlockView | None:
         """See `BlockStore.view`."""
         self.on_view()
         location = unpack_record(found.key, found.record)
@@ -131,7 +139,7 @@ class MemoryBlockStore:
             return _View(self, location.slot, slot)
 
     def views(
-        self, found: Sequence[Found], staging: memoryview | None, timeout_s: float | None = None
+        self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
     ) -> Iterator[BlockView | None]:
         """See `BlockStore.views`."""
         return map(self.view, found)
@@ -197,11 +205,11 @@ class MemoryBlockStore:
         """See `BlockStore.touch`."""
         self.touched += keys
 
-    def pin(self, keys: Sequence[Key]) -> list[Found | None]:
+    def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
         """See `BlockStore.pin`."""
         self.on_pin()
         self._need_node()
-        pinned: list[Found | None] = []
+        pinned: list[BlockRef | None] = []
         with self._lock:
             for key in keys:
                 slot_id = self._sealed_slot(key)
@@ -210,10 +218,10 @@ class MemoryBlockStore:
                     continue
                 slot = self._slots[slot_id]
                 slot.pins += 1
-                pinned.append(Found(key, self._record(slot_id, slot)))
+                pinned.append(BlockRef(key, self._record(slot_id, slot)))
         return pinned
 
-    def unpin(self, found: Sequence[Found]) -> None:
+    def unpin(self, found: Sequence[BlockRef]) -> None:
         """See `BlockStore.unpin`."""
         with self._lock:
             for key, record in found:
@@ -252,10 +260,10 @@ class MemoryBlockStore:
     def mappings(self) -> Sequence[PoolMapping]:
         return ()
 
-    def introduce(self, namespaces: Iterable[Namespace]) -> None:
-        """See `BlockStore.introduce`; the model knows no fields."""
+    def register_namespaces(self, namespaces: Iterable[Namespace]) -> None:
+        """See `BlockStore.register_namespaces`; the model knows no fields."""
 
-    def why_missing(self, question: Question) -> Missing:
+    def why_missing(self, question: MissQuery) -> Missing:
         """See `BlockStore.why_missing`."""
         self.on_why()
         block = question.block

@@ -22,7 +22,7 @@ from kvstore.errors import DeviceError, InternalError, UsageError
 from kvstore.limits import CUDA_IPC_DRAIN_S, CUDA_IPC_WINDOW_BYTES, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
 from kvstore.transport.base import Outcome, Read, Wanted
-from kvstore.transport.cuda_memory import NAME, Heads, Opened, OpenMemory, Place
+from kvstore.transport.cuda_memory import NAME, DevicePlace, Heads, Opened, OpenMemory
 from kvstore.types import Key, Location
 
 WINDOWS = 2
@@ -104,7 +104,7 @@ class CudaIpcTransport:
 class _Window(NamedTuple):
     """Copies that are under way, and the blocks that they are of."""
 
-    places: list[tuple[int, Place]]
+    places: list[tuple[int, DevicePlace]]
     """(number of the block, where it was found)"""
     event: Event
 
@@ -217,7 +217,7 @@ class CudaIpcTransfer:
 
     def _queue_window(self) -> None:
         assert self._opened is not None
-        places: list[tuple[int, Place]] = []
+        places: list[tuple[int, DevicePlace]] = []
         copies: list[Copy] = []
         room = CUDA_IPC_WINDOW_BYTES
         while self._queued < len(self._wanted):

@@ -15,7 +15,7 @@ from kvstore.types import Key, Location
 NAME = "cuda_ipc"
 
 
-class Address(NamedTuple):
+class DeviceAddress(NamedTuple):
     """What a node in VRAM announces: `UUID/HANDLE`."""
 
     uuid: str
@@ -25,7 +25,7 @@ class Address(NamedTuple):
         return f"{self.uuid}/{self.handle.hex()}"
 
     @classmethod
-    def parse(cls, text: str) -> Address | None:
+    def parse(cls, text: str) -> DeviceAddress | None:
         uuid, _, handle = text.rpartition("/")
         try:
             raw = bytes.fromhex(handle)
@@ -34,7 +34,7 @@ class Address(NamedTuple):
         return cls(uuid, raw) if uuid and len(raw) == IPC_HANDLE_BYTES else None
 
 
-class Place(NamedTuple):
+class DevicePlace(NamedTuple):
     """A sealed block: where its payload begins in the segment, and what its header says."""
 
     offset: int
@@ -47,11 +47,11 @@ class Place(NamedTuple):
 class Heads(Protocol):
     """The headers of one start of a node of this host. Thread-safe."""
 
-    def locate(self, key: Key, location: Location) -> Place | None:
+    def locate(self, key: Key, location: Location) -> DevicePlace | None:
         """None unless the header is SEALED and says what the location does."""
         ...
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: DevicePlace) -> bool:
         """Whether the header is what it was when it was located."""
         ...
 
@@ -82,7 +82,7 @@ class DeviceBlock:
     forgotten, the node's memory stays open here.
     """
 
-    def __init__(self, memory: OpenMemory, opened: Opened, place: Place, size: int) -> None:
+    def __init__(self, memory: OpenMemory, opened: Opened, place: DevicePlace, size: int) -> None:
         address = opened.address + place.offset
         self.memory = DeviceRange(address, size, memory.device.ordinal)
         """To be read, never written; as long as the block."""
@@ -127,7 +127,7 @@ class OpenMemory:
 
         Raises `DeviceError` when the driver does not open it.
         """
-        address = Address.parse(node.transports.get(NAME, ""))
+        address = DeviceAddress.parse(node.transports.get(NAME, ""))
         with self._lock:
             if self._closed or address is None:
                 return None
@@ -138,7 +138,7 @@ class OpenMemory:
                 opened.users += 1
             return opened
 
-    def _open(self, node: Announcement, address: Address) -> Opened | None:
+    def _open(self, node: Announcement, address: DeviceAddress) -> Opened | None:
         if len(self._opened) >= CUDA_IPC_NODES_MAX:
             idle = next((k for k, o in self._opened.items() if o.users == 0), None)
             if idle is None:

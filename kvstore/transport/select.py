@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from kvstore.errors import UsageError
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
-from kvstore.transport.nixl import NAME as NIXL
-from kvstore.transport.stream import NAME as STREAM
+from kvstore.transport.nixl.transport import NAME as NIXL
+from kvstore.transport.stream.transport import NAME as STREAM
 
 SHM = "shm"
 """Segments of this host, which a reader maps and reads in place: not a `Transport`."""

@@ -30,7 +30,7 @@ from chaos_report import draw, show
 from demo_model import MODEL
 from engines import EngineProcess, EngineSettings, build_model, kv_transfer
 
-from kvstore.index.embedded import find_server
+from kvstore.index.embedded_redis.server import find_server
 from kvstore.nodedir import NodeDir
 
 ENGINES = 2

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.errors import KVStoreError
-from kvstore.index.embedded import find_server
+from kvstore.index.embedded_redis.server import find_server
 from kvstore.rundir import private_dir
 from kvstore.testing.hosts import SWITCH, Hosts, why_not
 

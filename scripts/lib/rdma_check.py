@@ -23,21 +23,21 @@ from typing import IO, Any
 import xxhash
 
 from kvstore.client.base import Reservation
-from kvstore.client.nodes import LocalNodes
-from kvstore.client.wants import Want
-from kvstore.client.writer import Writer
-from kvstore.core.record import unpack_record
+from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.writer import Writer
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.nodedir import Announcement
+from kvstore.protocol.control_requests import Want
+from kvstore.record import unpack_record
 from kvstore.segment.layout import Layout
-from kvstore.transport.address import own_address, parse_listen
 from kvstore.transport.base import Read, Wanted
-from kvstore.transport.nixl import NixlTransport
-from kvstore.transport.nixl_process import installed
-from kvstore.transport.security import StreamSecurity
-from kvstore.transport.stream import StreamTransport
+from kvstore.transport.nixl.process import installed
+from kvstore.transport.nixl.transport import NixlTransport
+from kvstore.transport.stream.address import own_address, parse_listen
+from kvstore.transport.stream.security import StreamSecurity
+from kvstore.transport.stream.transport import StreamTransport
 from kvstore.types import Kind, Location
 
 MIB = 1 << 20

@@ -16,8 +16,8 @@ from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess
 
 from kvstore import Client, Explanation, Limits, MissReason, UsageError
-from kvstore.core.record import pack_record
-from kvstore.index.redis_wire import KeySpace
+from kvstore.index.redis.protocol import KeySpace
+from kvstore.record import pack_record
 from kvstore.types import Location
 
 

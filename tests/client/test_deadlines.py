@@ -14,7 +14,7 @@ from stores import MIB, NodeProcess
 
 from kvstore import Client, Limits
 from kvstore.client import deadlines
-from kvstore.client.control import ControlChannel
+from kvstore.client.local.control import ControlChannel
 from kvstore.errors import PeerError
 
 TIMEOUT_S = 0.6

@@ -13,7 +13,7 @@ from redis_servers import RedisServer, free_port, wait_until
 
 from kvstore import AsyncClient, Client, IndexRefusedError, IndexUnavailableError, Limits
 from kvstore.client import health
-from kvstore.client.host_writers import HostWriters
+from kvstore.client.local.host_writers import HostWriters
 
 if TYPE_CHECKING:
     from stores import NodeProcess
@@ -58,9 +58,9 @@ def test_what_is_wrong_with_the_url_is_a_warning_in_the_first_second(
 
 
 def test_the_first_look_comes_within_a_second() -> None:
-    from kvstore.client import upkeep
+    from kvstore.client.local import reaper
 
-    assert upkeep.EVERY_S < 1.0
+    assert reaper.EVERY_S < 1.0
 
 
 def test_the_warning_comes_again_at_intervals_and_not_with_every_call(

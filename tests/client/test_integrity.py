@@ -12,10 +12,10 @@ from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
 from kvstore import Client, MissReason, Namespace, UsageError
-from kvstore.core.record import RecordSigner
-from kvstore.core.wire import Op
 from kvstore.index.base import KeyRecord
-from kvstore.index.redis import open_index
+from kvstore.index.redis.index import open_index
+from kvstore.protocol.control import Op
+from kvstore.record import RecordSigner
 
 SECRET = "thirty-two random characters.."
 SIZES = (100, 40_000, 1_000_000)

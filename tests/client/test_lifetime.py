@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from kvstore import AsyncClient, Client, PutStatus
-from kvstore.core.wire import Op
+from kvstore.protocol.control import Op
 
 
 def test_without_file_descriptors_what_is_mapped_is_read_and_the_rest_is_a_miss(
@@ -18,7 +18,7 @@ def test_without_file_descriptors_what_is_mapped_is_read_and_the_rest_is_a_miss(
 ):
     client.put("k", b"1" * 100_000)
     assert client.get("k") is not None
-    monkeypatch.setattr("kvstore.client.nodes.ALIVE_CHECK_S", 0.0)
+    monkeypatch.setattr("kvstore.client.local.nodes.ALIVE_CHECK_S", 0.0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:

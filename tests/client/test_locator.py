@@ -12,9 +12,9 @@ from stores import PATIENT, NodeProcess, announcement
 
 from kvstore import Client, Holder, Locator, MissReason
 from kvstore.client import locator as locator_module
-from kvstore.core.record import RecordSigner, pack_record
 from kvstore.index.memory import MemoryIndex
-from kvstore.index.redis import open_index
+from kvstore.index.redis.index import open_index
+from kvstore.record import RecordSigner, pack_record
 from kvstore.types import Location
 
 BLOCK_TOKENS = 16

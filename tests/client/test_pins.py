@@ -14,7 +14,7 @@ import pytest
 from redis_servers import wait_until
 
 from kvstore import Client, UsageError
-from kvstore.client.control import ControlChannel
+from kvstore.client.local.control import ControlChannel
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")

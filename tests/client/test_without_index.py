@@ -13,8 +13,8 @@ import pytest
 from redis_servers import RedisServer, stopped, wait_until
 from stores import NodeProcess
 
-from kvstore import BlockSession, Client, Found, Limits, MissReason
-from kvstore.client.here import found_here
+from kvstore import BlockRef, BlockSession, Client, Limits, MissReason
+from kvstore.client.local.hint_lookup import found_here
 
 BLOCK_BYTES = 20_000
 QUICK = Limits(redis_timeout_s=1.0, request_timeout_s=10.0)
@@ -64,7 +64,7 @@ def save(node: NodeProcess, count: int) -> tuple[list[bytes], list[bytes]]:
         return writer.namespace.block_keys(tokens, 8), blocks
 
 
-def read(session: BlockSession, found: list[Found]) -> list[bytes]:
+def read(session: BlockSession, found: list[BlockRef]) -> list[bytes]:
     views = list(session.views(found, None, 10.0))
     assert all(view is not None for view in views)
     return [bytes(view.buffer) for view in views if view is not None]

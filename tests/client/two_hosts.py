@@ -8,7 +8,7 @@ from redis_servers import RedisServer
 from stores import NodeProcess
 
 from kvstore import Client, Limits
-from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream.security import StreamSecurity
 
 SECRET = "a secret that both sides know"
 SECURITY = StreamSecurity(secret=SECRET.encode())

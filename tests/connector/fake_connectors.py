@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from connector.config import KVTransferConfig
-from connector.multi import calls_of
-from connector.protocol import KVConnectorScheduler, KVConnectorWorker, TransferResults
+from connector.transfer.base import KVConnectorScheduler, KVConnectorWorker, TransferResults
+from connector.transfer.config import KVTransferConfig
+from connector.transfer.multi import calls_of
 
 DEFAULTS: dict[str, Any] = {
     "get_num_new_matched_tokens": (0, False),

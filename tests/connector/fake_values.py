@@ -23,7 +23,7 @@ class FakePin:
 
 
 class FakeValues:
-    """`connector.parcels.ValueStore`. At most `capacity` values; the oldest unpinned one goes."""
+    """`tensor_messages.ValueStore`. At most `capacity` values; the oldest unpinned one goes."""
 
     def __init__(self, capacity: int = 1000) -> None:
         self.lock = threading.RLock()

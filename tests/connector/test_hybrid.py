@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tp_engine import Model, TpEngine
 
-from connector.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout
-from connector.plan import Placed, load_blocks, save_blocks, usable_run
-from kvstore import Found
+from connector.layout.block_plan import Placed, load_blocks, save_blocks, usable_run
+from connector.layout.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout
+from kvstore import BlockRef
 from kvstore.testing.blockstore import MemoryBlockStore
 
 BLOCK = 8
@@ -31,7 +31,7 @@ def layout(*windows: int | None, engine_block: int = 4) -> StoreLayout:
 
 def row(present: str, group: int = 0) -> list[Placed | None]:
     return [
-        Placed(0, (Found(b"%d-%d" % (group, i), b"record"),)) if c == "x" else None
+        Placed(0, (BlockRef(b"%d-%d" % (group, i), b"record"),)) if c == "x" else None
         for i, c in enumerate(present)
     ]
 

@@ -23,8 +23,8 @@ from connector_parts import (
 )
 
 from connector import metrics
-from connector.base import WorkerReport
 from connector.limits import LOAD_JOBS_MAX, STATS_SAMPLES_MAX
+from connector.messages import WorkerReport
 from connector.metrics import METRICS, Counts, labelled, summary
 from connector.stats import CountStats
 from kvstore.testing.blockstore import MemoryBlockStore

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from kvstore import (
+    BlockRef,
     BlockStore,
-    Found,
     Key,
     Missing,
+    MissQuery,
     MissReason,
     Namespace,
     PutStatus,
-    Question,
     Reservation,
 )
 
@@ -43,7 +43,7 @@ def address(buffer: memoryview) -> int:
 
 
 def why(store: BlockStore, key: Key, block: int = 0) -> Missing:
-    return store.why_missing(Question(block, key, Namespace.named("contract"), lambda _: None))
+    return store.why_missing(MissQuery(block, key, Namespace.named("contract"), lambda _: None))
 
 
 class BlockStoreContract:
@@ -165,8 +165,8 @@ class BlockStoreContract:
         a, b = keys(2)
         save(store, a, 1)
         (found,) = store.match([a])
-        assert store.view(Found(b, found.record)) is None
-        assert store.view(Found(a, b"\0" * 44)) is None
+        assert store.view(BlockRef(b, found.record)) is None
+        assert store.view(BlockRef(a, b"\0" * 44)) is None
 
     def test_a_match_says_why_it_is_short(self, store: BlockStore) -> None:
         here, missing = keys(2)
@@ -224,7 +224,7 @@ class BlockStoreContract:
             store.unpin([found])
         (again,) = store.pin([key])
         assert again is not None
-        store.unpin([again, Found(key, b"\0" * 44)])
+        store.unpin([again, BlockRef(key, b"\0" * 44)])
 
     def test_a_pinned_block_that_is_cleared_is_a_miss(self, store: BlockStore) -> None:
         (key,) = keys(1)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from kvstore.errors import UsageError
-from kvstore.hashing import Namespace
 from kvstore.index.base import ANNOUNCEMENT_BYTES_MAX, Index, KeyRecord
+from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, REDIS_ARGS_MAX
 
 

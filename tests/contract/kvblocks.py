@@ -1,4 +1,4 @@
-"""What every `KVBlocks` promises. Subclasses make one over a `Case`."""
+"""What every `KVCopier` promises. Subclasses make one over a `Case`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_cases import Case, Shape, shapes
 
-from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
+from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
 
 EXAMPLES = settings(
     max_examples=60,
@@ -24,7 +24,7 @@ def whole(shape: Shape) -> HeadPart:
 
 
 class KVBlocksContract:
-    def blocks(self, case: Case, seed: int) -> KVBlocks:
+    def blocks(self, case: Case, seed: int) -> KVCopier:
         """A copier over the case's memory; `seed` is what its luck depends on."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""One suite for `KVBlocks`: numpy's, and the kernel's on a device made of host memory."""
+"""One suite for `KVCopier`: numpy's, and the kernel's on a device made of host memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from contract.kvblocks import KVBlocksContract
 from host_device import HostDevice
 
-from connector.blocks import KVBlocks
-from connector.cuda.blocks import DeviceBlocks
-from connector.cuda.plan import layout_of
-from connector.host_blocks import HostBlocks
+from connector.copiers.base import KVCopier
+from connector.copiers.cuda.copier import DeviceCopier
+from connector.copiers.cuda.kernel_plan import layout_of
+from connector.copiers.host import HostCopier
 
 if TYPE_CHECKING:
     from kv_cases import Case
@@ -20,12 +20,12 @@ pytest.importorskip("numpy")
 
 
 class TestHostBlocks(KVBlocksContract):
-    def blocks(self, case: Case, seed: int) -> KVBlocks:
-        return HostBlocks(case.layers, case.shape.geometry, case.shape.block_tokens)
+    def blocks(self, case: Case, seed: int) -> KVCopier:
+        return HostCopier(case.layers, case.shape.geometry, case.shape.block_tokens)
 
 
 class TestDeviceBlocks(KVBlocksContract):
-    def blocks(self, case: Case, seed: int) -> KVBlocks:
+    def blocks(self, case: Case, seed: int) -> KVCopier:
         layout = layout_of(case.layers, case.shape.geometry, case.shape.block_tokens)
         # Room for little more than one payload of a reader with more heads: many rounds.
         device = HostDevice(
@@ -33,4 +33,4 @@ class TestDeviceBlocks(KVBlocksContract):
             staging_bytes=2 * max(layout.payload_bytes, 256),
             pages_max=2 * layout.pages_per_payload,
         )
-        return DeviceBlocks(layout, device)
+        return DeviceCopier(layout, device)

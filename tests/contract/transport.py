@@ -10,16 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client.nodes import LocalNodes
-from kvstore.client.wants import Want
-from kvstore.client.writer import Writer
-from kvstore.core.record import unpack_record
+from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.writer import Writer
 from kvstore.errors import UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import STREAM_BLOCKS_MAX
 from kvstore.node import Node, NodeConfig
+from kvstore.protocol.control_requests import Want
+from kvstore.record import unpack_record
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
-from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, Kind, Location
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.allocator import Allocator
-from kvstore.core.sizes import GRANULE_BYTES, granules_of
+from kvstore.core.granules import GRANULE_BYTES, granules_of
 from kvstore.core.slots import SlotEvent, SlotState
 from kvstore.core.space import Space
 from kvstore.errors import InternalError, UsageError

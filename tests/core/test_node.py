@@ -23,10 +23,10 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.node import NO_SPACE_CODE, NodeCore
-from kvstore.core.record import slot_of, unpack_record
 from kvstore.core.slots import SlotState
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.limits import Limits
+from kvstore.record import slot_of, unpack_record
 
 ARENA = 64 << 10
 KEYS = Namespace.named("test").block_keys(range(200), 1)

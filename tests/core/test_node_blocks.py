@@ -4,8 +4,8 @@ import pytest
 
 from kvstore.core.events import Commit, Drop, Pin, Reserve, Seal, Unpin
 from kvstore.core.node import NodeCore
-from kvstore.core.record import unpack_record
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
+from kvstore.record import unpack_record
 
 SIZE = 8192
 KEYS = Namespace.named("test").block_keys(range(20), 1)

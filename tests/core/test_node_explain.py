@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -13,10 +14,9 @@ from kvstore.core.events import (
     SessionDead,
     SessionResumed,
 )
-from kvstore.core.gone import GoneWhy
 from kvstore.core.node import NodeCore
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.limits import Limits
 
 ARENA = 64 << 10

@@ -23,12 +23,12 @@ from kvstore.core.events import (
 )
 from kvstore.core.holdings import FORMER
 from kvstore.core.node import NO_SPACE_CODE, NodeCore
-from kvstore.core.record import unpack_record
 from kvstore.core.recovery import recover
 from kvstore.core.slots import SlotState
 from kvstore.errors import InternalError
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.limits import Limits
+from kvstore.record import unpack_record
 from kvstore.segment.header import Superblock, of_reserved, pack
 from kvstore.segment.scan import DamagedSegmentError, scan
 from kvstore.testing.sim.faults import Faults

@@ -4,9 +4,9 @@ import pytest
 
 from kvstore.core.events import Drop, Reserve
 from kvstore.core.node import NodeCore
-from kvstore.core.record import pack_record, unpack_record
 from kvstore.core.scrub import Scrub
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
+from kvstore.record import pack_record, unpack_record
 
 KEYS = Namespace.named("test").block_keys(range(10), 1)
 

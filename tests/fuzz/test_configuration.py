@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seeds import fuzz
 
-from connector.config import KVTransferConfig
 from connector.settings import ConnectorSettings
+from connector.transfer.config import KVTransferConfig
 from kvstore.cli import COMMANDS, _parse
 from kvstore.cli.acl import _read_passwords
 from kvstore.cli.explain import _namespace, _tokens
-from kvstore.client.nodes import LocalNodes
+from kvstore.client.local.nodes import LocalNodes
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.filelock import try_lock
-from kvstore.hashing import Namespace
 from kvstore.index.memory import MemoryIndex
-from kvstore.index.redis_acl import AclRole, acl_rules, check_user
-from kvstore.index.redis_url import parse_url, redacted
+from kvstore.index.redis.acl import AclRole, acl_rules, check_user
+from kvstore.index.redis.url import parse_url, redacted
+from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.node.config import NodeConfig
 from kvstore.nodedir import Announcement, NodeDir
@@ -151,7 +151,7 @@ def test_any_transfer_config_is_used_or_refused(
     given_: object, variables: dict[str, str], raw: bytes
 ) -> None:
     text = raw.decode(errors="replace")
-    named = {f"KVSTORE_{name}": word for name, word in variables.items()}
+    named = {f"KVSTORE_{name}": announcement for name, announcement in variables.items()}
     if isinstance(given_, dict):
         named |= {f"KVSTORE_{str(k).upper()}": str(v) for k, v in given_.items()}
     for make in (

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seeds import fuzz
 
-from kvstore.core import wire
 from kvstore.core.events import Stat
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import SlotState
-from kvstore.core.wire import Hello, Op
 from kvstore.errors import UsageError
-from kvstore.hashing import Namespace
 from kvstore.index.memory import MemoryIndex
+from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
+from kvstore.protocol import control
+from kvstore.protocol.control import Hello, Op
 
 MIB = 1 << 20
 KEYS = [bytes([i]) * 32 for i in range(6)]
@@ -94,13 +94,13 @@ def over_the_wire(message: object) -> object:
 @fuzz(100)
 @given(message=sensible)
 def test_what_these_tests_call_sensible_is_taken(message: object) -> None:
-    wire.decode(1, over_the_wire(message))
+    control.decode(1, over_the_wire(message))
 
 
 @fuzz(400)
 @given(message=hostile.map(over_the_wire))
 def test_any_message_is_an_event_or_a_usage_error(message: object) -> None:
-    for read in (lambda: wire.decode(1, message), lambda: Hello(message)):
+    for read in (lambda: control.decode(1, message), lambda: Hello(message)):
         try:
             read()
         except UsageError:
@@ -134,7 +134,7 @@ def test_any_sequence_of_messages_leaves_the_core_whole(
     core = NodeCore(node_id=1, epoch=1, size_bytes=2 * MIB, limits=limits)
     for now, (session, message) in enumerate(messages):
         try:
-            event = wire.decode(session, message)
+            event = control.decode(session, message)
         except UsageError:
             continue
         core.handle(event, float(now))
@@ -157,7 +157,7 @@ def connected(node: Node) -> socket.socket:
 
 streams = st.one_of(
     st.binary(max_size=200),
-    st.lists(hostile, max_size=4).map(lambda items: b"".join(map(wire.packed, items))),  # type: ignore[arg-type]
+    st.lists(hostile, max_size=4).map(lambda items: b"".join(map(control.packed, items))),  # type: ignore[arg-type]
     st.sampled_from(
         [
             b"\xdd\xff\xff\xff\xff",  # an array of 4 G
@@ -174,13 +174,13 @@ streams = st.one_of(
 @given(said=streams, lease=st.booleans())
 def test_any_bytes_leave_the_node_serving(node: Node, said: bytes, lease: bool) -> None:
     """Before and after a right HELLO; then the next client is answered as if nothing was."""
-    from kvstore.client.lease import Lease
+    from kvstore.client.local.lease import Lease
 
     for bytes_ in (said, None):
         held = Lease(node.dir.leases)
         with connected(node) as connection:
             if lease or bytes_ is None:
-                hello = [Op.HELLO, 1, wire.PROTOCOL_VERSION, held.client_id, [], []]
+                hello = [Op.HELLO, 1, control.PROTOCOL_VERSION, held.client_id, [], []]
                 connection.sendall(msgpack.packb(hello))
             connection.sendall(bytes_ if bytes_ is not None else msgpack.packb([Op.STAT, 2]))
             if bytes_ is None:

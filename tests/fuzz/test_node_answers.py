@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from seeds import fuzz
 
 from kvstore import KVStoreError, Namespace, NodeUnavailableError
-from kvstore.client.base import Question, Reservation
+from kvstore.client.base import MissQuery, Reservation
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing
-from kvstore.client.nodes import LocalNodes
-from kvstore.client.remote import RemoteNodes
-from kvstore.client.wants import Want
-from kvstore.client.writer import Writer
-from kvstore.core import wire
-from kvstore.core.wire import Op
+from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.writer import Writer
+from kvstore.client.remote.reader import RemoteNodes
 from kvstore.filelock import try_lock
 from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import Announcement, NodeDir
+from kvstore.protocol import control
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_requests import Want
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
-from kvstore.transport.security import StreamSecurity
+from kvstore.transport.stream.security import StreamSecurity
 
 KEYS = [bytes([i]) * 32 for i in range(2)]
 NAMESPACE = Namespace.named("n")
@@ -47,12 +47,12 @@ class BrokenNode:
         self.directory.leases.mkdir(parents=True)
         assert try_lock(self.directory.lock) is not None
         self.segment = OwnedShm(run_dir / "s", Superblock(7, 3, 0, SEGMENT_BYTES))
-        self.word = Announcement(
+        self.announcement = Announcement(
             node_id=7, epoch=3, name="node", host="here", pid=1, key_prefix="kv:a",
             data_path=str(self.segment.data_path), head_path=str(self.segment.head_path),
             control_path=str(self.directory.socket), size_bytes=SEGMENT_BYTES, inline_bytes=64,
         )  # fmt: skip
-        self.directory.announcement_path.write_bytes(self.word.pack())
+        self.directory.announcement_path.write_bytes(self.announcement.pack())
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.directory.socket))
         self._listener.listen()
@@ -75,12 +75,12 @@ class BrokenNode:
                     unpacker.feed(data)
                     for op, request, *_ in unpacker:
                         if op == Op.HELLO:
-                            connection.sendall(wire.packed([request, True, [7, 3]]))
+                            connection.sendall(control.packed([request, True, [7, 3]]))
                         elif request and self.raw is not None:
                             connection.sendall(self.raw)
                             return
                         elif request:
-                            connection.sendall(wire.packed([request, self.good, self.body]))
+                            connection.sendall(control.packed([request, self.good, self.body]))
             except OSError:
                 return
 
@@ -120,15 +120,19 @@ bodies = st.one_of(
 )
 raws = st.one_of(
     st.none(), st.none(), st.none(), st.binary(max_size=60), st.just(b"\x91" * 5000),
-    plain.map(lambda message: wire.packed(message)),  # type: ignore[arg-type]
+    plain.map(lambda message: control.packed(message)),  # type: ignore[arg-type]
 )  # fmt: skip
 
 
 def calls(writer: Writer, explainer: Explainer) -> dict[str, Callable[[], object]]:
     wants = [Want(key, 100, 0, 0, None, 0) for key in KEYS]
-    word = writer.link().word
-    mine = [Reservation(KEYS[0], memoryview(bytearray(1)), word.node_id, word.epoch, 1, 1)]
-    question = Question(0, KEYS[0], NAMESPACE, lambda _: KEYS[1])
+    announcement = writer.link().announcement
+    mine = [
+        Reservation(
+            KEYS[0], memoryview(bytearray(1)), announcement.node_id, announcement.epoch, 1, 1
+        )
+    ]
+    question = MissQuery(0, KEYS[0], NAMESPACE, lambda _: KEYS[1])
     return {
         "reserve": lambda: writer.reserve(wants, NAMESPACE.id),
         "commit": lambda: writer.commit(mine),
@@ -155,7 +159,7 @@ def test_any_answer_is_a_value_or_one_of_our_errors(
 ) -> None:
     broken.body, broken.raw, broken.good = body, raw, good
     index = MemoryIndex()
-    index.announce(7, broken.word.pack(), 60)
+    index.announce(7, broken.announcement.pack(), 60)
     run_dir = broken.directory.path.parent.parent
     nodes = LocalNodes(run_dir, index, "kv:a")
     writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False)
@@ -190,7 +194,7 @@ def test_a_slot_that_reaches_out_of_the_segment_is_no_slot(
     offset = SEGMENT_BYTES - 100 + short
     broken.body, broken.raw, broken.good = [[1, 1, offset]], None, True
     index = MemoryIndex()
-    index.announce(7, broken.word.pack(), 60)
+    index.announce(7, broken.announcement.pack(), 60)
     nodes = LocalNodes(broken.directory.path.parent.parent, index, "kv:a")
     writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False)
     wants = [Want(KEYS[0], 100, 0, 0, None, 0)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
-from kvstore.index.redis import open_index
+from kvstore.index.redis.index import open_index
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 RECORDS = [KeyRecord(key, b"r") for key in KEYS]

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seeds import fuzz
 
-from kvstore.client import tensors
-from kvstore.client.nodes import Attached
-from kvstore.client.reader import Reader
-from kvstore.core.record import RecordSigner, pack_record, unpack_record
+from kvstore.client.local.nodes import Attached
+from kvstore.client.local.reader import Reader
+from kvstore.client.values import tensors
 from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import NodeDir
+from kvstore.record import RecordSigner, pack_record, unpack_record
 from kvstore.segment import header
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import AttachedShm, OwnedShm

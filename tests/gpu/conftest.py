@@ -13,15 +13,15 @@ def cuda() -> Any:
     """The context of device 0, with the kernel."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
-    from connector.cuda.queue import Cuda
+    from connector.copiers.cuda.queue import Cuda
 
     return Cuda(torch.device("cuda", 0))
 
 
 @pytest.fixture(scope="session")
 def device(cuda: Any) -> Iterator[Any]:
-    from connector.cuda.pool import LockedPool
-    from connector.cuda.queue import CudaDevice
+    from connector.copiers.cuda.pool import LockedPool
+    from connector.copiers.cuda.queue import CudaDevice
 
     pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
     made = CudaDevice(cuda, 64 << 20, 1 << 14, pool)

@@ -17,12 +17,12 @@ from vram_parts import VramPlace
 
 from kvstore.client.vram import VramNodes
 from kvstore.core.events import Commit, Drop, Reserve
-from kvstore.core.record import unpack_record
 from kvstore.cuda.base import DeviceRange
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import NodeConfig
 from kvstore.node.vram import VramNode
 from kvstore.nodedir import NodeDir
+from kvstore.record import unpack_record
 from kvstore.transport.base import Read
 from kvstore.transport.cuda_ipc import WantedAnywhere
 

@@ -11,13 +11,13 @@ import pytest
 from connector_parts import Worker, bits, keys, load_job, loaded, save, save_job, wait_for
 from kv_cases import Case, Shape
 
-from connector.blocks import Gather, Scatter
-from connector.cuda.blocks import DeviceBlocks
-from connector.cuda.plan import layout_of
-from connector.cuda.pool import LockedPool
-from connector.vram import VramStore
+from connector.copiers.base import Gather, Scatter
+from connector.copiers.cuda.copier import DeviceCopier
+from connector.copiers.cuda.kernel_plan import layout_of
+from connector.copiers.cuda.pool import LockedPool
+from connector.worker.vram import VramStore
 from kvstore import BlockSession, DeviceRange, PoolMapping, UsageError, cuda_device
-from kvstore.index.embedded import find_server
+from kvstore.index.embedded_redis.server import find_server
 
 torch: Any = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -73,7 +73,7 @@ def test_memory_that_may_only_be_read_is_locked_or_says_why_not(cuda: Any) -> No
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_blocks_go_through_shared_memory_locked_or_not(cuda: Any, locked: bool) -> None:
-    from connector.cuda.queue import CudaDevice
+    from connector.copiers.cuda.queue import CudaDevice
 
     shape = Shape(8, 4, 256, 2, 16, 1, 8, 32, (0, 1, 3, 2))
     written, read = mappings(f"copy-{locked}")
@@ -83,7 +83,7 @@ def test_blocks_go_through_shared_memory_locked_or_not(cuda: Any, locked: bool) 
     device = CudaDevice(cuda, 16 << 20, 1 << 12, pool)
     case = Case(shape, 1)
     layers = [torch.from_numpy(layer.array.view(np.int16).copy()).cuda() for layer in case.layers]
-    blocks = DeviceBlocks(layout_of(layers, shape.geometry, shape.block_tokens), device)
+    blocks = DeviceCopier(layout_of(layers, shape.geometry, shape.block_tokens), device)
     size = case.payload(list(range(8))).size
     tables = [list(range(i, i + 8)) for i in (0, 8, 16)]
     places = [slice(i * PART + 4096, i * PART + 4096 + size) for i in range(3)]

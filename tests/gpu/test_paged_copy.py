@@ -11,10 +11,10 @@ import pytest
 from contract.kvblocks import KVBlocksContract
 from kv_cases import Case, Shape
 
-from connector.blocks import Gather, HeadPart, KVBlocks, Scatter
-from connector.cuda.blocks import DeviceBlocks
-from connector.cuda.plan import layout_of
-from connector.cuda.torch_blocks import TorchBlocks
+from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
+from connector.copiers.cuda.copier import DeviceCopier
+from connector.copiers.cuda.kernel_plan import layout_of
+from connector.copiers.cuda.torch_copier import TorchCopier
 from kvstore import DeviceRange
 
 torch: Any = pytest.importorskip("torch")
@@ -50,10 +50,10 @@ def on_device(case: Case) -> tuple[list[Any], list[Any]]:
 
 
 class OnDevice(KVBlocksContract):
-    def copier(self, layers: list[Any], shape: Shape) -> KVBlocks:
+    def copier(self, layers: list[Any], shape: Shape) -> KVCopier:
         raise NotImplementedError
 
-    def blocks(self, case: Case, seed: int) -> KVBlocks:
+    def blocks(self, case: Case, seed: int) -> KVCopier:
         storages, layers = on_device(case)
         case.__dict__["there"] = storages
         return self.copier(layers, case.shape)
@@ -69,14 +69,14 @@ class TestContract(OnDevice):
     def _device(self, device: Any) -> None:
         type(self).device = device
 
-    def copier(self, layers: list[Any], shape: Shape) -> KVBlocks:
+    def copier(self, layers: list[Any], shape: Shape) -> KVCopier:
         layout = layout_of(layers, shape.geometry, shape.block_tokens)
-        return DeviceBlocks(layout, self.device, keep=layers)
+        return DeviceCopier(layout, self.device, keep=layers)
 
 
 class TestWithoutTheKernel(OnDevice):
-    def copier(self, layers: list[Any], shape: Shape) -> KVBlocks:
-        return TorchBlocks(layers, shape.geometry, shape.block_tokens)
+    def copier(self, layers: list[Any], shape: Shape) -> KVCopier:
+        return TorchCopier(layers, shape.geometry, shape.block_tokens)
 
 
 NHD, HND = (0, 1, 3, 2), (0, 1, 2, 3)
@@ -105,10 +105,10 @@ def test_real_geometries_go_there_and_back_byte_by_byte(name: str, device: Any) 
     outs = [np.empty(case.payload(t.tolist()).shape, np.uint8) for t in tables]
     views = [memoryview(out.reshape(-1)) for out in outs]
 
-    def blocks(of: Case) -> tuple[DeviceBlocks, list[Any]]:
+    def blocks(of: Case) -> tuple[DeviceCopier, list[Any]]:
         storages, layers = on_device(of)
         layout = layout_of(layers, shape.geometry, shape.block_tokens)
-        return DeviceBlocks(layout, device, keep=layers), storages
+        return DeviceCopier(layout, device, keep=layers), storages
 
     source, _ = blocks(case)
     source.gather_many([Gather(t.tolist(), v) for t, v in zip(tables, views, strict=True)])
@@ -133,7 +133,7 @@ def test_payloads_may_lie_on_the_device_itself(device: Any) -> None:
     case, other = Case(shape, 1), Case(shape, 2)
     (_, layers), (there, targets) = on_device(case), on_device(other)
     source, target = (
-        DeviceBlocks(layout_of(kv, shape.geometry, shape.block_tokens), device, keep=kv)
+        DeviceCopier(layout_of(kv, shape.geometry, shape.block_tokens), device, keep=kv)
         for kv in (layers, targets)
     )
     expected = case.payload([3, 5])
@@ -150,11 +150,11 @@ def test_payloads_may_lie_on_the_device_itself(device: Any) -> None:
 
 
 @pytest.fixture
-def llama(device: Any) -> tuple[DeviceBlocks, list[Any], Case]:
+def llama(device: Any) -> tuple[DeviceCopier, list[Any], Case]:
     case = Case(REAL["llama-8b"], 1)
     _, layers = on_device(case)
     layout = layout_of(layers, case.shape.geometry, case.shape.block_tokens)
-    return DeviceBlocks(layout, device, keep=layers), layers, case
+    return DeviceCopier(layout, device, keep=layers), layers, case
 
 
 def test_copies_wait_for_no_compute_that_they_were_not_told_of(llama: Any) -> None:

@@ -12,11 +12,11 @@ from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess, announcement
 
 from kvstore import Client, Locator
-from kvstore.core.record import RecordSigner
 from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.memory import MemoryIndex
-from kvstore.index.redis import open_index
-from kvstore.transport.security import StreamSecurity
+from kvstore.index.redis.index import open_index
+from kvstore.record import RecordSigner
+from kvstore.transport.stream.security import StreamSecurity
 
 KEY, SECRET = "a signing key of this tenant", "a secret that both sides know"
 SIGNER = RecordSigner(KEY.encode(), "kv:default")

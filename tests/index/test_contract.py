@@ -10,10 +10,10 @@ import redis
 from contract.index import IndexContract, Subject
 from redis_servers import RedisCluster, RedisSentinel, RedisServer
 
-from kvstore.index.breaker import GuardedIndex
-from kvstore.index.embedded import EmbeddedRedis
+from kvstore.index.embedded_redis.server import EmbeddedRedis
+from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
-from kvstore.index.redis import RedisIndex, open_index
+from kvstore.index.redis.index import RedisIndex, open_index
 
 PATIENT_S = 10.0
 """These tests are about answers, not about their speed on a busy machine."""

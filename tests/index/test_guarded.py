@@ -8,12 +8,12 @@ import timeit
 import pytest
 from redis_servers import RedisServer, stopped, wait_until
 
-from kvstore.core.breaker import BreakerState
+from kvstore.circuit_breaker import BreakerState
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord
-from kvstore.index.breaker import GuardedIndex
+from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
-from kvstore.index.redis import open_index
+from kvstore.index.redis.index import open_index
 
 KEY = os.urandom(32)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
-from kvstore.index.redis import RedisIndex, open_index
+from kvstore.index.redis.index import RedisIndex, open_index
 
 if TYPE_CHECKING:
     from redis_servers import RedisCluster, RedisServer

@@ -16,7 +16,7 @@ import pytest
 from other_users import ALICE, BOB, NodeOf, needs_root, run_as
 from redis_servers import RedisServer, free_port
 
-from kvstore.index.redis_acl import AclRole, acl_rules, password_hash
+from kvstore.index.redis.acl import AclRole, acl_rules, password_hash
 
 PASSWORD = "a-password-of-some-length"
 pytestmark = needs_root

@@ -9,18 +9,18 @@ import pytest
 from redis_servers import wait_until
 from stores import announcement
 
-from kvstore.client.lease import Lease
-from kvstore.core import wire
-from kvstore.core.wire import Op
+from kvstore.client.local.lease import Lease
 from kvstore.errors import IndexUnavailableError, UsageError
-from kvstore.hashing import Namespace
 from kvstore.index.base import KeyRecord
-from kvstore.index.breaker import GuardedIndex
+from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
+from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.heartbeat import Heartbeat
 from kvstore.nodedir import Announcement, NodeDir
+from kvstore.protocol import control
+from kvstore.protocol.control import Op
 
 KEYS = Namespace.named("test").block_keys(range(64), 1)
 MIB = 1 << 20
@@ -74,7 +74,7 @@ class Talker:
         self.unpacker = msgpack.Unpacker()
         request = request or self.number()
         self.last_request = max(self.last_request, request)
-        hello = [Op.HELLO, request, wire.PROTOCOL_VERSION, self.lease.client_id, list(held), []]
+        hello = [Op.HELLO, request, control.PROTOCOL_VERSION, self.lease.client_id, list(held), []]
         self.hello = self.ask(*hello)
 
     def ask(self, *message):
@@ -221,7 +221,7 @@ def test_a_client_whose_lease_is_not_locked_is_refused(node):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(5)
         stranger.connect(str(node.dir.socket))
-        stranger.sendall(msgpack.packb([Op.HELLO, 1, wire.PROTOCOL_VERSION, "a" * 32, [], []]))
+        stranger.sendall(msgpack.packb([Op.HELLO, 1, control.PROTOCOL_VERSION, "a" * 32, [], []]))
         assert b"lease" in stranger.recv(1000)
 
 

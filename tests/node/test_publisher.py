@@ -7,8 +7,8 @@ import pytest
 from kvstore.core.events import Commit, Drop, Reserve
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
-from kvstore.hashing import Namespace
 from kvstore.index.memory import MemoryIndex
+from kvstore.keys import Namespace
 from kvstore.node import publisher as module
 from kvstore.node.publisher import Publisher
 

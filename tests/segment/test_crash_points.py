@@ -8,7 +8,7 @@ from kvstore.core.events import Abort, Bounds, Commit, Drop, Mark, Pin, Reserve,
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.core.slots import SlotState
-from kvstore.hashing import Namespace
+from kvstore.keys import Namespace
 from kvstore.segment.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,

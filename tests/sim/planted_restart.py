@@ -2,12 +2,13 @@
 
 from planting import bug, bug_that_needs
 
-from kvstore.client import control, link
-from kvstore.core import breaker, recovery
+from kvstore import circuit_breaker
+from kvstore.client.local import control, link
+from kvstore.core import recovery
 from kvstore.core.events import Seal, SessionDead
+from kvstore.core.granules import granules_of
 from kvstore.core.holdings import FORMER
 from kvstore.core.node import NodeCore
-from kvstore.core.sizes import granules_of
 from kvstore.node.daemon import Node
 from kvstore.segment import scan, shm
 from kvstore.segment.header import _HEADER as HEADER
@@ -112,9 +113,9 @@ def deadline_ignored(patch):
 @bug
 def breaker_stays_open(patch):
     """After one failure a client never asks again."""
-    real = breaker.Breaker.allows
+    real = circuit_breaker.Breaker.allows
 
     def allows(self, now):
-        return self.state is breaker.BreakerState.CLOSED and real(self, now)
+        return self.state is circuit_breaker.BreakerState.CLOSED and real(self, now)
 
-    patch(breaker.Breaker, "allows", allows)
+    patch(circuit_breaker.Breaker, "allows", allows)

@@ -2,16 +2,16 @@
 
 from planting import bug, bug_that_needs
 
-from kvstore.client import control, link
+from kvstore.client.local import control, link
 from kvstore.core import allocator
+from kvstore.core.departures import GoneWhy
 from kvstore.core.events import Fill, SessionResumed
-from kvstore.core.gone import GoneWhy
+from kvstore.core.granules import granules_of
 from kvstore.core.node import NodeCore
-from kvstore.core.record import pack_record
-from kvstore.core.sizes import granules_of
 from kvstore.core.slots import SlotEvent, SlotState
-from kvstore.node.control import Connection
+from kvstore.node.control_server import Connection
 from kvstore.node.sessions import Sessions
+from kvstore.record import pack_record
 from kvstore.testing.sim import world
 from kvstore.types import Location
 

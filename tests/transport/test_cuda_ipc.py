@@ -16,7 +16,7 @@ from kvstore.testing.cuda import ModelCuda
 from kvstore.transport import cuda_ipc, cuda_memory
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.cuda_ipc import WantedAnywhere
-from kvstore.transport.cuda_memory import Address
+from kvstore.transport.cuda_memory import DeviceAddress
 
 
 @pytest.fixture
@@ -254,18 +254,18 @@ def test_a_device_without_peer_access_reads_nothing(tmp_path, owner):
     "text", ["", "uuid", "uuid/", "uuid/zz", "uuid/" + "00" * 63, "/" + "00" * 64]
 )
 def test_what_is_no_address_is_none(text):
-    assert Address.parse(text) is None
+    assert DeviceAddress.parse(text) is None
 
 
 def test_an_address_says_what_it_was_made_of():
-    address = Address("a/b", bytes(range(64)))
-    assert Address.parse(str(address)) == address
+    address = DeviceAddress("a/b", bytes(range(64)))
+    assert DeviceAddress.parse(str(address)) == address
 
 
 def test_nobody_but_the_owner_writes(place, tmp_path):
-    from kvstore.client.wants import Want
-    from kvstore.client.writer import Writer
+    from kvstore.client.local.writer import Writer
     from kvstore.errors import KVStoreError
+    from kvstore.protocol.control_requests import Want
 
     writer = Writer(place.nodes, name="node", timeout_s=PATIENCE_S, checksums=False)
     with pytest.raises(KVStoreError):

@@ -3,7 +3,7 @@
 import pytest
 from contract.transport import SECURITY, Place, TransportContract
 
-from kvstore.transport.stream import StreamTransport
+from kvstore.transport.stream.transport import StreamTransport
 
 
 class TestStream(TransportContract):

@@ -20,7 +20,7 @@ from kvstore.rundir import RUN_DIR_ENV, run_dir, socket_path
 from kvstore.segment.abandoned import HEAD, Segment, foreign_files, segments
 from kvstore.segment.shm import RESERVE_BYTES, SHM_DIR, header_file_bytes
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
-from kvstore.transport.cuda_memory import Address
+from kvstore.transport.cuda_memory import DeviceAddress
 
 PYTHON_MIN, PYTHON_BELOW = (3, 11), (3, 15)
 SHM_BYTES_MIN = 32 << 20
@@ -94,8 +94,10 @@ def leftovers(context: Context) -> list[Finding]:
     living: set[str] = set()
     dead: set[str] = set()
     for directory in node_dirs(run_dir(context.run_dir)):
-        word = directory.announcement()
-        files = {word.data_path, word.head_path} if word is not None else set()
+        announcement = directory.announcement()
+        files = (
+            {announcement.data_path, announcement.head_path} if announcement is not None else set()
+        )
         if directory.alive():
             living |= files
             continue
@@ -169,12 +171,12 @@ def huge_pages(context: Context) -> list[Finding]:
     return [Finding(Level.INFO, f"{setting[1]} ({THP_FILE})")]
 
 
-def _ways(word: Announcement) -> list[str]:
+def _ways(announcement: Announcement) -> list[str]:
     """How a node's blocks are read."""
-    vram = Address.parse(word.transports.get(CUDA_IPC, ""))
+    vram = DeviceAddress.parse(announcement.transports.get(CUDA_IPC, ""))
     if vram is not None:
         return [f"{CUDA_IPC} from the VRAM of {vram.uuid}"]
-    return ["shm", *(f"{way} {at}" for way, at in word.transports.items())]
+    return ["shm", *(f"{way} {at}" for way, at in announcement.transports.items())]
 
 
 def nodes(context: Context) -> list[Finding]:
@@ -183,16 +185,17 @@ def nodes(context: Context) -> list[Finding]:
         do = "start it again with the version that its clients have, or the other way round"
         findings.append(Finding(Level.FAIL, str(other), do))
     for node in local_nodes(run_dir(context.run_dir), None):
-        word = node.word
-        name = f"node {word.name} (pid {word.pid}, key prefix {word.key_prefix})"
+        announcement = node.announcement
+        said = node.announcement
+        name = f"node {said.name} (pid {said.pid}, key prefix {said.key_prefix})"
         try:
             stats = node.stats()
         except PeerError as e:
-            do = f"look at its log; it is stopped or hangs: kill {word.pid} and start it again"
+            do = f"look at its log; it is stopped or hangs: kill {said.pid} and start it again"
             findings.append(Finding(Level.FAIL, f"{name}: {e}", do))
             continue
         used, size = human_bytes(stats["block_bytes"]), human_bytes(stats["capacity_bytes"])
-        ways = ", ".join(_ways(word))
+        ways = ", ".join(_ways(announcement))
         found = f"{name}: {stats['blocks']} blocks, {used} of {size}, read by {ways}"
         if stats["recovered"] or stats["recovery_dropped"]:
             found += (

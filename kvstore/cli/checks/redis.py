@@ -11,10 +11,10 @@ from kvstore.cli.options import no_password
 from kvstore.cli.output import human_bytes
 from kvstore.cli.store import embedded_url
 from kvstore.errors import IndexUnavailableError, UsageError
-from kvstore.index.embedded import find_server
+from kvstore.index.embedded_redis.server import find_server
 from kvstore.index.open import URL_VARIABLE
-from kvstore.index.redis import open_index
-from kvstore.index.redis_info import server_info
+from kvstore.index.redis.index import open_index
+from kvstore.index.redis.info import server_info
 from kvstore.limits import Limits
 from kvstore.rundir import run_dir
 

@@ -13,9 +13,9 @@ from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_te
 from kvstore.cuda.bindings import INSTALL as CUDA_INSTALL
 from kvstore.errors import UsageError
 from kvstore.transport import select
-from kvstore.transport.nixl import NAME as NIXL
-from kvstore.transport.nixl_child import INSTALL as NIXL_INSTALL
-from kvstore.transport.nixl_process import installed
+from kvstore.transport.nixl.child import INSTALL as NIXL_INSTALL
+from kvstore.transport.nixl.process import installed
+from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore_vllm_plugin import foreign_connector
 
 DISTRIBUTION = "kvstore-llm"
@@ -51,7 +51,7 @@ print(f"cuda.bindings, driver for CUDA {version // 1000}.{version % 1000 // 10}:
 """
 _TRY_NIXL = """
 import os
-from kvstore.transport.nixl_child import guard, make_agent
+from kvstore.transport.nixl.child import guard, make_agent
 said = os.dup(1)
 guard()
 make_agent("doctor")

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore import Client, Limits
-from kvstore.core.record import unpack_record
 from kvstore.errors import PeerError
-from kvstore.index.embedded import find_server
-from kvstore.index.redis import open_index
+from kvstore.index.embedded_redis.server import find_server
+from kvstore.index.redis.index import open_index
 from kvstore.nodedir import Announcement, NodeDir
+from kvstore.record import unpack_record
 from kvstore.testing.crash import workers
 from kvstore.testing.crash.workers import (
     FIELDS,
@@ -33,7 +33,7 @@ from kvstore.testing.crash.workers import (
     STEPS,
     STORED,
     WRONG_BYTES,
-    Place,
+    WorkerPlace,
 )
 
 NODE = "node"
@@ -58,7 +58,7 @@ class CrashError(AssertionError):
 class _Worker:
     """A worker's process over its deaths; its counters go on."""
 
-    def __init__(self, kind: str, place: Place, rng: random.Random) -> None:
+    def __init__(self, kind: str, place: WorkerPlace, rng: random.Random) -> None:
         self.kind = kind
         self.counters = RawArray(c_longlong, FIELDS)
         self._place = place
@@ -103,7 +103,9 @@ class Loop:
         run_dir = self.directory / "run"
         run_dir.mkdir(mode=0o700)
         self._socket = self.directory / "redis.sock"
-        self.place: Final = Place(f"unix://{self._socket}", run_dir, f"kv:{self.directory.name}")
+        self.place: Final = WorkerPlace(
+            f"unix://{self._socket}", run_dir, f"kv:{self.directory.name}"
+        )
         self.killed: dict[str, int] = dict.fromkeys(("writer", "reader", "node", "redis"), 0)
         self.paused = 0
         self._round = 0
@@ -216,15 +218,18 @@ class Loop:
         """Every block is in the index as it is, and can be read from there."""
         rows = client.session.writer.listing(b"", workers.KEYS + 1)
         index = open_index(self.place.url, key_prefix=self.place.key_prefix, timeout_s=5.0)
-        word = self._node_dir.announcement()
-        assert word is not None
+        announcement = self._node_dir.announcement()
+        assert announcement is not None
         try:
             records = index.lookup([key for key, *_ in rows])
         finally:
             index.close()
         for (key, *_), record in zip(rows, records, strict=True):
             location = unpack_record(key, record) if record is not None else None
-            if location is None or (location.node_id, location.epoch) != (word.node_id, word.epoch):
+            if location is None or (location.node_id, location.epoch) != (
+                announcement.node_id,
+                announcement.epoch,
+            ):
                 raise CrashError(f"block {key.hex()[:12]} is not in the index: {location}")
             if client.session.reader.place(key, record or b"") is None:
                 raise CrashError(f"block {key.hex()[:12]} cannot be read")
@@ -239,19 +244,19 @@ class Loop:
 
     def finish(self) -> None:
         """An orderly end leaves nothing."""
-        word = self._node_dir.announcement()
+        announcement = self._node_dir.announcement()
         self._end_node(signal.SIGTERM)
         if self._node.exitcode != 0:
             raise CrashError(f"the node ended with {self._node.exitcode}")
         left = [p for p in self.place.run_dir.rglob("*") if not p.is_dir()]
         left = [path for path in left if path.parent.name != "epochs"]
-        left += _segments(word)
+        left += _segments(announcement)
         if left:
             raise CrashError(f"left behind: {', '.join(map(str, left))}")
 
     def close(self) -> None:
         """End everything, however it stands."""
-        word = self._node_dir.announcement()
+        announcement = self._node_dir.announcement()
         for process in (self._node, *(worker.process for worker in self._workers)):
             # The fork server reaps what ended, and then its number may be somebody else's.
             if process.exitcode is None:
@@ -259,7 +264,7 @@ class Loop:
                 process.join(HANG_S)
         self._redis.kill()
         self._redis.wait(HANG_S)
-        for path in _segments(word):
+        for path in _segments(announcement):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -281,7 +286,9 @@ class Loop:
             time.sleep(0.02)
 
 
-def _segments(word: Announcement | None) -> list[Path]:
-    if word is None:
+def _segments(announcement: Announcement | None) -> list[Path]:
+    if announcement is None:
         return []
-    return list(Path(word.data_path).parent.glob(f"kvstore-*-{word.node_id:016x}-*"))
+    return list(
+        Path(announcement.data_path).parent.glob(f"kvstore-*-{announcement.node_id:016x}-*")
+    )

@@ -36,7 +36,7 @@ STEPS, HITS, MISSES, STORED, SLOWEST_MS, FIELDS = range(6)
 Counters = MutableSequence[int]
 
 
-class Place(NamedTuple):
+class WorkerPlace(NamedTuple):
     """Where everything is."""
 
     url: str
@@ -55,17 +55,17 @@ def content(name: str, size_bytes: int) -> bytes:
     return (unit * (size_bytes // 32 + 1))[:size_bytes]
 
 
-def node(place: Place, options: tuple[str, ...]) -> None:
+def node(place: WorkerPlace, options: tuple[str, ...]) -> None:
     _begin()
     arguments = ["node", "--url", place.url, "--run-dir", str(place.run_dir)]
     sys.exit(kvstore([*arguments, "--key-prefix", place.key_prefix, *options]))
 
 
-def writer(place: Place, seed: int, counters: Counters) -> None:
+def writer(place: WorkerPlace, seed: int, counters: Counters) -> None:
     _Worker(place, seed, counters, "writer").run()
 
 
-def reader(place: Place, seed: int, counters: Counters) -> None:
+def reader(place: WorkerPlace, seed: int, counters: Counters) -> None:
     _Worker(place, seed, counters, "reader").run()
 
 
@@ -77,7 +77,7 @@ def _begin() -> None:
 
 
 class _Worker:
-    def __init__(self, place: Place, seed: int, counters: Counters, kind: str) -> None:
+    def __init__(self, place: WorkerPlace, seed: int, counters: Counters, kind: str) -> None:
         self._rng = random.Random(seed)
         self._counters = counters
         options = {"run_dir": place.run_dir, "key_prefix": place.key_prefix, "limits": LIMITS}

@@ -7,12 +7,12 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.core.events import Mark, Write
+from kvstore.core.granules import GRANULE_BYTES
 from kvstore.core.node import NodeCore
-from kvstore.core.record import unpack_record
 from kvstore.core.report import stats
-from kvstore.core.sizes import GRANULE_BYTES
 from kvstore.core.slots import SlotState
 from kvstore.index.base import KeyRecord, Record
+from kvstore.record import unpack_record
 from kvstore.segment.header import RESERVED, unpack
 from kvstore.testing.sim.memory import SimOwned
 from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
@@ -232,7 +232,8 @@ class Checks:
                 held_here = [
                     link.held
                     for link in writer.links()
-                    if (link.word.node_id, link.word.epoch) == (node.core.node_id, node.core.epoch)
+                    if (link.announcement.node_id, link.announcement.epoch)
+                    == (node.core.node_id, node.core.epoch)
                 ]
                 reserved = {slot for here in held_here for slot, _ in here.reserved}
                 pinned = {slot for here in held_here for slot, _ in here.pinned}

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.base import Reservation
 from kvstore.client.client import Client
-from kvstore.core.record import unpack_record
 from kvstore.errors import PeerError, UsageError
-from kvstore.hashing import Namespace
 from kvstore.index.base import KeyRecord
+from kvstore.keys import Namespace
 from kvstore.limits import Limits
+from kvstore.record import unpack_record
 from kvstore.testing.sim import memory
 from kvstore.testing.sim.scheduler import Process
 from kvstore.types import Key, Location, PutStatus
@@ -156,7 +156,8 @@ class SimClient:
     def holds(self, data_path: str, slot: int) -> bool:
         """Whether this client believes that the slot of that memory is reserved for it."""
         return any(
-            link.word.data_path == data_path and any(held == slot for held, _ in link.held.reserved)
+            link.announcement.data_path == data_path
+            and any(held == slot for held, _ in link.held.reserved)
             for link in self.real.session.writer.links()
         )
 

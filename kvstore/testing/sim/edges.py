@@ -16,28 +16,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvstore import clock
-from kvstore.client import (
-    client,
-    control,
-    deadlines,
-    host_writer,
-    host_writers,
-    link,
-    nodes,
-    pins,
-    reader,
-    remote_writer,
-    resetting,
-    saving,
-    session,
-    writer,
-)
-from kvstore.index import breaker
-from kvstore.index.breaker import GuardedIndex
+from kvstore.client import client, deadlines, pins, put_pipeline, resetting, session
+from kvstore.client.local import control, host_writer, host_writers, link, nodes, reader, writer
+from kvstore.client.remote import writer as remote_writer
+from kvstore.index import guarded as breaker
+from kvstore.index.guarded import GuardedIndex
 from kvstore.index.open import OpenedIndex
 from kvstore.limits import Limits
 from kvstore.node import daemon, publisher, resets, restart
-from kvstore.node.control import Connection
+from kvstore.node.control_server import Connection
 from kvstore.segment import shm
 from kvstore.testing.sim import memory
 from kvstore.testing.sim.hosts import SimFormerClients, SimLease, SimSessions
@@ -147,7 +134,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
             host_writers,
             reader,
             remote_writer,
-            saving,
+            put_pipeline,
             session,
             writer,
             daemon,
@@ -216,8 +203,8 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield daemon, "Sessions", SimSessions
     yield memory.SimOwned, "world", world
     yield SimSessions, "world", world
-    yield saving, "PART_BYTES_MIN", PART_BYTES_MIN
-    for module in (saving, client):
+    yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
+    for module in (put_pipeline, client):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
     yield (
         control,

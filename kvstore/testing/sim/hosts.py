@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import NodeUnavailableError, UsageError
-from kvstore.node.sessions import Session, Sessions
+from kvstore.node.sessions import ClientSession, Sessions
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.testing.sim.scheduler import Process
 
@@ -33,10 +33,10 @@ class _WordFile:
     """`node.json`"""
 
     def __init__(self) -> None:
-        self.word: Announcement | None = None
+        self.announcement: Announcement | None = None
 
     def unlink(self, *, missing_ok: bool) -> None:
-        self.word = None
+        self.announcement = None
 
 
 class SimNodeDir(NodeDir):
@@ -55,7 +55,7 @@ class SimNodeDir(NodeDir):
         self._free_bytes = 0
 
     def announcement(self) -> Announcement | None:
-        return self.file.word
+        return self.file.announcement
 
     def owner(self) -> int:
         return os.geteuid()
@@ -63,11 +63,11 @@ class SimNodeDir(NodeDir):
     def alive(self) -> bool:
         return self.holder is not None and not self.holder.dead
 
-    def lives_as(self, word: Announcement) -> bool:
-        return self.alive() and self.announcement() == word
+    def lives_as(self, announcement: Announcement) -> bool:
+        return self.alive() and self.announcement() == announcement
 
-    def announce(self, word: Announcement) -> None:
-        self.file.word = word
+    def announce(self, announcement: Announcement) -> None:
+        self.file.announcement = announcement
 
     def stranger(self) -> None:
         return None
@@ -88,19 +88,23 @@ class SimNodeDir(NodeDir):
         return self._kept_resets
 
     def kept_for_s(self) -> float:
-        word = self.file.word
-        return 1.0 if word is not None and self._world.files.exists(word.head_path) else 0.0
+        announcement = self.file.announcement
+        return (
+            1.0
+            if announcement is not None and self._world.files.exists(announcement.head_path)
+            else 0.0
+        )
 
     def remove(self) -> None:
-        word = self.file.word
-        if word is not None:
-            self._world.files.remove(word.data_path, word.head_path)
-        self.file.word = None
+        announcement = self.file.announcement
+        if announcement is not None:
+            self._world.files.remove(announcement.data_path, announcement.head_path)
+        self.file.announcement = None
         self._kept_resets = {}
 
 
 class SimLease:
-    """`kvstore.client.lease.Lease`"""
+    """`kvstore.client.local.lease.Lease`"""
 
     def __init__(self, world: World, leases: Path) -> None:
         world.pause()
@@ -144,12 +148,12 @@ class SimSessions(Sessions):
 
     world: World
 
-    def _admit(self, client_id: str) -> Session:
+    def _admit(self, client_id: str) -> ClientSession:
         lease = self.world.leases.get(client_id)
         if lease is None or not lease.held:
             raise UsageError("client_id", client_id, "its lease is not locked by its process")
         self.admitted += 1
-        session = Session(self.admitted, client_id, Path(client_id), -1)
+        session = ClientSession(self.admitted, client_id, Path(client_id), -1)
         self._by_client[client_id] = self._by_number[session.number] = session
         return session
 
@@ -157,9 +161,9 @@ class SimSessions(Sessions):
         for session in self.all():
             self.forget(session)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: ClientSession) -> None:
         del self._by_client[session.client_id]
         del self._by_number[session.number]
 
-    def dead(self, session: Session) -> bool:  # type: ignore[override]
+    def dead(self, session: ClientSession) -> bool:  # type: ignore[override]
         return not self.world.leases[session.client_id].held

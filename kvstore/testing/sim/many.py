@@ -25,7 +25,7 @@ class Broken(NamedTuple):
     trace: list[str]
 
 
-class Outcome(NamedTuple):
+class SeedOutcome(NamedTuple):
     """What some seeds came to."""
 
     seeds: int
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     broken: list[Broken]
 
 
-def try_seed(seed: int, faults: Faults | None = None, *, whole_trace: bool = False) -> Outcome:
+def try_seed(seed: int, faults: Faults | None = None, *, whole_trace: bool = False) -> SeedOutcome:
     """One seed; what goes wrong is returned."""
     seen: list[World] = []
 
@@ -48,12 +48,12 @@ def try_seed(seed: int, faults: Faults | None = None, *, whole_trace: bool = Fal
     except Exception as e:
         (world,) = seen
         broken = Broken(seed, f"{type(e).__name__}: {e}", world.trace.lines())
-        return Outcome(1, world.step, Counter(world.counts), [broken])
+        return SeedOutcome(1, world.step, Counter(world.counts), [broken])
     trace = [Broken(seed, "", seen[0].trace.lines())] if whole_trace else []
-    return Outcome(1, report.steps, Counter(report.counts), trace)
+    return SeedOutcome(1, report.steps, Counter(report.counts), trace)
 
 
-def _some(task: tuple[int, int]) -> Outcome:
+def _some(task: tuple[int, int]) -> SeedOutcome:
     first, last = task
     # Each worker passes its batons on a core of its own.
     cpus = sorted(os.sched_getaffinity(0))
@@ -65,7 +65,7 @@ def _some(task: tuple[int, int]) -> Outcome:
         os.sched_setaffinity(0, cpus)
 
 
-def together(outcomes: Iterator[Outcome]) -> Outcome:
+def together(outcomes: Iterator[SeedOutcome]) -> SeedOutcome:
     seeds = steps = 0
     counts: Counter[str] = Counter()
     broken: list[Broken] = []
@@ -74,7 +74,7 @@ def together(outcomes: Iterator[Outcome]) -> Outcome:
         steps += outcome.steps
         counts.update(outcome.counts)
         broken += outcome.broken
-    return Outcome(seeds, steps, counts, broken)
+    return SeedOutcome(seeds, steps, counts, broken)
 
 
 def workers(jobs: int) -> Pool:
@@ -82,7 +82,7 @@ def workers(jobs: int) -> Pool:
     return multiprocessing.get_context("spawn").Pool(jobs)
 
 
-def try_many(pool: Pool, first: int, count: int) -> Iterator[Outcome]:
+def try_many(pool: Pool, first: int, count: int) -> Iterator[SeedOutcome]:
     """Seeds from `first` on; outcomes of a few seeds each as they come."""
     end = first + count
     tasks = [(i, min(i + SEEDS_PER_TASK, end)) for i in range(first, end, SEEDS_PER_TASK)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from kvstore.node.control import Connection
+from kvstore.node.control_server import Connection
 from kvstore.testing.sim.scheduler import Actor, Process
 from kvstore.types import KEY_BYTES
 
@@ -38,10 +38,17 @@ class Message:
 
     def __str__(self) -> str:
         words = []
-        for word in msgpack.unpackb(self._raw):
-            if isinstance(word, bytes) and word and len(word) % KEY_BYTES == 0:
-                word = [word[i + 8 : i + 12].hex() for i in range(0, len(word), KEY_BYTES)]
-            words.append(re.sub(r"b'.{40,}?'", "b'...'", str(word)))
+        for announcement in msgpack.unpackb(self._raw):
+            if (
+                isinstance(announcement, bytes)
+                and announcement
+                and len(announcement) % KEY_BYTES == 0
+            ):
+                announcement = [
+                    announcement[i + 8 : i + 12].hex()
+                    for i in range(0, len(announcement), KEY_BYTES)
+                ]
+            words.append(re.sub(r"b'.{40,}?'", "b'...'", str(announcement)))
         return " ".join(words)
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore.limits import Limits
 from kvstore.node.config import NodeConfig
-from kvstore.node.control import Connection
+from kvstore.node.control_server import Connection
 from kvstore.node.daemon import LEASE_POLL_S, Node
 from kvstore.node.heartbeat import HEARTBEAT_S, JITTER
-from kvstore.node.reconcile import SCRUB_EVERY_S
+from kvstore.node.scrubber import SCRUB_EVERY_S
 from kvstore.testing.sim.edges import guarded
 from kvstore.testing.sim.hosts import SimNodeDir
 from kvstore.testing.sim.network import SimSocket, SimTransport, Wire

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from connector import PromptKeys
-from connector.chain import ALGORITHM, extend
+from connector.layout.block_hashes import ALGORITHM, extend
 from kvstore import BlockSession, Namespace, Reservation
 
 KEYS = PromptKeys(16, Namespace({"model": "m", "hash_algorithm": ALGORITHM}))

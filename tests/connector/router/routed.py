@@ -12,7 +12,7 @@ from fake_engines import TOKENS, FakeEngine
 
 from connector.router.discovery import Name
 from connector.router.prefix import Prefixes
-from connector.router.routing import Engine, Fleet, Role
+from connector.router.routing import Engine, EngineFleet, Role
 from connector.router.server import Router, RouterSettings
 from kvstore import Locator
 
@@ -60,7 +60,7 @@ async def routed(
     for engine in everyone:
         await engine.server.start_server()
     at = at or ("",) * len(decode)
-    fleet = Fleet(
+    fleet = EngineFleet(
         [Engine(engine.url, Role.PREFILL) for engine in prefill]
         + [Engine(e.url, Role.DECODE, where) for e, where in zip(decode, at, strict=True)]
     )

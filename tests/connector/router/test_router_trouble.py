@@ -19,7 +19,7 @@ from routed import DECODE, FOUND, PATIENCE_S, PREFILL, routed  # noqa: E402
 
 from connector.router import prefix, server, upstream  # noqa: E402
 from connector.router.discovery import Name, resolve  # noqa: E402
-from connector.router.routing import Fleet, Role  # noqa: E402
+from connector.router.routing import EngineFleet, Role  # noqa: E402
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_a_name_that_cannot_be_looked_up_for_now_keeps_its_engines(
     answers: list[Any] = [["10.0.0.1"], socket.EAI_AGAIN, ["10.0.0.2"], socket.EAI_NONAME]
 
     async def scenario() -> None:
-        loop, fleet = asyncio.get_running_loop(), Fleet()
+        loop, fleet = asyncio.get_running_loop(), EngineFleet()
 
         async def getaddrinfo(*args: Any, **options: Any) -> Any:
             found = answers.pop(0)

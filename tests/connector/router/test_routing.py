@@ -9,7 +9,7 @@ from connector.router.routing import (
     ENGINES_MAX,
     LOAD_GAP_MAX,
     Engine,
-    Fleet,
+    EngineFleet,
     Role,
     held_at,
     needs_prefill,
@@ -25,14 +25,14 @@ def engine(name: str, role: Role = Role.DECODE, at: str = "") -> Engine:
 
 def test_the_longest_prefix_decides() -> None:
     a, b = engine("a", at="node-a"), engine("b", at="node-b")
-    fleet = Fleet([a, b])
+    fleet = EngineFleet([a, b])
     assert fleet.take(Role.DECODE, {"node-a": 1, "node-b": 3}, NOW) is b
     assert fleet.take(Role.DECODE, {"node-a": 4, "node-b": 3}, NOW) is a
 
 
 def test_without_a_prefix_the_least_loaded_and_then_the_next_in_turn() -> None:
     engines = [engine(name) for name in "abc"]
-    fleet = Fleet(engines)
+    fleet = EngineFleet(engines)
     assert [fleet.take(Role.DECODE, {}, NOW) for _ in range(4)] == [*engines, engines[0]]
     for one in engines[:2]:
         one.in_flight = 1
@@ -41,7 +41,7 @@ def test_without_a_prefix_the_least_loaded_and_then_the_next_in_turn() -> None:
 
 def test_looking_for_an_engine_is_nobodys_turn() -> None:
     a, b = engine("a"), engine("b")
-    fleet = Fleet([a, b])
+    fleet = EngineFleet([a, b])
     fleet.choose(Role.DECODE, {}, NOW)
     assert fleet.take(Role.DECODE, {}, NOW) is a
     fleet.choose(Role.DECODE, {}, NOW)
@@ -50,7 +50,7 @@ def test_looking_for_an_engine_is_nobodys_turn() -> None:
 
 def test_a_prefix_is_not_worth_a_queue() -> None:
     a, b = engine("a", at="node-a"), engine("b")
-    fleet = Fleet([a, b])
+    fleet = EngineFleet([a, b])
     a.in_flight = LOAD_GAP_MAX
     assert fleet.choose(Role.DECODE, {"node-a": 9}, NOW) is a
     a.in_flight += 1
@@ -59,7 +59,7 @@ def test_a_prefix_is_not_worth_a_queue() -> None:
 
 def test_an_engine_that_failed_is_passed_over_until_it_is_time_or_answers() -> None:
     a, b = engine("a"), engine("b")
-    fleet = Fleet([a, b])
+    fleet = EngineFleet([a, b])
     a.failed(NOW)
     assert fleet.choose(Role.DECODE, {}, NOW) is b
     assert fleet.choose(Role.DECODE, {}, NOW + DOWN_S) is a
@@ -70,7 +70,7 @@ def test_an_engine_that_failed_is_passed_over_until_it_is_time_or_answers() -> N
 
 def test_an_engine_whose_blocks_do_not_come_is_passed_over_although_it_answers() -> None:
     a, b = engine("a", Role.PREFILL), engine("b", Role.PREFILL)
-    fleet = Fleet([a, b])
+    fleet = EngineFleet([a, b])
     a.unsaved(NOW)
     a.answered()
     assert fleet.choose(Role.PREFILL, {}, NOW) is b
@@ -79,7 +79,7 @@ def test_an_engine_whose_blocks_do_not_come_is_passed_over_although_it_answers()
 
 def test_when_all_are_down_one_is_tried_and_nobody_twice() -> None:
     a, b = engine("a"), engine("b")
-    fleet = Fleet([a, b])
+    fleet = EngineFleet([a, b])
     for one in (a, b):
         one.failed(NOW)
     assert fleet.choose(Role.DECODE, {}, NOW, [a]) is b
@@ -88,20 +88,20 @@ def test_when_all_are_down_one_is_tried_and_nobody_twice() -> None:
 
 def test_a_prefill_engine_that_is_down_is_not_tried() -> None:
     """Decode engines compute what is missing; waiting for a connection would cost more."""
-    fleet = Fleet([engine("a", Role.PREFILL)])
+    fleet = EngineFleet([engine("a", Role.PREFILL)])
     fleet.engines[0].failed(NOW)
     assert fleet.choose(Role.PREFILL, {}, NOW) is None
     assert fleet.choose(Role.PREFILL, {}, NOW + DOWN_S) is fleet.engines[0]
 
 
 def test_each_role_has_its_own_engines() -> None:
-    fleet = Fleet([engine("a", Role.PREFILL)])
+    fleet = EngineFleet([engine("a", Role.PREFILL)])
     assert fleet.choose(Role.DECODE, {}, NOW) is None
 
 
 def test_engines_that_stay_keep_their_counts_when_others_come_and_go() -> None:
     fixed, one = engine("fixed"), engine("one")
-    fleet = Fleet([fixed])
+    fleet = EngineFleet([fixed])
     fleet.replace([one])
     one.in_flight = 3
     fleet.replace([engine("one"), engine("two")])
@@ -114,8 +114,8 @@ def test_engines_that_stay_keep_their_counts_when_others_come_and_go() -> None:
 def test_engines_are_bounded() -> None:
     many = [engine(str(i)) for i in range(ENGINES_MAX + 1)]
     with pytest.raises(UsageError, match=f"at most {ENGINES_MAX}"):
-        Fleet(many)
-    fleet = Fleet()
+        EngineFleet(many)
+    fleet = EngineFleet()
     fleet.replace(many)
     assert len(fleet.engines) == ENGINES_MAX
 

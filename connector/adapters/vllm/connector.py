@@ -1,0 +1,362 @@
+"""vLLM 0.32 and 0.33: translates their connector calls to the core, and nothing else."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from connector.adapters.vllm.plugin import of_vllm, register_vllm
+from connector.build import scheduler_side, worker_side
+from connector.layout.prompt_keys import PromptKeys
+from connector.limits import IDLE_WAIT_S
+from connector.messages import BlockTables, StateBlock, StepPlan, WorkerReport
+from connector.settings import ConnectorSettings
+
+with of_vllm():
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.logger import init_logger
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from connector.adapters.vllm.core import Watcher, watch_engine_core
+    from connector.adapters.vllm.events import VllmEvents
+    from connector.adapters.vllm.request import HashedRequest
+    from connector.adapters.vllm.shape import engine_shape, vllm_hash_tokens
+    from connector.adapters.vllm.states import completed_states
+    from connector.adapters.vllm.stats import KVStorePromMetrics, KVStoreStats
+    from connector.adapters.vllm.weights import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from connector.scheduler.scheduler import SchedulerCore
+    from connector.worker.worker import WorkerCore
+    from kvstore import Explanation
+
+logger = init_logger(f"vllm.{__name__}")  # only loggers below vLLM's own are written at INFO
+register_vllm()  # for those who name the module: vLLM looks a child's statistics up by name
+
+
+@dataclass
+class KVStoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Scheduler to workers, once per step."""
+
+    plan: StepPlan
+
+
+@dataclass
+class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to scheduler, once per step."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVStoreWorkerMetadata)
+        self.report.merge(other.report)
+        return self
+
+
+class PoolPins:
+    """Saves hold a reference on blocks of vLLM's pool, as one more request would."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[i] for i in block_ids])
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[i] for i in block_ids])
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignore[misc]
+    """Saves full KV blocks to the store and loads those that match a new request's prefix."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache is best effort: a dropped save is a future miss, not a lost hand-off."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layer by layer, Python runs between the layers: a graph of all of them would skip it."""
+        return bool(extra_config.get("layerwise"))
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        config = ConnectorSettings.from_extra(transfer.kv_connector_extra_config or {})
+        shape = engine_shape(vllm_config, kv_cache_config, config)
+        self._config = config
+        self._shape = shape
+        self._events = VllmEvents(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerCore | None = None
+        self._worker: WorkerCore | None = None
+        self._requests: dict[str, HashedRequest] = {}
+        self._weights = Weights(vllm_config, named=config.weights_id is not None)
+        self._emptied = False
+        """vLLM is emptying its own cache."""
+        self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
+        layout = shape.layout(config)
+        self._block_tokens = layout.block_tokens
+        self._prompt_keys = PromptKeys.of_layout(layout)
+        self._speculative = vllm_config.speculative_config is not None
+        self._report = WorkerReport()
+        if role == KVConnectorRole.SCHEDULER:
+            watch_engine_core()
+            self._scheduler = scheduler_side(config, shape)
+            self._scheduler.say_with(logger.info)
+            for group in layout.groups:
+                logger.info(
+                    "kvstore: blocks of %d tokens, %d shards, namespace %s",
+                    self._block_tokens,
+                    len(group.namespaces),
+                    group.namespaces[0],
+                )
+        else:
+            # Where somebody else starts the processes, ranks count over all engines.
+            rank = vllm_config.parallel_config.rank % shape.workers
+            self._worker = worker_side(config, shape, rank)
+            if rank == 0:
+                # A child of MultiConnector is given a policy of its own, which has no effect.
+                _warn(get_current_vllm_config_or_none() or vllm_config)
+
+    # Scheduler side
+
+    @property
+    def _s(self) -> SchedulerCore:
+        assert self._scheduler is not None, "a scheduler call on a worker's connector"
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            pins, blocks = PoolPins(gpu_block_pool), gpu_block_pool.num_gpu_blocks
+            self._s.bind_pins(pins, self._shape.workers, blocks, gpu_block_pool.evict_blocks)
+
+    def _hashed(self, request: Any) -> HashedRequest:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            computed_with = self._weights.of(request)
+            known = HashedRequest(request, self._block_tokens, self._hash_tokens, computed_with)
+            self._requests[request.request_id] = known
+        return known
+
+    def on_new_request(self, request: Any) -> None:
+        hashed = self._hashed(request)
+        if not request.skip_reading_prefix_cache:
+            self._s.on_new_request(hashed)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        hashed = self._hashed(request)
+        if request.skip_reading_prefix_cache:
+            return 0, False  # vLLM would discard the answer
+        tokens = self._s.match(hashed, num_computed_tokens)
+        return tokens, bool(tokens) and not self._config.layerwise
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._s.allocated(self._hashed(request), blocks.get_block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        state = scheduler_output.kv_connector_block_state
+
+        def block_ids(request_id: str) -> BlockTables | None:
+            return state.get_block_ids(request_id) if state is not None else None
+
+        def states(request_id: str) -> Sequence[StateBlock]:
+            return completed_states(
+                state, self._requests[request_id], speculative=self._speculative
+            )
+
+        requests = self._requests
+        scheduled = (
+            (requests[request_id], tokens)
+            for request_id, tokens in scheduler_output.num_scheduled_tokens.items()
+            if request_id in requests
+        )
+        # Resumed requests need nothing special: they are told from running
+        # ones by neither runner's lists, only by having been preempted.
+        preempted = scheduler_output.preempted_req_ids or ()
+        return KVStoreMetadata(self._s.plan_step(scheduled, preempted, block_ids, states))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KVStoreWorkerMetadata):
+            self._s.report(meta.report)
+        self._s.loads_ended(connector_output.finished_recving or ())
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Nothing to delay: saves in flight hold their own reference on the blocks.
+        hashed = self._requests.pop(request.request_id, None)
+        self._s.finished(request.request_id)
+        return False, self._keys_asked(request, hashed)
+
+    def _keys_asked(self, request: Any, hashed: HashedRequest | None) -> dict[str, Any] | None:
+        """What a router wants to know in the response (`connector.layout.prompt_keys`)."""
+        params = request.kv_transfer_params
+        # Taken out: vLLM allows an answer of one connector only, of several in a MultiConnector.
+        if not params or params.pop(PromptKeys.ASKED, None) is not True:
+            return None
+        if hashed is None or self._prompt_keys is None:
+            return None
+        # Of the prompt alone: the KV of the last token generated is never computed.
+        full = hashed.num_prompt_tokens // self._block_tokens
+        return {PromptKeys.ASKED: self._prompt_keys.answer(hashed.block_hashes[:full])}
+
+    def take_events(self) -> Iterable[Any]:
+        return self._events.of(self._s.take_events())
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request of this engine did not hit more (docs/explain.md); None: not known."""
+        return self._s.explain(request_id)
+
+    def has_pending_push_work(self) -> bool:
+        return self._s.has_pending_work()
+
+    def reset_cache(self) -> bool | None:
+        if self._scheduler is None:
+            return None
+        if not self._emptied:
+            return self._s.reset()
+        # Sleep or pause: what other engines have stored is none of its business.
+        self._s.own_cache_emptied()
+        return True
+
+    # What vLLM tells no connector (core.py)
+
+    @contextmanager
+    def own_cache_emptied(self) -> Iterator[None]:
+        self._emptied = True
+        try:
+            yield
+        finally:
+            self._emptied = False
+
+    def weights_may_have_changed(self) -> None:
+        self._weights.may_have_changed()
+        self._new_weights("may be others from here on")
+
+    def weights_named(self, version: str) -> None:
+        self._weights.name(version)
+        self._new_weights(f"are version {version!r} from here on")
+
+    def _new_weights(self, what: str) -> None:
+        self._requests.clear()  # their hashes are of other weights
+        self._s.weights_changed()
+        shared = "set weights_id and a weight version to share it"
+        logger.info("kvstore: the weights %s: nothing older is loaded; %s", what, shared)
+
+    def adapter_changes(self, lora_id: int) -> None:
+        self._weights.adapter_changes(lora_id)
+
+    @property
+    def saves_in_flight(self) -> bool:
+        return self._scheduler is not None and self._s.has_pending_work()
+
+    def saves_ended(self, report: WorkerReport) -> None:
+        self._s.report(report)
+
+    def end_saves(self, timeout_s: float) -> WorkerReport:
+        return self._w.end_saves(timeout_s)
+
+    # Worker side
+
+    @property
+    def _w(self) -> WorkerCore:
+        assert self._worker is not None, "a worker call on the scheduler's connector"
+        return self._worker
+
+    @property
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVStoreMetadata)
+        return metadata.plan
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        groups = self._kv_cache_config.kv_cache_groups
+        self._w.register_kv_caches(
+            *({name: kv_caches[name] for name in group.layer_names} for group in groups)
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._w.cancel_loads(self._plan.dropped_loads)
+        self._w.start_loads(self._plan.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._w.wait_layer_load(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._w.layer_written(layer_name, self._plan.saves)
+
+    def wait_for_save(self) -> None:
+        self._w.start_saves(self._plan.saves)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._w.cancel_loads(finished_req_ids)
+        self._report = self._w.poll(IDLE_WAIT_S if self._plan.idle else 0.0)
+        return KVConnectorTransferResults(
+            finished_recving=self._report.finished_loads,
+            failed_recving=self._report.failed_requests,
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._report.invalid_block_ids
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        said, self._report = self._report.for_scheduler(), WorkerReport()
+        return None if said is None else KVStoreWorkerMetadata(said)
+
+    # Both sides
+
+    def get_kv_connector_stats(self) -> KVStoreStats | None:
+        side = self._scheduler or self._worker
+        counts = side.take_stats() if side is not None else None
+        return None if counts is None else KVStoreStats(counts.to_dict())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+        return KVStoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVStorePromMetrics:
+        return KVStorePromMetrics(*args)
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _warn(vllm_config: Any) -> None:
+    """Settings with which the store works badly are said once, at start."""
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        logger.error(
+            "\n%s\nkvstore: kv_load_failure_policy is %r: a block that cannot be loaded FAILS its "
+            'request.\nSet "kv_load_failure_policy": "recompute" at the top level of '
+            "--kv-transfer-config, so that it is computed instead.\n%s",
+            "!" * 78,
+            policy,
+            "!" * 78,
+        )

@@ -1,0 +1,77 @@
+"""What the core says about blocks in the store, as vLLM's KV cache events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import (
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+
+from connector.adapters.vllm.shape import vllm_hash_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from connector.messages import BlockEvent
+
+PLACE = {"medium": MEDIUM_CPU, "locality": "LOCAL", "ownership": "kvstore"}
+"""Where the blocks are: saves go to a memory node of the engine's own host."""
+
+
+class VllmEvents:
+    """One event per store block, in blocks and hashes of vLLM's own, so that routers know the
+    block again from the events of vLLM's own cache."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._groups = kv_cache_config.kv_cache_groups
+        self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
+
+    def of(self, events: Iterable[BlockEvent]) -> Iterator[BlockStored | BlockRemoved]:
+        for event in events:
+            told = self._one(event)
+            if told is not None:
+                yield told
+
+    def _one(self, event: BlockEvent) -> BlockStored | BlockRemoved | None:
+        """None when the request has other tokens there by now: nobody could say which."""
+        hashed: Any = event.request
+        if tuple(hashed.block_hashes[event.block : event.block + 1]) != (event.block_hash,):
+            return None
+        request = hashed.vllm_request
+        spec = self._groups[event.group].kv_cache_spec
+        size = spec.block_size
+        hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, size)
+        first_token, end_token = hashed.tokens_of(event.block)
+        first, end = first_token // size, end_token // size
+        if len(hashes) < end:
+            return None
+        names = [maybe_convert_block_hash(h) for h in hashes[first:end]]
+        if not event.stored:
+            return BlockRemoved(block_hashes=names, group_idx=event.group, **PLACE)
+        lora = request.lora_request
+        extra_keys = [
+            generate_block_hash_extra_keys(request, at, at + size, 0)[0]
+            for at in range(first_token, end_token, size)
+        ]
+        return BlockStored(
+            block_hashes=names,
+            parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+            token_ids=list(request.all_token_ids[first_token:end_token]),
+            block_size=size,
+            lora_id=lora.adapter_id if lora else None,
+            lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys(extra_keys),
+            group_idx=event.group,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+            **PLACE,
+        )

@@ -1,0 +1,109 @@
+"""What a vLLM engine computes with: weights and configuration, as fields of the namespace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+from connector.layout.block_hashes import ALGORITHM
+from connector.layout.geometry import Field
+from connector.layout.identity import digest_of, files_of, forward_digest, weights_or_unknown
+
+if TYPE_CHECKING:
+    from connector.settings import ConnectorSettings
+
+ROPE_OF_ANY_LENGTH = ("default", "linear", "llama3", "yarn", "dynamic", "mrope", "proportional")
+"""Position encodings that vLLM computes without looking at `max_model_len`."""
+LENGTH_SHAPES_FORWARD = ("llama4", "nomic", "minimax_m2", "plamo3", "cohere")
+"""How names of models begin whose decoder layers ask vLLM for `max_model_len`, or may."""
+UNREADABLE_FORMATS = ("ipc_cache", "modelexpress", "runai_streamer_sharded")
+"""`load_format`s whose weights are in no file of this host."""
+
+
+def model_fields(vllm_config: Any, config: ConnectorSettings) -> dict[str, Field]:
+    """Reads the files of the weights, within `kvstore.limits.WEIGHTS_TIMEOUT_S` each."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    return {
+        "engine": "vllm",
+        "weights": _weights(vllm_config, model, config.weights_id),
+        "forward": _forward(model),
+        "dtype": str(model.dtype),
+        "quantisation": str(model.quantization or ""),
+        "layers": int(model.get_total_num_hidden_layers()),
+        "kv_heads": int(model.get_total_num_kv_heads()),
+        "draft": "" if speculative is None else _draft(vllm_config, speculative, config),
+        "hash_algorithm": ALGORITHM,
+    }
+
+
+def _weights(vllm_config: Any, model: Any, weights_id: str | None) -> str:
+    if weights_id is not None:
+        return f"id {weights_id}"
+    load = vllm_config.load_config
+    if str(load.load_format) == "dummy":
+        # Filled from a seed of vLLM's own, tensor by tensor as each worker and device has them.
+        size = vllm_config.parallel_config.tensor_parallel_size
+        return f"dummy, {current_platform.device_type}, {size} workers"
+    path, why_not = _files_of(model, load)
+    # Of this engine alone, and the same on all its workers.
+    unknown = f"of engine {vllm_config.instance_id} {vllm_config.kv_transfer_config.engine_id}"
+    return weights_or_unknown(path, why_not, unknown)
+
+
+def _files_of(model: Any, load: Any) -> tuple[Path | None, str]:
+    """Where the weights lie that vLLM has loaded, or why nobody can look."""
+    if str(load.load_format) in UNREADABLE_FORMATS:
+        return None, f"load_format {load.load_format} reads no files of this host"
+    name = str(getattr(model, "model_weights", "") or model.model)
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    return files_of(name, commit, load.download_dir)
+
+
+def _forward(model: Any) -> str:
+    """Of the model's configuration with all overrides applied, and what else shapes K and V."""
+    fields: dict[str, object] = {
+        "config": forward_digest(model.hf_config.to_dict()),
+        # Changed by vLLM itself, or by overrides of the text model alone.
+        "text": forward_digest(model.hf_text_config.to_dict()),
+        "quantization_config": model.quantization_config,
+        "sliding_window_off": bool(model.disable_sliding_window),
+        "multimodal": getattr(model.multimodal_config, "mm_processor_kwargs", None),
+        "length": int(model.max_model_len) if length_shapes_forward(model) else None,
+    }
+    return digest_of(fields)
+
+
+def length_shapes_forward(model: Any) -> bool:
+    """Whether K and V of a token may be others in an engine with another `max_model_len`."""
+    text = model.hf_text_config
+    own_code = bool(getattr(model.hf_config, "auto_map", None)) and model.trust_remote_code
+    named = str(getattr(text, "model_type", "")).startswith(LENGTH_SHAPES_FORWARD)
+    return (
+        own_code
+        or named
+        or any(
+            kind not in ROPE_OF_ANY_LENGTH
+            for name in ("rope_parameters", "rope_scaling")
+            for kind in _rope_types(getattr(text, name, None))
+        )
+    )
+
+
+def _rope_types(rope: object) -> list[object]:
+    """Of one encoding, or of one for each kind of layer."""
+    if not isinstance(rope, dict):
+        return []
+    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
+    return kinds + [kind for value in rope.values() for kind in _rope_types(value)]
+
+
+def _draft(vllm_config: Any, speculative: Any, config: ConnectorSettings) -> str:
+    """A draft model writes KV of its own into the blocks, from weights of its own."""
+    draft = speculative.draft_model_config
+    method = str(speculative.method or "")
+    if draft is None or str(draft.model) == str(vllm_config.model_config.model):
+        return method  # with no weights, or with the target's
+    weights = _weights(vllm_config, draft, config.weights_id)
+    return f"{method}, {weights}, {_forward(draft)}"

@@ -1,0 +1,70 @@
+"""A vLLM request as the core sees it: its tokens hashed by store block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from connector.layout.block_hashes import BlockHashes
+
+
+class HashedRequest:
+    """Implements `EngineRequest`; reads the engine's request, never writes it.
+
+    vLLM says what else than tokens shapes the KV of a block (LoRA, multimodal
+    input, cache salt, prompt embeddings), by the function that its own hashes
+    are made with: whatever keeps them apart keeps these apart.
+    """
+
+    __slots__ = ("_block_tokens", "_chain", "_computed_with", "_hash_tokens", "_request")
+
+    def __init__(
+        self, request: Any, block_tokens: int, hash_tokens: int, computed_with: tuple[str, ...] = ()
+    ) -> None:
+        """`hash_tokens`: tokens of one of vLLM's own hashes, a divisor of `block_tokens`.
+        `computed_with` is what vLLM's hashes leave out (`vllm_weights.Weights`)."""
+        self._computed_with = computed_with
+        self._request = request
+        self._block_tokens = block_tokens
+        self._hash_tokens = hash_tokens
+        self._chain = BlockHashes(block_tokens, self._extra, self._engine_hash)
+
+    @property
+    def request_id(self) -> str:
+        return str(self._request.request_id)
+
+    @property
+    def vllm_request(self) -> Any:
+        return self._request
+
+    def tokens_of(self, block: int) -> tuple[int, int]:
+        """First token and end of a store block."""
+        return block * self._block_tokens, (block + 1) * self._block_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._request.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self._request.num_prompt_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self._request.num_computed_tokens)
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """One per full store block. None at all for a request whose extras cannot be hashed."""
+        return self._chain.hashes(self._request.all_token_ids, self.num_tokens)
+
+    def _extra(self, first: int, end: int) -> object:
+        keys, _ = generate_block_hash_extra_keys(self._request, first, end, 0)
+        return (keys, self._computed_with) if self._computed_with else keys
+
+    def _engine_hash(self, num_tokens: int) -> bytes | None:
+        index = num_tokens // self._hash_tokens - 1
+        hashes = self._request.block_hashes
+        return bytes(hashes[index]) if 0 <= index < len(hashes) else None

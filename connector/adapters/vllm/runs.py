@@ -1,0 +1,79 @@
+"""Layers of several shapes in one of vLLM's KV cache groups.
+
+vLLM puts layers that need the same slots into one group whatever their shape: a latent and its
+indexer, layers with fewer heads. Its workers are told each layer's spec, its scheduler the first
+one's. So namespaces come from the first, and workers alone know the rest, which follows from the
+layers' names, the model's configuration and what the namespace has of the KV cache's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+from connector.adapters.vllm.heads import tp_shards
+from connector.layout.geometry import LayerRun
+from kvstore import UsageError
+
+
+def state_runs(group: Any, pp_size: int) -> tuple[LayerRun, ...]:
+    """Runs of a group of state-space layers whose states differ in size, else nothing."""
+    runs = _by_shape(group)
+    if len(runs) == 1:
+        return ()
+    _one_stage(pp_size)
+    return runs
+
+
+def layer_runs(
+    group: Any, vllm_config: Any, within_block: Callable[[Any], str]
+) -> tuple[LayerRun, ...]:
+    """Runs of a group whose layers differ, else nothing.
+
+    Raises `UsageError` where what the first layer says of sharing is not true of another.
+    """
+    runs = _by_shape(group)
+    if len(runs) == 1:
+        return ()
+    specs, names = group.kv_cache_spec.kv_cache_specs, list(group.layer_names)
+    first = group.kv_cache_spec.first_spec
+    _one_stage(vllm_config.parallel_config.pipeline_parallel_size)
+    shards = tp_shards(first, names, vllm_config)
+    for name in names:
+        spec = specs[name]
+        right = (
+            spec.num_heads % first.num_heads == 0
+            and (spec.num_heads == spec.num_kv_heads or shards == 1)
+            and tp_shards(spec, [name], vllm_config) <= shards
+            and (within_block(spec) == within_block(first) or within_block(first) != "")
+        )
+        if not right:
+            raise UsageError(
+                "kv_cache_spec",
+                f"{name}: {spec.num_heads} heads, {spec.state_content_size_bytes} bytes",
+                f"cannot be shared beside {first.num_heads} heads of "
+                f"{first.state_content_size_bytes} bytes in one KV cache group",
+            )
+    return runs
+
+
+def _by_shape(group: Any) -> tuple[LayerRun, ...]:
+    """Layers of one shape each, in the order of the first of them."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, name in enumerate(group.layer_names):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.kv_cache_specs[name]
+        places.setdefault((spec.num_heads, spec.state_content_size_bytes), []).append(place)
+    return tuple(LayerRun(tuple(some), *shape) for shape, some in places.items())
+
+
+def _one_stage(pp_size: int) -> None:
+    if pp_size != 1:
+        raise UsageError(
+            "pipeline_parallel_size",
+            pp_size,
+            "must be 1 where layers of one KV cache group differ in shape: each stage has others",
+        )

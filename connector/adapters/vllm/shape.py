@@ -1,0 +1,237 @@
+"""Reads vLLM's configuration: geometry, topology, and the fields of the namespace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.utils import get_pp_indices
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from connector.adapters.vllm.heads import tp_shards
+from connector.adapters.vllm.identity import model_fields
+from connector.adapters.vllm.runs import layer_runs
+from connector.adapters.vllm.states import state_fields, state_geometry, state_spec, state_topology
+from connector.build import EngineShape, GroupShape
+from connector.layout.geometry import KVGeometry, ShardTopology
+from connector.layout.identity import digest_of
+from kvstore import UsageError
+
+if TYPE_CHECKING:
+    from connector.settings import ConnectorSettings
+
+VLLM_NULL_BLOCK_ID = 0
+"""vLLM's block pool keeps block 0 for "no block here"."""
+
+
+def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettings) -> EngineShape:
+    """Raises `UsageError` for what cannot be stored: it is better not to start than to guess."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise UsageError(
+                name,
+                getattr(parallel, name),
+                "must be 1: sequence shards of a block are not stored",
+            )
+    workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if parallel.distributed_executor_backend == "external_launcher" and workers > 1:
+        raise UsageError(
+            "distributed_executor_backend",
+            "external_launcher",
+            f"cannot be used with {workers} workers of one model: each process has a scheduler of "
+            "its own and all must decide alike, but a store answers each when it can. "
+            "Use distributed_executor_backend mp or ray, or data parallelism alone",
+        )
+    if config.layerwise:
+        _check_layerwise(vllm_config)
+    groups = tuple(
+        _group(number, group, vllm_config)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+    if not groups:
+        raise UsageError("kv_cache_groups", 0, "must be at least one: there is no KV to store")
+    transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
+    speculative = vllm_config.speculative_config
+    drafts = speculative is not None and speculative.use_eagle()
+    return EngineShape(
+        groups=groups,
+        workers=workers,
+        model=model_fields(vllm_config, config),
+        null_block_id=VLLM_NULL_BLOCK_ID,
+        # A draft model's layers see the next token: the last block is final one step late.
+        volatile_tokens=(
+            max(group.geometry.engine_block_tokens for group in groups) if drafts else 0
+        ),
+        loads=transfer.is_kv_consumer,
+        saves=transfer.is_kv_producer,
+        events=events is not None and events.enable_kv_cache_events,
+    )
+
+
+def _check_layerwise(vllm_config: Any) -> None:
+    """What vLLM 0.32 does layer by layer, and recomputes rightly (docs/decisions/0013)."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+
+    def need(right: bool, name: str, value: object, why: str) -> None:
+        if not right:
+            raise UsageError(name, value, f"{why}, or set layerwise to false")
+
+    need(
+        not parallel.use_ubatching,
+        "enable_dbo, ubatch_size",
+        (parallel.enable_dbo, parallel.ubatch_size),
+        "must be off: each layer of a step is written twice",
+    )
+    drafts = vllm_config.speculative_config
+    need(drafts is None, "speculative_config", drafts, "must be absent: drafts write layers again")
+    if not vllm_config.kv_transfer_config.is_kv_consumer:
+        return
+    need(
+        not scheduler.async_scheduling,
+        "async_scheduling",
+        True,
+        "must be off (--no-async-scheduling): a step that was planned already is not undone",
+    )
+    stages = parallel.pipeline_parallel_size
+    need(stages == 1, "pipeline_parallel_size", stages, "must be 1: several steps run at a time")
+    need(
+        not vllm_config.use_v2_model_runner,
+        "VLLM_USE_V2_MODEL_RUNNER",
+        True,
+        "must be 0: that runner computes from the wrong place when a load has failed",
+    )
+    chunk = scheduler.long_prefill_token_threshold
+    need(
+        chunk == 0,
+        "long_prefill_token_threshold",
+        chunk,
+        "must be 0: another request could read blocks before they are computed again",
+    )
+
+
+def vllm_hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens of one of vLLM's own block hashes."""
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    pp_size = parallel.pipeline_parallel_size
+    layers = {"kv_layers": _layers_digest(group, vllm_config)}
+    states = state_spec(number, group.kv_cache_spec)
+    if states is not None:
+        return GroupShape(
+            geometry=state_geometry(states, group, pp_size),
+            topology=state_topology(states, parallel.tensor_parallel_size, pp_size),
+            number=number,
+            fields={**state_fields(states), **layers},
+        )
+    spec, window_tokens = _attention(number, group.kv_cache_spec)
+    runs = layer_runs(group, vllm_config, lambda one: _within_block(vllm_config, one))
+    # Where vLLM packs heads in another way, ranges of them mean nothing to another size.
+    plain = spec.num_heads == spec.num_kv_heads
+    topology = ShardTopology(
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=pp_size,
+        tp_shards=tp_shards(spec, group.layer_names, vllm_config),
+    )
+    return GroupShape(
+        geometry=KVGeometry(
+            layers=len(group.layer_names),
+            heads=spec.num_heads,
+            channel_bytes=spec.state_content_size_bytes,
+            engine_block_tokens=spec.block_size,
+            runs=runs,
+        ),
+        topology=topology,
+        # The scheduler knows the layers of one pipeline stage only; both sides must agree.
+        layers_of_default=(
+            None if pp_size == 1 else max(1, model.get_total_num_hidden_layers() // pp_size)
+        ),
+        number=number,
+        window_tokens=window_tokens,
+        fields={
+            "kv_cache_dtype": f"{vllm_config.cache_config.cache_dtype}/{spec.dtype}",
+            "kv_spec": type(spec).__name__,
+            "head_size": int(spec.head_size),
+            "within_block": _within_block(vllm_config, spec),
+            "packing": "" if plain else f"{spec.num_heads} slots, {topology.tp_shards} shards",
+            **layers,
+        },
+    )
+
+
+def _attention(number: int, spec: Any) -> tuple[Any, int | None]:
+    """(spec of every layer, sliding window) of a group that can be stored, else `UsageError`."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        # The scheduler is given the first layer's: namespaces are made from that one.
+        for one in spec.kv_cache_specs.values():
+            _attention(number, one)
+        spec = spec.first_spec
+    refused = (RSWASpec, HiddenStateCacheSpec)
+    full = isinstance(spec, FullAttentionSpec) and not isinstance(spec, refused)
+    if not (full or isinstance(spec, SlidingWindowSpec)) or not spec.prefix_cacheable:
+        raise UsageError(
+            "kv_cache_groups",
+            f"{type(spec).__name__} in group {number}",
+            "only full and sliding-window attention and states of state-space layers can be "
+            "stored, and a prefix of which one group is missing is of no use",
+        )
+    if getattr(spec, "non_causal", False):
+        raise UsageError(
+            "kv_cache_spec",
+            f"{type(spec).__name__}, non-causal, in group {number}",
+            "cannot be stored: the KV of a prefix depends on the tokens behind it",
+        )
+    if spec.tokens_per_state != 1:
+        raise UsageError(
+            "kv_cache_spec", (type(spec).__name__, spec.tokens_per_state), "one state a token"
+        )
+    if full:
+        return spec, None
+    return spec, int(spec.sliding_window) + int(spec.extra_retained_tokens)
+
+
+def _within_block(vllm_config: Any, spec: Any) -> str:
+    """How bytes lie within one engine block and head: empty when token by token, K then V.
+
+    Elsewhere only engines with the same order may share, and so the same block
+    size. vLLM's CPU kernels put all K of a block before all V, in an order that
+    depends on the instruction set; what quantised and packed formats do within
+    a block is not promised anywhere.
+    """
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # needs the CPU's kernels
+
+        dtype = vllm_config.cache_config.cache_dtype
+        isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, dtype)
+        return f"cpu {isa}, {spec.block_size} tokens"
+    dense = spec.state_content_bytes is None and spec.kv_quant_mode == KVQuantMode.NONE
+    # Beside a latent there may be layers of other formats, of which the scheduler knows nothing.
+    dense = dense and not isinstance(spec, MLAAttentionSpec)
+    return "" if dense else f"{spec.kv_quant_mode.name}, {spec.block_size} tokens"
+
+
+def _layers_digest(group: Any, vllm_config: Any) -> str:
+    """Which layers a shard has.
+
+    Each pipeline stage has others and the scheduler knows those of the first only; but it knows
+    how they are parted, and what else vLLM groups them by.
+    """
+    pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    if pp_size == 1:
+        skipped = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None)
+        return digest_of([group.layer_names, skipped])
+    count = vllm_config.model_config.get_total_num_hidden_layers()
+    parts = [get_pp_indices(count, stage, pp_size) for stage in range(pp_size)]
+    return digest_of([parts, getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None)])

@@ -1,0 +1,59 @@
+"""What a request of vLLM is computed with, beyond what its namespace and vLLM's hashes say."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+from uuid import uuid4
+
+from connector.layout.identity import files_of, weights_or_unknown
+from connector.limits import FINGERPRINTS_KEPT_MAX
+
+
+class Weights:
+    """Tells adapters apart by their files, which vLLM knows by name and path, and weights that
+    were changed in place from those that were loaded at the start."""
+
+    def __init__(self, vllm_config: Any, *, named: bool = False) -> None:
+        """`named`: the user has given a `weights_id`. Then `set_weight_version` tells engines of
+        that id apart; alone it does not, since any two users may count from 1."""
+        self._named = named
+        self._version = ""
+        load = vllm_config.load_config
+        self._cache_dir = load.download_dir
+        self._own = f"of process {uuid4().hex}"
+        self._adapters: OrderedDict[tuple[int, str, str], str] = OrderedDict()
+
+    def of(self, request: Any) -> tuple[str, ...]:
+        """Goes into the hashes of all of the request's blocks; reads an adapter's files when its
+        first request comes, and again when vLLM is to load it again."""
+        adapter = request.lora_request
+        version = ("weights", self._version) if self._version else ()
+        return version if adapter is None else (*version, "lora", self._adapter(adapter))
+
+    def may_have_changed(self) -> None:
+        """From here on they are like no others, until somebody names them."""
+        self._version = f"private {uuid4().hex}"
+
+    def name(self, version: str) -> None:
+        if self._named:
+            self._version = f"version {version}"
+        else:
+            self.may_have_changed()
+
+    def adapter_changes(self, lora_id: int) -> None:
+        """Its files are read again when its next request comes."""
+        for name in [name for name in self._adapters if name[0] == lora_id]:
+            del self._adapters[name]
+
+    def _adapter(self, adapter: Any) -> str:
+        name = (int(adapter.lora_int_id), str(adapter.lora_name), str(adapter.lora_path))
+        known = self._adapters.get(name)
+        if known is None or adapter.load_inplace:
+            path, why_not = files_of(name[2], None, self._cache_dir)
+            known = weights_or_unknown(path, why_not, self._own)
+        self._adapters[name] = known
+        self._adapters.move_to_end(name)
+        if len(self._adapters) > FINGERPRINTS_KEPT_MAX:
+            self._adapters.popitem(last=False)
+        return known

@@ -1,0 +1,225 @@
+"""Puts the parts together: settings and geometry in, scheduler side or worker side out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from connector.layout.geometry import (
+    Field,
+    GroupLayout,
+    KVGeometry,
+    ShardTopology,
+    StoreLayout,
+    check_block_tokens,
+    default_block_tokens,
+    splits_of,
+)
+from connector.scheduler.lazy_store import LazyStore
+from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
+from connector.worker.layerwise_worker import LayerwiseWorker
+from connector.worker.vram import VramStore
+from connector.worker.worker import WorkerCore
+from kvstore import (
+    BlockSession,
+    BlockStore,
+    CudaDevice,
+    DeviceError,
+    Limits,
+    UsageError,
+    cuda_device,
+    tenant_salt,
+)
+
+if TYPE_CHECKING:
+    from connector.settings import ConnectorSettings
+
+log = logging.getLogger(__name__)
+
+
+def open_store(
+    config: ConnectorSettings, device: CudaDevice | None = None, *, sees_vram: bool = False
+) -> BlockSession:
+    """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet."""
+    return BlockSession(
+        config.url,
+        key_prefix=config.key_prefix,
+        node=config.node,
+        run_dir=Path(config.run_dir) if config.run_dir else None,
+        verify=config.verify,
+        limits=Limits(redis_timeout_s=config.lookup_timeout_s),
+        node_size_bytes=config.node_size_bytes,
+        device=device,
+        sees_vram=sees_vram,
+    )
+
+
+def open_in_vram(config: ConnectorSettings, ordinal: int | None, *, saves: bool) -> BlockStore:
+    """`open_store` for a worker whose copiers take memory of the device `ordinal`, if any.
+
+    One that `saves` keeps recent blocks on the device, any other only reads those of others.
+    """
+    if not config.vram or ordinal is None:
+        return open_store(config)
+    try:
+        device = cuda_device(ordinal)
+    except DeviceError as e:
+        log.warning("blocks are neither kept in VRAM nor read there: %s", e)
+        return open_store(config)
+    size_bytes = config.vram_size_bytes if saves else 0
+    return VramStore(open_store(config, device), device, size_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """One KV cache group of the engine."""
+
+    geometry: KVGeometry
+    topology: ShardTopology
+    number: int = 0
+    """The engine's own number of the group."""
+    layers_of_default: int | None = None
+    """Layers that the default block size is computed from, where workers have different ones."""
+    window_tokens: int | None = None
+    """Tokens of a sliding window; None: every token needs all before it."""
+    fields: dict[str, Field] = field(default_factory=dict)
+    """Namespace fields that tell this group from others and from those of other models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What an adapter has read from its engine's configuration."""
+
+    groups: tuple[GroupShape, ...]
+    workers: int
+    model: dict[str, Field]
+    """Namespace fields that only the engine knows."""
+    hash_block_tokens: int | None = None
+    """Tokens of one of the engine's own hashes; None: the adapter chains store blocks itself."""
+    null_block_id: int | None = None
+    volatile_tokens: int = 0
+    loads: bool = True
+    saves: bool = True
+    events: bool = False
+    """Whether somebody takes events about stored blocks."""
+
+    @classmethod
+    def of_one_group(
+        cls, geometry: KVGeometry, topology: ShardTopology, model: dict[str, Field], **more: Any
+    ) -> EngineShape:
+        """An engine whose layers all cache alike and which hashes every one of its blocks."""
+        more.setdefault("hash_block_tokens", geometry.engine_block_tokens)
+        groups = (GroupShape(geometry=geometry, topology=topology),)
+        return cls(groups=groups, workers=topology.workers, model=model, **more)
+
+    def layout(self, config: ConnectorSettings) -> StoreLayout:
+        """The same on both sides, so that they agree on every key."""
+        tokens = config.block_tokens or default_block_tokens(
+            [
+                (
+                    replace(
+                        group.geometry, layers=group.layers_of_default or group.geometry.layers
+                    ),
+                    group.topology,
+                    group.window_tokens,
+                )
+                for group in self.groups
+            ]
+        )
+        hash_tokens = self.hash_block_tokens or tokens
+        salt = tenant_salt()
+        if tokens % hash_tokens:
+            raise UsageError("block_tokens", tokens, f"must be a multiple of {hash_tokens}")
+        layout = StoreLayout(
+            block_tokens=tokens,
+            hash_block_tokens=hash_tokens,
+            groups=tuple(
+                GroupLayout(
+                    geometry=group.geometry,
+                    topology=group.topology,
+                    splits=splits_of(
+                        {**self.model, **group.fields},
+                        group.geometry,
+                        group.topology,
+                        tokens,
+                        config.tp_sizes,
+                        group.number,
+                        hash_tokens,
+                        salt,
+                    ),
+                    window_tokens=group.window_tokens,
+                )
+                for group in self.groups
+            ),
+        )
+        check_block_tokens(tokens, layout.engine_block_tokens)
+        return layout
+
+
+def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCore:
+    """The scheduler side; the store is opened when it is first needed.
+
+    Raises `UsageError` for settings that cannot work.
+    """
+    settings = SchedulerSettings(
+        loads=shape.loads,
+        saves=shape.saves,
+        save_decode=config.save_decode,
+        lookup_timeout_s=config.lookup_timeout_s,
+        volatile_tokens=shape.volatile_tokens,
+        null_block_id=shape.null_block_id,
+        pinned_fraction=config.pinned_fraction,
+        events=shape.events,
+        layerwise=config.layerwise,
+    )
+    _check_layerwise(config, shape)
+    store = LazyStore(lambda: open_store(config, sees_vram=config.vram))
+    return SchedulerCore(store, shape.layout(config), settings)
+
+
+def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:
+    """The worker side of worker `rank` (pipeline-major)."""
+    _check_layerwise(config, shape)
+    layout = shape.layout(config)
+
+    def open_to_save() -> BlockStore:
+        store = open_in_vram(config, lazy.device, saves=shape.saves)
+        store.register_namespaces(tuple(layout.all_namespaces()))
+        return store
+
+    lazy = LazyStore(open_to_save)
+    return (LayerwiseWorker if config.layerwise else WorkerCore)(
+        lazy,
+        layout,
+        rank=rank,
+        saves=shape.saves,
+        load_timeout_s=config.load_timeout_s,
+        save_timeout_s=config.save_timeout_s,
+    )
+
+
+def _check_layerwise(config: ConnectorSettings, shape: EngineShape) -> None:
+    if config.layerwise and any(group.geometry.runs for group in shape.groups):
+        raise UsageError(
+            "layerwise", True, "must be false where layers of one KV cache group differ in shape"
+        )
+    if config.layerwise and any(group.geometry.recurrent for group in shape.groups):
+        raise UsageError(
+            "layerwise",
+            True,
+            "must be false with state-space layers: engines do not tell when one of them has run",
+        )
+    if config.layerwise and shape.loads and len(shape.groups) > 1:
+        raise UsageError(
+            "layerwise",
+            True,
+            f"must be false where blocks of {len(shape.groups)} KV cache groups are loaded: "
+            "their ids do not tell the engine which block of a running request failed. "
+            "It may be true with kv_role kv_producer",
+        )
+    if config.layerwise and shape.volatile_tokens:
+        raise UsageError(
+            "layerwise", True, "must be false with a draft model: its layers are written twice"
+        )

@@ -1,0 +1,1 @@
+"""Engine blocks gathered into store blocks and scattered back, wherever the KV lies."""

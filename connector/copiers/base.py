@@ -1,0 +1,78 @@
+"""Gather engine blocks into a store block and scatter them back: the contract.
+
+One suite (tests/contract/kvblocks.py) runs against every copier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from kvstore import DeviceRange
+
+Payload = memoryview | DeviceRange
+"""Where a payload is. On a device only where `KVMemory.device` says that it may be."""
+
+
+class HeadPart(NamedTuple):
+    """A range of a payload's heads and where it goes among the engine's."""
+
+    payload_heads: int
+    """Heads that the whole payload has."""
+    source: int
+    target: int
+    heads: int
+
+
+class Gather(NamedTuple):
+    """Engine blocks, in token order, into a whole payload."""
+
+    block_ids: Sequence[int]
+    out: Payload
+
+
+class Scatter(NamedTuple):
+    """The payload's engine blocks from number `skip` on into `block_ids`.
+
+    With `part` only those heads of it, and only those bytes are read.
+    """
+
+    payload: Payload
+    skip: int
+    block_ids: Sequence[int]
+    part: HeadPart | None = None
+
+
+class KVCopier(Protocol):
+    """Copies between an engine's KV and payloads laid out `[layer][head][token][C]`.
+
+    With `layer` only that layer of each payload, one contiguous part of it, is
+    copied. A call ends when all of it is done.
+    """
+
+    batch_blocks: int
+    """Store blocks that are best copied together. One, where that gains nothing: what holds up
+    or spoils one block then leaves the others alone."""
+
+    def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None: ...
+
+    def scatter_many(self, items: Sequence[Scatter], layer: int | None = None) -> None: ...
+
+    def mark_ready(self) -> Any:
+        """A token for "all that was submitted so far has written the KV"; see `wait_ready`."""
+        ...
+
+    def wait_ready(self, token: Any) -> None:
+        """Return when the work before `mark_ready` is done; None stands for none."""
+        ...
+
+
+class KVMemory(NamedTuple):
+    """All of an engine's KV."""
+
+    groups: list[KVCopier]
+    """One copier per KV cache group."""
+    close: Callable[[], None]
+    """Give back what the copiers have of the system; nothing may be copied any more."""
+    device: int | None = None
+    """Ordinal of the device whose memory payloads may be in, too."""

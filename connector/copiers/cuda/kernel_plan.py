@@ -1,0 +1,298 @@
+"""What the paged-copy kernel is told: addresses, tables and sizes. Pure arithmetic, no device."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from connector.copiers.base import Gather, HeadPart, Payload, Scatter
+from connector.limits import DEVICE_BLOCKS_MAX
+from kvstore import DeviceRange, InternalError
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import KVGeometry
+
+WORDS_BYTES = (16, 8, 4, 2, 1)
+"""Widths that the kernel exists in; a device reads or writes a word of its own size's alignment."""
+KERNELS = tuple(f"{way}{width}" for way in ("gather", "scatter") for width in WORDS_BYTES)
+"""Names in paged_copy.cu; see `Launch.kernel`."""
+THREADS = 256
+WORDS_PER_CHUNK = 4096
+"""kWordsPerChunk of paged_copy.cu."""
+STAGING_ALIGNMENT_BYTES = 256
+WORDS_PER_PAGE_MAX = 1 << 30
+"""The kernel counts the words of one page and layer in 32 bits."""
+LAYER = struct.Struct("<Qqqq")
+PAGE_FIELDS = [
+    ("packed", "<u8"),
+    ("block", "<i8"),
+    ("token", "<u4"),
+    ("head", "<u4"),
+    ("heads", "<u4"),
+    ("unused", "<u4"),
+]
+"""`Page` of paged_copy.cu, as numpy names it."""
+PAGE_BYTES = 32
+
+
+class LayerAddress(NamedTuple):
+    """Where one layer's KV `[block, head, token, C]` is, in bytes; C is contiguous."""
+
+    address: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+
+
+class HostPlace(NamedTuple):
+    """What of a payload is copied: `rows` ranges, a constant distance apart."""
+
+    address: int
+    row_bytes: int
+    rows: int
+    pitch_bytes: int
+    on_device: bool = False
+    """It is memory of the device after all."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+def apart(place: HostPlace, base: int, part_bytes: int) -> Iterator[tuple[int, HostPlace]]:
+    """`place` in pieces that cross no `part_bytes` from `base` on, and where each is when packed.
+
+    Memory is page-locked part by part, and no DMA may cross two of them.
+    """
+    packed = row = 0
+    while row < place.rows:
+        start = place.address + row * place.pitch_bytes
+        room = part_bytes - (start - base) % part_bytes
+        rows = 0
+        if room >= place.row_bytes:
+            rows = min((room - place.row_bytes) // max(place.pitch_bytes, 1) + 1, place.rows - row)
+            yield packed, place._replace(address=start, rows=rows)
+            packed += rows * place.row_bytes
+        else:
+            rows, done = 1, 0
+            while done < place.row_bytes:
+                room = part_bytes - (start + done - base) % part_bytes
+                size = min(room, place.row_bytes - done)
+                yield packed + done, place._replace(address=start + done, row_bytes=size, rows=1)
+                done += size
+            packed += place.row_bytes
+        row += rows
+
+
+class CopyPart(NamedTuple):
+    """One payload's share of a launch. Packed into staging its rows follow each other."""
+
+    host: HostPlace
+    block_ids: Sequence[int]
+    skip: int
+    """Engine blocks of the payload before the first of `block_ids`."""
+    head: int
+    """The engine's head that takes the piece's first one."""
+    heads: int
+
+
+class Launch(NamedTuple):
+    """One run of the kernel over the first `pages` rows of a table."""
+
+    scatter: bool
+    word_bytes: int
+    layer_table: int
+    """Device address of the first layer's row."""
+    layers: int
+    pages: int
+    payload_tokens: int
+    page_tokens: int
+    channel_words: int
+    chunks: int
+    blocks: int
+    """Thread blocks of the grid."""
+
+    @property
+    def kernel(self) -> str:
+        return f"{'scatter' if self.scatter else 'gather'}{self.word_bytes}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`Shape` of paged_copy.cu."""
+        return (
+            self.layers,
+            self.pages,
+            self.payload_tokens,
+            self.page_tokens,
+            self.channel_words,
+            self.chunks,
+        )
+
+
+class PagedLayout:
+    """One KV cache group in a device's memory, and the payloads made of it."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerAddress],
+        *,
+        pages: int,
+        heads: int,
+        channel_bytes: int,
+        page_tokens: int,
+        pages_per_block: int,
+        payload_tokens: int,
+    ) -> None:
+        """A page is what `LayerAddress.block_stride` strides over: an engine block, or one of the
+        `pages_per_block` kernel blocks that it consists of. `pages` counts a layer's."""
+        import numpy as np
+
+        self._np = np
+        self.layers = tuple(layers)
+        self.engine_blocks = pages // pages_per_block
+        self.heads = heads
+        self.channel_bytes = channel_bytes
+        self.page_tokens = page_tokens
+        self.pages_per_block = pages_per_block
+        self.payload_tokens = payload_tokens
+        self.blocks_per_payload = payload_tokens // (page_tokens * pages_per_block)
+        self.head_bytes = payload_tokens * channel_bytes
+        """Of one head of one layer in a payload."""
+        self.payload_bytes = len(layers) * heads * self.head_bytes
+        self.pages_per_payload = self.blocks_per_payload * pages_per_block
+        self.word_bytes = word_bytes([channel_bytes, *(n for place in layers for n in place)])
+        if heads * page_tokens * channel_bytes // self.word_bytes > WORDS_PER_PAGE_MAX:
+            raise InternalError(f"an engine block of {heads} heads is too large for the kernel")
+
+    def layer_table(self) -> bytes:
+        """Rows of `Layer` of paged_copy.cu."""
+        return b"".join(LAYER.pack(*place) for place in self.layers)
+
+    def gathered(self, item: Gather, address: int, layer: int | None) -> CopyPart:
+        """`address` is that of `item.out`. Raises `InternalError` for what would go astray."""
+        self._check(len(item.out), self.heads, item.block_ids, 0, layer)
+        if len(item.block_ids) != self.blocks_per_payload:
+            raise InternalError(f"{len(item.block_ids)} engine blocks do not fill a payload")
+        piece = self._piece(address, HeadPart(self.heads, 0, 0, self.heads), layer, item.out)
+        return piece._replace(block_ids=item.block_ids)
+
+    def scattered(self, item: Scatter, address: int, layer: int | None) -> CopyPart:
+        """`address` is that of `item.payload`. Raises `InternalError` like `gathered`."""
+        part = item.part or HeadPart(self.heads, 0, 0, self.heads)
+        self._check(len(item.payload), part.payload_heads, item.block_ids, item.skip, layer)
+        if (
+            min(part.source, part.target, part.heads - 1) < 0
+            or part.source + part.heads > part.payload_heads
+            or part.target + part.heads > self.heads
+        ):
+            raise InternalError(f"{part} does not fit {self.heads} heads")
+        piece = self._piece(address, part, layer, item.payload)
+        return piece._replace(block_ids=item.block_ids, skip=item.skip)
+
+    def _check(
+        self, size_bytes: int, heads: int, block_ids: Sequence[int], skip: int, layer: int | None
+    ) -> None:
+        # A device does not see the end of an array: here is where a wrong number must be found.
+        if size_bytes != len(self.layers) * heads * self.head_bytes:
+            raise InternalError(f"a payload of {heads} heads does not have {size_bytes} bytes")
+        if layer is not None and not 0 <= layer < len(self.layers):
+            raise InternalError(f"no layer {layer} of {len(self.layers)}")
+        if not 0 <= skip <= self.blocks_per_payload - len(block_ids):
+            raise InternalError(f"{len(block_ids)} engine blocks after {skip} are too many")
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.engine_blocks:
+            raise InternalError(f"engine blocks {block_ids} are not among {self.engine_blocks}")
+
+    def _piece(self, address: int, part: HeadPart, layer: int | None, where: Payload) -> CopyPart:
+        layer_bytes = part.payload_heads * self.head_bytes
+        first, layers = (0, len(self.layers)) if layer is None else (layer, 1)
+        address += first * layer_bytes + part.source * self.head_bytes
+        row_bytes = part.heads * self.head_bytes
+        if part.heads == part.payload_heads:
+            host = HostPlace(address, layers * row_bytes, 1, layers * row_bytes)
+        else:
+            host = HostPlace(address, row_bytes, layers, layer_bytes)
+        host = host._replace(on_device=isinstance(where, DeviceRange))
+        return CopyPart(host, (), 0, part.target, part.heads)
+
+    def write_pages(self, table: memoryview, staged: Sequence[tuple[int, CopyPart]]) -> int:
+        """Rows for pieces that are packed at those addresses; returns how many."""
+        np = self._np
+        rows = np.frombuffer(table, PAGE_FIELDS)
+        inner = np.arange(self.pages_per_block)
+        end = 0
+        for address, piece in staged:
+            begin, end = end, end + len(piece.block_ids) * self.pages_per_block
+            ids = np.asarray(piece.block_ids, np.int64)[:, None] * self.pages_per_block + inner
+            mine = rows[begin:end]
+            mine["packed"], mine["block"] = address, ids.ravel()
+            first = piece.skip * self.pages_per_block
+            mine["token"] = np.arange(first, first + end - begin) * self.page_tokens
+            mine["head"], mine["heads"], mine["unused"] = piece.head, piece.heads, 0
+        return end
+
+    def launch(
+        self, *, scatter: bool, layer_table: int, layer: int | None, pages: int, heads: int
+    ) -> Launch:
+        """`layer_table` is where the device has `layer_table()`, `heads` the most of a piece."""
+        words = heads * self.page_tokens * (self.channel_bytes // self.word_bytes)
+        layers = len(self.layers) if layer is None else 1
+        chunks = -(-words // WORDS_PER_CHUNK)
+        return Launch(
+            scatter,
+            self.word_bytes,
+            layer_table + (layer or 0) * LAYER.size,
+            layers,
+            pages,
+            self.payload_tokens,
+            self.page_tokens,
+            self.channel_bytes // self.word_bytes,
+            chunks,
+            min(DEVICE_BLOCKS_MAX, layers * pages * chunks),
+        )
+
+
+def layout_of(layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> PagedLayout:
+    """Of layer tensors that `connector.copiers.registered.kv_blocks` accepts."""
+    places = []
+    for layer in layers:
+        size = layer.element_size()
+        places.append(LayerAddress(layer.data_ptr(), *(n * size for n in layer.stride()[:3])))
+    page_tokens = int(layers[0].shape[2])
+    return PagedLayout(
+        places,
+        pages=min(int(layer.shape[0]) for layer in layers),
+        heads=geometry.heads,
+        channel_bytes=geometry.channel_bytes,
+        page_tokens=page_tokens,
+        pages_per_block=geometry.engine_block_tokens // page_tokens,
+        payload_tokens=block_tokens,
+    )
+
+
+def word_bytes(multiples: Sequence[int]) -> int:
+    """The widest word that divides all of them; staging is aligned to more."""
+    return next(n for n in WORDS_BYTES if not any(value % n for value in multiples))
+
+
+def batches(
+    pieces: Sequence[CopyPart], pages_per_block: int, staging_bytes: int, pages_max: int
+) -> Iterator[list[tuple[int, CopyPart]]]:
+    """Runs of pieces that fit one staging buffer and one table, with their offsets in staging.
+
+    Raises `InternalError` for a piece that fits none.
+    """
+    batch: list[tuple[int, CopyPart]] = []
+    at = pages = 0
+    for piece in pieces:
+        size_bytes, its_pages = piece.host.size_bytes, len(piece.block_ids) * pages_per_block
+        if size_bytes > staging_bytes or its_pages > pages_max:
+            raise InternalError(f"{size_bytes} bytes of {its_pages} pages fit no staging buffer")
+        if batch and (at + size_bytes > staging_bytes or pages + its_pages > pages_max):
+            yield batch
+            batch, at, pages = [], 0, 0
+        batch.append((at, piece))
+        at += -(-size_bytes // STAGING_ALIGNMENT_BYTES) * STAGING_ALIGNMENT_BYTES
+        pages += its_pages
+    if batch:
+        yield batch

@@ -1,0 +1,71 @@
+"""Copies layers of several shapes as one payload: one run of layers after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
+from kvstore import DeviceRange
+
+if TYPE_CHECKING:
+    from connector.copiers.base import Payload
+    from connector.layout.geometry import KVGeometry
+
+
+class MixedCopier:
+    """Implements `KVCopier` over the copiers of a geometry's runs, in their order.
+
+    Each run of a payload is laid out `[layer][head][token][C]` with the run's own heads and C.
+    Heads of a `HeadPart` are those of the geometry; each run has a whole multiple of them.
+    """
+
+    def __init__(
+        self, copiers: Sequence[KVCopier], geometry: KVGeometry, block_tokens: int
+    ) -> None:
+        self._copiers = copiers
+        self._geometry = geometry
+        self._slots = geometry.payload_slots(block_tokens)
+        self.batch_blocks = min(copier.batch_blocks for copier in copiers)
+
+    def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None:
+        self._check(layer)
+        heads = self._geometry.heads
+        for copier, _times, begin, end in self._runs(heads):
+            copier.gather_many([Gather(i.block_ids, _cut(i.out, begin, end)) for i in items])
+
+    def scatter_many(self, items: Sequence[Scatter], layer: int | None = None) -> None:
+        self._check(layer)
+        whole = self._geometry.heads
+        for number, copier in enumerate(self._copiers):
+            mine = []
+            for item in items:
+                heads = whole if item.part is None else item.part.payload_heads
+                _, times, begin, end = list(self._runs(heads))[number]
+                part = item.part and HeadPart(*(n * times for n in item.part))
+                mine.append(item._replace(payload=_cut(item.payload, begin, end), part=part))
+            copier.scatter_many(mine)
+
+    def _runs(self, heads: int) -> Iterator[tuple[KVCopier, int, int, int]]:
+        """Copier, its heads for each of the geometry's, and where it is in a payload of `heads`."""
+        begin = 0
+        for copier, run in zip(self._copiers, self._geometry.runs, strict=True):
+            times = run.heads // self._geometry.heads
+            end = begin + len(run.layers) * heads * times * run.channel_bytes * self._slots
+            yield copier, times, begin, end
+            begin = end
+
+    def _check(self, layer: int | None) -> None:
+        assert layer is None, "layer by layer is refused at start where layers have several shapes"
+
+    def mark_ready(self) -> Any:
+        return self._copiers[0].mark_ready()
+
+    def wait_ready(self, token: Any) -> None:
+        self._copiers[0].wait_ready(token)
+
+
+def _cut(payload: Payload, begin: int, end: int) -> Payload:
+    if isinstance(payload, DeviceRange):
+        return DeviceRange(payload.address + begin, end - begin, payload.device)
+    return payload[begin:end]

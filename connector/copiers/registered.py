@@ -1,0 +1,100 @@
+"""Copiers for the KV that an engine registered, wherever it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from connector.copiers.base import KVCopier, KVMemory
+from connector.copiers.host import HostCopier
+from connector.copiers.mixed import MixedCopier
+from kvstore import PoolMapping, UsageError
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import KVGeometry
+
+
+def kv_memory(
+    groups: Sequence[tuple[Mapping[str, Any], KVGeometry]],
+    block_tokens: int,
+    mappings: Callable[[], Sequence[PoolMapping]] = tuple,
+    count: Callable[[int, str], None] = lambda size_bytes, failure: None,
+) -> KVMemory:
+    """Copiers over layer tensors, each a strided `[B, H, N, C]` view, all on one device.
+
+    N may be a part of the engine's block (kernel blocks): B is then as many
+    times larger. `mappings` says where the store's memory is, and `count` is told of
+    bytes that were page-locked for the device, or could not be and why. Raises
+    `UsageError` when the tensors do not have the shape the namespace was made from.
+    """
+    checked = []
+    for kv_caches, geometry in groups:
+        layers = list(kv_caches.values())
+        tokens = block_tokens
+        if geometry.recurrent:  # an engine block and a store block have one slot each, the state
+            geometry, tokens = replace(geometry, engine_block_tokens=1), 1
+        for some, own in _runs(layers, geometry):
+            _check(some, own)
+            checked.append((some, own, tokens))
+    memory = _copiers(checked, mappings, count)
+    copiers, by_group = iter(memory.groups), list[KVCopier]()
+    for _, geometry in groups:
+        runs = [next(copiers) for _ in geometry.runs or (geometry,)]
+        by_group.append(MixedCopier(runs, geometry, block_tokens) if geometry.runs else runs[0])
+    return memory._replace(groups=by_group)
+
+
+def _runs(layers: Sequence[Any], geometry: KVGeometry) -> Iterator[tuple[list[Any], KVGeometry]]:
+    """Layers of one shape each, with their own geometry."""
+    if not geometry.runs:
+        yield list(layers), geometry
+        return
+    if len(layers) != geometry.layers:
+        raise UsageError("kv_caches", len(layers), f"must have {geometry.layers} layers")
+    for run in geometry.runs:
+        own = replace(
+            geometry,
+            layers=len(run.layers),
+            heads=run.heads,
+            channel_bytes=run.channel_bytes,
+            runs=(),
+        )
+        yield [layers[i] for i in run.layers], own
+
+
+def _copiers(
+    checked: Sequence[tuple[list[Any], KVGeometry, int]],
+    mappings: Callable[[], Sequence[PoolMapping]],
+    count: Callable[[int, str], None],
+) -> KVMemory:
+    if all(layer.device.type == "cpu" for layers, _, _ in checked for layer in layers):
+        return KVMemory([HostCopier(*group) for group in checked], lambda: None)
+    from connector.copiers.cuda.start import device_memory  # torch and cuda-python
+
+    return device_memory(checked, mappings, count)
+
+
+def kv_blocks(kv_caches: Mapping[str, Any], geometry: KVGeometry, block_tokens: int) -> KVCopier:
+    """`kv_memory` of one group."""
+    return kv_memory([(kv_caches, geometry)], block_tokens).groups[0]
+
+
+def _check(layers: Sequence[Any], geometry: KVGeometry) -> None:
+    if len(layers) != geometry.layers:
+        raise UsageError("kv_caches", len(layers), f"must have {geometry.layers} layers")
+    for layer in layers:
+        shape = tuple(layer.shape)
+        if (
+            len(shape) != 4
+            or shape[1] != geometry.heads
+            or geometry.engine_block_tokens % shape[2]
+            or shape[3] * layer.element_size() != geometry.channel_bytes
+            or layer.stride(3) != 1
+        ):
+            raise UsageError(
+                "kv_caches",
+                (shape, str(layer.dtype)),
+                f"must be [blocks, {geometry.heads} heads, tokens dividing "
+                f"{geometry.engine_block_tokens}, {geometry.channel_bytes} bytes]",
+            )

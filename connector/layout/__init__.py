@@ -1,0 +1,1 @@
+"""Shape and place of KV: geometry, topology, keys of blocks, who reads which part. Pure."""

@@ -1,0 +1,112 @@
+"""Hashes of a request's store blocks, chained over its tokens and whatever else shapes its KV.
+
+An engine chains its own hashes over its own blocks, so that two engines with
+other block sizes never agree on one. These chain over store blocks, and need
+only tokens and the engine's word on what else there is (`Extra`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+
+from kvstore import UsageError
+
+log = logging.getLogger(__name__)
+
+ALGORITHM = "kvstore-chain-1"
+"""Names what is hashed and how, for the namespace; another one when either changes."""
+_ROOT = sha256(ALGORITHM.encode()).digest()
+
+Extra = Callable[[int, int], object]
+"""What shapes the KV of tokens `first` to `end`, apart from tokens: adapter, image, salt.
+
+Plain values (None, bool, int, str, bytes) and sequences of them.
+"""
+
+
+def extend(
+    hashes: Sequence[bytes], tokens: Sequence[int], block_tokens: int, extra: Extra
+) -> list[bytes]:
+    """`hashes` of the blocks at the head of `tokens`, and those of all full blocks after them.
+
+    Stops before a token that is none (negative: an engine's placeholder).
+    Raises `UsageError` for an extra that has no canonical bytes.
+    """
+    out = list(hashes)
+    for start in range(len(out) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
+        end = start + block_tokens
+        try:
+            words = array("I", tokens[start:end])
+        except OverflowError:
+            break
+        if sys.byteorder == "big":
+            words.byteswap()
+        h = sha256(out[-1] if out else _ROOT)
+        # Hash and words have fixed lengths, so no two inputs run into one another.
+        h.update(words)
+        h.update(canonical(extra(start, end)))
+        out.append(h.digest())
+    return out
+
+
+class BlockHashes:
+    """The hashes of one request's store blocks, each computed once.
+
+    Follows a request that grows, and one whose last tokens are replaced: what was
+    hashed counts only while the engine's own hash at the same place is the one
+    seen then.
+    """
+
+    __slots__ = ("_block_tokens", "_engine_hash", "_extra", "_hashes", "_refused", "_seen")
+
+    def __init__(
+        self, block_tokens: int, extra: Extra, engine_hash: Callable[[int], bytes | None]
+    ) -> None:
+        """`engine_hash(n)`: the engine's own hash of the prefix of n tokens, None without one."""
+        self._block_tokens = block_tokens
+        self._extra = extra
+        self._engine_hash = engine_hash
+        self._hashes: list[bytes] = []
+        self._seen: bytes | None = None
+        self._refused = False
+
+    def hashes(self, tokens: Sequence[int], num_tokens: int) -> Sequence[bytes]:
+        """One for each full block of the first `num_tokens` tokens. None at all for a request
+        whose extras have no canonical bytes: it is neither loaded nor saved."""
+        full = num_tokens // self._block_tokens
+        known = self._engine_hash(len(self._hashes) * self._block_tokens)
+        if known is None or known != self._seen:
+            self._hashes = []
+        if len(self._hashes) >= full or self._refused:
+            return self._hashes
+        prefix = tokens[: full * self._block_tokens]
+        try:
+            self._hashes = extend(self._hashes, prefix, self._block_tokens, self._extra)
+        except UsageError as e:
+            self._refused = True
+            self._hashes = []
+            log.warning("a request is neither loaded nor saved: %s", e)
+        self._seen = self._engine_hash(len(self._hashes) * self._block_tokens)
+        return self._hashes
+
+
+def canonical(value: object) -> bytes:
+    """Bytes that are the same for equal values and for no others, in every process."""
+    if value is None:
+        return b"n"
+    if isinstance(value, bool):
+        return b"b1" if value else b"b0"
+    if isinstance(value, int):
+        return b"i%d;" % value
+    if isinstance(value, str):
+        raw = value.encode("utf-8", "surrogatepass")
+        return b"s%d:%b" % (len(raw), raw)
+    if isinstance(value, bytes):
+        return b"y%d:%b" % (len(value), value)
+    if isinstance(value, list | tuple):
+        return b"t%d:%b" % (len(value), b"".join(canonical(item) for item in value))
+    raise UsageError("extra", type(value).__name__, "must be None, bool, int, str, bytes or a list")

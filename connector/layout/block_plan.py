@@ -1,0 +1,197 @@
+"""Which blocks to load and save: pure arithmetic over plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from connector.messages import BlockTables, EngineRequest, LoadBlock, SaveBlock, StateBlock
+from kvstore import BlockRef, Key
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import StoreLayout
+
+
+class Placed(NamedTuple):
+    """A store block of one group all of whose shards are there, as one writer saved them."""
+
+    split: int
+    found: tuple[BlockRef, ...]
+
+
+Placement = Sequence[Sequence[Placed | None]]
+"""Per group, per store block of the prefix: where it is."""
+
+
+def usable_run(
+    placement: Placement, barred: Mapping[Key, bytes], layout: StoreLayout, num_tokens: int
+) -> int:
+    """Store blocks of the longest prefix that every group has what it needs of.
+
+    A group with a window needs the blocks that the window before the end
+    touches, one with states the block that ends there, the others need all. No
+    record that failed before counts. A prefix of all `num_tokens` is cut by one
+    block for windows and states: engines compute the last token again, whose
+    window reaches one token further back, and whose state is the one before it.
+    """
+    if not placement:
+        return 0
+    usable = [[one is not None and not _barred(one, barred) for one in row] for row in placement]
+    run = min(len(row) for row in usable)
+    if layout.forgetful:
+        run = min(run, max(0, num_tokens - 1) // layout.block_tokens)
+    for group, row in zip(layout.groups, usable, strict=True):
+        if group.tail_tokens is None and False in row[:run]:
+            run = row.index(False)
+    while run > 0:
+        missing = -1
+        for group, row in zip(layout.groups, usable, strict=True):
+            if group.tail_tokens is not None:
+                first = max(0, run * layout.block_tokens - group.tail_tokens)
+                needed = range(first // layout.block_tokens, run)
+                missing = max([missing, *(i for i in needed if not row[i])])
+        if missing < 0:
+            return run
+        run = missing  # every longer prefix up to `run` needs it too
+    return 0
+
+
+def _barred(placed: Placed, barred: Mapping[Key, bytes]) -> bool:
+    return bool(barred) and any(barred.get(found.key) == found.record for found in placed.found)
+
+
+def offered_tokens(run: int, num_computed_tokens: int, layout: StoreLayout) -> int:
+    """Tokens of `run` store blocks beyond what the engine has.
+
+    None of it when the engine stands within one of its own blocks: a load
+    writes whole engine blocks and would overwrite what is there.
+    """
+    if num_computed_tokens % layout.engine_block_tokens:
+        return 0
+    return max(0, run * layout.block_tokens - num_computed_tokens)
+
+
+def load_blocks(
+    placement: Placement,
+    start_token: int,
+    num_tokens: int,
+    tables: BlockTables,
+    layout: StoreLayout,
+    null_block_id: int | None,
+) -> tuple[LoadBlock, ...]:
+    """Loads that fill tokens `start_token` to `start_token + num_tokens`.
+
+    `tables` are the request's whole tables; `start_token` lies on a boundary of
+    engine blocks, not necessarily on a store block's. Blocks that the engine
+    left out (before a window) are not loaded. One that it has made room for and
+    that is nowhere becomes a load that fails: the engine would take it as valid.
+    Of states only the one at the end is loaded; the engine reads no other.
+    """
+    end_token = start_token + num_tokens
+    blocks: list[LoadBlock] = []
+    for index in range(start_token // layout.block_tokens, -(-end_token // layout.block_tokens)):
+        for group, table in enumerate(tables):
+            geometry = layout.groups[group].geometry
+            if geometry.recurrent:
+                continue
+            tokens = geometry.engine_block_tokens
+            per_key = layout.blocks_per_key(group)
+            begin = max(start_token // tokens, index * per_key)
+            end = min(-(-end_token // tokens), (index + 1) * per_key)
+            while begin < end and table[begin] == null_block_id:
+                begin += 1
+            if begin < end:
+                row = placement[group]
+                placed = (row[index] if index < len(row) else None) or Placed(0, ())
+                skip = begin - index * per_key
+                ids = tuple(table[begin:end])
+                blocks.append(LoadBlock(placed.found, skip, ids, placed.split, group))
+    return (*blocks, *_load_states(placement, end_token, tables, layout, null_block_id))
+
+
+def _load_states(
+    placement: Placement,
+    end_token: int,
+    tables: BlockTables,
+    layout: StoreLayout,
+    null_block_id: int | None,
+) -> Iterator[LoadBlock]:
+    index, rest = divmod(end_token, layout.block_tokens)
+    for group, table in enumerate(tables):
+        geometry = layout.groups[group].geometry
+        if geometry.recurrent:
+            block_id = table[-(-end_token // geometry.engine_block_tokens) - 1]
+            if block_id != null_block_id:
+                row = placement[group]
+                placed = row[index - 1] if not rest and index <= len(row) else None
+                placed = placed or Placed(0, ())  # the store has no state at that token
+                yield LoadBlock(placed.found, 0, (block_id,), placed.split, group)
+
+
+def full_blocks(
+    request: EngineRequest,
+    num_scheduled_tokens: int,
+    layout: StoreLayout,
+    save_decode: bool,
+    volatile_tokens: int,
+) -> int:
+    """Store blocks that are full and final once this step's forward has run.
+
+    Bounded by the tokens that are known: beyond them may lie rejected drafts.
+    `volatile_tokens` at the end are left out as well (a draft model that shares
+    the group writes them one step late).
+    """
+    tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
+    tokens -= volatile_tokens
+    if not save_decode:
+        tokens = min(tokens, request.num_prompt_tokens)
+    return max(0, tokens) // layout.block_tokens
+
+
+def save_blocks(
+    keys: Sequence[Sequence[Sequence[Key]]],
+    first: int,
+    last: int,
+    tables: BlockTables,
+    layout: StoreLayout,
+    null_block_id: int | None,
+) -> tuple[SaveBlock, ...]:
+    """Saves of store blocks `first` to `last`; those the engine no longer holds are left out.
+
+    So are states (`save_states`). `keys` are per group, shard and block.
+    """
+    blocks: list[SaveBlock] = []
+    for index in range(first, last):
+        for group, table in enumerate(tables):
+            if layout.groups[group].geometry.recurrent:
+                continue
+            per_key = layout.blocks_per_key(group)
+            ids = tuple(table[index * per_key : (index + 1) * per_key])
+            if len(ids) == per_key and null_block_id not in ids:
+                shards = tuple(shard[index] for shard in keys[group])
+                blocks.append(SaveBlock(shards, ids, group, index))
+    return tuple(blocks)
+
+
+def save_states(
+    keys: Sequence[Sequence[Sequence[Key]]],
+    first: int,
+    num_tokens: int,
+    states: Sequence[StateBlock],
+    layout: StoreLayout,
+) -> tuple[SaveBlock, ...]:
+    """Saves of those `states` that end a store block from number `first` on, within `num_tokens`.
+
+    `keys` are per group, shard and block.
+    """
+    blocks: list[SaveBlock] = []
+    for state in states:
+        blocks_before, rest = divmod(state.num_tokens, layout.block_tokens)
+        index = blocks_before - 1
+        if rest or index < first or state.num_tokens > num_tokens:
+            continue
+        shards = keys[state.group]
+        if index < len(shards[0]):
+            found = tuple(shard[index] for shard in shards)
+            blocks.append(SaveBlock(found, (state.block_id,), state.group, index))
+    return tuple(blocks)

@@ -1,0 +1,315 @@
+"""Shape of one shard's KV, the store block built from it, and its namespace.
+
+Payload of a store block, one shard: `[layer][head][token][C]`, C being the
+engine's packed bytes of one token and head (K, then V); of state-space layers
+`[layer][C]`, C being all of a layer's state after the block's last token. Head ranges are
+contiguous in every layer (where layers have several shapes, runs of one shape each follow one
+another), the token run covers all of `block_tokens`, so
+neither the engine's block size nor its memory layout shows in the bytes. The
+namespace of a shard names its heads and not its writer's tensor-parallel size,
+so that any reader can compute who may have saved what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from connector.layout.topology import HeadRange, shards_of
+from connector.limits import (
+    BLOCK_BYTES_MIN_DEFAULT,
+    BLOCK_TOKENS_MAX,
+    BLOCK_TOKENS_MAX_DEFAULT,
+    TP_SIZES_DEFAULT,
+)
+from kvstore import Namespace, UsageError
+
+Field = str | int | float | bool | None
+"""What a namespace field may hold."""
+
+LAYOUT = "LHNC"
+LAYOUT_VERSION = 1
+"""Grows when the same fields come to mean other bytes."""
+
+
+class LayerRun(NamedTuple):
+    """Layers of one shape among those of a group."""
+
+    layers: tuple[int, ...]
+    """Their places among the group's layers."""
+    heads: int
+    channel_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGeometry:
+    """KV of one shard: what one worker holds of one KV cache group."""
+
+    layers: int
+    heads: int
+    """KV heads (or head slots) of this shard."""
+    channel_bytes: int
+    """C: bytes of one token of one head, K and V packed."""
+    engine_block_tokens: int
+    recurrent: bool = False
+    """State-space layers: an engine block holds no KV but one state, after its last token.
+
+    `channel_bytes` are those of one layer's state, `heads` is 1.
+    """
+    runs: tuple[LayerRun, ...] = ()
+    """Where layers have several shapes: all of them, `heads` and `channel_bytes` are the first's.
+    Payloads hold one run after another. Only workers know them; no namespace does."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "channel_bytes", "engine_block_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"geometry.{name}", getattr(self, name), "must be at least 1")
+        for run in self.runs:
+            if run.heads % self.heads:
+                raise UsageError("geometry.runs", run, f"heads must be a multiple of {self.heads}")
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token, or of one state."""
+        if self.runs:
+            return sum(len(run.layers) * run.heads * run.channel_bytes for run in self.runs)
+        return self.layers * self.heads * self.channel_bytes
+
+    def payload_slots(self, block_tokens: int) -> int:
+        """What a store block holds of each head: KV of every token, or the one state."""
+        return 1 if self.recurrent else block_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTopology:
+    """Which distinct part of the KV each worker holds.
+
+    Workers are numbered pipeline-major (`rank = pp_rank * tp_size + tp_rank`).
+    With fewer KV heads than tensor-parallel workers (`tp_shards < tp_size`)
+    neighbours hold replicas: all of them load, the first of them saves.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    tp_shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp_size < 1 or self.pp_size < 1:
+            raise UsageError("tp_size, pp_size", (self.tp_size, self.pp_size), "at least 1")
+        if self.tp_shards < 1 or self.tp_size % self.tp_shards:
+            raise UsageError(
+                "tp_shards", self.tp_shards, f"must divide the tensor-parallel size {self.tp_size}"
+            )
+
+    @classmethod
+    def of(cls, tp_size: int, pp_size: int, total_kv_heads: int) -> ShardTopology:
+        """`total_kv_heads` of the whole model; 1 for latent attention (MLA)."""
+        return cls(tp_size=tp_size, pp_size=pp_size, tp_shards=min(tp_size, total_kv_heads))
+
+    def heads_of(self, shard: int, heads: int) -> HeadRange:
+        """Heads of the whole model that `shard` holds, `heads` of them."""
+        return HeadRange(shard % self.tp_shards * heads, heads)
+
+    @property
+    def workers(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def shards(self) -> int:
+        return self.tp_shards * self.pp_size
+
+    def shard_of(self, rank: int) -> int:
+        pp_rank, tp_rank = divmod(rank, self.tp_size)
+        return pp_rank * self.tp_shards + tp_rank // (self.tp_size // self.tp_shards)
+
+    def saves(self, rank: int) -> bool:
+        """Whether this worker is the one that saves its shard."""
+        return rank % (self.tp_size // self.tp_shards) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One way in which a writer's workers share the heads of a group."""
+
+    tp_shards: int
+    heads: int
+    """Heads of each shard."""
+    namespaces: tuple[Namespace, ...]
+    """One per shard, pipeline-major."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLayout:
+    """One KV cache group: how this engine holds it and how it is stored."""
+
+    geometry: KVGeometry
+    topology: ShardTopology
+    splits: tuple[Split, ...]
+    """The engine's own first: it saves in this one, and prefers it."""
+    window_tokens: int | None = None
+    """Sliding window: a token needs the KV of the `window_tokens - 1` before it; None: of all."""
+
+    @property
+    def tail_tokens(self) -> int | None:
+        """How many tokens before a prefix's end the next one needs of this group; None: all."""
+        if self.geometry.recurrent:
+            return 1  # the block with the last of them holds the state after it
+        return None if self.window_tokens is None else self.window_tokens - 1
+
+    @property
+    def namespaces(self) -> tuple[Namespace, ...]:
+        return self.splits[0].namespaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLayout:
+    """What both sides must agree on: sizes, groups and their namespaces."""
+
+    block_tokens: int
+    hash_block_tokens: int
+    """Tokens that one hash of a request covers."""
+    groups: tuple[GroupLayout, ...]
+
+    @property
+    def engine_block_tokens(self) -> int:
+        """Boundaries at which blocks of every group begin."""
+        return math.lcm(*(group.geometry.engine_block_tokens for group in self.groups))
+
+    @property
+    def hashes_per_key(self) -> int:
+        return self.block_tokens // self.hash_block_tokens
+
+    @property
+    def forgetful(self) -> bool:
+        """Whether some group has only the end of a prefix: it cannot go back by one token."""
+        return any(group.tail_tokens is not None for group in self.groups)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some group has states, which exist at some tokens only."""
+        return any(group.geometry.recurrent for group in self.groups)
+
+    @property
+    def fails_by_request(self) -> bool:
+        """Whether a failed load is told by request: with several groups, each of which has
+        block tables of its own, a block id does not name a block; and with states all
+        tokens before a block that failed are lost too."""
+        return len(self.groups) > 1 or self.recurrent
+
+    def blocks_per_key(self, group: int = 0) -> int:
+        """Engine blocks in one store block of `group`."""
+        return self.block_tokens // self.groups[group].geometry.engine_block_tokens
+
+    def all_namespaces(self) -> Iterable[Namespace]:
+        """Of all groups and shards that this engine may load, whoever saved them."""
+        return (
+            namespace
+            for group in self.groups
+            for split in group.splits
+            for namespace in split.namespaces
+        )
+
+
+def default_block_tokens(groups: Sequence[tuple[KVGeometry, ShardTopology, int | None]]) -> int:
+    """The smallest power-of-two multiple of the engine block with 1 MiB a shard.
+
+    At most 256 tokens and at most a sliding window, but never less than one
+    engine block. The shard is that of the largest usual tensor-parallel size,
+    so that engines of all sizes come to the same answer. With states it is the
+    engine's block: states exist at few tokens, and a larger block would miss
+    some of them. Each of `groups` is geometry, topology and window.
+    """
+    tokens = math.lcm(*(geometry.engine_block_tokens for geometry, _, _ in groups))
+    if any(geometry.recurrent for geometry, _, _ in groups):
+        return tokens
+    token_bytes = min(
+        geometry.layers
+        * max(1, geometry.heads * topology.tp_shards // max(TP_SIZES_DEFAULT))
+        * geometry.channel_bytes
+        for geometry, topology, _ in groups
+    )
+    most = min([BLOCK_TOKENS_MAX_DEFAULT, *(window for _, _, window in groups if window)])
+    while tokens * token_bytes < BLOCK_BYTES_MIN_DEFAULT and tokens * 2 <= most:
+        tokens *= 2
+    return tokens
+
+
+def check_block_tokens(block_tokens: int, engine_block_tokens: int) -> int:
+    """`block_tokens` when the engine's blocks fit into it, else `UsageError`."""
+    if block_tokens % engine_block_tokens or not 0 < block_tokens <= BLOCK_TOKENS_MAX:
+        raise UsageError(
+            "block_tokens",
+            block_tokens,
+            f"must be a multiple of the engine's block size {engine_block_tokens}, "
+            f"at most {BLOCK_TOKENS_MAX}",
+        )
+    return block_tokens
+
+
+def splits_of(
+    model: dict[str, Field],
+    geometry: KVGeometry,
+    topology: ShardTopology,
+    block_tokens: int,
+    tp_sizes: Sequence[int] = (),
+    group: int | str = 0,
+    hash_block_tokens: int | None = None,
+    salt: bytes = b"",
+) -> tuple[Split, ...]:
+    """The engine's own split, then those of writers with `tp_sizes` as far as heads allow.
+
+    States have no heads that could be told apart: only engines of one size share them.
+    """
+    total = geometry.heads * topology.tp_shards
+    shards = [topology.tp_shards]
+    for tp_size in () if geometry.recurrent else tp_sizes:
+        try:
+            count = shards_of(tp_size, total)
+        except UsageError:
+            continue  # no engine of that size runs this model
+        if count not in shards:
+            shards.append(count)
+    return tuple(
+        Split(
+            count,
+            total // count,
+            _namespaces(
+                {
+                    **model,
+                    "channel_bytes": geometry.channel_bytes,
+                    "total_heads": total,
+                    "hash_block_tokens": hash_block_tokens or geometry.engine_block_tokens,
+                    "block_tokens": block_tokens,
+                    "kv_group": group,
+                },
+                count,
+                total // count,
+                topology.pp_size,
+                salt,
+            ),
+        )
+        for count in shards
+    )
+
+
+def _namespaces(
+    common: dict[str, Field], tp_shards: int, heads: int, pp_size: int, salt: bytes
+) -> tuple[Namespace, ...]:
+    return tuple(
+        Namespace(
+            {
+                **common,
+                "layout": LAYOUT,
+                "layout_version": LAYOUT_VERSION,
+                "head_first": tp_shard * heads,
+                "heads": heads,
+                "pp_rank": pp_rank,
+                "pp_size": pp_size,
+            },
+            salt=salt,
+        )
+        for pp_rank in range(pp_size)
+        for tp_shard in range(tp_shards)
+    )

@@ -1,0 +1,81 @@
+"""Which keys the blocks of a prompt have in one engine, for programs that know only its tokens.
+
+A router asks an engine once for its `PromptKeys` and can then look up any prompt
+of plain tokens in the index by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from connector.layout.block_hashes import ALGORITHM, extend
+from connector.layout.geometry import StoreLayout
+from connector.limits import BLOCK_TOKENS_MAX
+from kvstore import Key, Namespace, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKeys:
+    """How one engine names its blocks: those of its first KV cache group and shard, which
+    stand for all others."""
+
+    ASKED: ClassVar = "kvstore_keys"
+    """In a request's `kv_transfer_params`: true asks the engine for `answer`, which it gives in
+    the `kv_transfer_params` of the response, under the same name."""
+
+    block_tokens: int
+    namespace: Namespace
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
+            raise UsageError(
+                "block_tokens", self.block_tokens, f"must be from 1 to {BLOCK_TOKENS_MAX}"
+            )
+
+    @classmethod
+    def of_layout(cls, layout: StoreLayout) -> Self | None:
+        """None for an engine that hashes by itself: tokens do not tell its keys."""
+        namespace = layout.groups[0].namespaces[0]
+        if namespace.fields.get("hash_algorithm") != ALGORITHM:
+            return None
+        return cls(layout.block_tokens, namespace)
+
+    def of(self, tokens: Sequence[int]) -> list[Key]:
+        """Keys of all full blocks of a prompt that tokens alone make up: no LoRA, image or salt."""
+        return self.of_hashes(extend([], tokens, self.block_tokens, lambda first, end: None))
+
+    def of_hashes(self, hashes: Sequence[bytes]) -> list[Key]:
+        """Keys from the hashes that the engine's connector has made, whatever is in them."""
+        return self.namespace.engine_keys(hashes)
+
+    def answer(self, hashes: Sequence[bytes]) -> dict[str, Any]:
+        """What an engine answers a request with `ASKED`: plain values, for JSON."""
+        keys = self.of_hashes(hashes)
+        return {
+            "block_tokens": self.block_tokens,
+            "namespace": self.namespace.fields,
+            "last_key": keys[-1].hex() if keys else None,
+        }
+
+    @classmethod
+    def from_answer(cls, answer: Mapping[str, Any]) -> tuple[Self, Key | None]:
+        """The same, and the key of the last full block of the request that asked.
+
+        Raises `UsageError` for what no engine answers.
+        """
+        fields, tokens, last = (
+            answer.get(name) for name in ("namespace", "block_tokens", "last_key")
+        )
+        if not isinstance(fields, dict) or not all(
+            value is None or isinstance(value, str | int | float) for value in fields.values()
+        ):
+            raise UsageError(f"{cls.ASKED}.namespace", fields, "must be plain fields")
+        if type(tokens) is not int:
+            raise UsageError(f"{cls.ASKED}.block_tokens", tokens, "must be an integer")
+        try:
+            key = None if last is None else bytes.fromhex(last)
+        except (TypeError, ValueError) as e:
+            raise UsageError(f"{cls.ASKED}.last_key", last, "must be hexadecimal") from e
+        return cls(tokens, Namespace(fields)), key

@@ -1,0 +1,98 @@
+"""What one worker takes from store blocks and gives to them, per KV cache group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from connector.copiers.base import HeadPart
+from connector.layout.topology import reads_of
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import GroupLayout, KVGeometry
+    from connector.messages import LoadBlock
+    from kvstore import BlockRef, Namespace
+
+
+class ShardRead(NamedTuple):
+    """One shard of a writer's, as far as this worker needs it."""
+
+    shard: int
+    """Its place among the split's shards."""
+    payload_bytes: int
+    """Size of the whole shard's payload."""
+    part: HeadPart
+
+
+class GroupReads:
+    """One worker's share of one group. Knows sizes only; the bytes are `KVBlocks`' business."""
+
+    def __init__(self, layout: GroupLayout, rank: int, block_tokens: int) -> None:
+        """`rank` counts this engine's workers pipeline-major."""
+        geometry, topology = layout.geometry, layout.topology
+        self.geometry: KVGeometry = geometry
+        self.shard = topology.shard_of(rank)
+        """The shard of the engine's own split that this worker holds."""
+        self.saves = topology.saves(rank)
+        self.namespace: Namespace = layout.namespaces[self.shard]
+        slots = geometry.payload_slots(block_tokens)
+        self.block_bytes = geometry.token_bytes * slots
+        """Payload of the block that this worker saves."""
+        self.engine_block_bytes = geometry.token_bytes * geometry.engine_block_tokens
+        """Of all layers together."""
+        mine = topology.heads_of(self.shard, geometry.heads)
+        pp_rank = self.shard // topology.tp_shards
+        self._by_split: list[tuple[ShardRead, ...]] = []
+        for split in layout.splits:
+            reads = reads_of(mine, split.tp_shards, geometry.heads * topology.tp_shards)
+            size = geometry.token_bytes // geometry.heads * split.heads * slots
+            self._by_split.append(
+                tuple(
+                    ShardRead(
+                        pp_rank * split.tp_shards + read.shard,
+                        size,
+                        HeadPart(split.heads, read.source, read.target, read.heads),
+                    )
+                    for read in reads
+                )
+            )
+
+        self.read_bytes_max = max(sum(p.payload_bytes for p in ps) for ps in self._by_split)
+        """Payload of all the pieces of one block."""
+
+    def pieces(self, split: int) -> tuple[ShardRead, ...]:
+        """All heads of this worker, each once, from shards of `split`."""
+        return self._by_split[split]
+
+
+def found_in(groups: Sequence[GroupReads], blocks: Iterable[LoadBlock]) -> list[BlockRef]:
+    """The shards that have some of this worker's heads, in the order of their blocks."""
+    return [
+        block.found[piece.shard]
+        for block in blocks
+        if block.found
+        for piece in groups[block.group].pieces(block.split)
+    ]
+
+
+def windows(
+    groups: Sequence[GroupReads], blocks: Sequence[LoadBlock], size_bytes_max: int
+) -> Iterator[Sequence[LoadBlock]]:
+    """Runs of `blocks` that fit this much memory should all of them be on other hosts."""
+    start = size_bytes = 0
+    for i, block in enumerate(blocks):
+        block_bytes = sum(p.payload_bytes for p in groups[block.group].pieces(block.split))
+        if i > start and size_bytes + block_bytes > size_bytes_max:
+            yield blocks[start:i]
+            start, size_bytes = i, 0
+        size_bytes += block_bytes
+    yield blocks[start:]
+
+
+def alike(blocks: Iterable[LoadBlock], count_max: int) -> Iterator[Sequence[LoadBlock]]:
+    """Runs of at most `count_max` blocks of one group."""
+    for _, run in itertools.groupby(blocks, lambda block: block.group):
+        same = list(run)
+        for start in range(0, len(same), count_max):
+            yield same[start : start + count_max]

@@ -1,0 +1,171 @@
+"""What the scheduler side and the worker side tell each other.
+
+All of it is plain, picklable data: the two sides usually live in different processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvstore import BlockRef, Key
+
+
+class EngineRequest(Protocol):
+    """What the core reads of an engine's request; it never writes one."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and accepted output."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the engine, before the step that is being planned."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chained hashes of the known tokens, one per full hash block of the layout."""
+        ...
+
+
+BlockTables = Sequence[Sequence[int]]
+"""A request's engine blocks in token order, one list per KV cache group of the layout."""
+
+
+class BlockPins(Protocol):
+    """Keeps engine blocks from being given to somebody else while a save reads them."""
+
+    def pin(self, block_ids: Sequence[int]) -> None: ...
+    def unpin(self, block_ids: Sequence[int]) -> None: ...
+
+
+class LoadBlock(NamedTuple):
+    """One store block, or the rest of one, on its way into the engine."""
+
+    found: tuple[BlockRef, ...]
+    """Where it is, one per shard of the split; empty: nowhere, so that the load fails."""
+    skip: int
+    """Engine blocks at the head of the store block that are not needed."""
+    block_ids: tuple[int, ...]
+    """Engine blocks to write, in token order, following the skipped ones."""
+    split: int = 0
+    """Which of the group's splits the shards are of."""
+    group: int = 0
+    """KV cache group, by its place in the layout."""
+
+
+class LoadJob(NamedTuple):
+    job_id: int
+    request_id: str
+    blocks: tuple[LoadBlock, ...]
+
+
+class SaveBlock(NamedTuple):
+    keys: tuple[Key, ...]
+    """One per shard."""
+    block_ids: tuple[int, ...]
+    """The engine blocks that make one store block, in token order."""
+    group: int = 0
+    """KV cache group, by its place in the layout."""
+    place: int = 0
+    """Its number in the request's prefix."""
+
+
+class StateBlock(NamedTuple):
+    """An engine block in which the forward of a step leaves a state that stays."""
+
+    group: int
+    block_id: int
+    num_tokens: int
+    """It is the state after exactly so many tokens of the request."""
+
+
+class SaveJob(NamedTuple):
+    job_id: int
+    request_id: str
+    blocks: tuple[SaveBlock, ...]
+    before: tuple[tuple[tuple[Key, ...], ...], ...] = ()
+    """Keys of the prefix that the blocks continue, per group and shard: used by the request too,
+    and to be kept for longer than what follows on them."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the workers do in one engine step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    dropped_loads: list[str] = field(default_factory=list)
+    """Requests whose loads under way are to end early: what they load is from before a reset."""
+    idle: bool = False
+    """No forward runs in this step, so the worker may wait a moment for transfers."""
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What one worker, or after `merge` all of them, has to say about one step."""
+
+    finished_loads: set[str] = field(default_factory=set)
+    """Requests whose load between steps ended on this worker, each exactly once, failed or not."""
+    failed_requests: set[str] = field(default_factory=set)
+    """Requests whose load failed at least in part, if the layout `fails_by_request`."""
+    invalid_block_ids: set[int] = field(default_factory=set)
+    """Else the engine blocks that hold no valid KV although a load was planned into them."""
+    failed_blocks: dict[int, int] = field(default_factory=dict)
+    """Load job -> position of its first store block that could not be loaded."""
+    ended_saves: dict[int, int] = field(default_factory=dict)
+    """Save job -> how many workers no longer read its blocks, done or dropped."""
+    stored_blocks: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Ended save job -> positions of its blocks that are in the store, as far as these
+    workers are concerned: saved by them, found there, or another worker's to save."""
+    ended_loads: dict[int, int] = field(default_factory=dict)
+    """Load job within a step -> on how many workers it ended, failed or not."""
+
+    def merge(self, other: WorkerReport) -> WorkerReport:
+        """Fold `other` into this report; the first failure of a load job wins."""
+        self.finished_loads |= other.finished_loads
+        self.failed_requests |= other.failed_requests
+        self.invalid_block_ids |= other.invalid_block_ids
+        for job_id, position in other.failed_blocks.items():
+            self.failed_blocks[job_id] = min(position, self.failed_blocks.get(job_id, position))
+        for job_id, workers in other.ended_saves.items():
+            self.ended_saves[job_id] = self.ended_saves.get(job_id, 0) + workers
+        for job_id, stored in other.stored_blocks.items():
+            self.stored_blocks[job_id] = stored & self.stored_blocks.get(job_id, stored)
+        for job_id, workers in other.ended_loads.items():
+            self.ended_loads[job_id] = self.ended_loads.get(job_id, 0) + workers
+        return self
+
+    def for_scheduler(self) -> WorkerReport | None:
+        """The part that only the connector's own scheduler side needs; None: there is none."""
+        if not (self.failed_blocks or self.ended_saves or self.ended_loads):
+            return None
+        return WorkerReport(
+            failed_blocks=self.failed_blocks,
+            ended_saves=self.ended_saves,
+            stored_blocks=self.stored_blocks,
+            ended_loads=self.ended_loads,
+        )
+
+
+class BlockEvent(NamedTuple):
+    """About one store block of one KV cache group, all shards of it."""
+
+    stored: bool
+    """False: it is not there (any more)."""
+    request: EngineRequest
+    """A request whose prefix the block is part of."""
+    block: int
+    """Its index in that prefix: it covers tokens `block * block_tokens` and on."""
+    group: int
+    """KV cache group, by its place in the layout."""
+    block_hash: bytes
+    """The request's own hash of the prefix up to the block's end, when the event came about.
+    A request whose hash there is another one has other tokens by then."""

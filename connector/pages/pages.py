@@ -1,0 +1,166 @@
+"""Pages that an engine names and lays out itself: saved and loaded whole.
+
+For engines that hand over a hash and the memory of a page (or chunk) instead of
+block tables. A payload is the page's parts one after the other, in the order in
+which the engine lists them; what the order is belongs into the namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from connector.limits import PAGE_PARTS_MAX, SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES
+from kvstore import (
+    BlockRef,
+    BlockStore,
+    BlockView,
+    Key,
+    Namespace,
+    PeerError,
+    PutResult,
+    PutStatus,
+    Reservation,
+    UsageError,
+    copy_bytes,
+)
+
+Parts = Sequence[memoryview]
+"""A page's memory: contiguous ranges, each of format 'B'."""
+
+
+@lru_cache(maxsize=1024)
+def _array_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_uint8]]:
+    return ctypes.c_uint8 * size_bytes
+
+
+def memory_at(address: int, size_bytes: int) -> memoryview:
+    """Writable view of memory that the caller keeps alive. Raises `UsageError` for no memory."""
+    if address <= 0 or size_bytes <= 0:
+        raise UsageError("memory", (address, size_bytes), "must be an address and a size above 0")
+    return memoryview(_array_type(size_bytes).from_address(address)).cast("B")
+
+
+def pages_at(addresses: Sequence[int], sizes_bytes: Sequence[int], pages: int) -> list[Parts]:
+    """Cut the engine's list of ranges, page after page, into `pages` equal numbers of them."""
+    each = len(addresses) // pages if pages else 0
+    if len(addresses) != len(sizes_bytes) or each * pages != len(addresses) or (pages and not each):
+        raise UsageError(
+            "pages",
+            (len(addresses), len(sizes_bytes), pages),
+            "must be as many sizes as addresses, the same number for each page",
+        )
+    if each > PAGE_PARTS_MAX:
+        raise UsageError("pages", each, f"at most {PAGE_PARTS_MAX} ranges a page")
+    return [
+        [memory_at(addresses[j], sizes_bytes[j]) for j in range(i * each, (i + 1) * each)]
+        for i in range(pages)
+    ]
+
+
+def size_of(parts: Parts) -> int:
+    """Bytes of all parts together."""
+    return sum(part.nbytes for part in parts)
+
+
+def gather(payload: memoryview, parts: Parts) -> None:
+    """Copy the parts, one after the other, over a payload of exactly their size."""
+    at = 0
+    for part in parts:
+        copy_bytes(payload[at : at + part.nbytes], part)
+        at += part.nbytes
+
+
+def scatter(payload: memoryview, parts: Parts) -> None:
+    """Copy a payload over the parts, which have exactly its size together."""
+    at = 0
+    for part in parts:
+        copy_bytes(part, payload[at : at + part.nbytes])
+        at += part.nbytes
+
+
+class Pages:
+    """Pages of one namespace in a store. As safe to call from several threads as the store.
+
+    A peer's fault is never raised: what could not be saved or loaded is False.
+    """
+
+    def __init__(self, store: BlockStore, namespace: Namespace) -> None:
+        self.store = store
+        self.namespace = namespace
+        store.register_namespaces([namespace])
+
+    def keys(self, names: Sequence[bytes]) -> list[Key]:
+        """One key per name. It depends on nothing else: an engine asks for the same page
+        alone and in the middle of a batch."""
+        return [self.namespace.value_key(name) for name in names]
+
+    def run_length(self, names: Sequence[bytes]) -> int:
+        """How many leading pages the index knows; one round trip."""
+        return len(self.store.match(self.keys(names)))
+
+    def save(self, names: Sequence[bytes], pages: Sequence[Parts]) -> list[PutResult]:
+        """What became of each page; see `is_there`.
+
+        After the first failure of the node the rest is given up: an engine's
+        thread waits for one deadline, not for one for each batch.
+        """
+        keys = self.keys(names)
+        sizes = [size_of(parts) for parts in pages]
+        results: list[PutResult] = []
+        try:
+            for start, end in _batches(sizes):
+                results += self._save(keys[start:end], pages[start:end], sizes[start])
+        except PeerError as e:
+            failed = PutResult(PutStatus.REJECTED, str(e))
+            results += [failed] * (len(keys) - len(results))
+        return results
+
+    def _save(self, keys: list[Key], pages: Sequence[Parts], size_bytes: int) -> list[PutResult]:
+        answers = self.store.reserve(keys, size_bytes, self.namespace.id)
+        granted = [(i, a) for i, a in enumerate(answers) if isinstance(a, Reservation)]
+        reservations = [reservation for _, reservation in granted]
+        try:
+            for i, reservation in granted:
+                gather(reservation.buffer, pages[i])
+        except BaseException:
+            self.store.abort(reservations)
+            raise
+        committed = iter(self.store.commit(reservations) if reservations else ())
+        return [a if isinstance(a, PutResult) else next(committed) for a in answers]
+
+    def load_run(self, names: Sequence[bytes], pages: Sequence[Parts]) -> list[bool]:
+        """Read the leading pages that are there; one index round trip.
+
+        What a page's memory holds where the answer is False is undefined.
+        """
+        found = self.store.match(self.keys(names))
+        loaded = [self.read(f, parts) for f, parts in zip(found, pages, strict=False)]
+        self.store.touch([f.key for f, ok in zip(found, loaded, strict=True) if ok])
+        return loaded + [False] * (len(names) - len(loaded))
+
+    def read(self, found: BlockRef, parts: Parts) -> bool:
+        """Copy, then check. False when the block is gone or is not of the parts' size."""
+        view: BlockView | None = self.store.view(found)
+        if view is None or view.buffer.nbytes != size_of(parts):
+            return False
+        scatter(view.buffer, parts)
+        return view.valid()
+
+
+def is_there(result: PutResult) -> bool:
+    """Whether the engine need not save this page: it is in the store, or somebody else is
+    saving it. To say no to the latter would make an engine give up the pages after it."""
+    return bool(result) or result.status is PutStatus.IN_PROGRESS
+
+
+def _batches(sizes_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, end) of consecutive pages alike in size that one reserve and commit carry."""
+    start = 0
+    for end in range(1, len(sizes_bytes) + 1):
+        size_bytes = sizes_bytes[start]
+        most = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // max(size_bytes, 1)))
+        if end == len(sizes_bytes) or sizes_bytes[end] != size_bytes or end - start >= most:
+            yield start, end
+            start = end

@@ -1,0 +1,83 @@
+"""What an engine can say to routers about blocks in the store (docs/decisions/0014).
+
+Stored: this engine saved the block, or found it there when it was about to. Not
+there: a block of which that was said could not be found by a later lookup.
+Nobody is told when a node evicts one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from connector.limits import EVENTS_ANNOUNCED_MAX, EVENTS_MAX
+from connector.messages import BlockEvent
+from kvstore import MissReason
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import StoreLayout
+    from connector.messages import EngineRequest, SaveJob
+    from connector.scheduler.lookup import Lookup
+
+
+class BlockEvents:
+    """Of one engine, for its scheduling thread alone."""
+
+    def __init__(self, layout: StoreLayout, *, wanted: bool) -> None:
+        """Unless `wanted`, nothing is remembered and nothing said."""
+        self._per_key = layout.hashes_per_key
+        self._wanted = wanted
+        self._saving: dict[int, list[BlockEvent]] = {}
+        """Save job in flight -> what to say of each of its blocks if it is stored."""
+        self._announced: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._events: deque[BlockEvent] = deque(maxlen=EVENTS_MAX)
+
+    def saving(self, request: EngineRequest, job: SaveJob) -> None:
+        """A save of blocks of `request` was planned."""
+        if self._wanted:
+            hashes = request.block_hashes
+            self._saving[job.job_id] = [
+                BlockEvent(True, request, b.place, b.group, self._hash(hashes, b.place))
+                for b in job.blocks
+            ]
+
+    def saved(self, job_id: int, stored: Iterable[int]) -> None:
+        """The job has ended on every worker; all shards of blocks at `stored` are there."""
+        blocks = self._saving.pop(job_id, None)
+        if blocks is None:
+            return
+        for position in sorted(stored):
+            event = blocks[position]
+            self._announced[event.group, event.block_hash] = None
+            self._announced.move_to_end((event.group, event.block_hash))
+            self._events.append(event)
+        while len(self._announced) > EVENTS_ANNOUNCED_MAX:
+            self._announced.popitem(last=False)
+
+    def looked_up(self, request: EngineRequest, lookup: Lookup) -> None:
+        """Say that the first block that was not found is not there, if it was said to be.
+
+        Only when the index answered: one that is down or late says nothing about blocks.
+        """
+        if not self._announced or lookup.short is not MissReason.ABSENT:
+            return
+        block_hash = self._hash(lookup.hashes, lookup.run)
+        for group, row in enumerate(lookup.placement):
+            if row[lookup.run] is None and (group, block_hash) in self._announced:
+                del self._announced[group, block_hash]
+                self._events.append(BlockEvent(False, request, lookup.run, group, block_hash))
+
+    def clear(self) -> None:
+        """The store was cleared, and engines say that by themselves."""
+        self._announced.clear()
+        self._events.clear()
+
+    def take(self) -> list[BlockEvent]:
+        """Since the last call, in order."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _hash(self, hashes: Sequence[bytes], block: int) -> bytes:
+        return hashes[(block + 1) * self._per_key - 1]

@@ -1,0 +1,79 @@
+"""A store that may not be there yet: opened on a helper thread, tried again now and then."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from connector.limits import STORE_RETRY_S, Clock
+from kvstore import BlockStore, KVStoreError, PoolMapping, UsageError
+
+log = logging.getLogger(__name__)
+
+Opener = Callable[[], BlockStore]
+
+
+class LazyStore:
+    """Opens the store on first use and keeps it.
+
+    `get` may take as long as the store's own deadlines, so only helper threads
+    call it; an engine thread uses `opened`. A store that cannot be opened is
+    left alone for `STORE_RETRY_S`, then tried again: an engine that starts
+    before its memory node must come to use it without a restart.
+    """
+
+    def __init__(self, opener: Opener, clock: Clock = time.monotonic) -> None:
+        self.device: int | None = None
+        """Ordinal of the device whose memory copiers take; see `KVMemory`."""
+        self._opener = opener
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._store: BlockStore | None = None
+        self._not_before = float("-inf")
+        self._closed = False
+        self._told = False
+
+    def get(self) -> BlockStore | None:
+        """The store, None while it cannot be opened or after `close`."""
+        if self._store is not None or self._closed:
+            return self._store
+        with self._lock:
+            if self._store is None and not self._closed and self._clock() >= self._not_before:
+                self._store = self._open()
+            return self._store
+
+    def mappings(self) -> Sequence[PoolMapping]:
+        """See `BlockStore.mappings`; opens the store like `get`."""
+        store = self.get()
+        return () if store is None else store.mappings()
+
+    @property
+    def opened(self) -> BlockStore | None:
+        """The store when it is open already; never waits."""
+        return self._store
+
+    def _open(self) -> BlockStore | None:
+        try:
+            store = self._opener()
+        except UsageError:
+            log.exception("the store's settings are wrong; nothing is loaded or saved")
+            self._not_before = float("inf")
+            return None
+        except (KVStoreError, OSError) as e:
+            if not self._told:
+                log.warning("no store yet, trying again every %g s: %s", STORE_RETRY_S, e)
+            self._told = True
+            self._not_before = self._clock() + STORE_RETRY_S
+            return None
+        log.info("store opened")
+        return store
+
+    def close(self) -> None:
+        """Close the store if it was opened. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()

@@ -1,0 +1,100 @@
+"""Save jobs in flight and the engine blocks they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from connector.limits import SAVE_JOBS_MAX
+from connector.messages import BlockPins, SaveBlock, SaveJob
+from kvstore import Key
+
+
+@dataclass(slots=True)
+class _Job:
+    block_ids: list[int]
+    workers_left: int
+    stored: frozenset[int]
+
+
+class SaveLedger:
+    """Pins a save's engine blocks from planning until every worker has let go of them.
+
+    Without the pin a preemption in the same step frees the blocks, the next
+    forward fills them with somebody else's tokens, and the save stores those
+    under this prefix's keys (rule 1).
+    """
+
+    def __init__(self, pins: BlockPins, workers: int, pinned_blocks_max: int) -> None:
+        self._pins = pins
+        self._workers = workers
+        self._pinned_blocks_max = pinned_blocks_max
+        self._pinned_blocks = 0
+        self._next_job_id = 0
+        self._jobs: dict[int, _Job] = {}
+
+    def __len__(self) -> int:
+        """Jobs in flight."""
+        return len(self._jobs)
+
+    def jobs(self) -> list[int]:
+        """Their numbers."""
+        return list(self._jobs)
+
+    @property
+    def room_blocks(self) -> int:
+        """Engine blocks that one more job may hold now; 0 when it must wait."""
+        if len(self._jobs) >= SAVE_JOBS_MAX:
+            return 0
+        return max(0, self._pinned_blocks_max - self._pinned_blocks)
+
+    def open(
+        self,
+        request_id: str,
+        blocks: tuple[SaveBlock, ...],
+        before: tuple[tuple[tuple[Key, ...], ...], ...] = (),
+    ) -> SaveJob:
+        """A job for `blocks`, which are pinned from now on."""
+        job = SaveJob(self._next_job_id, request_id, blocks, before)
+        self._next_job_id += 1
+        block_ids = [block_id for block in blocks for block_id in block.block_ids]
+        self._pins.pin(block_ids)
+        self._pinned_blocks += len(block_ids)
+        self._jobs[job.job_id] = _Job(block_ids, self._workers, frozenset(range(len(blocks))))
+        return job
+
+    def drop(self, job_id: int) -> None:
+        """The job was not given to any worker."""
+        self.ended(job_id, self._workers)
+
+    def ended(
+        self, job_id: int, workers: int, stored: frozenset[int] = frozenset()
+    ) -> frozenset[int] | None:
+        """`workers` more workers have let go of the job; the last one frees its blocks.
+
+        `stored` are positions in the job that these workers know to be stored; with
+        the last one the answer is those that all workers do, before it None.
+        """
+        job = self._jobs.get(job_id)
+        if job is None:
+            return None
+        job.workers_left -= workers
+        job.stored &= stored
+        if job.workers_left > 0:
+            return None
+        del self._jobs[job_id]
+        self._pinned_blocks -= len(job.block_ids)
+        # Back to front: the engine reuses the first one given back first, and
+        # the head of a prefix is worth most.
+        self._pins.unpin(job.block_ids[::-1])
+        return job.stored
+
+
+class NoPins:
+    """For a side that never saves, and until an engine has given its pool."""
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        raise RuntimeError("no block pool was bound: a save would read unprotected blocks")
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        raise RuntimeError("nothing was pinned")

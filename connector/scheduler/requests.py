@@ -1,0 +1,83 @@
+"""What the scheduler side remembers of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from connector.messages import EngineRequest, LoadJob
+from connector.scheduler.lookup import Lookup
+from kvstore import Key
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import StoreLayout
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """What the last `match` offered; taken up by `allocated`, or not."""
+
+    lookup: Lookup
+    start_token: int
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class LoadUnderWay:
+    job: LoadJob
+    first_block: int
+    """Index in the prefix of the job's first store block."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    lookup: Lookup | None = None
+    offer: Offer | None = None
+    barred: dict[Key, bytes] = field(default_factory=dict)
+    """Records of this request that could not be loaded: never offered to it again."""
+    failed_loads: int = 0
+    present_blocks: int = 0
+    """Leading store blocks that the last lookup found: not saved again."""
+    saved_blocks: int = 0
+    """Leading store blocks that were planned for saving since the last preemption."""
+    save_barred: bool = False
+    """Computed before a reset, or on what somebody else was still loading: not saved until it
+    is computed anew."""
+    _keys: tuple[tuple[list[Key], ...], ...] = ()
+    """Of the engine's own split, per group and shard."""
+    _key_hashes: Sequence[bytes] = ()
+    """What they were made from."""
+
+    def forget_progress(self) -> None:
+        """A preempted request starts over: its blocks are gone and come back elsewhere."""
+        self.lookup = None
+        self.offer = None
+        self.present_blocks = 0
+        self.saved_blocks = 0
+        self.save_barred = False
+
+    def keys(
+        self, request: EngineRequest, blocks: int, layout: StoreLayout
+    ) -> tuple[tuple[list[Key], ...], ...]:
+        """Keys of at least `blocks` store blocks, as far as the engine has hashed.
+
+        Those of a lookup are used again only while the request still has the
+        tokens that were looked up: a session may replace its last ones.
+        """
+        per_key = layout.hashes_per_key
+        hashes = request.block_hashes
+        last = blocks * per_key - 1
+        if not self._keys and self.lookup is not None and self.lookup.done.is_set():
+            self._keys, self._key_hashes = self.lookup.keys, self.lookup.hashes
+        if (
+            not self._keys
+            or len(self._keys[0][0]) < blocks
+            or tuple(self._key_hashes[last : last + 1]) != tuple(hashes[last : last + 1])
+        ):
+            self._key_hashes = tuple(hashes)
+            self._keys = tuple(
+                tuple(ns.engine_keys(self._key_hashes, per_key) for ns in group.namespaces)
+                for group in layout.groups
+            )
+        return self._keys

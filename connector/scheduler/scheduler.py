@@ -1,0 +1,491 @@
+"""The scheduler side: what to load and what to save, decided per engine step.
+
+Knows no engine. Called by the engine's scheduling thread alone, so it may not
+wait: lookups run on their own thread, and a step waits for all of them together
+at most `LOOKUP_WAIT_PER_STEP_S`. One class, because loads, saves and their failures
+change the same requests: a little longer than other files.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from connector.layout.block_plan import (
+    full_blocks,
+    load_blocks,
+    offered_tokens,
+    save_blocks,
+    save_states,
+    usable_run,
+)
+from connector.limits import (
+    LOAD_ATTEMPTS_MAX,
+    LOOKUP_TTL_S,
+    LOOKUP_WAIT_PER_STEP_S,
+    PINNED_FRACTION_MAX,
+    RUN_TOUCHED_MAX,
+    SAVE_JOB_BLOCKS_MAX,
+    Clock,
+)
+from connector.messages import (
+    BlockEvent,
+    BlockPins,
+    BlockTables,
+    EngineRequest,
+    LoadJob,
+    SaveJob,
+    StateBlock,
+    StepPlan,
+    WorkerReport,
+)
+from connector.metrics import Counts
+from connector.scheduler.events import BlockEvents
+from connector.scheduler.explain import RequestHistory
+from connector.scheduler.ledger import NoPins, SaveLedger
+from connector.scheduler.lookup import Lookup, Lookups
+from connector.scheduler.requests import LoadUnderWay, Offer, RequestState
+from connector.scheduler.resetting import Resetter
+from connector.scheduler.save_gate import SaveGate
+from kvstore import Explanation, MissReason
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import StoreLayout
+    from connector.scheduler.lazy_store import LazyStore
+    from connector.stats import CountStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    loads: bool = True
+    saves: bool = True
+    save_decode: bool = True
+    lookup_timeout_s: float = 0.05
+    volatile_tokens: int = 0
+    """Tokens at a request's end whose KV may still change (speculative decoding)."""
+    null_block_id: int | None = None
+    """The engine's block id for "no block here"."""
+    pinned_fraction: float = PINNED_FRACTION_MAX
+    """Share of the engine's blocks that saves in flight may hold."""
+    events: bool = False
+    """Whether somebody takes events about stored blocks."""
+    layerwise: bool = False
+    """Loads are part of the step that computes the rest of the prompt."""
+
+
+class SchedulerCore:
+    """Decides what is loaded and saved, over a `BlockStore`. One per engine; called by one thread,
+    but for `explain`."""
+
+    def __init__(
+        self,
+        store: LazyStore,
+        layout: StoreLayout,
+        settings: SchedulerSettings,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._settings = settings
+        self._clock = clock
+        self._counts = Counts()
+        self._history = RequestHistory(store, layout, clock, self._counts)
+        self._events = BlockEvents(layout, wanted=settings.events)
+        self._lookups = Lookups(
+            store,
+            layout,
+            settings.lookup_timeout_s,
+            clock,
+            warm_up=settings.loads,
+            on_answer=self._history.looked_up,
+        )
+        self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
+        self._unconfirmed = SaveGate(layout.groups[0].topology.workers)
+        self._forget: Callable[[set[int]], None] = lambda _: None
+        self._requests: dict[str, RequestState] = {}
+        self._planned_loads: list[LoadJob] = []
+        self._known_tokens: dict[str, int] = {}
+        """Of requests that were matched since the last step: tokens that the engine had, or
+        that are loaded by us."""
+        self._loads: dict[str, LoadUnderWay] = {}
+        """By request, until the load has ended on every worker."""
+        self._computed = False
+        """Since the engine's own cache was last emptied: it may hold something."""
+        self._mixed = False
+        """It may hold KV of other weights, and what requests compute on it is neither."""
+        self._dropped_loads: list[str] = []
+        """Requests whose loads under way are to end, told with the next step."""
+        self._resetter = Resetter(
+            store, sorted({namespace.id for namespace in layout.all_namespaces()})
+        )
+        self._next_load_id = 0
+        self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
+
+    def bind_pins(
+        self,
+        pins: BlockPins,
+        workers: int,
+        num_blocks: int,
+        forget: Callable[[set[int]], None] = lambda _: None,
+    ) -> None:
+        """How to keep engine blocks alive, of which there are `num_blocks`; before that
+        nothing is saved.
+
+        `forget` takes blocks out of the engine's own prefix cache whose KV is wrong.
+        """
+        most = int(num_blocks * self._settings.pinned_fraction)
+        self._ledger = SaveLedger(pins, workers, most)
+        self._forget = forget
+
+    # Loads
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """Ask early: the answer is usually there when the engine first schedules it."""
+        if self._settings.loads and self._long_enough(request):
+            state = self._state(request.request_id)
+            if state.lookup is None:
+                state.lookup = self._lookups.submit(tuple(request.block_hashes))
+
+    def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
+        """Tokens beyond `num_computed_tokens` to load; None: no answer yet, ask next step.
+
+        May be called any number of times without anything coming of it.
+        """
+        self._known_tokens[request.request_id] = num_computed_tokens
+        if not self._settings.loads:
+            return 0
+        if not self._long_enough(request):
+            self._history.refused(request, MissReason.TOO_SHORT)
+            return 0
+        state = self._state(request.request_id)
+        state.offer = None
+        if self._mixed and num_computed_tokens:
+            state.save_barred = True
+            self._history.refused(request, MissReason.CLEARED)
+            return 0
+        if self._resetter.pending:
+            self._history.refused(request, MissReason.CLEARED)
+            return 0
+        if state.failed_loads >= LOAD_ATTEMPTS_MAX:
+            self._history.barred(request, state.failed_loads)
+            return 0
+        lookup = self._lookup(state, request)
+        if lookup is None:
+            self._history.refused(request, MissReason.TOO_BUSY)
+            return 0
+        if not lookup.done.is_set() and not self._wait(lookup):
+            if self._clock() - lookup.submitted_at < self._settings.lookup_timeout_s:
+                return None
+            self._history.refused(request, MissReason.DEADLINE)
+            return 0
+        run = usable_run(lookup.placement, state.barred, self._layout, request.num_tokens)
+        state.present_blocks = run
+        self._events.looked_up(request, lookup)
+        tokens = offered_tokens(run, num_computed_tokens, self._layout)
+        # Tokens that came after the lookup are not part of the prompt it saw.
+        last = request.num_tokens
+        if self._settings.layerwise:  # one is computed, in a block that is not being loaded
+            last -= 1 + (last - 1) % self._layout.engine_block_tokens
+        tokens = max(0, min(tokens, last - num_computed_tokens))
+        if tokens:
+            state.offer = Offer(lookup, num_computed_tokens, tokens)
+        self._history.answered(request, lookup, run, num_computed_tokens, tokens)
+        return tokens
+
+    def allocated(
+        self, request: EngineRequest, block_ids: Callable[[], BlockTables], num_tokens: int
+    ) -> None:
+        """Plan the load of what was offered, or of the part the engine made room for.
+
+        Decided by `num_tokens` alone: the engine calls again after a load, and
+        when somebody else's offer won, with 0 and real blocks.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or state.offer is None:
+            return
+        offer, state.offer = state.offer, None
+        num_tokens = min(num_tokens, offer.tokens)
+        self._history.allocated(request.request_id, offer.start_token, max(0, num_tokens))
+        if num_tokens <= 0:
+            return
+        blocks = load_blocks(
+            offer.lookup.placement,
+            offer.start_token,
+            num_tokens,
+            block_ids(),
+            self._layout,
+            self._settings.null_block_id,
+        )
+        job = LoadJob(self._next_load_id, request.request_id, blocks)
+        self._next_load_id += 1
+        self._planned_loads.append(job)
+        first_block = offer.start_token // self._layout.block_tokens
+        self._loads[request.request_id] = LoadUnderWay(job, first_block)
+        self._known_tokens[request.request_id] = offer.start_token + num_tokens
+
+    def _long_enough(self, request: EngineRequest) -> bool:
+        return request.num_tokens >= self._layout.block_tokens
+
+    def _lookup(self, state: RequestState, request: EngineRequest) -> Lookup | None:
+        """The current lookup, a new one when there is none or it is too old."""
+        lookup = state.lookup
+        if lookup is not None and lookup.done.is_set():
+            age_s = self._clock() - lookup.answered_at
+            lookup = lookup if age_s < LOOKUP_TTL_S else None
+        if lookup is None:
+            lookup = self._lookups.submit(tuple(request.block_hashes))
+            state.lookup = lookup
+        return lookup
+
+    def _wait(self, lookup: Lookup) -> bool:
+        """Spend what is left of this step's time on `lookup`."""
+        started = self._clock()
+        done = lookup.done.wait(max(0.0, self._wait_left_s))
+        self._wait_left_s -= self._clock() - started
+        return done
+
+    # Saves
+
+    def plan_step(
+        self,
+        scheduled: Iterable[tuple[EngineRequest, int]],
+        preempted: Iterable[str],
+        block_ids: Callable[[str], BlockTables | None],
+        states: Callable[[str], Sequence[StateBlock]] = lambda _: (),
+    ) -> StepPlan:
+        """Loads planned since the last step, and saves of what this step's forward fills.
+
+        `block_ids` gives a request's current block tables, `states` the blocks of
+        its groups of state-space layers that this step completes: a table does
+        not tell them from blocks whose state still changes.
+        """
+        self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
+        for request_id in preempted:
+            if request_id in self._requests:
+                self._requests[request_id].forget_progress()
+        scheduled = list(scheduled)
+        self._computed = self._computed or bool(scheduled)
+        self._bar_saves_on_others_loads(request for request, _ in scheduled)
+        plan = StepPlan(
+            loads=self._planned_loads, dropped_loads=self._dropped_loads, idle=not scheduled
+        )
+        self._planned_loads, self._dropped_loads = [], []
+        for request, num_scheduled_tokens in scheduled if self._settings.saves else ():
+            # First, since they are shown once, while other blocks can wait for room.
+            self._plan_state_saves(request, states(request.request_id), plan.saves)
+            self._plan_saves(request, num_scheduled_tokens, block_ids, plan.saves)
+        if self._settings.layerwise:
+            names = [request.request_id for request, _ in scheduled]
+            plan.saves = self._unconfirmed.step(plan.loads, plan.saves, names, block_ids)
+        return plan
+
+    def _bar_saves_on_others_loads(self, scheduled: Iterable[EngineRequest]) -> None:
+        """Under a MultiConnector: a request that was matched for this step and has more tokens
+        than the engine and we gave it gets them from another connector within the step. That
+        may fail, and is told after the step has been saved: nothing of it is (rule 1)."""
+        known, self._known_tokens = self._known_tokens, {}
+        for request in scheduled:
+            if request.num_computed_tokens > known.get(request.request_id, sys.maxsize):
+                self._state(request.request_id).save_barred = True
+
+    def _plan_saves(
+        self,
+        request: EngineRequest,
+        num_scheduled_tokens: int,
+        block_ids: Callable[[str], BlockTables | None],
+        out: list[SaveJob],
+    ) -> None:
+        settings, layout = self._settings, self._layout
+        state = self._state(request.request_id)
+        first = max(state.saved_blocks, state.present_blocks)
+        last = full_blocks(
+            request, num_scheduled_tokens, layout, settings.save_decode, settings.volatile_tokens
+        )
+        if last <= first or state.save_barred:
+            return
+        keys = state.keys(request, last, layout)
+        last = min(last, len(keys[0][0]))
+        tables = block_ids(request.request_id)
+        blocks_per_key = sum(layout.blocks_per_key(group) for group in range(len(layout.groups)))
+        while tables is not None and first < last:
+            room = self._ledger.room_blocks // blocks_per_key
+            count = min(last - first, SAVE_JOB_BLOCKS_MAX, room)
+            if count == 0:
+                return
+            blocks = save_blocks(keys, first, first + count, tables, layout, settings.null_block_id)
+            if blocks:
+                before = min(first, RUN_TOUCHED_MAX)
+                run = tuple(tuple(tuple(shard[:before]) for shard in group) for group in keys)
+                job = self._ledger.open(request.request_id, blocks, run)
+                self._events.saving(request, job)
+                out.append(job)
+            first += count
+            state.saved_blocks = first
+
+    def _plan_state_saves(
+        self, request: EngineRequest, states: Sequence[StateBlock], out: list[SaveJob]
+    ) -> None:
+        layout = self._layout
+        state = self._state(request.request_id)
+        if not states or state.save_barred:
+            return
+        tokens = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
+        last = max(s.num_tokens for s in states) // layout.block_tokens
+        keys = state.keys(request, last, layout)
+        blocks = save_states(keys, state.present_blocks, tokens, states, layout)
+        if 0 < len(blocks) <= self._ledger.room_blocks:
+            job = self._ledger.open(request.request_id, blocks)
+            self._events.saving(request, job)
+            out.append(job)
+
+    # What came back
+
+    def report(self, report: WorkerReport) -> None:
+        """Bar what could not be loaded, and give back what is no longer read."""
+        failed = report.failed_blocks
+        invalid: set[int] = set()
+        for request_id, load in self._loads.items() if failed else ():
+            position = failed.get(load.job.job_id)
+            state = self._requests.get(request_id)
+            if position is not None:
+                invalid.update(*(block.block_ids for block in load.job.blocks[position:]))
+            if position is not None and state is not None:
+                block = load.job.blocks[position]
+                for found in block.found:
+                    state.barred[found.key] = found.record
+                # With several groups a position counts more than one block of the
+                # prefix, and the engine computes all of it again.
+                loaded = position if len(self._layout.groups) == 1 else 0
+                keys = tuple(found.key for found in block.found)
+                self._history.load_failed(request_id, load.first_block + loaded, keys)
+                state.failed_loads += 1
+                state.lookup = None
+                state.present_blocks = load.first_block + loaded
+        for job_id, workers in report.ended_saves.items():
+            stored = report.stored_blocks.get(job_id, frozenset())
+            stored_by_all = self._ledger.ended(job_id, workers, stored)
+            if stored_by_all is not None:
+                self._events.saved(job_id, stored_by_all)
+        self._resetter.in_flight(self._ledger.jobs())
+        if report.ended_loads:
+            self._step_loads_ended(report.ended_loads, invalid)
+
+    def _step_loads_ended(self, ended: Mapping[int, int], invalid: set[int]) -> None:
+        done = self._unconfirmed.ended(ended)
+        names = [name for name, load in self._loads.items() if load.job.job_id in done]
+        self.loads_ended(names)
+        if not invalid:
+            return
+        dropped, wrong = self._unconfirmed.spoilt(invalid)
+        for job in dropped:
+            self._ledger.drop(job.job_id)
+            self._events.saved(job.job_id, ())
+            if job.request_id in self._requests:
+                self._requests[job.request_id].saved_blocks = 0
+        self._forget(wrong)
+
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        """Every worker is done with the loads of these requests."""
+        for request_id in request_ids:
+            self._loads.pop(request_id, None)
+            self._history.load_ended(request_id)
+
+    def finished(self, request_id: str) -> None:
+        """Forget the request. Its saves go on by themselves: they hold their blocks."""
+        self._requests.pop(request_id, None)
+        self._history.finished(request_id)
+
+    # Telling
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """What a request could have got, what it got, and why not the rest; from any thread.
+
+        None when it is not known (any more): the last `EXPLAIN_REQUESTS_MAX` are.
+        """
+        return self._history.explain(request_id)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Totals of ended requests ("requests"), and how many missed by reason ("missed")."""
+        return self._history.stats()
+
+    def take_stats(self) -> CountStats | None:
+        """What was counted since the last call; None: nothing. A request's share comes a
+        moment after its end."""
+        return self._counts.take()
+
+    def take_events(self) -> list[BlockEvent]:
+        """About blocks in the store since the last call; none unless the settings want them."""
+        return self._events.take()
+
+    def say_with(self, say: Callable[[str], None]) -> None:
+        """Where the lines of requests that got less than possible go; else to our own log."""
+        self._history.say = say
+
+    def has_pending_work(self) -> bool:
+        """Saves are in flight: an engine that stopped stepping would never learn their end."""
+        return len(self._ledger) > 0
+
+    def forget(self) -> None:
+        """Offer nothing that was asked for before this, nor save what was computed before it.
+
+        For when the engine's own cache is emptied: what is in the store stays, for this engine
+        too. A lookup under way comes to nothing, a load under way fails.
+        """
+        for state in self._requests.values():
+            state.lookup = None
+            state.offer = None
+            state.present_blocks = 0
+            state.save_barred = True
+        for job in self._unconfirmed.spoilt(set())[0]:
+            self._ledger.drop(job.job_id)
+        self._planned_loads = [_without_source(job) for job in self._planned_loads]
+        self._dropped_loads += self._loads
+
+    def own_cache_emptied(self) -> None:
+        """`forget`, when the engine has just lost all that it had computed."""
+        self.forget()
+        self._computed = self._mixed = False
+
+    def weights_changed(self) -> None:
+        """`forget`, and save nothing that was computed on what other weights have left behind.
+
+        Hashes of requests must be others from here on.
+        """
+        self.forget()
+        self._mixed = self._mixed or self._computed
+
+    def reset(self) -> bool:
+        """`forget`, and drop the namespaces on all nodes.
+
+        Waits up to `RESET_WAIT_S` for them. Never fails: what could not be done now goes on in
+        the background, and until it is complete nothing is loaded.
+        """
+        self.forget()
+        if not self._resetter.ask(self._ledger.jobs()):
+            log.warning("the reset goes on in the background; until it is complete nothing loads")
+        self._events.clear()
+        return True
+
+    def close(self) -> None:
+        """Stop the lookup thread and close the store."""
+        self._lookups.close()
+        self._history.close()
+        self._resetter.close()
+        self._store.close()
+
+    def _state(self, request_id: str) -> RequestState:
+        state = self._requests.get(request_id)
+        if state is None:
+            state = self._requests[request_id] = RequestState()
+        return state
+
+
+def _without_source(job: LoadJob) -> LoadJob:
+    """The same load from nowhere: it fails, and the engine computes."""
+    return job._replace(blocks=tuple(block._replace(found=()) for block in job.blocks))

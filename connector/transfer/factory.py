@@ -1,0 +1,139 @@
+"""Connectors by name, imported when they are made."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, overload
+
+from connector.limits import CONNECTORS_REGISTERED_MAX
+from connector.transfer.base import KVConnectorRole
+from kvstore import UsageError
+
+if TYPE_CHECKING:
+    from connector.transfer.base import KVConnectorBase, KVConnectorScheduler, KVConnectorWorker
+    from connector.transfer.config import KVTransferConfig
+
+
+class _Place(NamedTuple):
+    module_path: str
+    class_name: str
+
+
+class KVConnectorFactory:
+    """The registry of this process, and what makes a connector's side from a config."""
+
+    _registry: ClassVar[dict[str, _Place]] = {
+        "KVStoreConnector": _Place("connector.transfer.kvstore_connector", "KVStoreConnector"),
+        "MultiConnector": _Place("connector.transfer.multi", "MultiConnector"),
+    }
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        """Make `class_name` of `module_path` known as `name`; it is imported on first use.
+
+        Raises `UsageError` when the name is taken, even by the same class: two
+        parts of a program that both think they own a name should hear of it.
+        """
+        for field, value in (
+            ("name", name),
+            ("module_path", module_path),
+            ("class_name", class_name),
+        ):
+            if not isinstance(value, str) or not value:
+                raise UsageError(field, value, "must be a string that is not empty")
+        with cls._lock:
+            if name in cls._registry:
+                place = ":".join(cls._registry[name])
+                raise UsageError("name", name, f"is registered already, as {place}")
+            if len(cls._registry) >= CONNECTORS_REGISTERED_MAX:
+                raise UsageError("name", name, f"at most {CONNECTORS_REGISTERED_MAX} connectors")
+            cls._registry[name] = _Place(module_path, class_name)
+
+    @classmethod
+    def registered(cls) -> list[str]:
+        """Names that are known, sorted."""
+        with cls._lock:
+            return sorted(cls._registry)
+
+    @classmethod
+    def get_connector_class_by_name(cls, name: str) -> type[KVConnectorBase]:
+        """The class registered as `name`.
+
+        Raises `UsageError` for an unknown name, which lists the known ones, and
+        for a module or class that is not there.
+        """
+        with cls._lock:
+            place = cls._registry.get(name)
+        if place is None:
+            known = ", ".join(cls.registered())
+            raise UsageError(
+                "kv_connector",
+                name,
+                f"unknown; known: {known}. Another one needs kv_connector_module_path",
+            )
+        return _load("kv_connector", *place)
+
+    @classmethod
+    def get_connector_class(cls, config: KVTransferConfig) -> type[KVConnectorBase]:
+        """The class a config names; its module path, if any, wins over the registry."""
+        if config.kv_connector is None:
+            raise UsageError("kv_connector", None, "must be set to make a connector")
+        if config.kv_connector_module_path is not None:
+            return _load(
+                "kv_connector_module_path", config.kv_connector_module_path, config.kv_connector
+            )
+        return cls.get_connector_class_by_name(config.kv_connector)
+
+    @overload
+    @classmethod
+    def create_connector(
+        cls, config: KVTransferConfig, role: Literal[KVConnectorRole.SCHEDULER], engine: Any
+    ) -> KVConnectorScheduler: ...
+
+    @overload
+    @classmethod
+    def create_connector(
+        cls, config: KVTransferConfig, role: Literal[KVConnectorRole.WORKER], engine: Any
+    ) -> KVConnectorWorker: ...
+
+    @overload
+    @classmethod
+    def create_connector(
+        cls, config: KVTransferConfig, role: KVConnectorRole, engine: Any
+    ) -> KVConnectorScheduler | KVConnectorWorker: ...
+
+    @classmethod
+    def create_connector(
+        cls, config: KVTransferConfig, role: KVConnectorRole, engine: Any
+    ) -> KVConnectorScheduler | KVConnectorWorker:
+        """The side `role` of the connector that `config` names.
+
+        `engine` is handed to it as it is. Raises `UsageError` for a connector
+        that cannot be found, and whatever the connector says about its settings.
+        """
+        connector = cls.get_connector_class(config)
+        if role is KVConnectorRole.SCHEDULER:
+            return connector.make_scheduler(config, engine)
+        if role is KVConnectorRole.WORKER:
+            return connector.make_worker(config, engine)
+        raise UsageError("role", role, "must be a KVConnectorRole")
+
+
+def _load(field: str, module_path: str, class_name: str) -> type[KVConnectorBase]:
+    try:
+        module = importlib.import_module(module_path)
+    except ImportError as e:
+        raise UsageError(field, module_path, f"cannot be imported: {e}") from e
+    found = getattr(module, class_name, None)
+    if found is None:
+        raise UsageError(field, f"{module_path}:{class_name}", "the module has no such class")
+    makers = ("make_scheduler", "make_worker")
+    if not isinstance(found, type) or not all(callable(getattr(found, m, None)) for m in makers):
+        raise UsageError(
+            field,
+            f"{module_path}:{class_name}",
+            f"is no connector: it needs {' and '.join(makers)} (connector.transfer.base)",
+        )
+    return cast("type[KVConnectorBase]", found)

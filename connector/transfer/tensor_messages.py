@@ -1,0 +1,256 @@
+"""Tensors handed from one process to another through the store: put, kept, taken, given back.
+
+A parcel is a few tensors under one name: its parts first, then a header that
+lists them, so that whoever sees the header can read the rest. The store is a
+cache and may evict what nobody holds; so a sender pins a parcel until it knows
+that it was taken. Only the store's own calls are used: nothing here talks to
+Redis, and clients never write there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from connector.limits import (
+    PARCEL_NAME_MAX,
+    PARCEL_PART_BYTES,
+    POLL_MAX_S,
+    POLL_MIN_S,
+    TENSOR_MESSAGE_BYTES_MAX,
+)
+from kvstore import DeadlineError, PeerError, PutResult, PutStatus, UsageError
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class MessagePin(Protocol):
+    def close(self) -> None: ...
+
+
+class ValueStore(Protocol):
+    """The part of `kvstore.Client` that parcels need."""
+
+    def put_many(self, items: Iterable[tuple[str | bytes, Any]]) -> list[PutResult]: ...
+    def get(self, key: str | bytes, out: Any = None) -> Any: ...
+    def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> Any: ...
+    def pin(self, key: str | bytes) -> MessagePin | None: ...
+    def delete(self, key: str | bytes) -> bool: ...
+
+
+class Content(NamedTuple):
+    tensors: list[Any]
+    """torch tensors in CPU memory, None where None was sent."""
+    note: str
+
+
+@dataclass(slots=True)
+class TensorMessage:
+    """What a sender still holds of a parcel it has sent."""
+
+    name: str
+    size_bytes: int = 0
+    pins: dict[str, MessagePin] = field(default_factory=dict)
+    """By key; every value of the parcel is pinned."""
+
+
+def check_name(name: str) -> str:
+    """`name`, when it can be the name of a pipe or buffer; else `UsageError`."""
+    if not isinstance(name, str) or not 0 < len(name) <= PARCEL_NAME_MAX:
+        raise UsageError("name", name, f"must be a string of 1 to {PARCEL_NAME_MAX} characters")
+    return name
+
+
+def check_bytes_max(bytes_max: float) -> int:
+    """A bound on what a sender holds, in bytes; else `UsageError`."""
+    if not 0 < bytes_max <= TENSOR_MESSAGE_BYTES_MAX:
+        raise UsageError(
+            "bytes_max", bytes_max, f"must be above 0, at most {TENSOR_MESSAGE_BYTES_MAX}"
+        )
+    return int(bytes_max)
+
+
+def size_of(tensors: Iterable[Any]) -> int:
+    """Payload bytes of `tensors`, None being none. Raises `UsageError` for anything else."""
+    import torch as untyped_torch
+
+    torch: Any = untyped_torch
+    total = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError("tensor", type(tensor).__name__, "must be a torch tensor or None")
+        odd = tensor.is_quantized or tensor.is_meta or tensor.is_nested
+        if odd or tensor.layout is not torch.strided:
+            shown = f"{tensor.layout}, {tensor.dtype}"
+            raise UsageError("tensor", shown, "must be dense, of plain numbers (`to_dense()`)")
+        total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def until(deadline: float, probe: Callable[[], _T | None]) -> _T | None:
+    """What `probe` gives, asked again until it is not None or `deadline` (monotonic) is over."""
+    pause_s = POLL_MIN_S
+    while True:
+        answer = probe()
+        left_s = deadline - time.monotonic()
+        if answer is not None or left_s <= 0:
+            return answer
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, POLL_MAX_S)
+
+
+def send(
+    store: ValueStore, name: str, tensors: Sequence[Any], deadline: float, note: str = ""
+) -> TensorMessage:
+    """Put a parcel and pin it. Tries again while the store declines.
+
+    Raises `UsageError` when the name was used before, `DeadlineError` when the
+    store still declines at `deadline`, `NodeUnavailableError`; then nothing of it
+    stays pinned.
+    """
+    described, parts = _take_apart(name, tensors)
+    parcel = TensorMessage(name, sum(part.numel() for part in parts.values()))
+    header = json.dumps({"note": note, "tensors": described}).encode()
+    try:
+        _put_pinned(store, parcel, parts, deadline)
+        _put_pinned(store, parcel, {name: header}, deadline)
+    except BaseException:
+        with suppress(PeerError):
+            release(store, parcel)
+        raise
+    return parcel
+
+
+def hold(store: ValueStore, name: str, value: bytes) -> TensorMessage | None:
+    """Put and pin one small value; None when the store declines just now."""
+    parcel = TensorMessage(name)
+    try:
+        _put_pinned(store, parcel, {name: value}, deadline=0.0, again=True)
+    except PeerError:
+        return None
+    return parcel
+
+
+def _put_pinned(
+    store: ValueStore,
+    parcel: TensorMessage,
+    values: Mapping[str, Any],
+    deadline: float,
+    *,
+    again: bool = False,
+) -> None:
+    """Put all of `values`; with `again`, one that exists is as good."""
+    waiting = dict(values)
+    tried = set[str]()
+    why = "no answer"
+
+    def attempt() -> bool | None:
+        nonlocal why
+        results = store.put_many(waiting.items())
+        for key, result in zip(list(waiting), results, strict=True):
+            there = result.status in (PutStatus.EXISTS, PutStatus.DIFFERS)
+            if there and not again and key not in tried:
+                raise UsageError("name", key, "was used before: choose another for each use")
+            if not result:
+                why = result.reason or str(result.status)
+                continue
+            # Between the put and the pin it may have been evicted: then it is put again.
+            tried.add(key)
+            pin = store.pin(key)
+            if pin is not None:
+                parcel.pins[key] = pin
+                del waiting[key]
+        return True if not waiting else None
+
+    if waiting and until(deadline, attempt) is None:
+        raise DeadlineError(f"the store did not take {len(waiting)} values of {parcel.name}: {why}")
+
+
+def _take_apart(name: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    import torch as untyped_torch
+
+    torch: Any = untyped_torch
+    described: list[Any] = []
+    parts: dict[str, Any] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor is None:
+            described.append(None)
+            continue
+        described.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
+        # Bytes of any dtype; reshape first, for a scalar has no last dimension to view.
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        flat = plain.reshape(-1).view(torch.uint8)
+        for j, part in enumerate(flat.split(PARCEL_PART_BYTES) if flat.numel() else ()):
+            parts[_part(name, i, j)] = part
+    return described, parts
+
+
+def _part(name: str, tensor: int, part: int) -> str:
+    return f"{name}/{tensor}.{part}"
+
+
+def receive(store: ValueStore, name: str) -> Content | None:
+    """A parcel's tensors, None while it is not there as a whole. It stays where it is."""
+    header = store.get(name)
+    if header is None:
+        return None
+    import torch as untyped_torch
+
+    torch: Any = untyped_torch
+    content = json.loads(header)
+    tensors: list[Any] = []
+    keys: list[str] = []
+    places: list[Any] = []
+    for i, described in enumerate(content["tensors"]):
+        if described is None:
+            tensors.append(None)
+            continue
+        dtype, shape = getattr(torch, described[0]), described[1]
+        tensor = torch.empty(shape, dtype=dtype)
+        tensors.append(tensor)
+        flat = tensor.reshape(-1).view(torch.uint8)
+        for j, part in enumerate(flat.split(PARCEL_PART_BYTES) if flat.numel() else ()):
+            keys.append(_part(name, i, j))
+            places.append(part)
+    got = store.get_many(list(keys), places)
+    # A shorter value is another's: the rest of its place was never written.
+    whole = all(
+        value is not None and len(value) == len(place)
+        for value, place in zip(got, places, strict=True)
+    )
+    return Content(tensors, content["note"]) if whole else None
+
+
+def release(store: ValueStore, parcel: TensorMessage) -> None:
+    """Let a parcel go and drop it, header first. Never raises for a peer's fault."""
+    for key in reversed(parcel.pins):
+        try:
+            parcel.pins[key].close()
+            store.delete(key)
+        except PeerError as e:
+            # A node that is gone holds nothing; one that hangs gives it back by itself.
+            log.debug("%s was not given back: %s", key, e)
+    parcel.pins.clear()
+
+
+def leave(parcel: TensorMessage) -> None:
+    """Hold a parcel no longer, but let it stay in the store until it is evicted."""
+    for pin in parcel.pins.values():
+        with suppress(PeerError):
+            pin.close()
+    parcel.pins.clear()
+
+
+def newest(store: ValueStore, names: Sequence[str]) -> int:
+    """Position of the last of `names` that is there, -1 when none is; one round trip."""
+    got = store.get_many(list(names)) if names else []
+    return max((i for i, value in enumerate(got) if value is not None), default=-1)

@@ -1,0 +1,1 @@
+"""The worker side: transfers between engine blocks and the store, beside the forward."""

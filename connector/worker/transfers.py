@@ -1,0 +1,217 @@
+"""Transfers under way in one worker: what its engine's thread and its own threads share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from connector import metrics
+from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
+from connector.limits import Clock
+from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
+from connector.worker.copy_guard import CopyGuard
+from kvstore import BlockView, DeadlineError, Key, MissReason, NodeUnavailableError, Reservation
+
+if TYPE_CHECKING:
+    from connector.layout.shard_reads import GroupReads
+    from connector.metrics import Counts
+
+log = logging.getLogger(__name__)
+
+Views = list[tuple[BlockView, HeadPart]]
+"""All shards that one store block is copied from, and the heads that each has for us."""
+
+
+class Load:
+    """`loaded` counts blocks that were copied and checked. `ready` stands for the work before
+    it, which may still use the blocks; see `KVCopier.wait_ready`."""
+
+    __slots__ = ("deadline", "ended", "fence", "job", "loaded", "ready", "started_at", "why")
+
+    def __init__(self, job: LoadJob, deadline: float, started_at: float, ready: Any = None) -> None:
+        self.job = job
+        self.deadline = deadline
+        self.started_at = started_at
+        self.ready = ready
+        self.fence = CopyGuard()
+        self.loaded = 0
+        self.ended = False
+        self.why: str = MissReason.DEADLINE
+        """Why not all was loaded, should that be so."""
+
+
+class Save:
+    """`ready` stands for the work that fills the blocks; see `KVCopier.wait_ready`."""
+
+    __slots__ = ("deadline", "ended", "fence", "job", "ready", "started_at", "stored", "why")
+
+    def __init__(self, job: SaveJob, deadline: float, started_at: float, ready: Any = None) -> None:
+        self.job = job
+        self.deadline = deadline
+        self.started_at = started_at
+        self.ready = ready
+        self.fence = CopyGuard()
+        self.ended = False
+        self.stored: set[Key] = set()
+        """Of this worker's shard, what is in the store: saved or found there. May hold more
+        than is this save's own."""
+        self.why = ""
+        """Why it was given up; empty when it was not."""
+
+
+Transfer = Load | Save
+
+
+class Reserved(NamedTuple):
+    """One block to save, and the slot that is to hold it."""
+
+    task: Save
+    block: SaveBlock
+    reservation: Reservation
+
+
+def block_views(
+    groups: Sequence[GroupReads], block: LoadBlock, views: Iterator[BlockView | None]
+) -> Views | None:
+    """Take the block's own from `views`, one per shard that has some of this worker's heads.
+
+    None when one is not there.
+    """
+    if not block.found:
+        return None
+    its: Views = []
+    pieces = groups[block.group].pieces(block.split)
+    for piece, view in [(piece, next(views)) for piece in pieces]:
+        if view is None:
+            return None
+        if len(view.buffer) != piece.payload_bytes:
+            log.error("a stored block has %d bytes, not %d", len(view.buffer), piece.payload_bytes)
+            return None
+        its.append((view, piece.part))
+    return its
+
+
+def gather_all(
+    groups: Sequence[KVCopier], entries: Sequence[Reserved], clock: Clock, layer: int | None = None
+) -> list[Reserved]:
+    """Copy those of `entries`, all of one group, whose saves have not ended and are in time."""
+    filled: list[Reserved] = []
+    if not entries:
+        return filled
+    blocks = groups[entries[0].block.group]
+    for start in range(0, len(entries), blocks.batch_blocks):
+        batch = entries[start : start + blocks.batch_blocks]
+        tasks = {entry.task for entry in batch}
+        for task in tasks:
+            blocks.wait_ready(task.ready)
+        allowed = {task: task.fence.enter() for task in tasks}
+        try:
+            now = clock()
+            for task in tasks:
+                if not allowed[task] or now >= task.deadline:
+                    allowed[task] = False
+                    task.why = task.why or MissReason.DEADLINE
+            copied = [entry for entry in batch if allowed[entry.task]]
+            if copied:
+                blocks.gather_many(
+                    [Gather(e.block.block_ids, e.reservation.buffer) for e in copied], layer
+                )
+        finally:
+            for task in tasks:
+                task.fence.leave()
+        filled += copied
+    return filled
+
+
+def scatter_all(
+    blocks: KVCopier,
+    opened: Sequence[tuple[Load, LoadBlock, Views]],
+    layer: int | None = None,
+) -> list[bool]:
+    """Copy blocks of one group, and say of each whether it was right.
+
+    One batch. What belongs to a load that has ended is not copied and not right.
+    """
+    allowed = {task: task.fence.enter() for task in {task for task, _, _ in opened}}
+    try:
+        items = [
+            Scatter(view.buffer, block.skip, block.block_ids, part)
+            for task, block, views in opened
+            if allowed[task]
+            for view, part in views
+        ]
+        if items:
+            blocks.scatter_many(items, layer)
+    finally:
+        for task in allowed:
+            task.fence.leave()
+    return [allowed[task] and all(view.valid() for view, _ in views) for task, _, views in opened]
+
+
+def load_blocks(
+    groups: Sequence[GroupReads],
+    copiers: Sequence[KVCopier],
+    task: Load,
+    batch: Sequence[LoadBlock],
+    views: Iterator[BlockView | None],
+) -> int:
+    """How many leading blocks of `batch`, all of one group, were copied and right."""
+    opened: list[tuple[Load, LoadBlock, Views]] = []
+    for block in batch:
+        its = block_views(groups, block, views)
+        if its is None:
+            break
+        opened.append((task, block, its))
+    good = scatter_all(copiers[batch[0].group], opened)
+    return next((i for i, right in enumerate(good) if not right), len(good))
+
+
+def why_of(error: Exception) -> str:
+    """The reason that is counted for a save that ended so."""
+    if isinstance(error, DeadlineError):
+        return MissReason.DEADLINE
+    return MissReason.NODE_DEAD if isinstance(error, NodeUnavailableError) else metrics.ERROR
+
+
+def report_failures(task: Load, report: WorkerReport, *, by_request: bool) -> None:
+    """Say what of a load that has ended holds no valid KV."""
+    job, loaded = task.job, task.loaded
+    if loaded == len(job.blocks):
+        return
+    report.failed_blocks[job.job_id] = loaded
+    if by_request:
+        report.failed_requests.add(job.request_id)
+        return
+    for block in job.blocks[loaded:]:
+        report.invalid_block_ids.update(block.block_ids)
+
+
+def report_save(task: Save, report: WorkerReport, groups: Sequence[GroupReads]) -> None:
+    """Say that the save has ended, and which of its blocks are stored."""
+    report.ended_saves[task.job.job_id] = 1
+    report.stored_blocks[task.job.job_id] = frozenset(
+        position
+        for position, block in enumerate(task.job.blocks)
+        if not (mine := groups[block.group]).saves or block.keys[mine.shard] in task.stored
+    )
+
+
+def count(task: Transfer, counts: Counts, duration_s: float, groups: Sequence[GroupReads]) -> None:
+    """Count a transfer that has ended after `duration_s`."""
+    if isinstance(task, Save):
+        if task.why:
+            counts.add(metrics.DROPPED_SAVES, 1, task.why)
+        else:
+            counts.observe(metrics.SAVE_SECONDS, duration_s)
+        return
+    blocks = task.job.blocks[: task.loaded]
+    counts.add(metrics.LOADED_BLOCKS, len(blocks))
+    counts.add(
+        metrics.LOADED_BYTES,
+        sum(groups[block.group].engine_block_bytes * len(block.block_ids) for block in blocks),
+    )
+    if len(blocks) < len(task.job.blocks):
+        counts.add(metrics.FAILED_LOADS, 1, task.why)
+    else:
+        counts.observe(metrics.LOAD_SECONDS, duration_s)

@@ -1,0 +1,203 @@
+"""A store whose saves go to VRAM of this process first, and which shows blocks of VRAM in place.
+
+What `buffer`s are then is a `DeviceRange`, not a memoryview: only for copiers that take
+both, which are those of KV on a CUDA device. Everything else of a `BlockStore` is as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from connector.limits import RESET_WAIT_S
+from kvstore import (
+    BlockRef,
+    BlockSession,
+    BlockView,
+    CudaDevice,
+    DeviceBlock,
+    DeviceReservation,
+    Key,
+    KVStoreError,
+    LookupResult,
+    Missing,
+    MissQuery,
+    Namespace,
+    PoolMapping,
+    PrefixMatch,
+    PutResult,
+    PutStatus,
+    Reservation,
+    ResetResult,
+    VramPool,
+)
+
+log = logging.getLogger(__name__)
+
+
+class VramView:
+    """Implements `BlockView` with a `DeviceRange` for a buffer."""
+
+    def __init__(self, block: DeviceBlock) -> None:
+        self._block = block
+        self.buffer = cast("memoryview", block.memory)
+        self.valid = block.valid
+
+
+class VramStore:
+    """Implements `BlockStore` over a session that has a device. Closes it."""
+
+    def __init__(
+        self, store: BlockSession, device: CudaDevice, size_bytes: int, **options: Any
+    ) -> None:
+        """With `size_bytes` 0 it only reads VRAM; `options` are those of `VramPool`.
+
+        A pool that cannot be made is said and left out: saves go to host memory then.
+        """
+        self._store = store
+        self._viewed_bytes = 0
+        self.pool: VramPool | None = None
+        try:
+            if size_bytes:
+                self.pool = VramPool(store, device, size_bytes, **options)
+        except KVStoreError as e:
+            log.warning("no blocks are kept in VRAM: %s", e)
+
+    # --- reading ----------------------------------------------------------------
+
+    def view(self, found: BlockRef) -> BlockView | None:
+        (view,) = self.views([found], None)
+        return view
+
+    def views(
+        self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
+    ) -> Iterator[BlockView | None]:
+        blocks = [self._store.device_view(one) for one in found]
+        elsewhere = [one for one, block in zip(found, blocks, strict=True) if block is None]
+        others = self._store.views(elsewhere, staging, timeout_s)
+        for block in blocks:
+            if block is not None:
+                self._viewed_bytes += block.memory.size_bytes
+            yield next(others) if block is None else VramView(block)
+
+    def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
+        return self._store.match(keys, timeout_s)
+
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
+        return self._store.lookup(keys, timeout_s)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        self._store.touch(keys)
+        if self.pool is not None:
+            self.pool.touch(keys)
+
+    def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
+        return self._store.pin(keys)
+
+    def unpin(self, found: Sequence[BlockRef]) -> None:
+        self._store.unpin(found)
+
+    def read_bytes(self) -> Mapping[str, int]:
+        return {**self._store.read_bytes(), "cuda_ipc": self._viewed_bytes}
+
+    def mappings(self) -> Sequence[PoolMapping]:
+        return self._store.mappings()
+
+    # --- saving -----------------------------------------------------------------
+
+    def reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[Reservation | PutResult]:
+        if self.pool is None:
+            return self._store.reserve(keys, size_bytes, namespace_id)
+        answers = dict(zip(keys, self.pool.reserve(keys, size_bytes, namespace_id), strict=True))
+        left = [key for key, answer in answers.items() if _is_rejected(answer)]
+        try:
+            below = self._store.reserve(left, size_bytes, namespace_id) if left else []
+        except BaseException:
+            self.pool.abort([a for a in answers.values() if isinstance(a, DeviceReservation)])
+            raise
+        taken: dict[Key, Reservation | PutResult] = dict(zip(left, below, strict=True))
+        for key, answer in answers.items():
+            if isinstance(answer, DeviceReservation):
+                taken[key] = self._as_reservation(answer)
+            else:
+                taken.setdefault(key, answer)
+        return [taken[key] for key in keys]
+
+    def _as_reservation(self, granted: DeviceReservation) -> Reservation:
+        assert self.pool is not None
+        core = self.pool.node.core
+        return Reservation(
+            granted.key,
+            cast("memoryview", granted.memory),
+            core.node_id,
+            core.epoch,
+            granted.slot,
+            granted.generation,
+        )
+
+    def _split(
+        self, reservations: Sequence[Reservation]
+    ) -> tuple[list[DeviceReservation], list[Reservation]]:
+        """Those in VRAM, those elsewhere."""
+        if self.pool is None:
+            return [], list(reservations)
+        mine = self.pool.node.core.node_id
+        granted = [
+            DeviceReservation(r.key, cast("Any", r.buffer), r.slot, r.generation)
+            for r in reservations
+            if r.node_id == mine
+        ]
+        return granted, [r for r in reservations if r.node_id != mine]
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+        granted, below = self._split(reservations)
+        results: dict[Key, PutResult] = {}
+        if granted and self.pool is not None:
+            try:
+                committed = self.pool.commit(granted)
+            except BaseException:
+                self._store.abort(below)
+                raise
+            results = {r.key: result for r, result in zip(granted, committed, strict=True)}
+        if below:
+            committed = self._store.commit(below)
+            results |= {r.key: result for r, result in zip(below, committed, strict=True)}
+        return [results[r.key] for r in reservations]
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        granted, below = self._split(reservations)
+        if granted and self.pool is not None:
+            self.pool.abort(granted)
+        if below:
+            self._store.abort(below)
+
+    def reset(self, namespace_ids: Sequence[int], timeout_s: float = RESET_WAIT_S) -> ResetResult:
+        return self._store.reset(namespace_ids, timeout_s)  # the pool hears of it as nodes do
+
+    def clear(self, namespace_id: int) -> int:
+        cleared = self.pool.clear(namespace_id) if self.pool is not None else 0
+        return cleared + self._store.clear(namespace_id)
+
+    # --- the rest ---------------------------------------------------------------
+
+    def register_namespaces(self, namespaces: Iterable[Namespace]) -> None:
+        known = list(namespaces)
+        self._store.register_namespaces(known)
+        if self.pool is not None:
+            self.pool.register_namespaces(known)
+
+    def why_missing(self, question: MissQuery) -> Missing:
+        return self._store.why_missing(question)
+
+    def close(self) -> None:
+        """Blocks go down to host memory for a few seconds at most; nothing is copied any more."""
+        if self.pool is not None:
+            self.pool.stop()
+        self._store.close()
+
+
+def _is_rejected(answer: DeviceReservation | PutResult) -> bool:
+    return isinstance(answer, PutResult) and answer.status is PutStatus.REJECTED

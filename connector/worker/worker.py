@@ -1,0 +1,427 @@
+"""The worker side: moves one worker's bytes between engine blocks and the store.
+
+Knows no engine. One thread loads, one saves; the engine's thread only hands
+jobs over and polls. Nothing that happens here may raise into the engine: a load
+that fails is a recompute, a save that fails is a future miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from connector import metrics
+from connector.copiers.base import KVCopier
+from connector.copiers.registered import kv_memory
+from connector.layout.shard_reads import GroupReads, alike, found_in, windows
+from connector.limits import (
+    LOAD_JOBS_MAX,
+    LOAD_STAGING_BYTES,
+    SAVE_BATCH_BLOCKS,
+    SAVE_BATCH_BYTES,
+    SAVE_JOBS_MAX,
+    SAY_EVERY_S,
+    SHUTDOWN_TIMEOUT_S,
+    Clock,
+)
+from connector.messages import LoadJob, SaveBlock, SaveJob, WorkerReport
+from connector.metrics import Counts
+from connector.worker import transfers
+from connector.worker.transfers import Load, Reserved, Save, Transfer, gather_all
+from kvstore import BlockStore, InternalError, Key, KVStoreError, MissReason, Reservation
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import StoreLayout
+    from connector.scheduler.lazy_store import LazyStore
+    from connector.stats import CountStats
+
+log = logging.getLogger(__name__)
+
+
+class WorkerCore:
+    """Moves the bytes of one shard, over a `BlockStore`. One per engine worker; called by one
+    thread."""
+
+    def __init__(
+        self,
+        store: LazyStore,
+        layout: StoreLayout,
+        *,
+        rank: int,
+        saves: bool,
+        load_timeout_s: float,
+        save_timeout_s: float,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._groups = [GroupReads(group, rank, layout.block_tokens) for group in layout.groups]
+        self._saves = saves and any(group.saves for group in self._groups)
+        self._load_timeout_s = load_timeout_s
+        self._save_timeout_s = save_timeout_s
+        self._clock = clock
+        largest = max(group.block_bytes for group in self._groups)
+        largest_read = max(group.read_bytes_max for group in self._groups)
+        self._batch_blocks = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // largest))
+        self._blocks: list[KVCopier] = []
+        """Per group; empty before the engine has given its memory."""
+        self._close_memory: Callable[[], None] = lambda: None
+        self._staging = memoryview(bytearray(max(LOAD_STAGING_BYTES, largest_read)))
+        """Where blocks of other hosts arrive; only the loading thread uses it, and none of its
+        pages exist before it does."""
+        self._wake = threading.Condition()
+        self._active: dict[Transfer, None] = {}
+        self._done: list[Transfer] = []
+        self._load_queue: queue.Queue[Any] = queue.Queue(LOAD_JOBS_MAX)
+        self._save_queue: queue.Queue[Any] = queue.Queue(SAVE_JOBS_MAX)
+        """What the threads do next; None is their end."""
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self._counts = Counts()
+        self._dropped = 0
+        self._said_at = float("-inf")
+
+    def register_kv_caches(self, *groups: Mapping[str, Any]) -> None:
+        """Take the layer tensors of every group and start the transfer threads.
+
+        Raises `UsageError` when the shapes are not those of the namespace.
+        """
+        memory = kv_memory(
+            [
+                (kv_caches, pieces.geometry)
+                for kv_caches, pieces in zip(groups, self._groups, strict=True)
+            ],
+            self._layout.block_tokens,
+            self._store.mappings,
+            self._counts.page_locked,
+        )
+        self._blocks, self._close_memory, self._store.device = memory
+        loops: list[tuple[str, Callable[[], None]]] = [
+            ("kvstore-load", self._load_loop),
+            ("kvstore-save", self._save_loop),
+        ]
+        for name, target in loops:
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    # Called by the engine's thread
+
+    def start_loads(self, jobs: Sequence[LoadJob]) -> None:
+        """Queue loads; one that finds the queue full ends at once, failed."""
+        if not jobs:
+            return
+        ready = self._mark_ready()
+        now = self._clock()
+        for job in jobs:
+            self._start(Load(job, now + self._load_timeout_s, now, ready), self._load_queue)
+
+    def start_saves(self, jobs: Sequence[SaveJob]) -> None:
+        """Queue saves of blocks that the forward before this call has filled."""
+        if not jobs:
+            return
+        ready = self._mark_ready()
+        now = self._clock()
+        for job in jobs:
+            task = Save(job, now + self._save_timeout_s, now, ready)
+            if self._saves:
+                self._start(task, self._save_queue)
+            else:  # a replica: another worker saves these heads
+                self._end(task)
+
+    def wait_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps: a step never waits for one (`LayerwiseWorker` does)."""
+
+    def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
+        """Saves start when the whole forward is done (those of `LayerwiseWorker` do not)."""
+
+    def _mark_ready(self) -> Any:
+        """One token for all groups: it stands for all work submitted to the device."""
+        return self._blocks[0].mark_ready() if self._blocks else None
+
+    def _start(self, task: Any, to: queue.Queue[Any]) -> None:
+        with self._wake:
+            self._active[task] = None
+        try:
+            if not self._blocks:
+                raise queue.Full
+            to.put_nowait(task)
+        except queue.Full:
+            task.why = MissReason.TOO_BUSY
+            self._end(task)
+
+    def cancel_loads(self, request_ids: Iterable[str]) -> None:
+        """End the loads of requests that are gone; each is still reported once."""
+        gone = set(request_ids)
+        if not gone:
+            return
+        with self._wake:
+            for task in list(self._active):
+                if isinstance(task, Load) and task.job.request_id in gone:
+                    # From now on late: the next poll between two copies ends it.
+                    task.deadline = self._clock()
+                    task.why = metrics.ABORTED
+
+    def end_saves(self, timeout_s: float) -> WorkerReport:
+        """End all saves in flight, each after the copy of it that is running; those that ended.
+
+        For an engine that is about to empty its cache. A save whose copy goes on for longer is
+        not among them.
+        """
+        give_up_at = self._clock() + timeout_s
+        with self._wake:
+            saves = [task for task in self._active if isinstance(task, Save)]
+        for task in saves:
+            try:
+                task.fence.end(max(0.0, give_up_at - self._clock()))
+            except InternalError as e:
+                log.warning("a save goes on: %s", e)
+                continue
+            task.why = task.why or metrics.ABORTED
+            self._end(task)
+        report = WorkerReport()
+        with self._wake:
+            ended = [task for task in self._done if isinstance(task, Save)]
+            self._done = [task for task in self._done if not isinstance(task, Save)]
+        for task in ended:
+            transfers.report_save(task, report, self._groups)
+        return report
+
+    def poll(self, wait_s: float = 0.0) -> WorkerReport:
+        """What ended since the last call, each job exactly once.
+
+        Waits up to `wait_s` seconds for a first one while any job is active.
+        A job past its deadline is ended here if no copy of it is running.
+        """
+        with self._wake:
+            if wait_s > 0 and self._active and not self._done:
+                self._wake.wait(wait_s)
+            now = self._clock()
+            late = [task for task in self._active if now >= task.deadline]
+            for task in late:
+                if task.fence.try_end():
+                    task.why = task.why or MissReason.DEADLINE
+                    self._end_locked(task)
+            done, self._done = self._done, []
+        report = WorkerReport()
+        for task in done:
+            if isinstance(task, Load):
+                report.finished_loads.add(task.job.request_id)
+                self._report_failures(task, report)
+            else:
+                transfers.report_save(task, report, self._groups)
+        return report
+
+    def _report_failures(self, task: Load, report: WorkerReport) -> None:
+        transfers.report_failures(task, report, by_request=self._layout.fails_by_request)
+
+    def take_stats(self) -> CountStats | None:
+        """What was counted since the last call; None: nothing."""
+        store = self._store.opened
+        if store is not None:
+            self._counts.read(store.read_bytes())
+        return self._counts.take()
+
+    def close(self) -> None:
+        """Stop both threads and close the store; waits at most `SHUTDOWN_TIMEOUT_S`."""
+        if self._closing:
+            return
+        self._closing = True
+        deadline = self._clock() + SHUTDOWN_TIMEOUT_S
+        with self._wake:
+            tasks = list(self._active)
+        for task in tasks:
+            task.fence.try_end()
+        for stop in (self._load_queue.put, self._save_queue.put):
+            try:
+                stop(None, timeout=max(0.0, deadline - self._clock()))
+            except queue.Full:
+                log.warning("a transfer thread hangs at shutdown and is left behind")
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self._close_memory()
+            self._store.close()
+
+    def _end(self, task: Transfer) -> None:
+        with self._wake:
+            self._end_locked(task)
+
+    def _end_locked(self, task: Transfer) -> None:
+        if not task.ended:
+            task.ended = True
+            self._active.pop(task, None)
+            self._done.append(task)
+            if isinstance(task, Load) or self._saves:
+                transfers.count(task, self._counts, self._clock() - task.started_at, self._groups)
+            self._wake.notify_all()
+
+    # The loading thread
+
+    def _load_loop(self) -> None:
+        while (task := self._load_queue.get()) is not None:
+            try:
+                self._run_load(task)
+            except Exception:
+                task.why = metrics.ERROR
+                log.exception("load failed")
+            finally:
+                self._end(task)
+
+    def _run_load(self, task: Load) -> None:
+        store = self._store.get()
+        if store is None:
+            task.why = MissReason.NO_STORE
+            return
+        self._blocks[0].wait_ready(task.ready)
+        for window in windows(self._groups, task.job.blocks, LOAD_STAGING_BYTES):
+            timeout_s = task.deadline - self._clock()
+            views = store.views(found_in(self._groups, window), self._staging, timeout_s)
+            for batch in alike(window, self._blocks[0].batch_blocks):
+                # A block after a failed one is of no use: the engine recomputes from there.
+                if task.fence.ended or self._clock() >= task.deadline:
+                    return
+                loaded = transfers.load_blocks(self._groups, self._blocks, task, batch, views)
+                task.loaded += loaded
+                if loaded < len(batch):
+                    if not task.fence.ended and self._clock() < task.deadline:
+                        task.why = MissReason.LOAD_FAILED
+                    return
+        self._touch(task, store)
+
+    def _touch(self, task: Load, store: BlockStore) -> None:
+        store.touch([found.key for found in found_in(self._groups, task.job.blocks)])
+
+    # The saving thread
+
+    def _save_loop(self) -> None:
+        stop = False
+        while not stop and (first := self._save_queue.get()) is not None:
+            tasks = [first]
+            while not stop and sum(len(t.job.blocks) for t in tasks) < self._batch_blocks:
+                try:
+                    task = self._save_queue.get_nowait()
+                except queue.Empty:
+                    break
+                if task is None:
+                    stop = True
+                else:
+                    tasks.append(task)
+            why = ""
+            try:
+                why = self._run_saves(tasks)
+            except KVStoreError as e:
+                why = transfers.why_of(e)
+                self._say_dropped(len(tasks), e)
+            except Exception as e:
+                why = transfers.why_of(e)
+                log.exception("%d saves dropped", len(tasks))
+            finally:
+                for task in tasks:
+                    task.why = task.why or why
+                    self._end(task)
+
+    def _say_dropped(self, jobs: int, why: Exception | str) -> None:
+        self._dropped += jobs
+        now = self._clock()
+        if now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            log.warning("%d save jobs dropped so far, the last one because: %s", self._dropped, why)
+
+    def _run_saves(self, tasks: Sequence[Save]) -> str:
+        """Why all of them were given up; empty when they were not."""
+        store = self._store.get()
+        if store is None:
+            return MissReason.NO_STORE
+        for group, blocks in self._batches(tasks):
+            self._save_batch(store, group, blocks)
+        self._touch_runs(tasks, store)
+        return ""
+
+    def _touch_runs(self, tasks: Sequence[Save], store: BlockStore) -> None:
+        """What a save continues was used with it: were the end of a prefix the last that was
+        used, its head would be evicted first, and the rest be worth nothing."""
+        for task in tasks:
+            for number, group in enumerate(self._groups if task.job.before else ()):
+                own = (block for block in task.job.blocks if block.group == number)
+                before = task.job.before[number][group.shard]
+                store.touch([*before, *(block.keys[group.shard] for block in own)])
+
+    def _batches(
+        self, tasks: Sequence[Save]
+    ) -> Iterator[tuple[GroupReads, list[tuple[Save, SaveBlock]]]]:
+        """What this worker saves, in parts that one reserve and one commit carry."""
+        for number, group in enumerate(self._groups):
+            blocks = [
+                (task, block)
+                for task in tasks
+                for block in task.job.blocks
+                if block.group == number and group.saves
+            ]
+            for start in range(0, len(blocks), self._batch_blocks):
+                yield group, blocks[start : start + self._batch_blocks]
+
+    def _save_batch(
+        self, store: BlockStore, group: GroupReads, blocks: Sequence[tuple[Save, SaveBlock]]
+    ) -> None:
+        """One reserve, one copy per block that the store does not have, one commit."""
+        reserved = self._reserve(store, group, blocks)
+        try:
+            filled = gather_all(self._blocks, reserved, self._clock)
+        except BaseException:
+            store.abort([entry.reservation for entry in reserved])
+            raise
+        kept = set(map(id, filled))
+        left = [entry.reservation for entry in reserved if id(entry) not in kept]
+        if left:
+            store.abort(left)
+        self._commit(store, filled, {task for task, _ in blocks})
+
+    def _reserve(
+        self, store: BlockStore, group: GroupReads, blocks: Sequence[tuple[Save, SaveBlock]]
+    ) -> list[Reserved]:
+        """Slots for those of the blocks that the store does not have; one request."""
+        wanted = {
+            block.keys[group.shard]: (task, block) for task, block in blocks if not task.fence.ended
+        }
+        if not wanted:
+            return []
+        answers = store.reserve(list(wanted), group.block_bytes, group.namespace.id)
+        reserved: list[Reserved] = []
+        there: set[Key] = set()
+        for key, answer in zip(wanted, answers, strict=True):
+            if isinstance(answer, Reservation):
+                reserved.append(Reserved(*wanted[key], answer))
+                continue
+            self._counts.add(metrics.UNSAVED_BLOCKS, 1, answer.status)
+            if answer:
+                there.add(key)
+        for task, _ in blocks if there else ():
+            task.stored |= there
+        return reserved
+
+    def _commit(self, store: BlockStore, filled: Sequence[Reserved], tasks: Iterable[Save]) -> None:
+        """Commit under the fences: a job that was reported as ended publishes nothing later.
+
+        A reset relies on it: it clears the store once no job is in flight. `tasks` learn
+        what is in the store then: some may save the same blocks.
+        """
+        with ExitStack() as stack:
+            filling = {entry.task for entry in filled}
+            alive = {t for t in filling if stack.enter_context(t.fence.copying())}
+            dropped = [entry.reservation for entry in filled if entry.task not in alive]
+            kept = [entry.reservation for entry in filled if entry.task in alive]
+            if dropped:
+                store.abort(dropped)
+            results = store.commit(kept) if kept else []
+            committed = [r for r, result in zip(kept, results, strict=True) if result]
+            stored = {reservation.key for reservation in committed}
+            for task in tasks if stored else ():
+                task.stored |= stored
+        self._counts.add(metrics.SAVED_BLOCKS, len(committed))
+        self._counts.add(metrics.SAVED_BYTES, sum(len(r.buffer) for r in committed))

@@ -1,0 +1,232 @@
+"""`AsyncClient`: the same calls for asyncio, on a few threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from kvstore.client import arguments
+from kvstore.client.client import Client, Items
+from kvstore.client.explanation import Explanation, Missing
+from kvstore.client.health import Health
+from kvstore.client.pinned import Pinned, TokenMatch
+from kvstore.client.put_pipeline import unless
+from kvstore.client.reset_result import ResetResult
+from kvstore.client.session import Verify
+from kvstore.errors import UsageError
+from kvstore.keys import Namespace
+from kvstore.limits import RESET_TIMEOUT_S, Limits
+from kvstore.transport.stream.security import StreamSecurity
+from kvstore.types import PutResult
+
+THREADS = 4
+R = TypeVar("R")
+
+
+class AsyncClient:
+    """`Client` for asyncio: every call is a coroutine with the meaning and errors of its
+    namesake, and the event loop waits for nothing; use it in an `async with`.
+
+    A call that is cancelled ends when nobody uses the caller's memory any more: one that
+    reads into `out` or saves a value, after the deadline of a request at the latest. A
+    put that is cancelled before its value is complete in the store stores nothing.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        namespace: str | Namespace = "default",
+        key_prefix: str = "kv:default",
+        node: str | None = None,
+        node_size_bytes: int = 512 << 20,
+        block_tokens: int = 256,
+        run_dir: Path | None = None,
+        verify: Verify = "never",
+        signing_key: str | bytes | None = None,
+        salt: str | bytes | None = None,
+        limits: Limits | None = None,
+        transports: Sequence[str] | None = None,
+        security: StreamSecurity | None = None,
+    ) -> None:
+        """Takes what `Client` takes, and contacts nobody: the first call, or the `async with`,
+        opens it. Raises `UsageError` for a setting that is none."""
+        settings: dict[str, Any] = {
+            "url": url,
+            "namespace": namespace,
+            "key_prefix": key_prefix,
+            "node": node,
+            "node_size_bytes": node_size_bytes,
+            "block_tokens": block_tokens,
+            "run_dir": run_dir,
+            "verify": verify,
+            "salt": salt,
+            "limits": limits,
+            "transports": transports,
+            "security": security,
+        }
+        arguments.client_settings(**settings)
+        self._open: Callable[[], Client] = lambda: Client(**settings, signing_key=signing_key)
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+        self._closed = False
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-async")
+
+    def _opened(self) -> Client:
+        """In a thread: opening may start a Redis and look up names."""
+        with self._lock:
+            if self._client is None:
+                if self._closed:
+                    raise UsageError("client", "(closed)", "make a new one: it was closed")
+                self._client = self._open()
+            return self._client
+
+    def _start(self, call: Callable[[Client], R]) -> Future[R]:
+        if self._closed:
+            raise UsageError("client", "(closed)", "make a new one: it was closed")
+        return self._threads.submit(lambda: call(self._opened()))
+
+    async def _run(self, call: Callable[[Client], R]) -> R:
+        """A call that uses no memory of the caller's that he might change: it may be left."""
+        return await asyncio.wrap_future(self._start(call))
+
+    async def _use(self, call: Callable[[Client], R]) -> R:
+        """A call that uses the caller's memory: when it is cancelled, what it has not saved yet is
+        given up, and its end is waited for."""
+        stopped = threading.Event()
+        future = self._start(lambda client: unless(stopped.is_set, lambda: call(client)))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            stopped.set()
+            await _ended(future)
+            raise
+
+    async def put(self, key: str | bytes, value: Any, *, replace: bool = False) -> PutResult:
+        """Save one value; see `Client.put`."""
+        return await self._use(lambda c: c.put(key, value, replace=replace))
+
+    async def put_many(self, items: Items, *, replace: bool = False) -> list[PutResult]:
+        """Save several values, results in order; see `Client.put_many`."""
+        return await self._use(lambda c: c.put_many(items, replace=replace))
+
+    async def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Any]) -> list[PutResult]:
+        """Save the KV blocks at the head of `tokens`; see `Client.put_blocks`."""
+        return await self._use(lambda c: c.put_blocks(tokens, blocks))
+
+    async def get(self, key: str | bytes, out: Any = None) -> Any:
+        """The value as it was put, None on a miss; see `Client.get`."""
+        return await self._use(lambda c: c.get(key, out))
+
+    async def get_many(
+        self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """`get` for each of `keys`; see `Client.get_many`."""
+        return await self._use(lambda c: c.get_many(keys, out))
+
+    async def get_blocks(self, tokens: Sequence[int], out: Sequence[Any]) -> int:
+        """Read the KV blocks at the head of `tokens` into `out`, in order; how many leading
+        blocks are there. See `Client.get_blocks`."""
+        return await self._use(lambda c: c.get_blocks(tokens, out))
+
+    async def exists(self, key: str | bytes) -> bool:
+        """Whether a get would have hit a moment ago."""
+        return await self._run(lambda c: c.exists(key))
+
+    async def match_prefix(self, tokens: Sequence[int]) -> TokenMatch:
+        """The longest leading run of full blocks of `tokens` in the store."""
+        return await self._run(lambda c: c.match_prefix(tokens))
+
+    async def pin(self, key: str | bytes) -> Pinned | None:
+        """A zero-copy view of a value that cannot be evicted while it is open; None on a miss.
+
+        Use it in a plain `with`, which ends without waiting for the node. A pin that
+        comes after the call was cancelled is closed at once.
+        """
+        future = self._start(lambda c: c.pin(key))
+        try:
+            pinned = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_let_go)
+            raise
+        return None if pinned is None else pinned.closed_later()
+
+    async def delete(self, key: str | bytes) -> bool:
+        """Drop a value; False when it was not there. See `Client.delete`."""
+        return await self._run(lambda c: c.delete(key))
+
+    async def clear(self, timeout_s: float = RESET_TIMEOUT_S) -> ResetResult:
+        """Drop all of this client's namespace, on every node of every host; see `Client.clear`."""
+        return await self._run(lambda c: c.clear(timeout_s))
+
+    async def explain(self, tokens: Sequence[int]) -> Explanation:
+        """How much of `tokens` could be read now, and why not the next block."""
+        return await self._run(lambda c: c.explain(tokens))
+
+    async def explain_key(self, key: str | bytes) -> Missing | None:
+        """Why a get of `key` would miss now; None when it would hit."""
+        return await self._run(lambda c: c.explain_key(key))
+
+    async def ping(self) -> None:
+        """Return when Redis answers; see `Client.ping`."""
+        await self._run(lambda c: c.ping())
+
+    async def health(self) -> Health:
+        """What works now, and what does not; see `Client.health`."""
+        return await self._run(lambda c: c.health())
+
+    async def stats(self) -> dict[str, dict[str, int | float]]:
+        """Counters of this client and of this host's nodes; see `Client.stats`."""
+        return await self._run(lambda c: c.stats())
+
+    async def close(self) -> None:
+        """Give everything back. Safe to call twice; every other call is a `UsageError` then."""
+        if self._closed:
+            return
+        self._closed = True
+        future = self._threads.submit(self._close)
+        self._threads.shutdown(wait=False)
+        await asyncio.wrap_future(future)
+
+    def _close(self) -> None:
+        with self._lock:
+            client = self._client
+        if client is not None:
+            client.close()
+
+    def __repr__(self) -> str:
+        return f"Async{self._client!r}" if self._client is not None else "AsyncClient(not open)"
+
+    async def __aenter__(self) -> Self:
+        await self._run(lambda c: c)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+async def _ended(future: Future[Any]) -> None:
+    """When the thread is done with it, however often this is cancelled."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def wake(_: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(wake)
+    while not ended.is_set():
+        with suppress(asyncio.CancelledError):
+            await ended.wait()
+
+
+def _let_go(future: Future[Pinned | None]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        pinned = future.result()
+        if pinned is not None:
+            pinned.close()

@@ -1,0 +1,412 @@
+"""Requests to the local node over one socket, each with a deadline.
+
+Several may be on their way at once, so that the node works while a client copies.
+Whoever waits reads the answers of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+
+from kvstore.circuit_breaker import Breaker, BreakerState
+from kvstore.client import deadlines
+from kvstore.client.local.lease import Lease, lease_at
+from kvstore.errors import (
+    DeadlineError,
+    InternalError,
+    NodeUnavailableError,
+    PeerError,
+    UsageError,
+)
+from kvstore.fork import in_each_child
+from kvstore.nodedir import NodeDir
+from kvstore.protocol import control
+from kvstore.protocol.control import PROTOCOL_VERSION, Op
+from kvstore.protocol.control_replies import NonsenseError
+
+CONNECT_TIMEOUT_S = 1.0
+SAY_CONNECT_TIMEOUT_S = 0.05
+QUEUE_POLL_S = 0.002
+"""Between two tries to get a place in a full queue of connections."""
+RECV_BYTES = 1 << 16
+FAILURES_TO_OPEN = 1
+"""One unanswered request costs a whole deadline: the next ones must not."""
+REOPEN_AFTER_S = 1.0
+PROBE_TIMEOUT_S = 0.1
+"""For the HELLO that asks whether a node answers again: it waits for nothing else there, so a
+caller need not pay another whole deadline for a node that is stopped."""
+
+Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int, int]]]
+"""(slot, generation) reserved and (slot, generation, times) pinned by this client right now."""
+
+
+Accept = Callable[[Any], Any]
+
+
+def as_it_is(body: Any) -> Any:
+    return body
+
+
+class Ticket:
+    """A request on its way."""
+
+    __slots__ = ("accept", "answer", "done", "error", "give_up_at")
+
+    def __init__(self, give_up_at: float, accept: Accept) -> None:
+        self.give_up_at = give_up_at
+        self.accept = accept
+        self.answer: Any = None
+        self.error: Exception | None = None
+        self.done = False
+
+    def end(self, answer: Any, error: Exception | None) -> None:
+        self.answer, self.error = answer, error
+        self.done = True
+
+
+class ControlChannel:
+    """Connects when it is needed, again after a failure, and says then what it still holds.
+
+    Thread-safe. Raises `NodeUnavailableError` when the node is not there,
+    `DeadlineError` when it does not answer, `UsageError` when it refuses.
+    """
+
+    def __init__(
+        self,
+        directory: NodeDir,
+        node: tuple[int, int],
+        timeout_s: float,
+        held: Callable[[], Held],
+    ) -> None:
+        """`node` is the (node id, epoch) to talk to: a restarted node is another one."""
+        self.directory = directory
+        self._node = list(node)
+        self._timeout_s = timeout_s
+        self._held = held
+        # It knows whose it is, so that a handler of signals can raise or close at any moment.
+        self._lock = threading.RLock()
+        self._lease: Lease | None = None
+        self._client_id = ""
+        self._socket: socket.socket | None = None
+        self._unpacker = control.unpacker()
+        self._last_request = 0
+        self._pid = os.getpid()
+        self._closed = False
+        self._retired = False
+        self._awaited: dict[int, Ticket] = {}
+        self._out_of_step = False
+        """Somebody gave up, and the node may believe that this client holds more than it
+        does: connect again."""
+        self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
+        in_each_child(self)
+
+    @property
+    def silent(self) -> bool:
+        """The node did not answer lately, and is not to be asked yet."""
+        breaker = self._breaker
+        return breaker.state is not BreakerState.CLOSED and time.monotonic() < breaker.probe_at
+
+    def request(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Any:
+        """The node's answer, as `accept` makes it."""
+        return self.collect(self.post(op, *args, accept=accept))
+
+    def post(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Ticket:
+        """Send a request; `collect` gets its answer, in any order.
+
+        `accept` is called before anyone can connect again: what it notes down as
+        held is part of what the next connection says is held (rule 5).
+        """
+        give_up_at = min(time.monotonic() + self._timeout_s, deadlines.give_up_at())
+        self._check_outside()
+        try:
+            self._acquire(give_up_at)
+            now = time.monotonic()
+            if not self._breaker.allows(now):
+                raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
+            probes = self._breaker.state is BreakerState.HALF_OPEN
+            try:
+                soon = now + PROBE_TIMEOUT_S if probes else give_up_at
+                self._connect(min(give_up_at, soon, deadlines.connected_by()))
+                return self._send([op, self._number(), *args], give_up_at, accept)
+            except (DeadlineError, NodeUnavailableError):
+                self._failed()
+                raise
+            except BaseException:  # interrupted: half of the message may be on its way
+                self._disconnect()
+                raise
+        finally:
+            try:  # noqa: SIM105  # nothing is called before: a signal could end it there
+                self._lock.release()
+            except RuntimeError:  # it was never got
+                pass
+
+    def collect(self, ticket: Ticket) -> Any:
+        """The answer to a posted request, within the deadline that began when it was posted."""
+        if not ticket.done:
+            self._check_outside()
+            try:
+                self._acquire(ticket.give_up_at)
+                try:
+                    self._receive(ticket)
+                    if ticket.error is None or isinstance(ticket.error, InternalError):
+                        self._breaker.succeeded()
+                except (DeadlineError, NodeUnavailableError):
+                    self._failed()
+                    raise
+                except BaseException:  # interrupted: nobody would hold what the answer grants
+                    self._disconnect()
+                    raise
+            finally:
+                try:  # noqa: SIM105  # as in `post`
+                    self._lock.release()
+                except RuntimeError:
+                    pass
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.answer
+
+    def _check_outside(self) -> None:
+        """Raises `DeadlineError` in a signal handler that interrupts one of these calls: half of
+        a message may be on its way."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` does
+            raise self._busy()
+
+    def _acquire(self, give_up_at: float) -> None:
+        """What raises in here may have the lock or not: give it back where it is this thread's."""
+        try:
+            if self._lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0)):
+                return
+        except BaseException:
+            self._out_of_step = True
+            raise
+        raise self._busy()
+
+    def _busy(self) -> DeadlineError:
+        # The answer to what was sent may still come and grant what nobody then
+        # holds, and what was not sent may be to give something back.
+        self._out_of_step = True
+        return DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
+
+    def _failed(self) -> None:
+        self._disconnect()
+        self._breaker.failed(time.monotonic())
+
+    def say(self, op: Op, *args: Any) -> bool:
+        """One way: False when it could not be said now. Waits at most `SAY_CONNECT_TIMEOUT_S`,
+        and that only when it is the first to connect."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as in `_check_outside`
+            return False
+        try:
+            if not self._lock.acquire(blocking=False):
+                return False
+            if self._awaited or not self._connect_to_say():
+                return False
+            assert self._socket is not None
+            message = control.packed([op, 0, *args])
+            try:
+                self._socket.settimeout(0.0)
+                # A partial write would break the framing for good.
+                if self._socket.send(message) != len(message):
+                    self._disconnect()
+                    return False
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._disconnect()
+                return False
+            return True
+        finally:
+            try:  # noqa: SIM105  # as in `post`
+                self._lock.release()
+            except RuntimeError:
+                pass
+
+    def _connect_to_say(self) -> bool:
+        now = time.monotonic()
+        if self._pid != os.getpid():
+            return False  # the connection is the parent's, which may be in the middle of a message
+        if self._socket is not None:
+            return True
+        if self._closed or self._retired or not self._breaker.allows(now):
+            return False
+        try:
+            self._connect(now + SAY_CONNECT_TIMEOUT_S)
+        except PeerError:
+            self._disconnect()
+            self._breaker.failed(time.monotonic())
+            return False
+        self._breaker.succeeded()
+        return True
+
+    def restate(self) -> None:
+        """Say anew what is held: the node takes back the rest. Never raises for a peer's fault;
+        the next connection says it then."""
+        if self._pid == os.getpid():
+            self._out_of_step = True
+            with contextlib.suppress(PeerError):
+                self.request(Op.STAT)
+
+    def retire(self) -> None:
+        """The node is gone for good: no further answer is taken. The lease stays until `close`."""
+        with self._lock:
+            self._retired = True
+            self._disconnect()
+
+    def close(self) -> None:
+        """Say goodbye: the node takes back whatever this client held. In a forked child it does
+        nothing: the parent may still write, and its lease says so (rule 5)."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._closed = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.settimeout(CONNECT_TIMEOUT_S)
+                    self._socket.sendall(control.packed([Op.BYE, 0]))
+            self._disconnect()
+            if self._lease is not None:
+                self._lease.release()
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.RLock()  # a thread of the parent may have had it
+        if self._socket is not None:
+            self._socket.close()  # else the node does not hear of the parent's end
+
+    def _number(self) -> int:
+        self._last_request += 1
+        return self._last_request
+
+    def _connect(self, give_up_at: float) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(
+                "client", self._pid, "was made before a fork: make one in each process"
+            )
+        if self._retired:
+            raise NodeUnavailableError(f"node {self.directory.name} is gone")
+        if self._closed:
+            # By its user, or by another thread that found the node gone.
+            raise NodeUnavailableError(f"node {self.directory.name}: this channel is closed")
+        if self._out_of_step:
+            self._disconnect()
+        if self._socket is not None:
+            return
+        if not self._client_id:
+            self._lease = lease_at(self.directory.leases)
+            self._client_id = self._lease.client_id if self._lease else secrets.token_hex(16)
+        self._unpacker = control.unpacker()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._dial(connection, min(give_up_at, time.monotonic() + CONNECT_TIMEOUT_S))
+        except OSError as e:
+            connection.close()
+            raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
+        self._socket = connection
+        reserved, pinned = self._held()
+        hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._client_id]
+        ticket = self._send([*hello, list(reserved), list(pinned)], give_up_at, as_it_is)
+        self._receive(ticket)
+        if isinstance(ticket.error, UsageError):
+            raise NodeUnavailableError(f"node {self.directory.name}: {ticket.error}")
+        if ticket.answer != self._node:
+            raise NodeUnavailableError(f"node {self.directory.name} was started anew")
+
+    def _dial(self, connection: socket.socket, give_up_at: float) -> None:
+        """Wait for a place in the node's queue of connections: a Unix socket whose queue is full
+        refuses at once, and many engines may start together."""
+        while True:
+            connection.settimeout(max(give_up_at - time.monotonic(), 0.001))
+            try:
+                connection.connect(str(self.directory.socket))
+            except BlockingIOError:
+                if time.monotonic() >= give_up_at:
+                    raise
+                time.sleep(QUEUE_POLL_S)
+            else:
+                return
+
+    def _disconnect(self) -> None:
+        """Whoever still waits for an answer will not get it."""
+        self._out_of_step = False
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        awaited, self._awaited = self._awaited, {}
+        for ticket in awaited.values():
+            ticket.end(None, NodeUnavailableError(f"node {self.directory.name}: connection lost"))
+
+    def _send(self, message: list[Any], give_up_at: float, accept: Accept) -> Ticket:
+        connection = self._socket
+        assert connection is not None
+        ticket = Ticket(give_up_at, accept)
+        try:
+            connection.settimeout(max(give_up_at - time.monotonic(), 0.001))
+            connection.sendall(control.packed(message))
+        except TimeoutError as e:
+            raise self._too_late() from e
+        except OSError as e:
+            raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
+        self._awaited[message[1]] = ticket
+        return ticket
+
+    def _receive(self, ticket: Ticket) -> None:
+        """Read answers, whosoever they are, until that of `ticket` is there."""
+        connection = self._socket
+        try:
+            while not ticket.done:
+                assert connection is not None  # without one, every ticket has ended
+                connection.settimeout(max(ticket.give_up_at - time.monotonic(), 0.001))
+                data = connection.recv(RECV_BYTES)
+                if not data:
+                    raise NodeUnavailableError(f"node {self.directory.name} hung up")
+                for number, good, body in self._messages(data):
+                    self._accept(number, good, body)
+        except TimeoutError as e:
+            raise self._too_late() from e
+        except OSError as e:
+            raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
+        except NonsenseError as e:
+            raise self._nonsense(e) from e
+
+    def _messages(self, data: bytes) -> list[tuple[int, Any, Any]]:
+        """The answers that are whole with `data`. Raises `NonsenseError`."""
+        try:
+            self._unpacker.feed(data)
+            found = list(self._unpacker)
+        except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as e:
+            raise NonsenseError(str(e)) from e
+        if not all(type(one) is list and len(one) == 3 and type(one[0]) is int for one in found):
+            raise NonsenseError("no answers")
+        return [(number, good, body) for number, good, body in found]
+
+    def _accept(self, number: int, good: Any, body: Any) -> None:
+        ticket = self._awaited.pop(number, None)
+        if ticket is None:
+            return
+        if good is not True:
+            ticket.end(None, UsageError("request", "refused", str(body)))
+            return
+        try:
+            ticket.end(ticket.accept(body), None)
+        except NonsenseError as e:  # raised for the one who reads; the ticket may be another's
+            ticket.end(None, self._nonsense(e))
+            raise
+        except Exception as e:  # our bug, not the node's: of the ticket, not of who reads
+            self._out_of_step = True  # what the answer granted may be held by nobody
+            bug = InternalError(f"an answer of node {self.directory.name}: {e!r}")
+            bug.__cause__ = e
+            ticket.end(None, bug)
+
+    def _nonsense(self, error: Exception) -> NodeUnavailableError:
+        return NodeUnavailableError(f"node {self.directory.name} speaks no sense: {error}")
+
+    def _too_late(self) -> DeadlineError:
+        return DeadlineError(f"node {self.directory.name} did not answer in time")

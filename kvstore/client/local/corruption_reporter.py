@@ -1,0 +1,42 @@
+"""Tells a node that a block of its does not have the checksum that was saved with it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from kvstore.client.local.control import ControlChannel
+from kvstore.client.local.nodes import Attached
+from kvstore.errors import PeerError
+from kvstore.protocol.control import Op
+from kvstore.types import Key
+
+REPORT_AGAIN_S = 1.0
+"""After a report that could not be delivered: a node that hangs must not slow every miss."""
+
+
+class CorruptionReporter:
+    """One message, one way, over a connection of its own: the block may be of any node here,
+    and this is rare. The node looks for itself before it drops anything (rule 2)."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._not_before = 0.0
+
+    def report(self, attached: Attached, key: Key) -> None:
+        """Never raises for a peer's fault; what could not be said now, the next reader says."""
+        now = time.monotonic()
+        if now < self._not_before:
+            return
+        announcement = attached.announcement
+        node = (announcement.node_id, announcement.epoch)
+        channel = ControlChannel(attached.directory, node, self._timeout_s, lambda: ((), ()))
+        try:
+            said = channel.say(Op.SUSPECT, key)
+        except PeerError:
+            said = False
+        finally:
+            with suppress(PeerError):
+                channel.close()
+        if not said:
+            self._not_before = now + REPORT_AGAIN_S

@@ -1,0 +1,433 @@
+"""The nodes of this host as one to save to; each has a `Writer` of its own.
+
+Where a new block goes is decided in client/placement.py. What is about a block that is there
+(pins, deletions, touches) goes to whoever has it, which costs no search: it is asked of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+from kvstore.client.base import Reservation
+from kvstore.client.deadlines import connecting, in_turn, until
+from kvstore.client.local.host_writers import HostWriters
+from kvstore.client.local.link import NodeLink
+from kvstore.client.local.writer import Later, Writer, nobody_here
+from kvstore.client.pins import Pin, Pins
+from kvstore.client.placement import Home, homes_of
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.keys import Namespace
+from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
+from kvstore.protocol.control_replies import BlockRow
+from kvstore.protocol.control_requests import Want
+from kvstore.record import unpack_record
+from kvstore.segment.header import KEY_PART, fields
+from kvstore.types import Key, PutResult, rejected
+
+ROOM_BELIEVED_S = 0.05
+"""How long what nodes said of their room is used, less what was sent there since."""
+ROUNDS = 2
+"""What a node that went away was asked for is asked of the others once."""
+HIGHEST = frozenset({"largest_free_bytes", "oldest_reservation_s", "value_bytes_max"})
+"""Counters of nodes that are not added up."""
+
+_GONE = (NodeUnavailableError, DeadlineError)
+T = TypeVar("T")
+Share = tuple[Writer, NodeLink, list[int]]
+"""A node, and the numbers of the blocks that go there."""
+
+
+class HostWriter(HostWriters):
+    """What a `Writer` is for one node, for all of this host. Thread-safe."""
+
+    # --- what goes where --------------------------------------------------------
+
+    def plan(
+        self, blocks: Sequence[tuple[Key, int]], without: Collection[NodeLink] = ()
+    ) -> list[Share]:
+        """Who takes which of `blocks`, (key, size in bytes); nodes that do not answer, and those
+        `without`, take none while there are others."""
+        targets = [one for one in self._targets(start=True) if one[1] not in without]
+        if not targets:
+            raise NodeUnavailableError(nobody_here(self._name))
+        targets = [one for one in targets if not one[1].reads_only] or targets
+        targets = [one for one in targets if not one[1].control.silent] or targets
+        if len(targets) == 1:
+            writer, link = targets[0]
+            return [(writer, link, list(range(len(blocks))))]
+        shares: dict[int, Share] = {
+            link.announcement.node_id: (writer, link, []) for writer, link in targets
+        }
+        holders = self._holders([key for key, _ in blocks])
+        homes = homes_of(blocks, holders, self._homes([link for _, link in targets]))
+        sent: dict[NodeLink, int] = {}
+        for i, node_id in enumerate(homes):
+            _, link, which = shares[node_id]
+            which.append(i)
+            sent[link] = sent.get(link, 0) + blocks[i][1]
+        for link, size_bytes in sent.items():
+            self._free[link] = max(self._free.get(link, 0) - size_bytes, 0)
+        return [share for share in shares.values() if share[2]]
+
+    def _homes(self, links: Sequence[NodeLink]) -> list[Home]:
+        now = time.monotonic()
+        if now >= self._free_until or not all(link in self._free for link in links):
+            self._free = {link: link.control.directory.room() for link in links}
+            self._free_until = now + ROOM_BELIEVED_S
+        free = self._free
+        return [
+            Home(
+                link.announcement.node_id,
+                link.announcement.size_bytes,
+                free.get(link, 0),
+                min(link.announcement.size_bytes, VALUE_BYTES_MAX),
+            )
+            for link in links
+        ]
+
+    def _holders(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """Ids of the nodes whose tables of hints lead to the block; hints forget some."""
+        holders: dict[Key, int] = {}
+        for attached in self._nodes.mapped:
+            hinted = attached.shm.hinted
+            for key in keys:
+                image = hinted(key)[1]
+                if image[KEY_PART] == key and fields(image) is not None:
+                    holders[key] = attached.announcement.node_id
+        return holders
+
+    # --- saving -----------------------------------------------------------------
+
+    def register_namespaces(self, namespaces: Iterable[Namespace]) -> None:
+        """Nodes are told of these when something is first saved there."""
+        for namespace in namespaces:
+            raw = namespace.canonical()
+            if len(raw) <= NAMESPACE_BYTES_MAX:
+                self.introductions[namespace.id] = raw
+
+    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        """A slot, or what became of it, for each of `wants`. Raises `NodeUnavailableError` or
+        `DeadlineError` when no node answered: then nothing is reserved."""
+        answers: list[Reservation | PutResult | None] = [None] * len(wants)
+        todo = list(range(len(wants)))
+        without: set[NodeLink] = set()
+        failure: PeerError | None = None
+        try:
+            for _ in range(ROUNDS):
+                blocks = [(wants[i].key, wants[i].size_bytes) for i in todo]
+                try:
+                    plan = self.plan(blocks, without)
+                except NodeUnavailableError as e:
+                    failure = failure or e
+                    break
+                shares = [(writer, link, [todo[i] for i in which]) for writer, link, which in plan]
+                todo = []
+                asked = _ask_all(
+                    [
+                        _reserving(writer, [wants[i] for i in which], namespace_id, len(shares))
+                        for writer, _, which in shares
+                    ],
+                    self.abort,
+                    self.timeout_s,
+                )
+                for (_, link, which), answer in zip(shares, asked, strict=True):
+                    if not isinstance(answer, PeerError):
+                        for i, one in zip(which, answer, strict=True):
+                            answers[i] = one
+                        continue
+                    failure = answer
+                    if isinstance(answer, NodeUnavailableError):
+                        without.add(link)
+                        todo += which
+                if not todo:
+                    break
+        except BaseException:
+            self.abort([answer for answer in answers if isinstance(answer, Reservation)])
+            raise
+        if failure is not None and all(answer is None for answer in answers):
+            raise failure
+        why = rejected(str(failure))
+        return [why if answer is None else answer for answer in answers]
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+        """Seal and publish. Raises `NodeUnavailableError` or `DeadlineError` when no node did:
+        then what became of the blocks is unknown."""
+        shares = _by_node(reservations)
+        posts = [
+            _committing(self._of(node_id), [reservations[i] for i in which], len(shares))
+            for node_id, which in shares.items()
+        ]
+        try:
+            asked = _ask_all(posts, lambda _: None, self.timeout_s)
+        except BaseException:
+            self.abort(reservations)  # nodes ignore it for those that are committed
+            raise
+        failures = [answer for answer in asked if isinstance(answer, PeerError)]
+        if failures and len(failures) == len(asked):
+            raise failures[0]
+        results: dict[int, PutResult] = {}
+        for which, answer in zip(shares.values(), asked, strict=True):
+            if isinstance(answer, PeerError):
+                answer = [rejected(str(answer))] * len(which)
+            results.update(zip(which, answer, strict=True))
+        return [results[i] for i in range(len(reservations))]
+
+    def abort(self, reservations: Sequence[Any]) -> None:
+        """Give slots back, of those that are `Reservation`s; what cannot be said now is said by
+        the next reconnect."""
+        granted = [one for one in reservations if isinstance(one, Reservation)]
+        for (node_id, which), by in in_turn([*_by_node(granted).items()], self.timeout_s):
+            writer = self._of(node_id)
+            if writer is not None:
+                with until(by):
+                    writer.abort([granted[i] for i in which])
+
+    # --- pins, touches, deletions -------------------------------------------------
+
+    def pin(self, key: Key) -> bytes | None:
+        """The record of a block that now stays until `unpin(key, record)`."""
+        failures: list[PeerError] = []
+        writers = self._likely_first((key,))
+        for writer, by in in_turn(writers, self.timeout_s):
+            try:
+                with until(by):
+                    record = writer.pin(key)
+            except _GONE as e:
+                failures.append(e)
+            else:
+                if record is not None:
+                    return record
+        if len(failures) == len(writers):
+            raise failures[0]
+        return None
+
+    def _likely_first(self, keys: Sequence[Key]) -> list[Writer]:
+        """Nodes with one of `keys` before the others."""
+        writers = list(self.writers())
+        if len(writers) > 1:
+            holding = set(self._holders(keys).values())
+            writers.sort(
+                key=lambda w: w.linked is None or w.linked.announcement.node_id not in holding
+            )
+        return writers
+
+    def unpin(self, key: Key, record: bytes) -> None:
+        """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
+        self.unpin_many([(key, record)])
+
+    def view(self, pin: Pin, payload: memoryview) -> tuple[Any, Pins]:
+        """The memory of what was just pinned; the pin ends with it (`Pins`), whoever closes this
+        meanwhile."""
+        location = unpack_record(*pin)
+        writer = None if location is None else self._of(location.node_id)
+        if writer is None:
+            raise NodeUnavailableError("the node that has pinned it is gone")
+        return writer.view(pin, payload), writer.pins
+
+    def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """The record of each block that now stays until `unpin_many`; None for the others."""
+        records: list[bytes | None] = [None] * len(keys)
+        failures: list[PeerError] = []
+        writers = self._likely_first(keys)
+        for writer, by in in_turn(writers, self.timeout_s):
+            which = [i for i, record in enumerate(records) if record is None]
+            try:
+                with until(by):
+                    pinned = writer.pin_many([keys[i] for i in which])
+            except _GONE as e:
+                failures.append(e)
+            else:
+                for i, record in zip(which, pinned, strict=True):
+                    records[i] = record
+        if len(failures) == len(writers):
+            raise failures[0]
+        return records
+
+    def unpin_many(self, pinned: Sequence[Pin]) -> None:
+        """Let each go once."""
+        by_node: dict[int, list[Pin]] = {}
+        for key, record in pinned:
+            location = unpack_record(key, record)
+            if location is not None:
+                by_node.setdefault(location.node_id, []).append((key, record))
+        for (node_id, share), by in in_turn([*by_node.items()], self.timeout_s):
+            writer = self._of(node_id)
+            if writer is not None:
+                with until(by):
+                    writer.unpin_many(share)
+
+    def touch(self, keys: Sequence[Key], now: float, *, at_once: bool = False) -> None:
+        """Remember that `keys`, in the order of their prefix, were used; nodes are told now and
+        then, or `at_once`."""
+        try:
+            writers = self.writers()
+        except NodeUnavailableError:
+            return
+        for writer in writers:
+            writer.touch(keys, now, at_once=at_once)
+
+    def drop(self, keys: Sequence[Key]) -> list[bool]:
+        """Which of `keys` some node had and has not any more. Raises what kept nodes from saying
+        of the others."""
+        dropped = [False] * len(keys)
+        failure: PeerError | None = None
+        for writer, by in in_turn(self.writers(), self.timeout_s):
+            try:
+                with until(by):
+                    flags = writer.drop(keys)
+            except _GONE as e:
+                failure = e
+            else:
+                dropped = [a or b for a, b in zip(dropped, flags, strict=True)]
+        if failure is not None and not all(dropped):
+            raise failure
+        return dropped
+
+    def clear(self, namespace_id: int) -> int:
+        """How many blocks were dropped. Raises when a node could not be told; the others were."""
+        dropped, failure = 0, None
+        for writer, by in in_turn(self.writers(), self.timeout_s):
+            try:
+                with until(by):
+                    dropped += writer.clear(namespace_id)
+            except _GONE as e:
+                failure = e
+        if failure is not None:
+            raise failure
+        return dropped
+
+    def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
+        """Tell one node of a reset; the number that it got. The others hear of it from that one."""
+        failure: PeerError = NodeUnavailableError(nobody_here(self._name))
+        for writer, by in in_turn(self.writers(), self.timeout_s):
+            try:
+                with until(by):
+                    return writer.reset(number, namespace_ids)
+            except _GONE as e:
+                failure = e
+        raise failure
+
+    # --- telling ------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int | float]:
+        """The counters of those nodes that this client saves to, added up."""
+        total: dict[str, int | float] = {}
+        failure: PeerError | None = None
+        for (writer, _), by in in_turn(self._targets(), self.timeout_s):
+            try:
+                with until(by):
+                    counters = writer.stats()
+            except _GONE as e:
+                failure = e
+                continue
+            for name, value in counters.items():
+                known = total.get(name, 0)
+                total[name] = max(known, value) if name in HIGHEST else known + value
+        if failure is not None and not total:
+            raise failure
+        return total
+
+    def health(self) -> dict[str, str]:
+        """What is wrong with each node, by name; nothing, when it answers and is ready."""
+        found = {other.name: str(other) for other in self._nodes.strangers()}
+        try:
+            writers = self.writers()
+        except NodeUnavailableError:
+            return found
+        for writer, by in in_turn(writers, self.timeout_s):
+            link = writer.linked
+            if link is None:
+                continue
+            directory = link.control.directory
+            try:
+                with until(by):
+                    writer.stats()
+                found[directory.name] = directory.why_not_ready()
+            except _GONE as e:
+                found[directory.name] = str(e)
+        return found
+
+    def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
+        """Blocks in key order, from above `after`."""
+        rows = []
+        for writer, by in in_turn(self.writers(), self.timeout_s):
+            with until(by):
+                rows.append(writer.listing(after, at_most))
+        return list(islice(heapq.merge(*rows, key=lambda row: row.key), at_most))
+
+
+def _ask_all(
+    posts: Sequence[Callable[[], Later]],
+    undo: Callable[[Sequence[Any]], None],
+    timeout_s: float,
+) -> list[list[Any] | PeerError]:
+    """Answers to requests that are all sent before any answer is waited for, or what failed.
+    When that is interrupted, `undo` gets the answers that nobody else will. `timeout_s` is what
+    it may take to reach all nodes."""
+    laters: list[Later | PeerError] = []
+    answers: list[list[Any] | PeerError] = []
+    try:
+        for post, by in in_turn(posts, timeout_s):
+            with connecting(by):
+                laters.append(_or_failure(post))
+        answers.extend(_collected(later) for later in laters)
+    except BaseException:
+        answers.extend(_collected(later) for later in laters[len(answers) :])
+        for answer in answers:
+            if not isinstance(answer, PeerError):
+                undo(answer)
+        raise
+    return answers
+
+
+def _collected(later: Later | PeerError) -> list[Any] | PeerError:
+    return later if isinstance(later, PeerError) else _or_failure(later)
+
+
+def _or_failure(call: Callable[[], T]) -> T | NodeUnavailableError | DeadlineError:
+    try:
+        return call()
+    except _GONE as e:
+        return e
+
+
+def _reserving(
+    writer: Writer, wants: Sequence[Want], namespace_id: int, shares: int
+) -> Callable[[], Later]:
+    """What one request cannot carry, and what nobody else waits for, is asked and answered at
+    once: then the node may also be looked for again."""
+    if shares == 1 or len(wants) > BATCH_KEYS_MAX:
+        return partial(_at_once, partial(writer.reserve, wants, namespace_id))
+    return partial(writer.reserve_later, wants, namespace_id)
+
+
+def _committing(
+    writer: Writer | None, reservations: Sequence[Reservation], shares: int
+) -> Callable[[], Later]:
+    if writer is None:
+        return _gone
+    if shares == 1 or len(reservations) > BATCH_KEYS_MAX:
+        return partial(_at_once, partial(writer.commit, reservations))
+    return partial(writer.commit_later, reservations)
+
+
+def _at_once(call: Callable[[], list[Any]]) -> Later:
+    answers = call()
+    return lambda: answers
+
+
+def _gone() -> Later:
+    raise NodeUnavailableError("the node that reserved these slots is gone")
+
+
+def _by_node(reservations: Sequence[Reservation]) -> dict[int, list[int]]:
+    """Their numbers, by node id."""
+    which: dict[int, list[int]] = {}
+    for i, reservation in enumerate(reservations):
+        which.setdefault(reservation.node_id, []).append(i)
+    return which

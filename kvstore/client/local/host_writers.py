@@ -1,0 +1,218 @@
+"""The nodes of this host that one client writes to: found, linked and let go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.client.local.embedded_node import POLL_S
+from kvstore.client.local.link import NodeLink
+from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.writer import NODE_SEARCH_S, Writer, nobody_here
+from kvstore.errors import (
+    DeadlineError,
+    IndexUnavailableError,
+    NodeUnavailableError,
+    NoSpaceError,
+    PeerError,
+)
+from kvstore.fork import in_each_child
+from kvstore.limits import FIRST_NODE_WAIT_S
+from kvstore.nodedir import Announcement, NodeDir
+
+START_AGAIN_AFTER_S = 5.0
+"""After an embedded node could not be started."""
+LOOK_AROUND_S = 0.5
+"""How often nodes are looked for that were not there before."""
+
+
+class HostWriters:
+    """A `Writer` for each node of this host. Thread-safe.
+
+    Finds nodes when they are first needed, and others when one is gone. Calls raise
+    `NodeUnavailableError` when there is no node on this host.
+    """
+
+    def __init__(
+        self,
+        nodes: LocalNodes,
+        *,
+        name: str | None,
+        timeout_s: float,
+        checksums: bool,
+        start_node: Callable[[], None] | None,
+    ) -> None:
+        """With `name`, only that node is saved to. `start_node` makes one where there is none."""
+        self.introductions: dict[int, bytes] = {}
+        """Fields of the namespaces that this client saves to, by id."""
+        self._nodes = nodes
+        self._name = name
+        self.timeout_s = timeout_s
+        self._checksums = checksums
+        self._start_node = start_node
+        self._patient = start_node is not None
+        self._lock = threading.Lock()
+        in_each_child(self)
+        self._closed = False
+        self._by_name: dict[str, Writer] = {}
+        """Also of nodes that are gone, while something of theirs is in somebody's hands."""
+        self._found: tuple[Writer, ...] = ()
+        self._look_at = 0.0
+        self._search_at = 0.0
+        self._not_started: PeerError | None = None
+        """Why the embedded node could not be started the last time."""
+        self._start_at = 0.0
+        self._free: dict[NodeLink, int] = {}
+        """Bytes of room that nodes said they have, less what was sent there since."""
+        self._free_until = 0.0
+
+    def writers(self, *, start: bool = False) -> tuple[Writer, ...]:
+        """One for each living node of this index on this host, by name: at least one.
+
+        With `start`, the embedded node is started when this client may do that.
+        """
+        found = self._known()
+        if found:
+            return found
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
+            return self._known() or self._look(start)
+
+    def _known(self) -> tuple[Writer, ...]:
+        """Empty when it is time to look around, and when a node has gone."""
+        if time.monotonic() < self._look_at and all(w.linked is not None for w in self._found):
+            return self._found
+        return ()
+
+    def _look(self, start: bool) -> tuple[Writer, ...]:
+        now = time.monotonic()
+        if now < self._search_at:
+            raise NodeUnavailableError(nobody_here(None))
+        try:
+            words = self._writables(start)
+            if not words and start and self._start_node is not None:
+                self._start(self._start_node)
+                words = self._writables(start)
+        except IndexUnavailableError as e:
+            self._search_at = time.monotonic() + NODE_SEARCH_S
+            raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
+        joined: list[Writer] = []
+        failure = NodeUnavailableError(nobody_here(None))
+        for announcement, directory in words:
+            writer = self._by_name.get(announcement.name) or self._new(announcement.name)
+            try:
+                writer.join(announcement, directory)
+            except NodeUnavailableError as e:
+                failure = e
+            else:
+                joined.append(writer)
+        others = "" if joined else "".join(f"; {other}" for other in self._nodes.strangers())
+        if others:
+            failure = NodeUnavailableError(f"{failure}{others}")
+        joined += [w for w in self._found if w not in joined and self._lives(w)]
+        self._found = tuple(joined)
+        self._forget_gone()
+        if not joined:
+            self._search_at = now + NODE_SEARCH_S
+            raise failure
+        self._look_at = now + LOOK_AROUND_S
+        return self._found
+
+    def _start(self, start_node: Callable[[], None]) -> None:
+        """Where it failed lately, it is not tried again: each try may cost a process."""
+        now = time.monotonic()
+        if self._not_started is None or now >= self._start_at:
+            self._not_started = None
+            try:
+                start_node()
+            except (NodeUnavailableError, DeadlineError, NoSpaceError) as e:
+                self._not_started, self._start_at = e, time.monotonic() + START_AGAIN_AFTER_S
+        if self._not_started is not None:
+            raise NodeUnavailableError(str(self._not_started)) from self._not_started
+
+    def _writables(self, start: bool) -> list[tuple[Announcement, NodeDir]]:
+        """Waits for the index once, in a client that may start a node: it, its Redis and the
+        node start together, and the machine is busy just then."""
+        give_up_at = time.monotonic() + (FIRST_NODE_WAIT_S if start and self._patient else 0.0)
+        while True:
+            try:
+                found = self._nodes.writables()
+            except IndexUnavailableError:
+                if time.monotonic() >= give_up_at:
+                    self._patient = self._patient and not start
+                    raise
+                time.sleep(POLL_S)
+            else:
+                self._patient = self._patient and not found
+                return found
+
+    def _new(self, name: str) -> Writer:
+        writer = self._by_name[name] = Writer(
+            self._nodes,
+            name=name,
+            timeout_s=self.timeout_s,
+            checksums=self._checksums,
+            introductions=self.introductions,
+        )
+        return writer
+
+    @staticmethod
+    def _lives(writer: Writer) -> bool:
+        """Believed where nobody can look: no file descriptor is left, say."""
+        writer.let_go()
+        return writer.linked is not None
+
+    def _forget_gone(self) -> None:
+        for name, writer in list(self._by_name.items()):
+            if writer not in self._found:
+                writer.let_go()
+                if not writer.links():
+                    del self._by_name[name]
+                    writer.close()
+
+    def _targets(self, *, start: bool = False) -> list[tuple[Writer, NodeLink]]:
+        """Those that may be saved to."""
+        found = [
+            (writer, link)
+            for writer in self.writers(start=start)
+            if (link := writer.linked) is not None and self._name in (None, link.announcement.name)
+        ]
+        if not found:
+            raise NodeUnavailableError(nobody_here(self._name))
+        return found
+
+    def link(self, *, start: bool = True) -> NodeLink:
+        """To one of those that may be saved to."""
+        return self._targets(start=start)[0][1]
+
+    def links(self) -> list[NodeLink]:
+        """All that there are, those to nodes that are gone too while something is held there."""
+        return [link for writer in self._every() for link in writer.links()]
+
+    def _every(self) -> list[Writer]:
+        return list(self._by_name.values())
+
+    def let_go(self) -> None:
+        """Unmap nodes that died; whoever only saves finds out at the next save otherwise."""
+        for writer in self._every():
+            writer.let_go()
+
+    def _of(self, node_id: int) -> Writer | None:
+        """That of a node, whichever of its starts."""
+        for writer in self._every():
+            if any(link.announcement.node_id == node_id for link in writer.links()):
+                return writer
+        return None
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            self._found = ()
+        for writer in self._every():
+            writer.close()

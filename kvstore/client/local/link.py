@@ -1,0 +1,84 @@
+"""The connection to the local node, and what a client holds there."""
+
+from __future__ import annotations
+
+import os
+
+from kvstore.client.local.control import ControlChannel, Held
+from kvstore.nodedir import Announcement
+from kvstore.segment.shm import AttachedShm
+from kvstore.segment.trusted_files import files_of
+
+
+class Holdings:
+    """(slot, generation) pairs at one start of one node that this client may still use."""
+
+    def __init__(self) -> None:
+        self.reserved: set[tuple[int, int]] = set()
+        self.pinned: dict[tuple[int, int], int] = {}
+        self.viewed: dict[tuple[int, int], int] = {}
+        """Of `pinned`, what somebody may look at also when the client is closed."""
+
+    def said(self) -> Held:
+        # Copied at once: other threads change both, and need no lock of the connection's for it.
+        pinned = list(self.pinned.items())
+        return list(self.reserved), [(*handle, times) for handle, times in pinned]
+
+    def __bool__(self) -> bool:
+        return bool(self.reserved or self.pinned)
+
+    def unpin(self, handle: tuple[int, int], *, viewed: bool = False) -> None:
+        _less(self.pinned, handle)
+        if viewed:
+            _less(self.viewed, handle)
+
+    def keep_viewed(self) -> None:
+        """The client is closed: nothing else is in use any more."""
+        self.reserved.clear()
+        self.pinned = dict(self.viewed)
+
+
+def _less(counts: dict[tuple[int, int], int], handle: tuple[int, int]) -> None:
+    count = counts.get(handle, 0)
+    if count <= 1:
+        counts.pop(handle, None)
+    else:
+        counts[handle] = count - 1
+
+
+class NodeLink:
+    """The connection to one start of one node, with its segment mapped for writing."""
+
+    def __init__(self, announcement: Announcement, control: ControlChannel, held: Holdings) -> None:
+        self.announcement = announcement
+        self.control = control
+        self.held = held
+        files = files_of(control.directory, announcement)
+        self.reads_only = not (files.may_write and os.access(files.data, os.W_OK))
+        """This user is of the node's group (node/permissions.py)."""
+        self.shm: AttachedShm | None = AttachedShm(
+            files.data, files.head, writable=not self.reads_only, owner=files.owner
+        )
+        self.shm.populate_ahead()
+        self.payload = self.shm.payload
+        self.inline_bytes = announcement.inline_bytes
+        self.introduced: set[int] = set()
+        """Namespaces of which this start of the node was told."""
+        self.retired = False
+        """No answer that comes can make anything held any more."""
+
+    def retire(self) -> None:
+        """The node is gone: no slot is granted any more, and its memory is not kept. The buffers
+        of reservations keep it until they are dropped (rule 5)."""
+        self.control.retire()
+        self.retired = True
+        self._unmap()
+
+    def linger(self) -> None:
+        """The client is closed, and somebody still looks at what it has pinned here."""
+        self._unmap()
+        self.held.keep_viewed()
+        self.control.restate()
+
+    def _unmap(self) -> None:
+        self.shm, self.payload = None, memoryview(b"")

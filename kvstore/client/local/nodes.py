@@ -1,0 +1,219 @@
+"""Segments of the nodes on this host: found once, mapped once, dropped when their node dies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.errors import IndexUnavailableError
+from kvstore.fork import in_each_child
+from kvstore.index.base import Index
+from kvstore.nodedir import Announcement, NodeDir, Stranger, node_dirs, strangers, sweep
+from kvstore.segment.shm import AttachedShm
+from kvstore.segment.trusted_files import files_of
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+
+ALIVE_CHECK_S = 0.5
+"""How long a dead node's segment may still be read. Its bytes stay right; this only frees them."""
+ABSENT_S = 0.5
+"""How long "no such node here" is believed."""
+ABSENT_MAX = 1024
+
+
+class Attached:
+    """One node's segment in this process."""
+
+    __slots__ = ("announcement", "directory", "gone", "shm")
+
+    def __init__(self, announcement: Announcement, shm: AttachedShm, directory: NodeDir) -> None:
+        self.announcement = announcement
+        self.shm = shm
+        self.directory = directory
+        self.gone = False
+        """The node is dead or restarted: every location in here is a miss."""
+
+
+class LocalNodes:
+    """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        index: Index,
+        key_prefix: str,
+        *,
+        use: bool = True,
+        mapping: Callable[[], None] = lambda: None,
+    ) -> None:
+        """With `use` false there are none: what a client does that is to use other transports.
+        `mapping` is called before a segment is mapped: from then on somebody must `check`."""
+        self.mapping = mapping
+        self._use = use
+        self._run_dir = run_dir
+        self._index = index
+        self._key_prefix = key_prefix
+        self._lock = threading.Lock()
+        in_each_child(self)
+        self._attached: dict[tuple[int, int], Attached] = {}
+        self.mapped: tuple[Attached, ...] = ()
+        """Every segment that is mapped now, the newest first."""
+        self._absent: dict[tuple[int, int], float] = {}
+        self._ours: set[tuple[int, int]] = set()
+        """Starts of nodes that the index knew."""
+        self._checked_at = 0.0
+        self._looked_around_at = float("-inf")
+        self.gone = 0
+        """How many segments were dropped because their node died."""
+
+    def segment(self, node_id: int, epoch: int, now: float) -> Attached | None:
+        """The mapped segment of that start of that node, None when it is not on this host."""
+        found = self._attached.get((node_id, epoch))
+        if found is not None:
+            return found
+        with self._lock:
+            return self._attached.get((node_id, epoch)) or self._attach(node_id, epoch, now)
+
+    def _attach(self, node_id: int, epoch: int, now: float) -> Attached | None:
+        if not self._use or self._absent.get((node_id, epoch), 0.0) > now:
+            return None
+        for directory in node_dirs(self._run_dir):
+            announcement = directory.announcement()
+            if announcement is None or (announcement.node_id, announcement.epoch) != (
+                node_id,
+                epoch,
+            ):
+                continue
+            if not directory.alive():
+                sweep(self._run_dir)
+                break
+            attached = self._add(announcement, directory)
+            if attached is not None:
+                return attached
+        if len(self._absent) >= ABSENT_MAX:
+            self._absent.clear()
+        self._absent[node_id, epoch] = now + ABSENT_S
+        return None
+
+    def map_all(self, now: float) -> bool:
+        """Map every living node here that serves our keys; whether one was added.
+
+        For when the index cannot say who has a block. Looks around every `ABSENT_S`.
+        """
+        if not self._use or now < self._looked_around_at + ABSENT_S:
+            return False
+        with self._lock:
+            self._looked_around_at = now
+            before = self.mapped
+            for directory in node_dirs(self._run_dir):
+                announcement = directory.announcement()
+                if (
+                    announcement is not None
+                    and announcement.key_prefix == self._key_prefix
+                    and (announcement.node_id, announcement.epoch) not in self._attached
+                    and directory.alive()
+                ):
+                    self._add(announcement, directory)
+            return self.mapped != before
+
+    def _add(self, announcement: Announcement, directory: NodeDir) -> Attached | None:
+        self.mapping()
+        attached = self._map(announcement, directory)
+        if attached is not None:
+            self._attached[announcement.node_id, announcement.epoch] = attached
+            self.mapped = (attached, *self.mapped)
+        return attached
+
+    @staticmethod
+    def _map(announcement: Announcement, directory: NodeDir) -> Attached | None:
+        try:
+            files = files_of(directory, announcement)
+            shm = AttachedShm(files.data, files.head, owner=files.owner)
+        except (OSError, ValueError):
+            return None
+        block = shm.superblock
+        if (block.node_id, block.epoch) != (announcement.node_id, announcement.epoch):
+            shm.close()
+            return None
+        shm.populate_ahead()
+        return Attached(announcement, shm, directory)
+
+    def check(self, now: float) -> None:
+        """Drop the segments of nodes that died; costs nothing between checks."""
+        if now < self._checked_at + ALIVE_CHECK_S:
+            return
+        with self._lock:
+            self._checked_at = now
+            dead = [
+                place
+                for place, attached in self._attached.items()
+                if not attached.directory.lives_as(attached.announcement)
+            ]
+            for place in dead:
+                self._attached.pop(place).gone = True
+            self.mapped = tuple(a for a in self.mapped if not a.gone)
+            self.gone += len(dead)
+        if dead:
+            sweep(self._run_dir)
+
+    def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
+        """The first of `writables`, or the one called `name`; raises as they do."""
+        for found in self.writables():
+            if name is None or found[1].name == name:
+                return found
+        return None
+
+    def writables(self) -> list[tuple[Announcement, NodeDir]]:
+        """The nodes on this host to write to, by name: alive, and known to the same index.
+
+        Raises `IndexUnavailableError` when there may be one but the index cannot say
+        whether any is one of its own.
+        """
+        found: list[tuple[Announcement, NodeDir]] = []
+        unanswered: IndexUnavailableError | None = None
+        for directory in node_dirs(self._run_dir) if self._use else ():
+            announcement = directory.announcement()
+            if announcement is None or announcement.key_prefix != self._key_prefix:
+                continue
+            if CUDA_IPC in announcement.transports:
+                continue  # its own process alone writes to it
+            if not directory.alive():
+                sweep(self._run_dir)
+                continue
+            try:
+                if self._is_ours(announcement):
+                    found.append((announcement, directory))
+            except IndexUnavailableError as e:
+                unanswered = e
+        if unanswered is not None and not found:
+            raise unanswered
+        return found
+
+    def strangers(self) -> list[Stranger]:
+        """Living nodes of this host that are of another version: to be named, not used."""
+        return strangers(self._run_dir, self._key_prefix) if self._use else []
+
+    def _is_ours(self, announcement: Announcement) -> bool:
+        """Whether the index knows the node. Asked once for each of its starts: it does not
+        change its index while it lives."""
+        start = (announcement.node_id, announcement.epoch)
+        if start not in self._ours:
+            if self._index.node(announcement.node_id) is None:
+                return False
+            if len(self._ours) >= ABSENT_MAX:
+                self._ours.clear()
+            self._ours.add(start)
+        return True
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
+
+    def close(self) -> None:
+        """From here on there are none: what another thread asks for meanwhile is not mapped."""
+        with self._lock:
+            self._use = False
+            for attached in self._attached.values():
+                attached.gone = True
+            self._attached.clear()
+            self.mapped = ()
+        sweep(self._run_dir)

@@ -1,0 +1,379 @@
+"""Reading blocks in place: location -> slot -> bytes, checked after reading (rule 4)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import xxhash
+
+from kvstore.client.explanation import MissReason, reason_of
+from kvstore.client.health import IndexWatch
+from kvstore.client.local.corruption_reporter import CorruptionReporter
+from kvstore.client.local.nodes import Attached, LocalNodes
+from kvstore.client.remote.reader import RemoteNodes
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index, Record
+from kvstore.limits import BATCH_KEYS_MAX, VALUE_BYTES_MAX
+from kvstore.record import RecordSigner, unpack_record
+from kvstore.segment.header import KEY_PART, Fields, fields
+from kvstore.segment.locate import locate, offset_of
+from kvstore.types import Key, Location
+
+log = logging.getLogger("kvstore.client")
+
+PLACES_KEPT_MAX = 1 << 16
+_NODE_PART = slice(4, 16)
+"""Epoch and node id in a record (record.py)."""
+
+
+class Place:
+    """A block found in shared memory, with the header that was seen there."""
+
+    __slots__ = (
+        "attached",
+        "checksum",
+        "data",
+        "image",
+        "kind",
+        "meta_length",
+        "payload",
+        "slot_id",
+    )
+
+    attached: Attached
+    slot_id: int
+    image: bytes
+    """The header when it was found."""
+    kind: int
+    meta_length: int
+    checksum: int
+    payload: memoryview
+    """The whole payload, value and meta, read-only."""
+    data: memoryview
+    """The value alone."""
+
+    @property
+    def buffer(self) -> memoryview:
+        return self.payload
+
+    def valid(self) -> bool:
+        """Everything read from `payload` so far is this key's block."""
+        attached = self.attached
+        return not attached.gone and attached.shm.header(self.slot_id) == self.image
+
+    def verified(self, copied: memoryview | bytes | None = None) -> bool:
+        """The payload's checksum was saved and is right; with `copied`, that of the value as it
+        was copied rather than as it lies here."""
+        if self.checksum == 0:
+            return False
+        if copied is None or self.meta_length:
+            state = xxhash.xxh3_64(self.data if copied is None else copied)
+            state.update(self.payload[len(self.data) :])
+            return state.intdigest() == self.checksum
+        return xxhash.xxh3_64_intdigest(copied) == self.checksum
+
+
+class Search(NamedTuple):
+    """Where blocks are."""
+
+    places: list[Place | None]
+    """In this host's memory; None where a block is not there."""
+    away: dict[int, Location]
+    """Of those, the ones that nodes on other hosts have: the number of the key, and where."""
+
+    def present(self, i: int) -> bool:
+        return self.places[i] is not None or i in self.away
+
+
+class Reader:
+    """Finds places by key. Remembers where blocks were: rule 4 makes a stale place a miss."""
+
+    def __init__(
+        self,
+        index: Index,
+        nodes: LocalNodes,
+        remote: RemoteNodes | None = None,
+        *,
+        signer: RecordSigner | None = None,
+        suspicion: CorruptionReporter | None = None,
+        watch: IndexWatch | None = None,
+    ) -> None:
+        """Without `remote`, only blocks of this host can be read. With `signer` only records
+        count that it signed; `suspicion` tells nodes of damage, `watch` people of an index that
+        fails."""
+        self._index = index
+        self._nodes = nodes
+        self._remote = remote
+        self._signer = signer
+        self._suspicion = suspicion
+        self._places: dict[Key, Place] = {}
+        self._away: dict[Key, Location] = {}
+        """Where blocks were read on other hosts."""
+        self.index_failures = 0
+        self.miss_reasons: dict[str, int] = {}
+        """Calls that missed for another reason than that the index had no record, by reason."""
+        self._watch = watch or IndexWatch(index)
+        self._gone_seen = 0
+
+    def index_failed(self, error: IndexUnavailableError, *, missed: bool = True) -> None:
+        """Count it, and the call when it `missed`."""
+        self.index_failures += 1
+        if missed:
+            self.missed(reason_of(error))
+        self._watch.failed(error)
+
+    def missed(self, reason: MissReason) -> None:
+        name = reason.value
+        self.miss_reasons[name] = self.miss_reasons.get(name, 0) + 1
+
+    def verified(self, key: Key, place: Place, copied: memoryview | bytes | None = None) -> bool:
+        """`place.verified`; otherwise it is counted, and its node is told of a damaged block."""
+        if place.verified(copied):
+            return True
+        self.forget(key)
+        if place.checksum == 0 or not place.valid():
+            self.missed(MissReason.LOAD_FAILED)
+            return False
+        self.missed(MissReason.CORRUPT)
+        log.warning("a block of node %s is damaged: a miss", place.attached.announcement.name)
+        if self._suspicion is not None:
+            self._suspicion.report(place.attached, key)
+        return False
+
+    def remembered(self, key: Key) -> Place | None:
+        """Where `key` was seen before, without asking anyone."""
+        return self._places.get(key)
+
+    def forget(self, key: Key) -> None:
+        self._places.pop(key, None)
+        self._away.pop(key, None)
+
+    def let_go(self) -> None:
+        """Forget the places in segments of dead nodes: each keeps its segment mapped."""
+        gone = self._nodes.gone
+        if gone == self._gone_seen:
+            return
+        self._gone_seen = gone
+        for key, place in list(self._places.items()):
+            if place.attached.gone:
+                self._places.pop(key, None)
+
+    def find(self, keys: Sequence[Key]) -> list[Place | None]:
+        """Where each of `keys` is in this host's memory; None where it is not."""
+        return self.search(keys).places
+
+    def search(self, keys: Sequence[Key]) -> Search:
+        """Where each of `keys` is, here or on other hosts.
+
+        This host's segments are searched first; the index is asked for the rest.
+        """
+        self._nodes.check(time.monotonic())
+        places = [self._local(key) for key in keys]
+        now = time.monotonic()
+        away = {
+            i: location
+            for i, key in enumerate(keys if self._away else ())
+            if places[i] is None
+            and (location := self._away.get(key)) is not None
+            and self._reached(location, now)
+        }
+        unknown = [i for i, place in enumerate(places) if place is None and i not in away]
+        try:
+            for start in range(0, len(unknown), BATCH_KEYS_MAX):
+                wanted = unknown[start : start + BATCH_KEYS_MAX]
+                batch = [keys[i] for i in wanted]
+                records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
+                for i, key, record in zip(wanted, batch, records, strict=False):
+                    if record is None or not self._genuine(key, record):
+                        continue
+                    location = unpack_record(key, record)
+                    if location is None:
+                        continue
+                    places[i] = self._found(key, location)
+                    if places[i] is None and self._is_away(location, now):
+                        away[i] = location
+        except IndexUnavailableError as e:
+            if self._nodes.map_all(now):
+                places = [place or self._local(keys[i]) for i, place in enumerate(places)]
+            self.index_failed(e)
+        return Search(places, away)
+
+    def away(self, key: Key, record: Record) -> Location | None:
+        """Where a record says that a node on another host has the block, when it can be reached."""
+        if self._signer is not None and not self._signer.right(key, record):
+            return None  # `place` has counted it
+        location = unpack_record(key, record)
+        if location is None or not self._is_away(location, time.monotonic()):
+            return None
+        return location
+
+    def _is_away(self, location: Location, now: float) -> bool:
+        # A segment that is mapped here has the last word on what is in it.
+        local = self._nodes.segment(location.node_id, location.epoch, now)
+        return local is None and self._reached(location, now)
+
+    def _reached(self, location: Location, now: float) -> bool:
+        """Also that it can be: a reader makes room for all of a block before it asks its node."""
+        remote = self._remote
+        announcement = (
+            None if remote is None else remote.node(location.node_id, location.epoch, now)
+        )
+        return announcement is not None and location.length <= min(
+            announcement.size_bytes, VALUE_BYTES_MAX
+        )
+
+    def seen_away(self, key: Key, location: Location) -> None:
+        """The block was read there; `forget` it when it is there no more."""
+        if len(self._away) >= PLACES_KEPT_MAX:
+            _drop_oldest(self._away)
+        self._away[key] = location
+
+    def forget_away(self, keys: Sequence[Key]) -> bool:
+        """Whether one of them was remembered on another host."""
+        return sum(self._away.pop(key, None) is not None for key in keys) > 0
+
+    def is_remembered_away(self, key: Key) -> bool:
+        return key in self._away
+
+    def _local(self, key: Key) -> Place | None:
+        """The place of `key` in a segment that is mapped already, by its table of hints."""
+        for attached in self._nodes.mapped:
+            slot_id, image = attached.shm.hinted(key)
+            if image[KEY_PART] == key:
+                header = fields(image)
+                if header is not None:
+                    return self._seen(attached, slot_id, image, header)
+        return None
+
+    def place(self, key: Key, record: Record) -> Place | None:
+        """The place a record names, None unless its header is SEALED and says the same."""
+        if not self._genuine(key, record):
+            return None
+        location = unpack_record(key, record)
+        return self._found(key, location) if location is not None else None
+
+    def _found(self, key: Key, location: Location) -> Place | None:
+        attached = self._nodes.segment(location.node_id, location.epoch, time.monotonic())
+        spot = locate(attached.shm, key, location) if attached is not None else None
+        if attached is None or spot is None:
+            return None
+        return self._place(attached, *spot)
+
+    def _seen(self, attached: Attached, slot_id: int, image: bytes, header: Fields) -> Place | None:
+        """The place that a header describes, None unless it lies in the segment."""
+        offset = offset_of(attached.shm.superblock.size_bytes, slot_id, header)
+        return None if offset is None else self._place(attached, slot_id, image, header, offset)
+
+    def _place(
+        self, attached: Attached, slot_id: int, image: bytes, header: Fields, offset: int
+    ) -> Place:
+        _, key, length, _, kind, meta_length, checksum, _ = header
+        shm = attached.shm
+        shm.populate(offset, length)
+        place = Place()
+        place.attached, place.slot_id, place.image = attached, slot_id, image
+        place.kind, place.meta_length, place.checksum = kind, meta_length, checksum
+        place.payload = shm.payload[offset : offset + length]
+        place.data = place.payload[: length - meta_length] if meta_length else place.payload
+        if len(self._places) >= PLACES_KEPT_MAX:
+            _drop_oldest(self._places)
+        self._places[key] = place
+        if attached.gone:  # meanwhile: `let_go` may have passed by already
+            self._places.pop(key, None)
+        return place
+
+    def indexed_run(self, keys: Sequence[Key]) -> list[Record]:
+        """Records of the longest leading run that is in the index.
+
+        Raises `IndexUnavailableError`.
+        """
+        records: list[Record] = []
+        for start in range(0, len(keys), BATCH_KEYS_MAX):
+            batch = keys[start : start + BATCH_KEYS_MAX]
+            run = self._index.match(batch)
+            records += run
+            if len(run) < len(batch):
+                break
+        return records
+
+    def genuine_count(self, keys: Sequence[Key], records: Sequence[Record]) -> int:
+        """How many leading `records` are signed as they must be."""
+        if self._signer is None:
+            return len(records)
+        for i, record in enumerate(records):
+            if not self._genuine(keys[i], record):
+                return i
+        return len(records)
+
+    def _genuine(self, key: Key, record: Record) -> bool:
+        """Whether a record is from one of our nodes, as far as that can be told; else counted."""
+        if self._signer is None or self._signer.right(key, record):
+            return True
+        self.missed(MissReason.BAD_SIGNATURE)
+        return False
+
+    def readable_count(self, records: Sequence[Record]) -> int:
+        """How many leading `records` are of nodes that can be read from here.
+
+        Headers are looked at when the block is
+        read; here only who owns it matters, so a long run costs little.
+        """
+        now = time.monotonic()
+        self._nodes.check(now)
+        unreachable = self._unreachable(records, now)
+        if unreachable:
+            for i, record in enumerate(records):
+                if record[_NODE_PART] in unreachable:
+                    return i
+        return len(records)
+
+    def readable(self, keys: Sequence[Key]) -> list[Record | None]:
+        """For each of `keys` its record, if the node it names can be read from here.
+
+        Raises `IndexUnavailableError`.
+        """
+        now = time.monotonic()
+        self._nodes.check(now)
+        records: list[Record | None] = []
+        for start in range(0, len(keys), BATCH_KEYS_MAX):
+            records += self._index.lookup(keys[start : start + BATCH_KEYS_MAX])
+        if self._signer is not None:
+            records = [
+                record if record is not None and self._genuine(key, record) else None
+                for key, record in zip(keys, records, strict=True)
+            ]
+        unreachable = self._unreachable([r for r in records if r is not None], now)
+        if unreachable:
+            return [
+                None if record is None or record[_NODE_PART] in unreachable else record
+                for record in records
+            ]
+        return records
+
+    def _unreachable(self, records: Sequence[Record], now: float) -> set[bytes]:
+        """Nodes that records name and that cannot be read from here."""
+        parts = {record[_NODE_PART] for record in records}
+        return {part for part in parts if not self._reachable(part, now)}
+
+    def _reachable(self, part: bytes, now: float) -> bool:
+        if len(part) != 12:
+            return False
+        epoch = int.from_bytes(part[:4], "little")
+        node_id = int.from_bytes(part[4:], "little")
+        if self._nodes.segment(node_id, epoch, now) is not None:
+            return True
+        return self._remote is not None and self._remote.node(node_id, epoch, now) is not None
+
+    def close(self) -> None:
+        self._places.clear()
+        self._away.clear()
+
+
+def _drop_oldest(kept: dict[Key, Any]) -> None:
+    """Whoever changes it at this moment makes room, or will: no lock for one entry too many."""
+    with suppress(RuntimeError, StopIteration):
+        kept.pop(next(iter(kept)), None)

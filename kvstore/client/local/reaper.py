@@ -1,0 +1,47 @@
+"""A thread that lets go of dead nodes for a client that asks nothing meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+
+EVERY_S = 0.5
+log = logging.getLogger("kvstore.client")
+
+
+class Reaper:
+    """Does `job`, a method, every `EVERY_S` from `start` to `close`; an owner that was dropped
+    without a `close` is not kept alive by it."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = weakref.WeakMethod(job)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Safe to call again."""
+        if self._thread is not None:
+            return
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(
+                    target=self._run, name="kvstore-upkeep", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(EVERY_S):
+            job = self._job()
+            if job is None:
+                return
+            try:
+                job()
+            except Exception:  # whatever it is: the next dead node must be let go too
+                log.exception("upkeep failed")
+            del job
+
+    def close(self) -> None:
+        self._closed.set()

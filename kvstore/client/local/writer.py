@@ -1,0 +1,505 @@
+"""Saving through one local node: reserve, copy, commit; pins and deletions go the same way.
+
+In one file because what a client holds (`Holdings`) must change under the same lock as
+the requests that change it (rule 5).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from kvstore.client.base import Reservation
+from kvstore.client.local.control import Accept, ControlChannel, Ticket, as_it_is
+from kvstore.client.local.link import Holdings, NodeLink
+from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.pins import Pin, Pins
+from kvstore.errors import (
+    IndexUnavailableError,
+    NodeUnavailableError,
+    PeerError,
+    UsageError,
+)
+from kvstore.fork import in_each_child
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.nodedir import Announcement, NodeDir
+from kvstore.protocol.control import Op, join_keys
+from kvstore.protocol.control_replies import (
+    BlockRow,
+    NonsenseError,
+    block_rows,
+    counters,
+    flags,
+    grants,
+    outcomes,
+    pins,
+    whole,
+)
+from kvstore.protocol.control_requests import Want, reserve_arguments
+from kvstore.record import slot_of, unpack_record
+from kvstore.types import Key, Location, PutResult
+
+NODE_SEARCH_S = 0.5
+"""After a search that found no node, how long none is believed to be there."""
+TOUCH_EVERY_S = 0.2
+TOUCHED_MAX = 4096
+Later = Callable[[], list[Any]]
+"""What becomes of each of the blocks of a request that was sent."""
+
+
+class Writer:
+    """Thread-safe. Finds the local node when it is first needed, and again when it is gone."""
+
+    def __init__(
+        self,
+        nodes: LocalNodes,
+        *,
+        name: str | None,
+        timeout_s: float,
+        checksums: bool,
+        introductions: dict[int, bytes] | None = None,
+    ) -> None:
+        """`introductions`, where they are shared, are `self.introductions`."""
+        self._nodes = nodes
+        self.introductions: dict[int, bytes] = {} if introductions is None else introductions
+        """Fields of the namespaces that this client saves to, by id."""
+        self._name = name
+        self._timeout_s = timeout_s
+        self._checksums = checksums
+        self._lock = threading.Lock()
+        in_each_child(self)
+        self._link: NodeLink | None = None
+        self._search_at = 0.0
+        self._closed = False
+        self._former: list[NodeLink] = []
+        """Of nodes that are gone, while something of theirs is still in somebody's hands: the
+        next start may use the same memory, and the lease keeps it off those slots."""
+        self.pins = Pins(self._unpin_viewed)
+        self._touched: dict[Key, None] = {}
+        self._touched_at = 0.0
+
+    # --- the link ---------------------------------------------------------
+
+    @property
+    def linked(self) -> NodeLink | None:
+        """The link, if there is one: nothing is looked for."""
+        return self._link
+
+    def link(self) -> NodeLink:
+        """Raises `NodeUnavailableError` when no node of this index runs on this host."""
+        link = self._link
+        if link is not None:
+            return link
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
+            if self._link is None:
+                self._link = self._find()
+            return self._link
+
+    def join(self, announcement: Announcement, directory: NodeDir) -> NodeLink:
+        """`link` to this start of the node; one to a former start of it is let go."""
+        link = self._link
+        if link is not None and not _is_start(link, announcement):
+            self._drop(link)
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
+            if self._link is None:
+                self._link = self._joined(announcement, directory)
+            return self._link
+
+    def _find(self) -> NodeLink:
+        now = time.monotonic()
+        if now < self._search_at:
+            raise NodeUnavailableError(nobody_here(self._name))
+        try:
+            found = self._nodes.writable(self._name)
+        except IndexUnavailableError as e:
+            self._search_at = now + NODE_SEARCH_S
+            raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
+        if found is None:
+            self._search_at = now + NODE_SEARCH_S
+            raise NodeUnavailableError(nobody_here(self._name))
+        return self._joined(*found)
+
+    def _joined(self, announcement: Announcement, directory: NodeDir) -> NodeLink:
+        self._nodes.mapping()
+        held = Holdings()
+        control = ControlChannel(
+            directory, (announcement.node_id, announcement.epoch), self._timeout_s, held.said
+        )
+        try:
+            link = NodeLink(announcement, control, held)
+        except (OSError, ValueError) as e:
+            raise NodeUnavailableError(f"segment of node {announcement.name}: {e}") from e
+        # Known to be a node of this index: its blocks can be read without asking the index.
+        self._nodes.segment(announcement.node_id, announcement.epoch, time.monotonic())
+        return link
+
+    def _ask(self, op: Op, *args: Any, accept: Callable[[NodeLink, Any], Any] | None = None) -> Any:
+        """Ask the node; when it is gone, look for another one once."""
+        for last in (False, True):
+            link = self.link()
+            take = as_it_is if accept is None else partial(accept, link)
+            try:
+                return link.control.request(op, *args, accept=take)
+            except NodeUnavailableError:
+                if last:
+                    raise
+                self._drop(link)
+        raise AssertionError("unreachable")
+
+    def _drop(self, link: NodeLink) -> None:
+        """The node is gone; what this client holds there can be neither sealed nor read anew."""
+        with self._lock:
+            if self._link is not link or link.control.directory.lives_as(link.announcement):
+                return
+            self._link = None
+            self._former.append(link)
+        link.retire()
+        self._settle()
+
+    def let_go(self) -> None:
+        """Unmap the node if it died; whoever only saves finds out at the next save otherwise."""
+        link = self._link
+        if link is not None:
+            self._drop(link)
+
+    def _settle(self) -> None:
+        """Let the leases of former nodes go when nothing of theirs is in use any more."""
+        if not self._former:
+            return
+        with self._lock:
+            over = self._closed
+            done = [link for link in self._former if (link.retired or over) and not link.held]
+            self._former = [link for link in self._former if link not in done]
+        for link in done:
+            link.control.close()
+
+    # --- saving -----------------------------------------------------------
+
+    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        """A slot, or what became of it, for each of `wants`; one request per `BATCH_KEYS_MAX`."""
+        answers: list[Reservation | PutResult] = []
+        try:
+            for start in range(0, len(wants), BATCH_KEYS_MAX):
+                answers += self._reserve(wants[start : start + BATCH_KEYS_MAX], namespace_id)
+        except BaseException:
+            self.abort([answer for answer in answers if isinstance(answer, Reservation)])
+            raise
+        return answers
+
+    def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        self._may_save()
+        arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
+        answers: list[Reservation | PutResult] = self._ask(
+            Op.RESERVE, *arguments, accept=partial(self._granted, wants)
+        )
+        self._introduce(namespace_id)
+        return answers
+
+    def _may_save(self) -> NodeLink:
+        link = self.link()
+        if link.reads_only:
+            raise NodeUnavailableError(
+                f"node {link.announcement.name}: this user may only read its blocks"
+            )
+        return link
+
+    def _introduce(self, namespace_id: int) -> None:
+        """Tell the node once what the id stands for. After a request: then the channel is open,
+        and a node that is slow costs this nothing."""
+        link = self._link
+        if link is None or namespace_id in link.introduced:
+            return
+        raw = self.introductions.get(namespace_id)
+        if raw is None or link.control.say(Op.NAMESPACE, namespace_id, raw):
+            link.introduced.add(namespace_id)
+
+    def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later:
+        """`reserve` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called.
+
+        Call it, or the slots stay reserved; the link is not looked for again.
+        """
+        link = self._may_save()
+        arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
+        accept = partial(self._granted, wants, link)
+        ticket = self._post(link, Op.RESERVE, *arguments, accept=accept)
+        return partial(self._reserved, link, ticket, namespace_id)
+
+    def _reserved(self, link: NodeLink, ticket: Ticket, namespace_id: int) -> Any:
+        answers = self._collect(link, ticket)
+        self._introduce(namespace_id)
+        return answers
+
+    def _post(self, link: NodeLink, op: Op, *args: Any, accept: Accept) -> Ticket:
+        try:
+            return link.control.post(op, *args, accept=accept)
+        except NodeUnavailableError:
+            self._drop(link)
+            raise
+
+    def _granted(
+        self, wants: Sequence[Want], link: NodeLink, raw: list[Any]
+    ) -> list[Reservation | PutResult]:
+        """What the node's answer means; from here on the slots count as held."""
+        announcement, shm, payload = link.announcement, link.shm, link.payload
+        if shm is None:
+            raise NonsenseError("an answer of a node that is gone")
+        answers: list[Reservation | PutResult] = []
+        for want, answer in zip(wants, grants(len(wants), raw), strict=True):
+            if not isinstance(answer, PutResult):
+                slot, generation, offset = answer
+                if offset + want.size_bytes > len(payload):
+                    raise NonsenseError("a slot outside the segment")
+                link.held.reserved.add((slot, generation))
+                shm.populate(offset, want.size_bytes)
+                buffer = payload[offset : offset + want.size_bytes]
+                answers.append(
+                    Reservation(
+                        want.key, buffer, announcement.node_id, announcement.epoch, slot, generation
+                    )
+                )
+            else:
+                answers.append(answer)
+        return answers
+
+    def _collect(self, link: NodeLink, ticket: Ticket) -> Any:
+        try:
+            return link.control.collect(ticket)
+        except NodeUnavailableError:
+            self._drop(link)
+            raise
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+        """Seal and publish."""
+        results: list[PutResult] = []
+        try:
+            for start in range(0, len(reservations), BATCH_KEYS_MAX):
+                results += self.commit_later(reservations[start : start + BATCH_KEYS_MAX])()
+        except BaseException:
+            self.abort(reservations[len(results) :])
+            raise
+        return results
+
+    def commit_later(self, reservations: Sequence[Reservation]) -> Later:
+        """`commit` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called."""
+        checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
+        items = [(r.slot, r.generation, checksum(r.buffer)) for r in reservations]
+        # Whatever becomes of the request: these buffers are not written any more.
+        self._forget(reservations)
+        link = self.link()
+        if len(_of_node(link, reservations)) < len(reservations):
+            raise NodeUnavailableError("the node that reserved these slots is gone")
+        ticket = self._post(link, Op.COMMIT, items, accept=partial(outcomes, len(items)))
+        return partial(self._collect, link, ticket)
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """Give slots back; what cannot be said now is said by the next reconnect."""
+        self._forget(reservations)
+        link = self._link
+        if link is not None:
+            # Of it alone: a slot of a former node may be by now what another thread writes to.
+            self._give_back(link, Op.ABORT, _of_node(link, reservations))
+
+    @staticmethod
+    def _give_back(link: NodeLink, op: Op, items: Sequence[tuple[int, int]]) -> None:
+        with suppress(PeerError):
+            for start in range(0, len(items), BATCH_KEYS_MAX):
+                link.control.request(op, items[start : start + BATCH_KEYS_MAX])
+
+    def _forget(self, reservations: Sequence[Reservation]) -> None:
+        for link in self.links():
+            link.held.reserved.difference_update(_of_node(link, reservations))
+        self._settle()
+
+    def links(self) -> list[NodeLink]:
+        """Those of former nodes too, as long as something of theirs is in use."""
+        link = self._link
+        return [*self._former, link] if link is not None else list(self._former)
+
+    # --- pins, touches, deletions -------------------------------------------
+
+    def pin(self, key: Key) -> bytes | None:
+        """The record of a block that now stays until `unpin`, or until its `view` is gone."""
+        granted: list[Pin] = []
+        try:
+            answers = self._ask(Op.PIN, key, accept=partial(self._pinned_now, [key], granted))
+        except BaseException:  # interrupted: nobody has it
+            self.unpin_many(granted)
+            raise
+        answer = answers[0] if answers else None
+        if isinstance(answer, str):
+            raise UsageError("pin", key.hex(), answer)
+        return None if answer is None else bytes(answer)
+
+    def _pinned_now(
+        self, keys: Sequence[Key], granted: list[Pin], link: NodeLink, raw: list[Any]
+    ) -> list[Any]:
+        """The node's answers as they are; from here on the records among them count as held, and
+        are in `granted`."""
+        pinned = link.held.pinned
+        with self._lock:
+            for key, record in zip(keys, pins(raw), strict=False):
+                if isinstance(record, bytes):
+                    handle = slot_of(record)
+                    pinned[handle] = pinned.get(handle, 0) + 1
+                    granted.append((key, record))
+        return raw
+
+    def unpin(self, key: Key, record: bytes) -> None:
+        """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
+        self.unpin_many([(key, record)])
+
+    def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """The record of each block that now stays until `unpin_many`; None for the others."""
+        records: list[bytes | None] = []
+        granted: list[Pin] = []
+        try:
+            for start in range(0, len(keys), BATCH_KEYS_MAX):
+                batch = keys[start : start + BATCH_KEYS_MAX]
+                accept = partial(self._pinned_now, batch, granted)
+                answers = self._ask(Op.PIN, join_keys(batch), accept=accept)
+                records += [a if isinstance(a, bytes) else None for a in answers[: len(batch)]]
+                records += [None] * (start + len(batch) - len(records))
+        except BaseException:  # also when it was interrupted: nobody has them
+            self.unpin_many(granted)
+            raise
+        return records
+
+    def view(self, pin: Pin, payload: memoryview) -> Any:
+        """The memory of what was just pinned (`Pins.hold`): the pin ends with it, whoever closes
+        this meanwhile."""
+        location = unpack_record(*pin)
+        with self._lock:
+            link = None if self._closed or location is None else self._link_of(location)
+            if location is None or link is None:
+                raise NodeUnavailableError("the node that has pinned it is gone")
+            handle = (location.slot, location.generation)
+            link.held.viewed[handle] = link.held.viewed.get(handle, 0) + 1
+        try:
+            return self.pins.hold(pin, payload)
+        except BaseException:
+            self._unpin_viewed([pin])
+            raise
+
+    def unpin_many(self, pinned: Sequence[Pin]) -> None:
+        """Let each go once."""
+        self._unpin(pinned, viewed=False)
+
+    def _unpin_viewed(self, pinned: Sequence[Pin]) -> None:
+        self._unpin(pinned, viewed=True)
+
+    def _unpin(self, pinned: Sequence[Pin], *, viewed: bool) -> None:
+        handles: dict[NodeLink, list[tuple[int, int]]] = {}
+        for key, record in pinned:
+            location = unpack_record(key, record)
+            if location is None:
+                continue
+            handle = (location.slot, location.generation)
+            with self._lock:
+                link = self._link_of(location)
+                if link is not None:
+                    link.held.unpin(handle, viewed=viewed)
+            if link is not None and not link.retired:
+                handles.setdefault(link, []).append(handle)
+        for link, items in handles.items():
+            self._give_back(link, Op.UNPIN, items)
+        self._settle()
+
+    def _link_of(self, location: Location) -> NodeLink | None:
+        """The connection to the start of the node that a location is of."""
+        node = (location.node_id, location.epoch)
+        links = self.links()
+        return next(
+            (x for x in links if (x.announcement.node_id, x.announcement.epoch) == node), None
+        )
+
+    def touch(self, keys: Sequence[Key], now: float, *, at_once: bool = False) -> None:
+        """Remember that `keys`, in the order of their prefix, were used; tell the node now and
+        then (design: the load path), or `at_once`."""
+        touched = self._touched
+        if len(touched) < TOUCHED_MAX:
+            touched.update(dict.fromkeys(keys))
+        if now < self._touched_at + TOUCH_EVERY_S and not at_once:
+            return
+        self._touched_at = now
+        self._touched = {}
+        try:
+            link = self.link()
+        except NodeUnavailableError:
+            return
+        if not link.control.say(Op.TOUCH, join_keys(list(touched)[:BATCH_KEYS_MAX])):
+            self._drop(link)  # if it is gone: the next one is told of the next touches
+
+    def drop(self, keys: Sequence[Key]) -> list[bool]:
+        dropped: list[bool] = []
+        for start in range(0, len(keys), BATCH_KEYS_MAX):
+            batch = keys[start : start + BATCH_KEYS_MAX]
+            dropped += self._ask(Op.DROP, join_keys(batch), accept=lambda _, body: flags(body))
+        return dropped
+
+    def clear(self, namespace_id: int) -> int:
+        return int(self._ask(Op.CLEAR, namespace_id, accept=lambda _, body: whole(body)))
+
+    def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
+        """Tell the node of a reset of these namespaces; the number that it got."""
+        return int(
+            self._ask(Op.RESET, number, list(namespace_ids), accept=lambda _, body: whole(body[0]))
+        )
+
+    def stats(self) -> dict[str, int | float]:
+        return dict(self._ask(Op.STAT, accept=lambda _, body: counters(body)))
+
+    def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
+        """Blocks in key order, from above `after`."""
+        return list(self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body)))
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
+
+    def close(self) -> None:
+        """Give back everything but pins that somebody still has a view of: their nodes are told
+        so, and the lease stays until the last of them has ended. Safe to call twice."""
+        self.pins.settle()
+        with self._lock:
+            if self._closed:
+                return
+            links, self._closed = self.links(), True
+            self._link, self._former = None, [link for link in links if link.held.viewed]
+            kept = list(self._former)
+        for link in links:
+            if link not in kept:
+                link.control.close()
+            elif not link.retired:
+                link.linger()
+
+
+def nobody_here(name: str | None) -> str:
+    """Why there is no link to the node called `name`, or to any."""
+    which = f"named {name!r} " if name else ""
+    return f"no memory node {which}on this host: start one with `kvstore node`"
+
+
+def _is_start(link: NodeLink, announcement: Announcement) -> bool:
+    return (link.announcement.node_id, link.announcement.epoch) == (
+        announcement.node_id,
+        announcement.epoch,
+    )
+
+
+def _of_node(link: NodeLink, reservations: Sequence[Reservation]) -> list[tuple[int, int]]:
+    """(slot, generation) of those that this start of this node has granted."""
+    node = (link.announcement.node_id, link.announcement.epoch)
+    return [(r.slot, r.generation) for r in reservations if (r.node_id, r.epoch) == node]
+
+
+def _no_checksum(buffer: memoryview) -> int:
+    return 0

@@ -1,0 +1,349 @@
+"""Many values into the store: while one part is copied, nodes work on the parts beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from itertools import zip_longest
+from typing import TypeVar
+
+import xxhash
+
+from kvstore.client.base import Reservation
+from kvstore.client.deadlines import connecting, in_turn
+from kvstore.client.local.host_writer import HostWriter
+from kvstore.client.local.link import NodeLink
+from kvstore.client.local.writer import Later, Writer
+from kvstore.client.values.tensors import Payload
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.protocol.control_replies import NO_SPACE
+from kvstore.protocol.control_requests import Want
+from kvstore.segment.copying import copy
+from kvstore.types import IN_PROGRESS, Key, PutResult, rejected
+
+WINDOW_BYTES = 128 << 20
+"""Bytes reserved at a time by one put_many: a large batch must not hold all slots at once."""
+INLINE_WINDOW_BYTES = 1 << 20
+"""Bytes that travel inside the reserve requests of a window at most."""
+PARTS = 2
+"""Of a window: half of the node's work is then done while a client copies. More parts are
+more messages, and on a busy machine each may cost the sender its core for a while."""
+PART_BYTES_MIN = 4 << 20
+"""Copying it takes about as long as the node needs for a request."""
+
+NO_SPACE_TRIES = 6
+NO_SPACE_WAIT_S = 0.002
+"""Before the second try; doubles with each further one."""
+
+ROUNDS = 2
+"""A node that is gone or silent is one that was not known to be: what was meant for it is asked
+of the others once."""
+
+_GONE = (NodeUnavailableError, DeadlineError)
+R = TypeVar("R")
+_stopped: ContextVar[Callable[[], bool]] = ContextVar("stopped", default=lambda: False)
+
+
+class StoppedError(Exception):
+    """The caller wants no more of it: what is not complete is not stored."""
+
+
+def unless(stopped: Callable[[], bool], call: Callable[[], R]) -> R:
+    """`call()`, whose saves are given up once `stopped()`: they raise `StoppedError`."""
+    before = _stopped.set(stopped)
+    try:
+        return call()
+    finally:
+        _stopped.reset(before)
+
+
+def check_wanted() -> None:
+    """Raises `StoppedError`."""
+    if _stopped.get()():
+        raise StoppedError
+
+
+def save(
+    host: HostWriter,
+    namespace_id: int,
+    keys: Sequence[Key],
+    payloads: Sequence[Payload],
+    *,
+    checksums: bool,
+) -> list[PutResult]:
+    """Put `payloads` under `keys`. What the node that it was meant for could not be asked goes
+    to another; where none can be reached, all is rejected."""
+    results: list[PutResult] = [IN_PROGRESS] * len(keys)
+    todo = list(range(len(keys)))
+    without: set[NodeLink] = set()
+    for _ in range(ROUNDS):
+        blocks = [(keys[i], payloads[i].size_bytes) for i in todo]
+        try:
+            plan = host.plan(blocks, without)
+        except NodeUnavailableError as e:
+            if not without:
+                results = [rejected(str(e))] * len(keys)
+            break
+        shares = [
+            _Share(link, writer, namespace_id, [todo[i] for i in which], keys, payloads, checksums)
+            for writer, link, which in plan
+        ]
+        _run(shares, host.timeout_s)
+        todo = []
+        for share in shares:
+            for i, result in zip_longest(share.which, share.results):
+                results[i] = rejected(str(share.failure)) if result is None else result
+                if result is None:
+                    todo.append(i)
+                    without.add(share.link)
+        if not todo:
+            break
+    if len(keys) > 1 and sum(payload.size_bytes for payload in payloads) >= PART_BYTES_MIN:
+        # What went in several requests was sealed head first: the end of a run would outlive it.
+        host.touch(keys, time.monotonic(), at_once=True)
+    return results
+
+
+def _run(shares: Sequence[_Share], timeout_s: float) -> None:
+    """Side by side: each node is asked, all within `timeout_s`, before any answer is waited for."""
+    try:
+        while begun := _begun(shares, timeout_s):
+            for share in begun:
+                share.finish()
+    finally:
+        for share in shares:
+            share.close()
+
+
+def _begun(shares: Sequence[_Share], timeout_s: float) -> list[_Share]:
+    begun: list[_Share] = []
+    for share, by in in_turn(shares, timeout_s):
+        with connecting(by):
+            if share.begin():
+                begun.append(share)
+    return begun
+
+
+class _Share:
+    """What is saved to one node, a window at a time."""
+
+    def __init__(
+        self,
+        link: NodeLink,
+        writer: Writer,
+        namespace_id: int,
+        which: Sequence[int],
+        keys: Sequence[Key],
+        payloads: Sequence[Payload],
+        checksums: bool,
+    ) -> None:
+        self.link = link
+        self.which = which
+        """The numbers of its keys in the call."""
+        self.results: list[PutResult | None] = []
+        """What became of the first of them; None as in `_Window`, as it is for the others."""
+        self.failure: NodeUnavailableError | None = None
+        self._writer = writer
+        self._namespace_id = namespace_id
+        self._keys = [keys[i] for i in which]
+        self._payloads = [payloads[i] for i in which]
+        self._checksums = checksums
+        self._windows = _windows(self._payloads)
+        self._window: _Window | None = None
+
+    def begin(self) -> bool:
+        """Ask for the next window; False when there is none."""
+        bounds = None if self.failure is not None else next(self._windows, None)
+        if bounds is None:
+            return False
+        start, end = bounds
+        payloads = self._payloads[start:end]
+        wants = _wants(self._keys[start:end], payloads, self.link.inline_bytes, self._checksums)
+        self._window = _Window(self._writer, self._namespace_id, wants, payloads)
+        try:
+            self._window.begin()
+        except NodeUnavailableError as e:
+            self.failure, self._window = e, None
+        except DeadlineError as e:
+            self.results += [rejected(str(e))] * len(wants)
+            self._window = None
+        return True
+
+    def finish(self) -> None:
+        window = self._window
+        if window is None:
+            return
+        self.results += _with_patience(window)
+        self.failure, self._window = window.failure, None
+
+    def close(self) -> None:
+        """Whatever ended it, nothing stays reserved."""
+        if self._window is not None:
+            self._window.close()
+
+
+def _with_patience(window: _Window) -> list[PutResult | None]:
+    """Try again what found every slot reserved: reservations are short, and some were ours."""
+    results = window.finish()
+    for attempt in range(NO_SPACE_TRIES):
+        again = [i for i, result in enumerate(results) if result is NO_SPACE]
+        if not again:
+            break
+        if len(again) == len(results):
+            time.sleep(NO_SPACE_WAIT_S * 2**attempt)
+        further = window.of(again)
+        for i, result in zip(again, further.run(), strict=True):
+            results[i] = result
+        window.failure = further.failure
+    return results
+
+
+def _windows(payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
+    """Runs of at most `WINDOW_BYTES` (or one payload, if it is larger) that fit a request."""
+    start = size_bytes = 0
+    for i, payload in enumerate(payloads):
+        if i > start and (
+            size_bytes + payload.size_bytes > WINDOW_BYTES or i - start == BATCH_KEYS_MAX
+        ):
+            yield start, i
+            start, size_bytes = i, 0
+        size_bytes += payload.size_bytes
+    if payloads:
+        yield start, len(payloads)
+
+
+def _wants(
+    keys: Sequence[Key], payloads: Sequence[Payload], inline_max: int, checksums: bool
+) -> list[Want]:
+    wants: list[Want] = []
+    inline_room = INLINE_WINDOW_BYTES
+    for key, payload in zip(keys, payloads, strict=True):
+        value, checksum = None, 0
+        data, meta, kind = payload
+        size_bytes = data.nbytes + len(meta)
+        if size_bytes <= inline_max and size_bytes <= inline_room:
+            inline_room -= size_bytes
+            value = data.tobytes() + meta
+            checksum = xxhash.xxh3_64_intdigest(value) if checksums else 0
+        wants.append(Want(key, size_bytes, kind, len(meta), value, checksum))
+    return wants
+
+
+class _Window:
+    """What is reserved and saved together, in up to `PARTS` parts."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        namespace_id: int,
+        wants: Sequence[Want],
+        payloads: Sequence[Payload],
+    ) -> None:
+        self._writer = writer
+        self._namespace_id = namespace_id
+        self._wants = wants
+        self._payloads = payloads
+        self._results: list[PutResult | None] = [None] * len(wants)
+        self.failure: NodeUnavailableError | None = None
+        self._commits: list[tuple[list[int], Later]] = []
+        self._parts = self._divided(wants)
+        self._ahead: Later | None = None
+        """The answer to what was asked for and is not written yet."""
+
+    def of(self, which: Sequence[int]) -> _Window:
+        """A new one, of some of its values."""
+        wants = [self._wants[i] for i in which]
+        return _Window(self._writer, self._namespace_id, wants, [self._payloads[i] for i in which])
+
+    def run(self) -> list[PutResult | None]:
+        """`begin` and `finish`; raises nothing for a peer's fault."""
+        try:
+            self.begin()
+        except _GONE as e:
+            self._failed(e, range(len(self._wants)))
+            return self._results
+        return self.finish()
+
+    def begin(self) -> None:
+        """Ask for the slots of the first part."""
+        check_wanted()  # small values travel in the request, and are then stored
+        self._ahead = self._writer.reserve_later(self._wants[self._parts[0]], self._namespace_id)
+
+    def finish(self) -> list[PutResult | None]:
+        """What became of each; None where the node went away, and it may be saved elsewhere."""
+        done = 0
+        try:
+            for i, part in enumerate(self._parts):
+                assert self._ahead is not None
+                ahead, self._ahead = self._ahead, None
+                answers = ahead()
+                if i + 1 < len(self._parts):
+                    wants = self._wants[self._parts[i + 1]]
+                    self._ahead = self._writer.reserve_later(wants, self._namespace_id)
+                self._write(part.start, answers)
+                done = part.stop
+        except _GONE as e:
+            self._failed(e, range(done, len(self._wants)))
+        finally:
+            self.close()
+        self._collect()
+        return self._results
+
+    def _failed(self, error: NodeUnavailableError | DeadlineError, which: Iterable[int]) -> None:
+        if isinstance(error, NodeUnavailableError):
+            self.failure = error
+        else:  # it may still take them
+            for i in which:
+                self._results[i] = rejected(str(error))
+
+    def close(self) -> None:
+        """Give back what was asked for and not written."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            with suppress(PeerError):
+                self._writer.abort([a for a in ahead() if isinstance(a, Reservation)])
+
+    @staticmethod
+    def _divided(wants: Sequence[Want]) -> list[slice]:
+        count = len(wants)
+        total_bytes = sum(want.size_bytes for want in wants if want.value is None)
+        parts = max(1, min(PARTS, count, total_bytes // PART_BYTES_MIN))
+        step = -(-count // parts)
+        return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+
+    def _write(self, first: int, answers: Sequence[Reservation | PutResult]) -> None:
+        """Copy into what was granted and send the commit on its way."""
+        places: list[int] = []
+        granted: list[Reservation] = []
+        for i, answer in enumerate(answers, first):
+            if isinstance(answer, Reservation):
+                places.append(i)
+                granted.append(answer)
+            else:
+                self._results[i] = answer
+        if not granted:
+            return
+        try:
+            for i, reservation in zip(places, granted, strict=True):
+                data, meta, _ = self._payloads[i]
+                if meta:
+                    copy(reservation.buffer[: data.nbytes], data)
+                    reservation.buffer[data.nbytes :] = meta
+                else:
+                    copy(reservation.buffer, data)
+                check_wanted()
+        except BaseException:
+            self._writer.abort(granted)
+            raise
+        self._commits.append((places, self._writer.commit_later(granted)))
+
+    def _collect(self) -> None:
+        for places, outcomes in self._commits:
+            try:
+                for i, outcome in zip(places, outcomes(), strict=True):
+                    self._results[i] = outcome
+            except _GONE as e:
+                self._failed(e, places)

@@ -1,0 +1,334 @@
+"""Nodes on other hosts: who is there, and who is left alone for a while."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.circuit_breaker import Breaker, BreakerState
+from kvstore.client.remote.silenced import Silenced
+from kvstore.client.vram import VramNodes
+from kvstore.errors import IndexUnavailableError, PeerError
+from kvstore.fork import in_each_child
+from kvstore.index.announced import announced_node
+from kvstore.index.base import Index
+from kvstore.limits import (
+    NODE_BELIEVED_S,
+    NODE_TTL_S,
+    STREAM_NODES_AT_ONCE,
+    STREAM_SLOW_BYTES_PER_S,
+)
+from kvstore.nodedir import Announcement
+from kvstore.protocol.control import Op
+from kvstore.record import RecordSigner
+from kvstore.segment.layout import Layout
+from kvstore.transport.nixl.transport import NAME as NIXL
+from kvstore.transport.nixl.transport import NixlTransport
+from kvstore.transport.select import choose
+from kvstore.transport.stream.requests import ask, look
+from kvstore.transport.stream.security import StreamSecurity
+from kvstore.transport.stream.transport import NAME as STREAM
+from kvstore.transport.stream.transport import StreamTransport
+from kvstore.types import KEY_BYTES, Location
+
+NODES_KNOWN_MAX = 1024
+PROBE_TIMEOUT_S = 0.25
+"""For a node to show that it is there (again)."""
+HURRIED_SHARE = 0.5
+"""Of the time that a node may take: a read that had less, and failed for it, was hurried."""
+HURRIED_MAX = 3
+"""So many of them in a row, and the node is left alone for a while, as after one that had its
+time."""
+RETRY_AFTER_S = 0.25
+RETRY_AFTER_MAX_S = 5.0
+HUNG_UP_CHECK_S = 0.25
+"""Idle connections to a node are looked at so often: a process that ends hangs up."""
+
+
+def _has_time(stream: StreamTransport, announcement: Announcement, deadline: float) -> None:
+    """Ask what the node's event loop has to answer: a save needs it. Raises `PeerError`."""
+    ask(stream, announcement, [Op.STAT, 1], deadline)
+
+
+def _is_there(stream: StreamTransport, announcement: Announcement, deadline: float) -> None:
+    """Ask what a thread of the node answers, as it does reads. Raises `PeerError`."""
+    nowhere = Location(announcement.node_id, announcement.epoch, 0, 0, 0, 0, 0, 0)
+    look(stream, announcement, [(bytes(KEY_BYTES), nowhere)], deadline)
+
+
+class _Known:
+    """What is known of one node."""
+
+    __slots__ = (
+        "announcement",
+        "answered_at",
+        "asked_at",
+        "breaker",
+        "confirmed_at",
+        "looked_at",
+        "loop",
+    )
+
+    def __init__(self) -> None:
+        self.announcement: Announcement | None = None
+        self.asked_at = float("-inf")
+        self.confirmed_at = float("-inf")
+        self.answered_at = 0.0
+        """Here, by `time.time`: others' word of before does not count."""
+        self.looked_at = float("-inf")
+        """When its idle connections were looked at."""
+        # One failure costs a whole deadline: the next calls must not.
+        self.breaker, self.loop = (
+            Breaker(
+                failures_max=HURRIED_MAX,
+                retry_after_s=RETRY_AFTER_S,
+                retry_after_max_s=RETRY_AFTER_MAX_S,
+            )
+            for _ in range(2)
+        )
+        """Of reads, and of what its event loop has to answer."""
+
+
+class Peers:
+    """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
+
+    def __init__(
+        self,
+        index: Index,
+        allowed: Sequence[str],
+        security: StreamSecurity,
+        timeout_s: float,
+        vram: VramNodes | None = None,
+        signer: RecordSigner | None = None,
+        silenced: Silenced | None = None,
+    ) -> None:
+        """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
+        `signer` only nodes count whose announcement it signed; by `silenced` the clients of this
+        host tell each other who is silent."""
+        self.vram = vram
+        self._silenced = silenced
+        self._index = index
+        self._signer = signer
+        self._allowed = allowed
+        self._timeout_s = timeout_s
+        self.stream = StreamTransport(security)
+        self._nixl = NixlTransport(self.stream, Layout) if NIXL in allowed else None
+        self._lock = threading.Lock()
+        self._known: dict[int, _Known] = {}
+        self._asking = 0
+        """Threads that ask a node whether it is there."""
+        in_each_child(self)
+
+    # --- who is there -------------------------------------------------------
+
+    def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
+        """That start of that node when it can be read from here now; asks the index now and then.
+
+        One that failed, here or at another client of this host, or that has hung up and does not
+        answer, is not there until it has answered again: it is tried beside this.
+        """
+        if (
+            self.vram is not None
+            and (announcement := self.vram.node(node_id, epoch, now)) is not None
+        ):
+            return announcement
+        if STREAM not in self._allowed and self._nixl is None:
+            return None
+        known = self._known.get(node_id)
+        if known is None or now >= known.asked_at + NODE_BELIEVED_S:
+            known = self._ask(node_id, now)
+        announcement = known.announcement
+        if announcement is None or announcement.epoch != epoch:
+            return None
+        self._listen(now)
+        if known.breaker.state is not BreakerState.CLOSED:
+            if now >= known.breaker.probe_at:
+                self.try_again([announcement], loop=False)
+            return None
+        if now >= known.looked_at + HUNG_UP_CHECK_S:
+            known.looked_at = now
+            if self.stream.hung_up(announcement):
+                self.try_again([announcement], loop=False)
+        return announcement
+
+    def _listen(self, now: float) -> None:
+        """Leave alone for a while whom another client of this host has found silent."""
+        for node_id, epoch, said_at in () if self._silenced is None else self._silenced.heard(now):
+            known = self._known.get(node_id)
+            if known is None or known.announcement is None or known.announcement.epoch != epoch:
+                continue
+            with self._lock:
+                if said_at > known.answered_at and known.breaker.state is BreakerState.CLOSED:
+                    known.breaker.failed(now, hung=True)
+
+    def _ask(self, node_id: int, now: float) -> _Known:
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is None:
+                if len(self._known) >= NODES_KNOWN_MAX:
+                    self._known.pop(next(iter(self._known)))
+                known = self._known[node_id] = _Known()
+            if now < known.asked_at + NODE_BELIEVED_S:
+                return known
+            known.asked_at = now
+        try:
+            announcement = announced_node(self._index, node_id, self._signer)
+        except IndexUnavailableError:
+            if now >= known.confirmed_at + NODE_TTL_S - NODE_BELIEVED_S:
+                known.announcement = None
+            return known
+        if announcement is not None and not choose(
+            self._allowed, self._offered(announcement), mapped=False
+        ):
+            announcement = None
+        known.announcement, known.confirmed_at = announcement, now
+        return known
+
+    def _offered(self, announcement: Announcement) -> list[str]:
+        offered = [STREAM] if self.stream.usable(announcement) else []
+        return (
+            [*offered, NIXL]
+            if self._nixl is not None and self._nixl.usable(announcement)
+            else offered
+        )
+
+    # --- what became of what was asked ------------------------------------------
+
+    def _answered(self, known: _Known) -> None:
+        """A thread of it answered, as it does reads. The caller holds the lock."""
+        was = known.breaker.state
+        known.breaker.succeeded()
+        known.answered_at = time.time()
+        announcement = known.announcement
+        if (
+            was is not BreakerState.CLOSED
+            and announcement is not None
+            and self._silenced is not None
+        ):
+            self._silenced.unsay(announcement.node_id, announcement.epoch)
+
+    def _broke(self, known: _Known, *, hung: bool) -> None:
+        """It did not. The caller holds the lock."""
+        known.breaker.failed(time.monotonic(), hung=hung)
+        known.asked_at = float("-inf")
+        announcement = known.announcement
+        if known.breaker.state is BreakerState.OPEN and announcement and self._silenced is not None:
+            self._silenced.say(announcement.node_id, announcement.epoch)
+
+    # --- asking its event loop: saves, questions ----------------------------------
+
+    def healthy(self, node_id: int) -> bool:
+        """Nothing but reads that was asked of it last has failed."""
+        known = self._known.get(node_id)
+        return known is not None and known.loop.state is BreakerState.CLOSED
+
+    def allows(self, node_id: int) -> bool:
+        """Whether to ask it for something now. What becomes of that must be told: `succeeded` or
+        `failed`."""
+        with self._lock:
+            known = self._known.get(node_id)
+            return known is not None and known.loop.allows(time.monotonic())
+
+    def succeeded(self, node_id: int) -> None:
+        """What `allows` allowed was answered."""
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is not None:
+                known.loop.succeeded()
+                self._answered(known)
+
+    def failed(self, node_id: int) -> None:
+        """It was not answered: the node is left alone for a while, by reads too until a thread of
+        it has answered."""
+        with self._lock:
+            known = self._known.get(node_id)
+            if known is not None:
+                known.loop.failed(time.monotonic(), hung=True)
+                self._broke(known, hung=True)
+
+    def answering(self, words: Sequence[Announcement], deadline: float) -> Iterator[Announcement]:
+        """Those of `words` that answer a question now, in the order in which they do; all are asked
+        at the same time, unless their breakers say no."""
+        answers: queue.SimpleQueue[Announcement | None] = queue.SimpleQueue()
+        asked = sum(
+            self._probe(announcement, deadline, answers.put, loop=True) for announcement in words
+        )
+        for _ in range(asked):
+            try:
+                announcement = answers.get(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty:
+                return
+            if announcement is not None:
+                yield announcement
+
+    def try_again(self, words: Sequence[Announcement], *, loop: bool) -> None:
+        """Find out without waiting whether nodes are there (again), where it is time to; with
+        `loop`, whether their event loops are."""
+        for announcement in words:
+            self._probe(announcement, time.monotonic() + PROBE_TIMEOUT_S, lambda _: None, loop=loop)
+
+    def _probe(
+        self,
+        announcement: Announcement,
+        deadline: float,
+        tell_result: Callable[[Announcement | None], None],
+        *,
+        loop: bool,
+    ) -> bool:
+        """Whether another thread asks it now; that one tells the breaker, and the word or None."""
+        with self._lock:
+            known = self._known.get(announcement.node_id)
+            if known is None or self._asking >= STREAM_NODES_AT_ONCE:
+                return False
+            if not (known.loop if loop else known.breaker).allows(time.monotonic()):
+                return False
+            self._asking += 1
+
+        def probe() -> None:
+            answered = False
+            try:
+                (_has_time if loop else _is_there)(self.stream, announcement, deadline)
+                answered = True
+            except PeerError:
+                if loop:
+                    self.failed(announcement.node_id)
+                else:
+                    with self._lock:
+                        self._broke(known, hung=True)
+            else:
+                if loop:
+                    self.succeeded(announcement.node_id)
+                else:
+                    with self._lock:
+                        self._answered(known)
+            finally:
+                with self._lock:
+                    self._asking -= 1
+                tell_result(announcement if answered else None)
+
+        try:
+            threading.Thread(target=probe, name="kvstore-probe", daemon=True).start()
+        except RuntimeError:  # this host has no more threads to give
+            with self._lock:
+                self._asking -= 1
+            return False
+        return True
+
+    def timeout_s(self, size_bytes: int) -> float:
+        """What a batch of `size_bytes` may take."""
+        return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._asking = 0
+
+    def close(self) -> None:
+        with self._lock:
+            self._silenced = None  # whoever still waits for an answer writes nothing any more
+        if self._nixl is not None:
+            self._nixl.close()
+        self.stream.close()
+        if self.vram is not None:
+            self.vram.close()

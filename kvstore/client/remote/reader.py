@@ -1,0 +1,325 @@
+"""Blocks of nodes on other hosts, read from many of them at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+
+from kvstore.client.remote.peers import HURRIED_SHARE, Peers
+from kvstore.client.remote.silenced import Silenced
+from kvstore.client.vram import VramNodes
+from kvstore.errors import PeerError
+from kvstore.index.base import Index
+from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_NODES_AT_ONCE
+from kvstore.nodedir import Announcement
+from kvstore.protocol.control import Op, join_keys
+from kvstore.record import RecordSigner
+from kvstore.transport.base import Outcome, Read, Transport, Wanted
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+from kvstore.transport.nixl.transport import NAME as NIXL
+from kvstore.transport.stream.requests import look, tell
+from kvstore.transport.stream.security import StreamSecurity
+from kvstore.transport.stream.transport import CHECKSUM_REASON
+from kvstore.transport.stream.transport import NAME as STREAM
+from kvstore.types import Key, Location
+
+log = logging.getLogger("kvstore.client")
+
+REPORT_TIMEOUT_S = 0.25
+"""For saying that a block is damaged, over a connection that has just been used."""
+TOUCH_TIMEOUT_S = 0.05
+UNCHECKED_REASON = "it has no checksum and can be read in no way that makes one"
+
+
+class RemoteNodes(Peers):
+    """Thread-safe. Never raises for a peer's fault: what a node has that cannot be reached is
+    FAILED or a MISS."""
+
+    def __init__(
+        self,
+        index: Index,
+        allowed: Sequence[str],
+        security: StreamSecurity,
+        timeout_s: float,
+        vram: VramNodes | None = None,
+        signer: RecordSigner | None = None,
+        silenced: Silenced | None = None,
+    ) -> None:
+        """As `Peers`."""
+        self._workers: ThreadPoolExecutor | None = None
+        self.counts = {
+            f"{way}_{what}": 0
+            for way in (STREAM, NIXL)
+            for what in ("hits", "bytes", "misses", "failed", "checksum")
+        }
+        super().__init__(index, allowed, security, timeout_s, vram, signer, silenced)
+
+    def _ways(self, announcement: Announcement) -> list[tuple[str, Transport]]:
+        """How to read from it, best first. NIXL only when it is ready, or all there is."""
+        nixl = self._nixl
+        if nixl is None or not nixl.usable(announcement):
+            return [(STREAM, self.stream)]
+        if STREAM not in self._allowed:
+            return [(NIXL, nixl)]
+        ready = [(NIXL, nixl)] if nixl.ready(announcement) else []
+        return [*ready, (STREAM, self.stream)]
+
+    # --- reading ------------------------------------------------------------
+
+    def read(self, wanted: Sequence[Wanted], deadline: float | None = None) -> list[Outcome]:
+        """One outcome per block; all nodes at the same time, each in batches with deadlines, and
+        all of it by one deadline, whatever is asked for."""
+        total_bytes = sum(one.location.length for one in wanted)
+        give_up_at = time.monotonic() + self.timeout_s(total_bytes)
+        deadline = give_up_at if deadline is None else min(deadline, give_up_at)
+        outcomes: list[Outcome] = [Outcome(Read.FAILED)] * len(wanted)
+
+        def read_node(which: list[int]) -> None:
+            batch = [wanted[i] for i in which]
+            for i, outcome in zip(which, self._read_node(batch, deadline), strict=True):
+                outcomes[i] = outcome
+
+        self._at_every_node([one.location for one in wanted], read_node)
+        return outcomes
+
+    def there(self, blocks: Sequence[tuple[Key, Location]]) -> list[bool]:
+        """Which of `blocks` their nodes have, as long as the locations say, as far as is known by
+        one deadline, which does not depend on what they claim."""
+        deadline = time.monotonic() + self.timeout_s(0)
+        found = [False] * len(blocks)
+
+        def look_at_node(which: list[int]) -> None:
+            for start in range(0, len(which), STREAM_BLOCKS_MAX):
+                batch = which[start : start + STREAM_BLOCKS_MAX]
+                answers = self._look([blocks[i] for i in batch], deadline)
+                for i, answer in zip(batch, answers, strict=True):
+                    found[i] = answer
+
+        self._at_every_node([location for _, location in blocks], look_at_node)
+        return found
+
+    def _look(self, blocks: Sequence[tuple[Key, Location]], deadline: float) -> list[bool]:
+        """Of one node."""
+        at, now = blocks[0][1], time.monotonic()
+        announcement = self.node(at.node_id, at.epoch, now)
+        if (
+            announcement is not None
+            and self.vram is not None
+            and CUDA_IPC in announcement.transports
+        ):
+            return self.vram.there(announcement, blocks)
+        known = self._known.get(at.node_id)
+        if announcement is None or known is None:
+            return [False] * len(blocks)
+        try:
+            answers = look(self.stream, announcement, blocks, deadline)
+        except PeerError:
+            with self._lock:
+                self._broke(known, hung=True)
+            return [False] * len(blocks)
+        with self._lock:
+            self._answered(known)
+        return answers
+
+    def _at_every_node(
+        self, locations: Sequence[Location], work: Callable[[list[int]], None]
+    ) -> None:
+        """Call `work` with the numbers of each node's locations, all nodes at the same time."""
+        by_node: dict[tuple[int, int], list[int]] = {}
+        for i, location in enumerate(locations):
+            by_node.setdefault((location.node_id, location.epoch), []).append(i)
+        first, *others = by_node.values()
+        pending = [task for which in others if (task := self._start(work, which)) is not None]
+        try:
+            work(first)
+        finally:
+            wait(pending)  # also when it was interrupted: they write into the caller's memory
+        for future in pending:
+            future.result()
+
+    def _start(self, read: Callable[[list[int]], None], which: list[int]) -> Future[None] | None:
+        """Read in another thread; None, and it never will be, when there is none to be had."""
+        task: Future[None] = Future()
+
+        def run() -> None:
+            if task.set_running_or_notify_cancel():
+                try:
+                    read(which)
+                except BaseException as e:
+                    task.set_exception(e)
+                else:
+                    task.set_result(None)
+
+        try:
+            self._pool().submit(run)
+        except RuntimeError:  # it is in the queue of those that there are, unless this is closed
+            return None if task.cancel() else task
+        return task
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._workers is None:
+                self._workers = ThreadPoolExecutor(STREAM_NODES_AT_ONCE, "kvstore-remote")
+            return self._workers
+
+    def _read_node(self, wanted: Sequence[Wanted], deadline: float) -> list[Outcome]:
+        if self.vram is not None:
+            at, now = wanted[0].location, time.monotonic()
+            announcement = self.vram.node(at.node_id, at.epoch, now)
+            if announcement is not None:
+                give_up_at = now + self.timeout_s(sum(one.location.length for one in wanted))
+                return self.vram.read(announcement, wanted, min(give_up_at, deadline))
+        outcomes: list[Outcome] = []
+        for batch in _batches(wanted):
+            outcomes += self._read_batch(batch, deadline)
+        return outcomes
+
+    def _read_batch(self, batch: Sequence[Wanted], deadline: float) -> Sequence[Outcome]:
+        now = time.monotonic()
+        location = batch[0].location
+        announcement = self.node(location.node_id, location.epoch, now)
+        known = self._known.get(location.node_id)
+        left_s = self.timeout_s(sum(one.location.length for one in batch))
+        left_s = min(left_s, deadline - now)
+        with self._lock:
+            ready = (
+                announcement is not None
+                and known is not None
+                and left_s > 0
+                and known.breaker.allows(now)
+            )
+        if announcement is None or known is None or not ready:
+            unreached = [Outcome(Read.FAILED, "the node cannot be reached")] * len(batch)
+            return self._counted(STREAM if STREAM in self._allowed else NIXL, unreached, batch)
+        give_up_at = now + left_s
+        outcomes = self._read_by(self._ways(announcement), announcement, batch, give_up_at)
+        failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
+        if failed is not None:
+            log.warning(
+                "node %s on %s cannot be read for now: %s",
+                announcement.name,
+                announcement.host,
+                failed,
+            )
+        with self._lock:
+            if failed is not None:
+                ended_at = time.monotonic()
+                hurried = left_s < self._timeout_s * HURRIED_SHARE and ended_at >= give_up_at
+                self._broke(known, hung=not hurried)
+            else:
+                self._answered(known)
+        damaged = [
+            one.key
+            for one, outcome in zip(batch, outcomes, strict=True)
+            if outcome.reason == CHECKSUM_REASON
+        ]
+        if damaged:
+            self._report(announcement, damaged, give_up_at)
+        return outcomes
+
+    def _read_by(
+        self,
+        ways: Sequence[tuple[str, Transport]],
+        announcement: Announcement,
+        batch: Sequence[Wanted],
+        deadline: float,
+    ) -> Sequence[Outcome]:
+        """What fails one way is read the next way, for which half of the time is left."""
+        (name, transport), *others = ways
+        if name == NIXL and not all(one.location.checksum for one in batch):
+            return self._read_apart(ways, announcement, batch, deadline)
+        now = time.monotonic()
+        until = now + (deadline - now) / 2 if others else deadline
+        outcomes = self._counted(name, transport.submit(announcement, batch, until).wait(), batch)
+        if name == NIXL:
+            self._touch(announcement, batch, outcomes)
+        again = [i for i, outcome in enumerate(outcomes) if outcome.read is Read.FAILED]
+        if not again or not others:
+            return outcomes
+        second = self._read_by(others, announcement, [batch[i] for i in again], deadline)
+        outcomes = list(outcomes)
+        for i, outcome in zip(again, second, strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
+    def _read_apart(
+        self,
+        ways: Sequence[tuple[str, Transport]],
+        announcement: Announcement,
+        batch: Sequence[Wanted],
+        deadline: float,
+    ) -> Sequence[Outcome]:
+        """Not by the first way what has no checksum: only a stream computes one (rule 4)."""
+        outcomes = [Outcome(Read.MISS, UNCHECKED_REASON)] * len(batch)
+        for checked, its in ((True, ways), (False, ways[1:])):
+            which = [i for i, one in enumerate(batch) if bool(one.location.checksum) is checked]
+            if which and its:
+                read = self._read_by(its, announcement, [batch[i] for i in which], deadline)
+                for i, outcome in zip(which, read, strict=True):
+                    outcomes[i] = outcome
+        return outcomes
+
+    def _touch(
+        self, announcement: Announcement, batch: Sequence[Wanted], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Tell the node what was used: it does not see who reads its memory."""
+        used = [w.key for w, o in zip(batch, outcomes, strict=True) if o.read is Read.HIT]
+        if used:
+            with suppress(PeerError):  # it only spoils the order of eviction
+                message = [Op.TOUCH, 0, join_keys(used)]
+                tell(self.stream, announcement, message, time.monotonic() + TOUCH_TIMEOUT_S)
+
+    def _report(
+        self, announcement: Announcement, damaged: Sequence[Key], give_up_at: float
+    ) -> None:
+        """Let the node look for itself: its memory is wrong, or the wire was (rule 2).
+
+        Never raises for a peer's fault; what could not be said, the next reader says.
+        """
+        log.warning("%d blocks of node %s arrived damaged: misses", len(damaged), announcement.name)
+        deadline = min(time.monotonic() + REPORT_TIMEOUT_S, give_up_at)
+        with suppress(PeerError):
+            tell(self.stream, announcement, [Op.SUSPECT, 0, join_keys(damaged)], deadline)
+
+    def _counted(
+        self, way: str, outcomes: Sequence[Outcome], batch: Sequence[Wanted]
+    ) -> Sequence[Outcome]:
+        with self._lock:
+            counts = self.counts
+            for one, outcome in zip(batch, outcomes, strict=True):
+                if outcome.read is Read.HIT:
+                    counts[f"{way}_hits"] += 1
+                    counts[f"{way}_bytes"] += one.location.length
+                elif outcome.read is Read.FAILED:
+                    counts[f"{way}_failed"] += 1
+                else:
+                    counts[f"{way}_misses"] += 1
+                    counts[f"{way}_checksum"] += outcome.reason == CHECKSUM_REASON
+        return outcomes
+
+    def after_fork_in_child(self) -> None:
+        super().after_fork_in_child()
+        self._workers = None
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.shutdown(wait=False)
+
+
+def _batches(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
+    """Runs that fit one request; a block larger than that travels alone."""
+    start = size_bytes = 0
+    for i, one in enumerate(wanted):
+        length = one.location.length
+        full = size_bytes + length > STREAM_BATCH_BYTES_MAX or i - start == STREAM_BLOCKS_MAX
+        if i > start and full:
+            yield wanted[start:i]
+            start, size_bytes = i, 0
+        size_bytes += length
+    yield wanted[start:]

@@ -1,0 +1,295 @@
+"""Saving where there is no node on this host: to one of those that can be reached.
+
+The node takes the bytes out of this process's memory (rule 6), so a reservation here
+is only memory: nothing is asked of a node before the commit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.client.base import Reservation
+from kvstore.client.placement import RAMP_S, Candidate, two_choices
+from kvstore.client.remote.reader import RemoteNodes
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
+from kvstore.index.announced import announced_nodes, announced_strangers
+from kvstore.index.base import Index, Record
+from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
+from kvstore.nodedir import Announcement
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_replies import CODES, NO_SPACE, NonsenseError, reset_number
+from kvstore.record import RecordSigner, unpack_record
+from kvstore.transport.stream.requests import SavePayload, ask, put
+from kvstore.types import EXISTS, Key, Kind, PutResult, rejected
+
+LOOK_AROUND_S = 5.0
+"""How often the index is asked which nodes there are, and how much room they have."""
+ANSWER_SHARE = 0.5
+"""Of a save's time besides that of its bytes, what the first node has to say what it takes: in
+the rest all others can be asked."""
+CAPACITY_BYTES_MAX = 1 << 50
+STRANGERS_NAMED_MAX = 4
+AWAY_SLOT = -1
+"""In a reservation: its buffer is this process's own memory."""
+NOBODY = (
+    "no memory node on this host, and none on another that can be reached: "
+    "start one with `kvstore node`"
+)
+
+
+NOT_HELD = rejected("not reserved by this client (any more)")
+
+
+class RemoteWriter:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        remote: RemoteNodes,
+        index: Index,
+        readable: Callable[[Sequence[Key]], Sequence[Record | None]],
+        signer: RecordSigner | None = None,
+    ) -> None:
+        """`readable` gives the records of blocks that can be read from here (`Reader.readable`);
+        with `signer`, only nodes count whose announcement it signed."""
+        self._remote = remote
+        self._index = index
+        self._readable = readable
+        self._signer = signer
+        self._random = random.Random()
+        self._lock = threading.Lock()
+        self._nodes: dict[int, Announcement] = {}
+        self._sent_bytes: dict[int, int] = {}
+        """Since the nodes said how much room they have."""
+        self._looked_at = float("-inf")
+        self._numbers = itertools.count(1)
+        self._open: dict[int, int] = {}
+        """Namespace ids of reservations, by number."""
+
+    # --- where to -----------------------------------------------------------
+
+    def _targets(self) -> list[Announcement]:
+        """Nodes that can be reached or are to be tried again."""
+        now = time.monotonic()
+        with self._lock:
+            # Whoever comes meanwhile waits for what the first one finds: it knows of no node.
+            if now >= self._looked_at + LOOK_AROUND_S:
+                self._looked_at = now
+                self._look_around()
+            there = {
+                node_id: announcement
+                for node_id, announcement in self._nodes.items()
+                if self._remote.node(node_id, announcement.epoch, now) is not None
+            }
+        if not there:
+            self._looked_at = float("-inf")
+        return list(there.values())
+
+    def _candidate(self, announcement: Announcement) -> Candidate:
+        sent_bytes = self._sent_bytes.get(announcement.node_id, 0)
+        return Candidate(
+            announcement.node_id,
+            # Of another host's word only what can be true is reckoned with.
+            min(max(announcement.size_bytes, 1), CAPACITY_BYTES_MAX),
+            min(max(announcement.free_bytes - sent_bytes, 0), CAPACITY_BYTES_MAX),
+            min(announcement.up_s, RAMP_S) + time.monotonic() - self._looked_at,
+        )
+
+    def _look_around(self) -> None:
+        """The caller holds the lock."""
+        try:
+            words = announced_nodes(self._index, self._signer)
+        except IndexUnavailableError:
+            return  # those known before may still be there
+        self._nodes = {
+            node_id: announcement
+            for node_id, announcement in words.items()
+            if self._remote.stream.usable(announcement)
+        }
+        self._sent_bytes = {}
+
+    # --- resets -------------------------------------------------------------
+
+    def reset(self, number: int, namespace_ids: Sequence[int], deadline: float) -> int:
+        """Tell one node of a reset, which tells the others; the number that it got.
+
+        Raises `PeerError` when none can be told.
+        """
+        failure: PeerError = NodeUnavailableError(NOBODY)
+        for announcement in self._in_turn(deadline):
+            message = [Op.RESET, 1, number, list(namespace_ids)]
+            try:
+                return reset_number(ask(self._remote.stream, announcement, message, deadline))
+            except NonsenseError as e:
+                failure = NodeUnavailableError(f"node {announcement.name} speaks no sense: {e}")
+            except PeerError as e:
+                self._remote.failed(announcement.node_id)
+                failure = e
+        raise failure
+
+    # --- saving -------------------------------------------------------------
+
+    def save(
+        self, payloads: Sequence[SavePayload], namespace: tuple[int, bytes]
+    ) -> list[PutResult]:
+        """What became of each. Raises `NodeUnavailableError` when no node can be reached."""
+        results: list[PutResult] = []
+        for batch in _batches(payloads):
+            try:
+                results += self._save(batch, namespace)
+            except PeerError as e:
+                if not results:
+                    raise
+                results += [rejected(str(e))] * len(batch)
+        return results
+
+    def _save(self, batch: Sequence[SavePayload], namespace: tuple[int, bytes]) -> list[PutResult]:
+        """What finds no room in one node is offered to the next; by one deadline for all of it."""
+        size_bytes = sum(payload.size_bytes for payload in batch)
+        began = time.monotonic()
+        deadline = began + self._remote.timeout_s(size_bytes)
+        answer_by = began + self._remote.timeout_s(0) * ANSWER_SHARE
+        failure: PeerError = NodeUnavailableError(NOBODY)
+        results: dict[int, PutResult] = {}
+        left = list(range(len(batch)))
+        for announcement in self._in_turn(deadline):
+            offered = [batch[i] for i in left]
+            try:
+                answers = put(
+                    self._remote.stream,
+                    announcement,
+                    offered,
+                    namespace,
+                    deadline,
+                    answer_by=answer_by,
+                )
+            except PeerError as e:
+                self._remote.failed(announcement.node_id)
+                failure = e
+                continue
+            finally:
+                answer_by = deadline  # who comes next has just answered a question
+            self._remote.succeeded(announcement.node_id)
+            self._count_sent(announcement.node_id, sum(payload.size_bytes for payload in offered))
+            results |= dict(zip(left, map(_result, answers), strict=True))
+            left = [i for i in left if results[i] is NO_SPACE]
+            if not left:
+                break
+        if not results:
+            raise failure if failure.args != (NOBODY,) else NodeUnavailableError(self._nobody())
+        return [results[i] for i in range(len(batch))]
+
+    def _nobody(self) -> str:
+        """Why there is none to save to: nodes of another version are told by name."""
+        others = announced_strangers(self._index)[:STRANGERS_NAMED_MAX]
+        return "; ".join([NOBODY, *(f"{other} (on {other.host})" for other in others)])
+
+    def _in_turn(self, deadline: float) -> Iterator[Announcement]:
+        """Who may take a save: a healthy node (client/placement.py); when it fails or is full,
+        whichever of all the others answers first."""
+        targets = self._targets()
+        healthy = [
+            announcement for announcement in targets if self._remote.healthy(announcement.node_id)
+        ]
+        others = [
+            announcement
+            for announcement in targets
+            if not self._remote.healthy(announcement.node_id)
+        ]
+        if healthy:
+            self._remote.try_again(others, loop=True)
+            chosen = two_choices(
+                [self._candidate(announcement) for announcement in healthy], self._random
+            ).node_id
+            first = next(announcement for announcement in healthy if announcement.node_id == chosen)
+            if self._remote.allows(chosen):
+                yield first
+            others = [announcement for announcement in healthy if announcement is not first]
+        yield from self._remote.answering(others, deadline)
+
+    def _count_sent(self, node_id: int, size_bytes: int) -> None:
+        with self._lock:
+            self._sent_bytes[node_id] = self._sent_bytes.get(node_id, 0) + size_bytes
+
+    # --- as connectors save --------------------------------------------------
+
+    def reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[Reservation | PutResult]:
+        """Memory for each of `keys` that cannot be read from here: a record that a dead node
+        left would keep its block away for ever.
+
+        Raises `NodeUnavailableError` when no node can be reached.
+        """
+        if not self._targets():
+            raise NodeUnavailableError(self._nobody())
+        try:
+            records = self._readable(keys)
+        except IndexUnavailableError:
+            records = [None] * len(keys)
+        answers: list[Reservation | PutResult] = []
+        now = time.monotonic()
+        for key, record in zip(keys, records, strict=True):
+            if record is not None and not self._in_vram(key, record, now):
+                answers.append(EXISTS)
+                continue
+            number = next(self._numbers)
+            self._open[number] = namespace_id
+            buffer = memoryview(bytearray(size_bytes))
+            answers.append(Reservation(key, buffer, 0, 0, AWAY_SLOT, number))
+        return answers
+
+    def _in_vram(self, key: Key, record: Record, now: float) -> bool:
+        """Of this host, from where blocks go down by being saved here."""
+        vram, at = self._remote.vram, unpack_record(key, record)
+        if vram is None or at is None:
+            return False
+        return vram.node(at.node_id, at.epoch, now) is not None
+
+    def commit(
+        self, reservations: Sequence[Reservation], fields: dict[int, bytes]
+    ) -> list[PutResult]:
+        """Save them; `fields` are the namespaces', by id. Raises `NodeUnavailableError`."""
+        by_namespace: dict[int, list[int]] = {}
+        results: dict[int, PutResult] = {}
+        for i, reservation in enumerate(reservations):
+            namespace_id = self._open.pop(reservation.generation, None)
+            if namespace_id is None:
+                results[i] = NOT_HELD
+            else:
+                by_namespace.setdefault(namespace_id, []).append(i)
+        for namespace_id, which in by_namespace.items():
+            payloads = [
+                SavePayload(reservations[i].key, (reservations[i].buffer,), Kind.BLOCK, 0)
+                for i in which
+            ]
+            saved = self.save(payloads, (namespace_id, fields.get(namespace_id, b"")))
+            results.update(zip(which, saved, strict=True))
+        return [results[i] for i in range(len(reservations))]
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        for reservation in reservations:
+            self._open.pop(reservation.generation, None)
+
+
+def _result(answer: int | str) -> PutResult:
+    if isinstance(answer, str):
+        return rejected(answer)
+    return CODES.get(answer, rejected(f"answer {answer}"))
+
+
+def _batches(payloads: Sequence[SavePayload]) -> Iterator[Sequence[SavePayload]]:
+    """Runs that fit one request; a payload larger than that travels alone."""
+    start = size_bytes = 0
+    for i, payload in enumerate(payloads):
+        full = size_bytes + payload.size_bytes > STREAM_BATCH_BYTES_MAX
+        if i > start and (full or i - start == STREAM_BLOCKS_MAX):
+            yield payloads[start:i]
+            start, size_bytes = i, 0
+        size_bytes += payload.size_bytes
+    if payloads:
+        yield payloads[start:]

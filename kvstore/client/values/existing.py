@@ -1,0 +1,100 @@
+"""What is stored under a key already: whether it is the value that was put, and dropping it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import xxhash
+
+from kvstore.client.local.reader import Place, Reader
+from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.values.tensors import Payload
+from kvstore.errors import NodeUnavailableError, PeerError
+from kvstore.nodedir import Announcement
+from kvstore.protocol.control import Op
+from kvstore.transport.base import Read, Wanted
+from kvstore.transport.stream.requests import ask
+from kvstore.types import Key, Location, PutResult, PutStatus
+
+
+def told_apart(
+    reader: Reader,
+    remote: RemoteNodes,
+    keys: Sequence[Key],
+    payloads: Sequence[Payload],
+    results: Sequence[PutResult],
+) -> list[PutResult]:
+    """`results` with DIFFERS where another value than `payloads[i]` exists under `keys[i]`.
+
+    EXISTS stays where it is the same value, and where nobody can tell any more.
+    """
+    told = list(results)
+    which = [i for i, result in enumerate(results) if result.status is PutStatus.EXISTS]
+    if not which:
+        return told
+    found = reader.search([keys[i] for i in which])
+    for at, i in enumerate(which):
+        place, away = found.places[at], found.away.get(at)
+        if place is not None and _is_other(place, payloads[i]):
+            told[i] = _differs(len(place.data))
+        elif away is not None and is_other_away(remote, keys[i], away, payloads[i]):
+            told[i] = _differs(None)
+    return told
+
+
+def _differs(size_bytes: int | None) -> PutResult:
+    which = "another value" if size_bytes is None else f"another value, of {size_bytes} bytes,"
+    return PutResult(
+        PutStatus.DIFFERS, f"{which} is stored under this key and stays: replace=True replaces it"
+    )
+
+
+def _is_other(place: Place, payload: Payload) -> bool:
+    """By kind, length and description, then by the bytes: memory is as fast as a checksum."""
+    data, meta, kind = payload
+    its_meta = place.payload[len(place.data) :]
+    same = (
+        (place.kind, len(place.data)) == (kind, data.nbytes)
+        and its_meta == meta
+        and xxhash.xxh3_64_intdigest(place.data) == xxhash.xxh3_64_intdigest(data)
+    )
+    return not same and place.valid()
+
+
+def is_other_away(remote: RemoteNodes, key: Key, location: Location, payload: Payload) -> bool:
+    """By length and checksum; one that has no checksum is read, which costs what saving it
+    would have."""
+    if location.length != payload.size_bytes:
+        return True
+    state = xxhash.xxh3_64(payload.data)
+    state.update(payload.meta)
+    if location.checksum:
+        return location.checksum != state.intdigest()
+    there = memoryview(bytearray(location.length))
+    (outcome,) = remote.read([Wanted(key, location, (there,))])
+    if outcome.read is not Read.HIT:
+        return False
+    described = (outcome.kind, outcome.meta_length) != (payload.kind, len(payload.meta))
+    return described or xxhash.xxh3_64_intdigest(there) != state.intdigest()
+
+
+def drop_away(remote: RemoteNodes, key: Key, location: Location) -> bool:
+    """Drop it on the node of another host that has it; whether it was still there.
+
+    Raises `NodeUnavailableError` or `DeadlineError` when that node cannot be asked.
+    """
+    announcement = node_of(remote, location)
+    if announcement is None:
+        raise NodeUnavailableError("the node of another host that has this value cannot be reached")
+    deadline = time.monotonic() + remote.timeout_s(0)
+    try:
+        answer = ask(remote.stream, announcement, [Op.DROP, 1, key], deadline)
+    except PeerError:
+        remote.failed(announcement.node_id)
+        raise
+    return bool(answer == [True])
+
+
+def node_of(remote: RemoteNodes, location: Location) -> Announcement | None:
+    return remote.node(location.node_id, location.epoch, time.monotonic())

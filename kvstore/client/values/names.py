@@ -1,0 +1,64 @@
+"""Tells the nodes of this host what values are called, so that `kvstore ls` can show it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.fork import in_each_child
+from kvstore.limits import NAME_BYTES_MAX, NAMES_MESSAGE_BYTES_MAX, NAMES_WAITING_MAX
+from kvstore.protocol.control import Op, join_keys
+from kvstore.types import KEY_BYTES, Key
+
+if TYPE_CHECKING:
+    from kvstore.client.local.host_writer import HostWriter
+
+
+class ValueNames:
+    """Thread-safe. A put costs an entry in a dictionary: nodes are told by the upkeep and at the
+    end, one way. What cannot be said now is said the next time, and is lost without harm."""
+
+    def __init__(self, writer: HostWriter) -> None:
+        self._writer = writer
+        self._lock = threading.Lock()
+        in_each_child(self)
+        self._waiting: dict[Key, bytes] = {}
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have had it
+
+    def note(self, keys: Sequence[Key], names: Sequence[str | bytes]) -> None:
+        """These values were saved. Names above `NAME_BYTES_MAX` are not told."""
+        for key, name in zip(keys, names, strict=True):
+            raw = name.encode() if isinstance(name, str) else name
+            if len(raw) <= NAME_BYTES_MAX and len(self._waiting) < NAMES_WAITING_MAX:
+                with self._lock:
+                    self._waiting[key] = raw
+
+    def tell(self) -> None:
+        """Tell every node of this host what waits; each ignores what it does not have."""
+        if not self._waiting:
+            return
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        links = [link for link in self._writer.links() if not link.reads_only]
+        for part in _parts(waiting):
+            names = [waiting[key] for key in part]
+            if not all(link.control.say(Op.NAMES, join_keys(part), names) for link in links):
+                with self._lock:
+                    self._waiting = dict(zip(part, names, strict=True)) | self._waiting
+
+
+def _parts(waiting: dict[Key, bytes]) -> Iterator[list[Key]]:
+    """Messages that a socket takes at once."""
+    part: list[Key] = []
+    size_bytes = 0
+    for key, name in waiting.items():
+        size_bytes += KEY_BYTES + len(name)
+        part.append(key)
+        if size_bytes >= NAMES_MESSAGE_BYTES_MAX:
+            yield part
+            part, size_bytes = [], 0
+    if part:
+        yield part

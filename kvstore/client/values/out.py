@@ -1,0 +1,109 @@
+"""The caller's memory for a value: what may go there, and what a get then answers.
+
+A buffer of plain bytes takes any value that fits. An array or a tensor of anything else takes
+what has its dtype and shape: other bytes in it would be wrong numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvstore.client.values.dtypes import Described, described, of_format, of_numpy, of_torch
+from kvstore.client.values.tensors import tensor_bytes
+from kvstore.errors import UsageError
+from kvstore.types import Kind
+
+_BYTE_FORMATS = ("B", "b", "c")
+
+
+class Out:
+    """One `out` of a caller. Raises `UsageError` when it cannot be written."""
+
+    __slots__ = ("_array", "_is", "_out", "room")
+
+    room: memoryview
+    """All its bytes, writable, format 'B'."""
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+        self._is: Described | None = None
+        """Its dtype and shape; None for plain bytes."""
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        self._array = True
+        if torch is not None and isinstance(out, torch.Tensor):
+            self.room = tensor_bytes("out", out, own=True)
+            if out.dtype != torch.uint8 or out.dim() != 1:
+                self._is = Described(of_torch(out.dtype), tuple(out.shape))
+        elif numpy is not None and isinstance(out, numpy.ndarray):
+            self.room = _array_bytes(numpy, out)
+            if out.dtype != numpy.uint8 or out.ndim != 1:
+                self._is = Described(of_numpy(out.dtype), out.shape)
+        else:
+            self._array = False
+            self.room = self._buffer_bytes(out)
+
+    def _buffer_bytes(self, out: Any) -> memoryview:
+        try:
+            view = memoryview(out)
+        except (TypeError, ValueError) as e:
+            raise UsageError("out", type(out).__name__, "must be a writable buffer") from e
+        if view.readonly or not view.c_contiguous:
+            raise UsageError("out", type(out).__name__, "must be writable and contiguous")
+        if view.ndim != 1 or view.format.lstrip("@=<>!") not in _BYTE_FORMATS:
+            self._is = Described(of_format(view.format, view.itemsize), tuple(view.shape or ()))
+        return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+    @property
+    def plain(self) -> bool:
+        """Whether it takes any bytes that fit: what it is need not be compared with a value."""
+        return self._is is None
+
+    def check(self, kind: int, meta: bytes, size_bytes: int) -> None:
+        """Whether a value of `size_bytes`, as `kind` and `meta` describe it, may go there.
+
+        Raises `UsageError` when not, `ValueError` when there is no telling: `meta` is damaged.
+        """
+        if self._is is None:
+            self.check_room(size_bytes)
+            return
+        value = described(meta) if meta and kind != Kind.BYTES else None
+        if value is None:
+            if self.room.nbytes != size_bytes:
+                raise UsageError(
+                    "out", str(self._is), f"must have the value's {size_bytes} bytes, no dtype"
+                )
+        elif value != self._is:
+            raise UsageError(
+                "out",
+                str(self._is),
+                f"the value is {value}: give such an array or tensor, or a plain byte buffer",
+            )
+        elif self.room.nbytes != size_bytes:
+            raise ValueError(f"{value} is not {size_bytes} bytes")
+
+    def check_room(self, size_bytes: int) -> None:
+        """Raises `UsageError` when `size_bytes` do not fit."""
+        if self.room.nbytes < size_bytes:
+            raise UsageError(
+                "out", f"{self.room.nbytes} bytes", f"must have at least {size_bytes} bytes"
+            )
+
+    def answer(self, size_bytes: int) -> Any:
+        """What a get gives back when it wrote `size_bytes`: the array or tensor, or the part of it
+        that was written; of a buffer always a view."""
+        if not self._array:
+            return self.room[:size_bytes]
+        return self._out if self._is is not None else self._out[:size_bytes]
+
+
+def _array_bytes(numpy: Any, array: Any) -> memoryview:
+    if isinstance(array, numpy.ma.MaskedArray):
+        raise UsageError("out", "a masked array", "give its `data`: a mask is not kept")
+    if not array.flags.writeable or not array.flags.c_contiguous or array.dtype.hasobject:
+        must = "must be writable, contiguous and of plain numbers"
+        raise UsageError("out", f"{array.dtype} array", must)
+    if not array.nbytes:
+        return memoryview(bytearray())
+    # Not memoryview(array): bfloat16 and dates have no letter in the buffer protocol.
+    return memoryview(array.reshape(-1).view(numpy.uint8))

@@ -1,0 +1,104 @@
+"""The core of a node whose blocks go down to a lower tier instead of being evicted.
+
+Taking a slot never evicts: a block leaves only by `Retire`, after somebody has put it
+elsewhere or has said that it cannot be kept. Who finds no free slot saves to the lower
+tier itself.
+"""
+
+from __future__ import annotations
+
+from heapq import nsmallest
+from typing import Any, NamedTuple
+
+from kvstore.core.departures import GoneWhy
+from kvstore.core.events import Coldest, Effects, Hold, Reply, Retire, Write
+from kvstore.core.holdings import Session
+from kvstore.core.node import NodeCore
+from kvstore.core.slots import Slot, SlotEvent, SlotState
+from kvstore.types import Key
+
+
+class ColdBlock(NamedTuple):
+    """A block that is to leave, pinned for whoever asked."""
+
+    key: Key
+    slot: int
+    generation: int
+    offset: int
+    """Of the payload, in the segment."""
+    length: int
+    namespace_id: int
+
+
+class DemotingCore(NodeCore):
+    """Sealed blocks stay until they are retired or dropped."""
+
+    def __init__(self, **options: Any) -> None:
+        """See `NodeCore`."""
+        super().__init__(**options)
+        self.allocator.evicts = False
+        self._refused_bytes = 0
+        """The largest value that found no room in one piece since one as large did."""
+        self._handlers[Coldest] = self._coldest
+        self._handlers[Retire] = self._retire
+
+    def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
+        slot = super()._take(length, writes, now)
+        if slot is None:
+            self._refused_bytes = max(self._refused_bytes, length)
+        elif length >= self._refused_bytes:
+            self._refused_bytes = 0
+        return slot
+
+    def _coldest(self, event: Coldest, effects: Effects, now: float) -> None:
+        session = self._sessions.setdefault(event.session, Session())
+        short_bytes = event.free_bytes - self.allocator.free_bytes
+        leave: list[Slot] = []
+        if short_bytes > 0:
+            # A pool in VRAM has some thousand blocks: looking at all of them takes about as
+            # long as one of them takes to be copied.
+            idle = (s for s in self.by_key.values() if _idle(s))
+            for slot in nsmallest(event.at_most, idle, key=lambda s: s.last_use):
+                if short_bytes <= 0:
+                    break
+                short_bytes -= slot.length
+                leave.append(slot)
+        elif self._refused_bytes:
+            # Enough is free, but not in one piece.
+            leave = self.allocator.in_the_way(self._refused_bytes)[: event.at_most]
+            self._refused_bytes = 0
+        chosen: list[ColdBlock] = []
+        for slot in leave:
+            self.allocator.became_busy(slot)
+            slot.pins = 1
+            session.pins[slot.slot_id] = 1
+            effects.writes.append(Hold(slot.slot_id, True))
+            chosen.append(
+                ColdBlock(
+                    slot.key,
+                    slot.slot_id,
+                    slot.generation,
+                    slot.offset,
+                    slot.length,
+                    slot.namespace_id,
+                )
+            )
+        effects.replies.append(Reply(event.session, event.request, chosen, False))
+
+    def _retire(self, event: Retire, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session, Session())
+        for slot_id, generation in event.items:
+            slot = self.allocator.slot(slot_id)
+            if slot is None or slot.generation != generation or slot_id not in session.pins:
+                continue
+            self._unpin_slot(slot, session.pins.pop(slot_id), effects.writes)
+            if slot.state is not SlotState.SEALED:
+                continue  # it was dropped meanwhile, and is free by now
+            self.gone.note(slot.key, GoneWhy.EVICTED, now)
+            self.counts["evicted"] += 1
+            self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, effects.writes)
+        effects.replies.append(Reply(event.session, event.request, None, False))
+
+
+def _idle(slot: Slot) -> bool:
+    return slot.state is SlotState.SEALED and not slot.pins

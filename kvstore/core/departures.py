@@ -1,0 +1,86 @@
+"""Which keys left a node lately, or never came to be kept, and why: the last so many of them.
+
+A ring of fixed size with a table beside it: what is noted costs the same for
+ever, and the oldest goes first. Only for telling people; nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from typing import NamedTuple
+
+from kvstore.types import TAG_BYTES, Key
+
+_PREFIX = slice(TAG_BYTES, TAG_BYTES + 8)
+"""64 bits of the digest stand for a key: a mix-up costs a wrong reason, once in 2**48 questions."""
+
+
+class GoneWhy(enum.IntEnum):
+    """Why a key is not here (any more). The numbers are part of the protocol."""
+
+    EVICTED = 2
+    DELETED = 3
+    CLEARED = 4
+    """Its namespace was cleared."""
+    ABORTED = 5
+    """Its writer gave the slot back unwritten, or lost it with a connection."""
+    WRITER_DIED = 6
+    REFUSED_SPACE = 7
+    """It was never kept: every slot that fits was reserved or pinned."""
+    REFUSED_SIZE = 8
+    """It was never kept: too large for the node, or its writer holds too many slots."""
+    CORRUPT = 9
+    """Its bytes did not have the checksum that was saved with them."""
+
+
+class Departure(NamedTuple):
+    why: GoneWhy
+    at: float
+    """The time that was given as `now`, in seconds."""
+
+
+class Departures:
+    """Remembers the last `keys_max` departures."""
+
+    __slots__ = ("_at", "_keys", "_next", "_places", "_why", "forgotten")
+
+    def __init__(self, keys_max: int) -> None:
+        self._keys: list[bytes] = [b""] * keys_max
+        self._at = array("d", bytes(8 * keys_max))
+        self._why = bytearray(keys_max)
+        self._places: dict[bytes, int] = {}
+        """Prefix -> position of its latest departure in the ring."""
+        self._next = 0
+        self.forgotten = 0
+        """Departures that newer ones have overwritten."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def note(self, key: Key, why: GoneWhy, now: float) -> None:
+        """`key` left at `now`; an earlier departure of the same key is forgotten."""
+        prefix = key[_PREFIX]
+        position = self._next
+        old = self._keys[position]
+        if old and self._places.get(old) == position:
+            del self._places[old]
+            self.forgotten += 1
+        self._keys[position] = prefix
+        self._at[position] = now
+        self._why[position] = why
+        self._places[prefix] = position
+        self._next = position + 1 if position + 1 < len(self._keys) else 0
+
+    def get(self, key: Key) -> Departure | None:
+        """The latest departure of `key`; None when there was none or it is forgotten."""
+        position = self._places.get(key[_PREFIX])
+        if position is None:
+            return None
+        return Departure(GoneWhy(self._why[position]), self._at[position])
+
+    def reaches_back_s(self, now: float) -> float | None:
+        """Age of the oldest departure that is remembered; None while none was forgotten."""
+        if not self.forgotten:
+            return None
+        return max(now - self._at[self._next], 0.0)

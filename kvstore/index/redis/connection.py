@@ -1,0 +1,331 @@
+"""Connections to one Redis server: few, kept, each used by one call at a time.
+
+redis-py opens them (TCP, TLS, Unix); hiredis parses. redis-py's own command path
+costs 25 to 35 us a call before the first byte leaves, more than Redis needs for a
+whole lookup, and its time-outs count per read; here one deadline spans the call.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any, Final, TypeAlias
+
+import hiredis
+import redis.exceptions
+from redis.connection import AbstractConnection
+from redis.exceptions import RedisError
+
+from kvstore.errors import IndexDeadlineError, IndexRefusedError, IndexUnavailableError
+from kvstore.fork import in_each_child
+
+READ_BYTES = 64 << 10
+"""Read at once; a reply to `REDIS_ARGS_MAX` keys fits."""
+WRITE_AT_ONCE_BYTES = 64 << 10
+"""A longer request may wait in the socket, so the time it took is counted."""
+ERROR_CHARS_MAX = 200
+"""Of a server's error text, in a message."""
+
+Reply: TypeAlias = Any
+"""What hiredis makes of a reply: bytes, int, None, a list of them, or `ErrorReply`."""
+ErrorReply: TypeAlias = hiredis.ReplyError
+
+
+class LostReply:
+    """Stands for the reply of a shard that could not be asked while others could."""
+
+    __slots__ = ("why",)
+
+    def __init__(self, why: IndexUnavailableError) -> None:
+        self.why = why
+
+
+Dial = Callable[[float], tuple[AbstractConnection, bytes, int]]
+"""Opens a connection before that time (`monotonic`); says what to send first, and how
+many replies come to it."""
+
+_NOTHING: Final = object()
+_GONE = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""The peer closed a connection that was fine: Redis was restarted, or it was idle too long."""
+FAILURES = (RedisError, OSError, hiredis.HiredisError, ValueError, MemoryError)
+"""Everything that connecting, sending and parsing raise."""
+
+
+class Link:
+    """One connection. Dropped at the first thing that goes wrong, never resumed."""
+
+    __slots__ = ("_buffer", "_connection", "_dial", "_reader", "_sock", "_timeout_s")
+
+    def __init__(self, dial: Dial, timeout_s: float) -> None:
+        self._dial = dial
+        self._timeout_s = timeout_s
+        self._connection: AbstractConnection | None = None
+        self._sock: socket.socket | None = None
+        self._reader = hiredis.Reader()
+        self._buffer = bytearray()
+
+    def run(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
+        """Send `request`, return its `replies`; error replies are values in the list.
+
+        A kept connection that the server has closed is opened again, once: every
+        request this index sends may be sent twice.
+        """
+        kept = self._sock is not None
+        try:
+            return self._exchange(request, replies, deadline)
+        except BaseException as e:
+            self.drop()
+            if not (kept and isinstance(e, _GONE)):
+                raise
+        try:
+            return self._exchange(request, replies, deadline)
+        except BaseException:
+            self.drop()
+            raise
+
+    def run_each(self, requests: Iterator[bytes], deadline: float) -> list[Reply]:
+        """As `run`, for requests of one reply each that are sent as they are made: the server
+        works on the first while the next is made."""
+        kept = self._sock is not None
+        made: list[bytes] = []
+        try:
+            sock = self._ready(deadline)
+            for request in requests:
+                made.append(request)
+                sock.settimeout(_left(deadline))
+                sock.sendall(request)
+            return self._replies(len(made), deadline, hurried=True)
+        except BaseException as e:
+            self.drop()
+            if not (kept and isinstance(e, _GONE)):
+                raise
+        made += requests
+        return self.run(b"".join(made), len(made), deadline)
+
+    def run_here(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
+        """As `run`, but only on the connection that is open: it has state that matters."""
+        try:
+            if self._sock is None:
+                raise ConnectionResetError("connection closed")
+            return self._exchange(request, replies, deadline)
+        except BaseException:
+            self.drop()
+            raise
+
+    def send(self, request: bytes, deadline: float) -> None:
+        """The first half of `run`, for requests to several servers at once."""
+        try:
+            self._ready(deadline).sendall(request)
+        except BaseException:
+            self.drop()
+            raise
+
+    def receive(self, replies: int, deadline: float) -> list[Reply]:
+        """The second half of `run`."""
+        try:
+            return self._replies(replies, deadline, hurried=True)
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        connection, self._connection, self._sock = self._connection, None, None
+        if connection is not None:
+            connection.disconnect()  # type: ignore[no-untyped-call]
+
+    def _exchange(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
+        sock = self._sock
+        fresh = sock is None
+        if sock is None:
+            sock = self._ready(deadline)
+        sock.sendall(request)
+        hurried = fresh or len(request) > WRITE_AT_ONCE_BYTES
+        return self._replies(replies, deadline, hurried=hurried)
+
+    def _replies(self, count: int, deadline: float, *, hurried: bool) -> list[Reply]:
+        """Read until there are `count`; `hurried` when part of the time is used up."""
+        sock, buffer, reader = self._sock, self._buffer, self._reader
+        if sock is None:
+            raise ConnectionResetError("connection closed")
+        out: list[Reply] = []
+        while True:
+            if hurried:
+                sock.settimeout(_left(deadline))
+            size = sock.recv_into(buffer)
+            if size == 0:
+                raise ConnectionResetError("connection closed by the server")
+            reader.feed(buffer, 0, size)  # type: ignore[arg-type]  # any buffer will do
+            while (reply := reader.gets()) is not _NOTHING:
+                out.append(reply)
+            if len(out) >= count:
+                break
+            hurried = True
+        if hurried:
+            sock.settimeout(self._timeout_s)
+        if len(out) > count or reader.has_data():
+            raise hiredis.ProtocolError("more replies than requests")
+        return out
+
+    def _ready(self, deadline: float) -> socket.socket:
+        if self._sock is not None:
+            return self._sock
+        connection, hello, replies = self._dial(deadline)
+        sock: socket.socket | None = connection._sock
+        if sock is None:
+            raise ConnectionResetError("connection closed")
+        self._connection, self._sock = connection, sock
+        self._reader = hiredis.Reader(notEnoughData=_NOTHING)
+        self._buffer = self._buffer or bytearray(READ_BYTES)
+        if replies:
+            sock.settimeout(_left(deadline))
+            sock.sendall(hello)
+            for reply in self._replies(replies, deadline, hurried=True):
+                if isinstance(reply, ErrorReply):
+                    raise RefusedError(reply)
+        sock.settimeout(self._timeout_s)
+        return sock
+
+
+class RefusedError(Exception):
+    """Redis did not let us in: wrong user name, password or db."""
+
+    def __init__(self, reply: Exception) -> None:
+        super().__init__(str(reply)[:ERROR_CHARS_MAX])
+
+
+class Links:
+    """The connections to one server, at most `links_max`, the last used taken first."""
+
+    def __init__(self, dial: Dial, label: str, *, timeout_s: float, links_max: int) -> None:
+        self._dial = dial
+        self.label = label
+        self.timeout_s = timeout_s
+        self._links_max = links_max
+        self._closed = False
+        self._fill()
+        in_each_child(self)
+
+    def _fill(self) -> None:
+        self._idle = [Link(self._dial, self.timeout_s) for _ in range(self._links_max)]
+        self._waiting = 0
+        self._returned = threading.Condition()
+
+    def run(self, request: bytes, replies: int = 1, deadline: float | None = None) -> list[Reply]:
+        """One round trip on any connection.
+
+        Raises `IndexUnavailableError` when there is no answer by `deadline`
+        (`monotonic`; `timeout_s` from now if None).
+        """
+        if deadline is None:
+            deadline = monotonic() + self.timeout_s
+        link = self.take(deadline)
+        try:
+            return link.run(request, replies, deadline)
+        except (RefusedError, *FAILURES) as e:
+            raise self.unavailable(e) from e
+        finally:
+            self.give(link)
+
+    def run_each(self, requests: Iterator[bytes]) -> list[Reply]:
+        """The same for requests of one reply each, sent as they are made."""
+        deadline = monotonic() + self.timeout_s
+        link = self.take(deadline)
+        try:
+            return link.run_each(requests, deadline)
+        except (RefusedError, *FAILURES) as e:
+            raise self.unavailable(e) from e
+        finally:
+            self.give(link)
+
+    def take(self, deadline: float) -> Link:
+        """A connection for the caller alone, to be given back with `give`."""
+        if self._closed:
+            raise IndexUnavailableError(f"the index at {self.label} was closed")
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._take_later(deadline)
+
+    def _take_later(self, deadline: float) -> Link:
+        with self._returned:
+            self._waiting += 1
+            try:
+                while True:
+                    try:
+                        return self._idle.pop()
+                    except IndexError:
+                        left = deadline - monotonic()
+                        if left <= 0:
+                            raise IndexDeadlineError(
+                                f"Redis at {self.label}: all {self._links_max} connections "
+                                f"were in use for {self.timeout_s * 1e3:.0f} ms"
+                            ) from None
+                        self._returned.wait(left)
+            finally:
+                self._waiting -= 1
+
+    def give(self, link: Link) -> None:
+        if self._closed:
+            link.drop()
+        self._idle.append(link)
+        if self._waiting:
+            with self._returned:
+                self._returned.notify()
+
+    def drop_idle(self) -> None:
+        """Open all connections again at their next use: the server is the wrong one now."""
+        mine: list[Link] = []
+        try:
+            while True:  # ends: there are only links_max of them
+                mine.append(self._idle.pop())
+        except IndexError:
+            pass
+        for link in mine:
+            link.drop()
+            self.give(link)
+
+    def close(self) -> None:
+        self._closed = True
+        self.drop_idle()
+
+    def unavailable(self, error: BaseException) -> IndexUnavailableError:
+        """`error` as what callers see. Its text names the server and no secret."""
+        if isinstance(error, IndexUnavailableError):
+            return error
+        if isinstance(error, RefusedError):
+            return refused(self.label, error)
+        if isinstance(error, (TimeoutError, redis.exceptions.TimeoutError)):
+            return IndexDeadlineError(
+                f"Redis at {self.label} did not answer within {self.timeout_s * 1e3:.0f} ms"
+            )
+        if isinstance(error, hiredis.HiredisError):
+            return IndexUnavailableError(f"Redis at {self.label} does not speak RESP: {error}")
+        return IndexUnavailableError(f"Redis at {self.label}: {str(error)[:ERROR_CHARS_MAX]}")
+
+    def after_fork_in_child(self) -> None:
+        """The parent's sockets are not ours: two processes must never share a stream."""
+        self._fill()
+
+
+def refused(label: str, error: Exception) -> IndexUnavailableError:
+    """Redis said no. The advice depends on why; the text is the server's and has no secret."""
+    text = str(error)[:ERROR_CHARS_MAX]
+    hint = {
+        "WRONGPASS": "wrong user name or password: ",
+        "NOAUTH": "a user name or password is needed: ",
+        "NOPERM": "this user lacks a right: ",
+        "ERR AUTH": "a password was given, but none is set there: ",
+    }
+    why = next((words for code, words in hint.items() if text.startswith(code)), "")
+    family = IndexRefusedError if why else IndexUnavailableError
+    return family(f"Redis at {label}: {why}{text}")
+
+
+def _left(deadline: float) -> float:
+    left = deadline - monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

@@ -1,0 +1,126 @@
+"""Redis keys and requests as bytes, built a run of equal tags at a time.
+
+A block's Redis key is `PREFIX:{tag in hex}:` and the 24 raw bytes of its digest.
+All keys of an index have one length, so the framing of a whole run is one join
+with a constant separator: 120 ns a key, 30 of them more than packing ready keys.
+"""
+
+from __future__ import annotations
+
+import re
+from binascii import hexlify
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from redis.crc import key_slot
+
+from kvstore.errors import UsageError
+from kvstore.index.base import KeyRecord
+from kvstore.keys import DIGEST_BYTES
+from kvstore.types import TAG_BYTES, Key
+
+KEY_PREFIX_BYTES_MAX = 128
+_ANOTHERS = re.compile(":epoch:[0-9]")
+"""Keys of a Redis Cluster's slots under a shorter prefix are called so (acl.py), and a
+pattern of Redis cannot say where a number ends."""
+_PREFIX = re.compile(rf"[A-Za-z0-9_.:/@-]{{1,{KEY_PREFIX_BYTES_MAX}}}")
+"""No braces: they would move the hash tag. No glob signs: rights are given by pattern."""
+
+_tag_of: Callable[[Key], bytes] = itemgetter(slice(0, TAG_BYTES))
+_digest_of: Callable[[Key], bytes] = itemgetter(slice(TAG_BYTES, None))
+
+
+def command(*args: bytes) -> bytes:
+    """One request of a few arguments."""
+    head = b"*%d\r\n" % len(args)
+    return head + b"".join([b"$%d\r\n%s\r\n" % (len(arg), arg) for arg in args])
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix` when it can be that of an index."""
+    if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+        raise UsageError(
+            "key_prefix", prefix, f"1 to {KEY_PREFIX_BYTES_MAX} of A-Z a-z 0-9 _ . : / @ -"
+        )
+    if found := _ANOTHERS.search(prefix):
+        shorter = prefix[: found.start()]
+        raise UsageError(
+            "key_prefix",
+            prefix,
+            f"nodes of {shorter!r} may write there: no digit after :epoch:",
+        )
+    return prefix
+
+
+class KeySpace:
+    """Everything under one key prefix: how keys are spelled and put into requests."""
+
+    def __init__(self, prefix: str) -> None:
+        raw = check_prefix(prefix).encode()
+        self._head = raw + b":{%s}:"
+        key_bytes = len(self._head % (b"0" * (2 * TAG_BYTES))) + DIGEST_BYTES
+        self._argument = b"$%d\r\n" % key_bytes + self._head
+        self._pair = self._argument + b"%s\r\n$%d\r\n%s"
+        self.epoch_key = raw + b":epoch"
+        self.nodes_key = raw + b":nodes"
+        self._node_keys = raw + b":node:"
+
+    def node_key(self, node_id: int) -> bytes:
+        return self._node_keys + b"%016x" % node_id
+
+    def redis_key(self, key: Key) -> bytes:
+        return self._head % key[:TAG_BYTES].hex().encode() + key[TAG_BYTES:]
+
+    def slot(self, key: Key) -> int:
+        """The Redis Cluster slot of `key`: that of its tag."""
+        return key_slot(key[:TAG_BYTES].hex().encode())
+
+    def keys_request(self, name: bytes, keys: Sequence[Key]) -> bytes:
+        """`name key key ...`"""
+        parts = [b"*%d\r\n$%d\r\n%s" % (len(keys) + 1, len(name), name)]
+        for tag, run in groupby(keys, _tag_of):
+            head = self._argument % tag.hex().encode()
+            parts.append(head + (b"\r\n" + head).join(map(_digest_of, run)))
+        parts.append(b"")
+        return b"\r\n".join(parts)
+
+    def set_request(self, records: Sequence[KeyRecord]) -> bytes:
+        """`MSET key record key record ...`"""
+        parts = [b"*%d\r\n$4\r\nMSET" % (2 * len(records) + 1)]
+        pair = self._pair
+        parts += [
+            pair % (hexlify(key[:TAG_BYTES]), key[TAG_BYTES:], len(record), record)
+            for key, record in records
+        ]
+        parts.append(b"")
+        return b"\r\n".join(parts)
+
+    def script_request(self, sha: bytes, records: Sequence[KeyRecord]) -> bytes:
+        """`EVALSHA sha n key ... record ...`"""
+        keys = [self.redis_key(key) for key, _ in records]
+        return command(b"EVALSHA", sha, b"%d" % len(keys), *keys, *[r for _, r in records])
+
+
+def _tag_of_record(record: KeyRecord) -> bytes:
+    return record[0][:TAG_BYTES]
+
+
+def chunks(items: Sequence[Any], size: int, *, by_tag: bool) -> Iterable[Sequence[Any]]:
+    """`items` (keys or records) in order, at most `size` at a time.
+
+    With `by_tag` a chunk also ends where the tag changes, so that it lies in one
+    slot of a Redis Cluster.
+    """
+    if not by_tag:
+        if len(items) <= size:
+            return [items] if items else []
+        return [items[i : i + size] for i in range(0, len(items), size)]
+    if not items:
+        return []
+    tag = _tag_of if isinstance(items[0], bytes) else _tag_of_record
+    found: list[Sequence[Any]] = []
+    for _, run in groupby(items, tag):
+        found += chunks(list(run), size, by_tag=False)
+    return found

@@ -1,0 +1,242 @@
+"""Which server answers: the one, or the master that Sentinel names (cluster.py: shards)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+from redis.backoff import NoBackoff
+from redis.connection import (
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
+from redis.retry import Retry
+
+from kvstore import tcp
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.redis.connection import (
+    FAILURES,
+    Dial,
+    ErrorReply,
+    Link,
+    Links,
+    RefusedError,
+    Reply,
+)
+from kvstore.index.redis.protocol import command
+from kvstore.index.redis.url import Host, Target
+
+
+class Request(NamedTuple):
+    """One command with one reply."""
+
+    packed: bytes
+    slot: int = -1
+    """Cluster slot of its keys; -1 where there is no cluster."""
+
+
+class Shard(NamedTuple):
+    links: Links
+    slots: tuple[int, ...]
+    """The slots it serves; empty where there is no cluster."""
+
+
+class Route(Protocol):
+    """Sends commands to where their keys are."""
+
+    clustered: bool
+
+    def run(self, requests: Sequence[Request]) -> list[Reply]:
+        """All replies in order, within one time-out; error replies are values.
+
+        `LostReply` stands for those of a shard that is away; raises when none is there.
+        """
+        ...
+
+    def run_each(self, requests: Iterator[Request]) -> list[Reply]:
+        """As `run`; where one server gets them all, it works on the first while the next is
+        made."""
+        ...
+
+    def ask_all(
+        self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
+    ) -> list[list[Reply]]:
+        """`replies` replies of every server that holds keys, in the order of `shards`.
+
+        `LostReply` as in `run`. With `even_if_away` a shard that failed lately is asked
+        all the same.
+        """
+        ...
+
+    def links_for(self, slot: int) -> Links:
+        """The connections for several round trips with one server."""
+        ...
+
+    def shards(self) -> list[Shard]:
+        """Every server that holds keys, in a stable order."""
+        ...
+
+    def mistaken(self) -> None:
+        """The server is not the one for us (READONLY): find out anew at the next call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SingleRoute:
+    """One server for everything."""
+
+    clustered = False
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    def run(self, requests: Sequence[Request]) -> list[Reply]:
+        if len(requests) == 1:
+            return self._links.run(requests[0].packed)
+        return self._links.run(b"".join([r.packed for r in requests]), len(requests))
+
+    def run_each(self, requests: Iterator[Request]) -> list[Reply]:
+        return self._links.run_each(request.packed for request in requests)
+
+    def ask_all(
+        self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
+    ) -> list[list[Reply]]:
+        return [self._links.run(request(Shard(self._links, ())), replies)]
+
+    def links_for(self, slot: int) -> Links:
+        return self._links
+
+    def shards(self) -> list[Shard]:
+        return [Shard(self._links, ())]
+
+    def mistaken(self) -> None:
+        self._links.drop_idle()
+
+    def close(self) -> None:
+        self._links.close()
+
+
+class _TcpConnection(Connection):
+    """One deadline for the look-up of the name and all addresses it has."""
+
+    def _connect(self) -> socket.socket:
+        assert self.socket_connect_timeout is not None
+        sock = tcp.connect(self.host, self.port, monotonic() + self.socket_connect_timeout)
+        sock.settimeout(self.socket_timeout)
+        return sock
+
+
+class _TlsConnection(SSLConnection, _TcpConnection):
+    """TLS, for the host's name, over that."""
+
+
+def _open(make: Callable[..., AbstractConnection], **options: object) -> AbstractConnection:
+    """A connected socket; `AUTH` and the rest are ours, so that one deadline spans them."""
+    connection = make(
+        **options, retry=Retry(NoBackoff(), 0), redis_connect_func=lambda connection: None
+    )
+    try:
+        connection.connect()  # type: ignore[no-untyped-call]
+    except BaseException:
+        connection.disconnect()  # type: ignore[no-untyped-call]
+        raise
+    return connection
+
+
+def _hello(username: str, password: str, db: int) -> tuple[bytes, int]:
+    requests = []
+    if password:
+        user = [username.encode()] if username else []
+        requests.append(command(b"AUTH", *user, password.encode()))
+    if db:
+        requests.append(command(b"SELECT", b"%d" % db))
+    return b"".join(requests), len(requests)
+
+
+def host_dial(target: Target, host: Host) -> Dial:
+    """Opens connections to `host` with the user and the TLS options of `target`."""
+    hello, replies = _hello(target.username, target.password, target.db)
+
+    def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
+        return _open_host(target, host, deadline), hello, replies
+
+    return dial
+
+
+def _open_host(target: Target, host: Host, deadline: float) -> AbstractConnection:
+    left = deadline - monotonic()
+    if left <= 0:
+        raise TimeoutError
+    kind = _TlsConnection if target.tls else _TcpConnection
+    options = dict(target.tls_options, host=host[0], port=host[1])
+    return _open(kind, socket_timeout=left, socket_connect_timeout=left, **options)
+
+
+def unix_dial(target: Target) -> Dial:
+    hello, replies = _hello(target.username, target.password, target.db)
+
+    def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
+        left = max(deadline - monotonic(), 0.001)
+        connection = _open(
+            UnixDomainSocketConnection,
+            path=target.path,
+            socket_timeout=left,
+            socket_connect_timeout=left,
+        )
+        return connection, hello, replies
+
+    return dial
+
+
+class SentinelDial:
+    """Asks the sentinels for the master at every connect, the last that knew it first."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._sentinels = list(target.hosts)
+        self._hello = _hello(target.username, target.password, target.db)
+        self._ask = command(b"SENTINEL", b"get-master-addr-by-name", target.service.encode())
+
+    def __call__(self, deadline: float) -> tuple[AbstractConnection, bytes, int]:
+        return _open_host(self._target, self._master(deadline), deadline), *self._hello
+
+    def _master(self, deadline: float) -> Host:
+        why = "none of them knows the service"
+        sentinels = list(self._sentinels)
+        for tried, sentinel in enumerate(sentinels):
+            # Each gets its share of the time, or one that hangs would use up all of it.
+            share = monotonic() + (deadline - monotonic()) / (len(sentinels) - tried + 1)
+            try:
+                master = self._answer(sentinel, share)
+            except (IndexUnavailableError, RefusedError, *FAILURES) as e:
+                why = f"{sentinel[0]}:{sentinel[1]}: {e}"
+                continue
+            if master is not None:
+                self._sentinels = [sentinel, *(s for s in sentinels if s != sentinel)]
+                return master
+        raise IndexUnavailableError(f"Sentinel at {self._target.label}: {why}")
+
+    def _answer(self, sentinel: Host, deadline: float) -> Host | None:
+        target = self._target
+        hello, replies = _hello(target.sentinel_username, target.sentinel_password, 0)
+
+        def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
+            return _open_host(target, sentinel, deadline), hello, replies
+
+        link = Link(dial, deadline - monotonic())
+        try:
+            (reply,) = link.run(self._ask, 1, deadline)
+        finally:
+            link.drop()
+        if isinstance(reply, ErrorReply):
+            raise RefusedError(reply)
+        if reply is None:
+            return None
+        if not isinstance(reply, list) or list(map(type, reply)) != [bytes, bytes]:
+            raise ValueError(f"odd answer {str(reply)[:80]!r}")
+        return reply[0].decode(), int(reply[1])

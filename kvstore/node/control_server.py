@@ -1,0 +1,103 @@
+"""The node's control socket: frames in, frames out, one asyncio protocol per connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgpack
+
+from kvstore.errors import KVStoreError, UsageError
+from kvstore.limits import MESSAGE_BYTES_MAX
+from kvstore.node.permissions import peer_uid
+from kvstore.node.sessions import ClientSession
+from kvstore.protocol import control
+from kvstore.protocol.control import Hello
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection; the daemon decides, this only moves bytes.
+
+    Whoever breaks the framing, or lets more than one full message of answers
+    pile up, is hung up on: a slow client must not fill the node's memory.
+    """
+
+    def __init__(
+        self,
+        on_hello: Callable[[Connection, Hello], None],
+        on_request: Callable[[Connection, Any], None],
+        on_gone: Callable[[Connection], None],
+    ) -> None:
+        self._on_hello = on_hello
+        self._on_request = on_request
+        self._on_gone = on_gone
+        self._unpacker = control.unpacker()
+        self._transport: asyncio.Transport | None = None
+        self._last_request = 0
+        self.session: ClientSession | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def peer_uid(self) -> int:
+        """Whose process is at the other end."""
+        assert self._transport is not None
+        return peer_uid(self._transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._unpacker.feed(data)
+            for message in self._unpacker:
+                self._handle(message)
+                if self._transport is None:
+                    return
+        except (msgpack.UnpackException, ValueError):
+            self.hang_up()
+
+    def _handle(self, message: Any) -> None:
+        if self._carried_out(message):
+            return
+        try:
+            if self.session is None:
+                self._on_hello(self, Hello(message))
+            else:
+                self._on_request(self, message)
+        except UsageError as e:
+            self._refuse(message, e)
+            if self.session is None:
+                self.hang_up()
+
+    def _carried_out(self, message: Any) -> bool:
+        """Whether this request, or one that was made after it, came before.
+
+        To reserve or pin twice would leak: the client hears one answer.
+        """
+        request = message[1] if isinstance(message, list) and len(message) > 1 else 0
+        if type(request) is not int or request < 1:
+            return False
+        if request <= self._last_request:
+            return True
+        self._last_request = request
+        return False
+
+    def _refuse(self, message: Any, error: KVStoreError) -> None:
+        request = message[1] if isinstance(message, list) and len(message) > 1 else 0
+        if type(request) is int and request:
+            self.send([request, False, str(error)])
+
+    def send(self, answer: list[Any]) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        transport.write(control.packed(answer))
+        if transport.get_write_buffer_size() > MESSAGE_BYTES_MAX:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_gone(self)

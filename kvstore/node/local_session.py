@@ -1,0 +1,153 @@
+"""Sessions that threads of the node's own process hold: streams speak for clients elsewhere.
+
+The event loop alone changes the core (rule 2); a thread hands it an event and waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.core.events import Event, SessionDead
+from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.limits import TOLD_MAX
+from kvstore.node.sessions import ClientSession, Sessions
+
+Make = Callable[[int, int], Event]
+"""An event from a session's number and a request's."""
+TakeBack = Callable[[Any], Make]
+"""From an answer that nobody waits for any more, what undoes it."""
+
+
+class LocalSessions:
+    """Opens sessions. For any thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sessions: Sessions, act: Callable[[Event], None]
+    ) -> None:
+        self._loop = loop
+        self._sessions = sessions
+        self._act = act
+        self._room = threading.BoundedSemaphore(TOLD_MAX)
+
+    def open(self) -> LocalSession:
+        return LocalSession(self)
+
+    def tell(self, event: Event) -> None:
+        """A hint: passed over while `TOLD_MAX` of them wait. Raises `NodeUnavailableError`."""
+        if self._room.acquire(blocking=False):
+            self.call(lambda: self._hear(event))
+
+    def _hear(self, event: Event) -> None:
+        self._room.release()
+        self._act(event)
+
+    def call(self, what: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError as e:
+            raise NodeUnavailableError("the node has ended") from e
+
+    def enter(self, speaker: LocalSession) -> ClientSession:
+        return self._sessions.enter_inside(speaker)
+
+    def leave(self, session: ClientSession) -> None:
+        self._act(SessionDead(session.number))
+        self._sessions.leave_inside(session)
+
+    def act(self, event: Event) -> None:
+        self._act(event)
+
+
+class LocalSession:
+    """One thread's session; what it holds is given back by `close`.
+
+    The thread closes it only once it has stopped writing (rule 5).
+    """
+
+    def __init__(self, inside: LocalSessions) -> None:
+        self._inside = inside
+        self._requests = itertools.count(1)
+        self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._late: dict[int, TakeBack | None] = {}
+        """Requests whose answers nobody waits for any more; they are still to come."""
+        self._told: set[int] = set()
+        """Requests whose answers nobody ever waited for."""
+        self._session: ClientSession | None = None
+
+    @property
+    def busy(self) -> bool:
+        """An answer is late, and so would be that to anything else."""
+        return bool(self._late)
+
+    def ask(self, make: Make, deadline: float, take_back: TakeBack | None = None) -> Any:
+        """The core's answer. Raises `DeadlineError`; what was asked is carried out all the same.
+
+        What it then grants to nobody is given back by `take_back` as soon as it is known
+        (rule 5: who was told of no slot writes to none); without it, by `close`.
+        """
+        request = next(self._requests)
+        self._inside.call(lambda: self._post(make, request))
+        answer: list[Any] | None = None
+        try:
+            while answer is None or answer[0] != request:
+                answer = self._answers.get(timeout=max(deadline - time.monotonic(), 0.001))
+        except BaseException as e:
+            # An interrupt too: its answer must never be taken for the next one's.
+            self._give_up(request, take_back)
+            if isinstance(e, queue.Empty):
+                raise DeadlineError("the node is busy") from e
+            raise
+        return answer[2]
+
+    def _give_up(self, request: int, take_back: TakeBack | None) -> None:
+        with self._lock:
+            if self._answers.empty():
+                self._late[request] = take_back
+                return
+            body = self._answers.get()[2]  # the one that has come after all
+        if take_back is not None:
+            self.tell(take_back(body))
+
+    def tell(self, make: Make) -> None:
+        """Have it carried out, after all that was asked before. The answer is nobody's."""
+        request = next(self._requests)
+        with self._lock:
+            self._told.add(request)
+        self._inside.call(lambda: self._post(make, request))
+
+    def _post(self, make: Make, request: int) -> None:
+        if self._session is None:
+            self._session = self._inside.enter(self)
+        self._inside.act(make(self._session.number, request))
+
+    def send(self, answer: list[Any]) -> None:
+        """Called by the event loop with what the core answers."""
+        request, _, body = answer
+        with self._lock:
+            if request in self._told:
+                self._told.remove(request)
+                return
+            if request not in self._late:
+                self._answers.put(answer)
+                return
+            take_back = self._late.pop(request)
+        if take_back is not None:
+            self.tell(take_back(body))
+
+    def hang_up(self) -> None:
+        """Part of a speaker's duties; the stream server ends its connections itself."""
+
+    def close(self) -> None:
+        self._inside.call(self._leave)
+
+    def _leave(self) -> None:
+        if self._session is not None:
+            self._inside.leave(self._session)
+            self._session = None

@@ -1,0 +1,76 @@
+"""Who of this host may use a node: its own user, and one group that may read.
+
+The group gets what a reader needs: to find the node, to map its segment read-only and
+to say what it used (`wire.READER_OPS`). It cannot write a byte of a block, reserve, pin
+or drop: whoever may write payload may put wrong bytes under a right key.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from kvstore.errors import UsageError
+from kvstore.nodedir import Announcement, NodeDir
+
+_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+def group_id(name: str) -> int:
+    """The number of the group called `name`, or numbered so. This process must be in it."""
+    try:
+        gid = int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    except (KeyError, ValueError) as e:
+        raise UsageError("group", name, "no such group") from e
+    if os.geteuid() != 0 and gid not in (os.getegid(), *os.getgroups()):
+        raise UsageError("group", name, "the node's user must be in it")
+    return gid
+
+
+def share_directory(run_dir: Path, directory: NodeDir, gid: int | None) -> None:
+    """Let the group find the node, or nobody but the user. The caller holds the node's lock."""
+    if gid is None:
+        directory.path.chmod(0o700)
+        directory.lock.chmod(0o600)
+        return
+    status = run_dir.stat()
+    if status.st_mode & stat.S_IXGRP and status.st_gid != gid:
+        raise UsageError("group", gid, f"{run_dir} is group {status.st_gid}'s: one each")
+    for path, mode in (
+        (run_dir, 0o710),
+        (directory.path.parent, 0o750),
+        (directory.path, 0o750),
+        (directory.lock, 0o640),
+    ):
+        give(path, gid, mode)
+
+
+def share_files(announcement: Announcement, gid: int | None) -> None:
+    """Let the group map the segment read-only, or nobody but the user: it may be one that the
+    node's former start left, with another group."""
+    for path in (Path(announcement.data_path), Path(announcement.head_path)):
+        if gid is None:
+            path.chmod(0o600)
+        else:
+            give(path, gid, 0o640)
+
+
+def give(path: Path, gid: int, mode: int) -> None:
+    """The group first: its rights must never be another group's."""
+    os.chown(path, -1, gid)
+    path.chmod(mode)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel noted it at connect."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return int(_UCRED.unpack(raw)[1])
+
+
+def owns_node(uid: int) -> bool:
+    """Whether that user may do everything: it is the node's own, or root, who can anyway."""
+    return uid in (os.geteuid(), 0)

@@ -1,0 +1,67 @@
+"""Finds and repairs what the index lost without its incarnation telling."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvstore.core.node import NodeCore
+from kvstore.core.scrub import Scrub
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.announced import announced_node
+from kvstore.index.base import Index
+from kvstore.node.publisher import Publisher
+from kvstore.record import RecordSigner
+
+log = logging.getLogger("kvstore.node")
+
+SCRUB_EVERY_S = 0.25
+SCRUB_KEYS = 512
+"""A look at as many takes 0.2 ms of Redis; 100,000 blocks are gone through in 50 s."""
+
+
+class Scrubber:
+    """Looks up a few keys now and then, unless blocks are to be published; then lost ones are."""
+
+    def __init__(
+        self,
+        core: NodeCore,
+        index: Index,
+        publisher: Publisher,
+        beat: Callable[[], None],
+        signer: RecordSigner | None = None,
+    ) -> None:
+        """`beat` asks the index at once whether it is the one that it was; with `signer`, other
+        nodes count only when it signed what they announce."""
+        self._scrub = Scrub(core)
+        self._index = index
+        self._publisher = publisher
+        self._beat = beat
+        self._signer = signer
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(SCRUB_EVERY_S)
+            self.step()
+
+    def step(self) -> None:
+        keys = self._scrub.next(SCRUB_KEYS)
+        if not keys:
+            return
+        try:
+            records = self._index.lookup(keys)
+            owners = self._scrub.owners(keys, records)
+            epochs = {owner: self._epoch_of(owner) for owner in owners}
+        except IndexUnavailableError:
+            return
+        lost = self._scrub.found(keys, records, epochs)
+        if lost:
+            log.info("the index had lost %d blocks of %d: publishing them", lost, len(keys))
+            self._publisher.schedule()
+        if lost == len(keys):
+            self._beat()  # very likely all is gone: do not wait for the next heartbeat
+
+    def _epoch_of(self, node_id: int) -> int | None:
+        announcement = announced_node(self._index, node_id, self._signer)
+        return announcement.epoch if announcement is not None else None

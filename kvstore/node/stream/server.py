@@ -1,0 +1,282 @@
+"""The node's end of streams: who may connect, and a thread for each who did, so that the event
+loop never waits for a network. What they may do is in service.py."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import select
+import socket
+import ssl
+import threading
+import time
+from math import inf
+from pathlib import Path
+
+from kvstore.errors import NodeUnavailableError, PeerError, UsageError
+from kvstore.limits import STREAM_CONNECTIONS_MAX
+from kvstore.node.config import NodeConfig
+from kvstore.node.local_session import LocalSessions
+from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.node.stream.lobby import HANDSHAKE_TIMEOUT_S, Guest, Lobby
+from kvstore.node.stream.service import StreamService
+from kvstore.nodedir import Announcement
+from kvstore.protocol.stream import (
+    CLIENT_HELLO_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    NodeHandshake,
+    WireError,
+)
+from kvstore.segment.shm import AttachedShm
+from kvstore.transport.nixl.child import INSTALL
+from kvstore.transport.nixl.process import installed
+from kvstore.transport.nixl.transport import NAME as NIXL
+from kvstore.transport.nixl.transport import agent_prefix
+from kvstore.transport.stream.address import WILDCARDS, Address, own_address
+from kvstore.transport.stream.channel import Channel, hang_up
+from kvstore.transport.stream.transport import NAME as STREAM
+
+log = logging.getLogger("kvstore.node")
+
+STOP_TIMEOUT_S = 2.0
+ACCEPT_POLL_S = 0.2
+SAY_EVERY_S = 10.0
+IDLE_MIN_S = 1.0
+"""A connection that has asked for nothing for so long goes when another client needs its room; its
+own client connects again."""
+
+
+class StreamServer:
+    """Serves one start of one node until `stop`."""
+
+    def __init__(
+        self, config: NodeConfig, announcement: Announcement, inside: LocalSessions
+    ) -> None:
+        """Listens from here on. Raises `UsageError` when it cannot."""
+        assert config.listen is not None
+        if config.nixl and not installed():
+            raise UsageError("nixl", config.nixl, f"is not installed: {INSTALL}")
+        host, port = config.listen
+        self._node = (announcement.node_id, announcement.epoch)
+        self._name = announcement.name
+        self._secret = config.security.secret
+        self._tls = config.security.server_context()
+        self._shm = AttachedShm(
+            Path(announcement.data_path), Path(announcement.head_path), writable=True
+        )
+        try:
+            v6 = ":" in host
+            self._listener = socket.create_server(
+                (host, port),
+                family=socket.AF_INET6 if v6 else socket.AF_INET,
+                backlog=128,
+                dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+            )
+        except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
+            self._shm.close()
+            raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
+        self._listener.settimeout(ACCEPT_POLL_S)
+        shown = config.advertise or (own_address(v6=v6) if host in WILDCARDS else host)
+        scheme = "tcp" if self._tls is None else "tls"
+        self.address = Address(scheme, shown, self._listener.getsockname()[1])
+        self.transports = {STREAM: str(self.address)}
+        """What the node announces."""
+        self.nixl = NixlSidecar(announcement, config.nixl) if config.nixl else None
+        if self.nixl is not None:
+            self.transports[NIXL] = agent_prefix(*self._node)
+        self._service = StreamService(self._shm, self._node, inside, self.nixl)
+        self._lock = threading.Lock()
+        self._lobby = Lobby()
+        self._guests: set[Guest] = set()
+        """Those who have proved that they may come in."""
+        self._threads: set[threading.Thread] = set()
+        self._stopping = False
+        self._said_at = float("-inf")
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="kvstore-accept", daemon=True).start()
+        if self.nixl is not None:
+            self.nixl.start()
+        log.info("node %s serves streams at %s", self._name, self.address)
+
+    def stop(self) -> None:
+        """End every connection; waits at most `STOP_TIMEOUT_S`. Safe to call twice.
+
+        Called by the event loop, for which a thread may be waiting: that thread ends by
+        itself, and what it holds goes with the node.
+        """
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            guests, threads = [*self._guests, *self._lobby.guests], list(self._threads)
+        # A plain close would leave it open for as long as the other thread waits in it.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self.nixl is not None:
+            self.nixl.stop()
+        for guest in guests:
+            hang_up(guest.socket)
+        give_up_at = time.monotonic() + STOP_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(give_up_at - time.monotonic(), 0.0))
+        if not any(thread.is_alive() for thread in threads):
+            self._shm.close()
+
+    # --- connections --------------------------------------------------------
+
+    def _accept(self) -> None:
+        """Take connections; each gets a thread with its first byte, and not before."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        listener, waiting = self._listener.fileno(), dict[int, Guest]()
+        while not self._stopping:
+            for fd, _ in poll.poll(ACCEPT_POLL_S * 1e3):
+                if fd == listener:
+                    guest = self._greet(poll, waiting)
+                    if guest is not None:
+                        waiting[guest.fd] = guest
+                        poll.register(guest.fd, select.POLLIN)
+                elif (spoke := waiting.pop(fd, None)) is not None:
+                    poll.unregister(fd)
+                    self._let_in(spoke)
+            too_late = time.monotonic() - HANDSHAKE_TIMEOUT_S
+            for guest in [one for one in waiting.values() if one.came_at < too_late]:
+                self._send_off(guest, poll, waiting)
+        for guest in waiting.values():
+            guest.socket.close()
+
+    def _greet(self, poll: select.poll, waiting: dict[int, Guest]) -> Guest | None:
+        """One more connection, if there is one after all; another may have to go for it."""
+        try:
+            connection, peer = self._listener.accept()
+        except TimeoutError:
+            return None
+        except OSError as e:
+            if not self._stopping:
+                log.warning("node %s: cannot accept: %s", self._name, e)
+                time.sleep(ACCEPT_POLL_S)
+            return None
+        guest = Guest(connection, peer[0])
+        with self._lock:
+            goes = self._lobby.enter(guest)
+        if goes is not None:
+            self._send_off(goes, poll, waiting)
+        return guest
+
+    def _send_off(self, guest: Guest, poll: select.poll, waiting: dict[int, Guest]) -> None:
+        """Hang up; one that has a thread is closed by that."""
+        with self._lock:
+            self._lobby.leave(guest)
+        if waiting.get(guest.fd) is guest:
+            del waiting[guest.fd]
+            poll.unregister(guest.fd)
+            guest.socket.close()
+        else:
+            hang_up(guest.socket)
+
+    def _let_in(self, guest: Guest) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(guest,), name="kvstore-stream", daemon=True
+        )
+        with self._lock:
+            try:
+                if not self._stopping:
+                    thread.start()
+                    self._threads.add(thread)
+                    return
+            except RuntimeError as e:  # this host has no more threads to give
+                self._say("node %s: connection from %s: %s", self._name, guest.address, e)
+            self._lobby.leave(guest)
+        guest.socket.close()
+
+    def _admit(self, guest: Guest) -> bool:
+        """Whether there is room for one that has proved that it may come in."""
+        with self._lock:
+            self._lobby.leave(guest)
+            if self._stopping or not self._make_room():
+                return False
+            guest.idle_since = time.monotonic()
+            self._guests.add(guest)
+            return True
+
+    def _make_room(self) -> bool:
+        """Whether there is room for one more. The caller holds the lock."""
+        if len(self._guests) < STREAM_CONNECTIONS_MAX:
+            return True
+        idle = [(at, id(guest), guest) for guest in self._guests if (at := guest.idle_since)]
+        since, _, longest = min(idle, default=(inf, 0, None))
+        if longest is None or time.monotonic() < since + IDLE_MIN_S:
+            return False
+        self._guests.discard(longest)
+        hang_up(longest.socket)
+        return True
+
+    def _gone(self, guest: Guest) -> None:
+        with self._lock:
+            self._lobby.leave(guest)
+            self._guests.discard(guest)
+            self._threads.discard(threading.current_thread())
+        guest.socket.close()
+
+    def _serve(self, guest: Guest) -> None:
+        try:
+            guest.socket.setblocking(True)
+            guest.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+            self._encrypt(guest)
+            channel = Channel(guest.socket)
+            self._shake_hands(channel, guest, deadline)
+            while not self._stopping:
+                guest.idle_since = time.monotonic()
+                request = self._service.request(channel)
+                guest.idle_since = None
+                self._service.answer(channel, request, guest.address)
+        except (PeerError, UsageError) as e:
+            # A client that went away is nobody's fault; one that may not come in is worth a word.
+            if isinstance(e, WireError):
+                self._say("node %s hangs up on %s: %s", self._name, guest.address, e)
+        except (OSError, ValueError) as e:  # of the TLS handshake; or the segment is closed
+            self._say("node %s: connection from %s: %s", self._name, guest.address, e)
+        finally:
+            self._gone(guest)
+
+    def _say(self, text: str, *args: object) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            log.warning(text, *args)
+
+    def _encrypt(self, guest: Guest) -> None:
+        if self._tls is None:
+            return
+        guest.socket.settimeout(HANDSHAKE_TIMEOUT_S)
+        try:
+            encrypted = self._tls.wrap_socket(
+                guest.socket, server_side=True, do_handshake_on_connect=False
+            )
+            guest.socket = encrypted  # the plain one is an empty shell from here on
+            encrypted.do_handshake()
+        except ssl.SSLError as e:
+            raise WireError(f"no TLS: {e}") from e
+
+    def _shake_hands(self, channel: Channel, guest: Guest, deadline: float) -> None:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        shake = NodeHandshake(self._secret, nonce, self._node, protected=channel.encrypted)
+        hello = channel.receive_bytes(CLIENT_HELLO_BYTES, deadline)
+        try:
+            answer = shake.answer(hello)
+        except WireError:
+            channel.send([shake.hello()], deadline)  # it may see that it is of another version
+            raise
+        channel.send([answer], deadline)
+        welcome, verdict = shake.judge(channel.receive_bytes(PROOF_BYTES, deadline))
+        if welcome and not self._admit(guest):
+            raise NodeUnavailableError("this node has no room for one more connection")
+        channel.send([verdict], deadline)
+        if not welcome:
+            raise WireError("it does not know the secret")
+        channel.seals = shake.seals()

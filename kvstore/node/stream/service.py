@@ -1,0 +1,349 @@
+"""What a node does for a client on another host, one request of a connection at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from kvstore.core.events import (
+    Abort,
+    Commit,
+    Corrupt,
+    Drop,
+    Explain,
+    Introduce,
+    Reserve,
+    Reset,
+    Stat,
+    Suspect,
+    Touch,
+)
+from kvstore.core.namespaces import namespace_of
+from kvstore.limits import (
+    CHECKED_BYTES_PER_S_MAX,
+    STREAM_BATCH_BYTES_MAX,
+    STREAM_RESERVED_SHARE,
+    STREAM_SLOW_BYTES_PER_S,
+)
+from kvstore.node.local_session import LocalSession, LocalSessions
+from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.node.stream.shares import Shares
+from kvstore.protocol import control
+from kvstore.protocol.stream import (
+    GRANTED,
+    Asked,
+    Frame,
+    SaveOffer,
+    WireError,
+    pack_answers,
+    unpack_answers,
+    unpack_put,
+    unpack_read,
+)
+from kvstore.protocol.stream_reply import Head, Sent, Tail, grouped, pack_heads, pack_tails
+from kvstore.protocol.stream_seal import TAG_BYTES, matches
+from kvstore.segment.header import fields
+from kvstore.segment.locate import Spot, locate
+from kvstore.segment.shm import AttachedShm
+from kvstore.token_bucket import TokenBucket
+from kvstore.transport.stream.channel import Channel
+from kvstore.transport.stream.chunks import Digests, chunked
+from kvstore.types import Key, Location
+
+IDLE_TIMEOUT_S = 600.0
+"""A connection without a request for so long is closed; clients connect again."""
+REQUEST_TIMEOUT_S = 2.0
+"""For all bytes of a request's frame, once it has begun."""
+TRANSFER_TIMEOUT_MAX_S = 60.0
+RESERVED_TIMEOUT_S = 5.0
+"""A save's slots are reserved for so long at most, besides the time of its bytes."""
+SNAPSHOT_BYTES = 64 << 10
+"""A group up to this size is copied first, and then all of it leaves in one call."""
+CHECKSUMS_KEPT_MAX = 1 << 16
+CONTROL_EVENTS = (Stat, Explain, Touch, Suspect, Drop, Reset)
+"""What a client on another host may ask of the core besides reading and saving."""
+Part = memoryview | bytes
+"""Of what is sent."""
+CHECKSUM_WRONG = "its bytes arrived with another checksum"
+
+
+class Served(NamedTuple):
+    """A block without a checksum in its header, as it was when it was first served."""
+
+    slot_id: int
+    generation: int
+    offset: int
+    length: int
+    checksum: int
+
+
+class StreamService:
+    """Thread-safe: each connection's thread calls `answer` for itself.
+
+    Headers and payload are read as any reader does, checked before and after (rule 4);
+    payload is written only into slots that the core gave to the session (rules 5, 6).
+    """
+
+    def __init__(
+        self,
+        shm: AttachedShm,
+        node: tuple[int, int],
+        inside: LocalSessions,
+        nixl: NixlSidecar | None = None,
+    ) -> None:
+        """`shm` is writable; `node` is (node id, epoch)."""
+        self._shm = shm
+        self._node = node
+        self._inside = inside
+        self._served: dict[Key, Served] = {}
+        self._checks = TokenBucket(CHECKED_BYTES_PER_S_MAX)
+        self._lock = threading.Lock()
+        """Of the budget."""
+        self._nixl = nixl
+        self._shares = Shares(len(shm.payload) // STREAM_RESERVED_SHARE)
+
+    def request(self, channel: Channel) -> tuple[Frame, int]:
+        """Wait for one request: (type, bytes that follow). Raises `PeerError` when the connection
+        is to end."""
+        idle_until = time.monotonic() + IDLE_TIMEOUT_S
+        return channel.receive_head(idle_until)
+
+    def answer(self, channel: Channel, request: tuple[Frame, int], client: str) -> None:
+        """Take the rest of it and answer. Raises `PeerError` when the connection is to end.
+
+        `client` is whose share of what can be reserved it takes from: the address of its host.
+        """
+        kind, size_bytes = request
+        began = time.monotonic()
+        body = channel.receive_rest(kind, size_bytes, began + REQUEST_TIMEOUT_S)
+        if kind is Frame.READ:
+            timeout_s, asked = unpack_read(body, self._node[0])
+            _check_batch([one.location.length for one in asked])
+            self._read(channel, asked, began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S))
+        elif kind is Frame.LOOK:
+            timeout_s, asked = unpack_read(body, self._node[0])
+            heads = _heads([self._spot(key, location) for key, location in asked])
+            channel.send([pack_heads(heads, channel.seals.sent)], began + REQUEST_TIMEOUT_S)
+        elif kind is Frame.PUT:
+            timeout_s, namespace_id, fields, offers = unpack_put(body)
+            _check_batch([offer.size_bytes for offer in offers])
+            self._introduce(namespace_id, fields)
+            size_bytes = sum(offer.size_bytes for offer in offers)
+            most_s = RESERVED_TIMEOUT_S + size_bytes / STREAM_SLOW_BYTES_PER_S
+            deadline = began + min(timeout_s, most_s)
+            with self._shares.of(client, size_bytes, deadline):
+                self._put(channel, offers, namespace_id, deadline)
+        elif kind is Frame.CONTROL:
+            self._control(channel, unpack_answers(body), began + REQUEST_TIMEOUT_S)
+        elif kind is Frame.NIXL:
+            way = self._nixl.way() if self._nixl is not None else []
+            channel.send_frame(pack_answers(way), time.monotonic() + REQUEST_TIMEOUT_S)
+        else:
+            raise WireError(f"frame type {kind} from a client")
+
+    # --- reading ------------------------------------------------------------
+
+    def _read(self, channel: Channel, asked: Sequence[Asked], deadline: float) -> None:
+        """What comes between two sends is as little as can be: a group of payloads leaves
+        nothing of this code in the processor's cache."""
+        spots = [self._spot(key, location) for key, location in asked]
+        there = {i: spot for i, spot in enumerate(spots) if spot is not None}
+        out: list[Part] = [pack_heads(_heads(spots), channel.seals.sent)]
+        for group in grouped((i, spot.header[2]) for i, spot in there.items()):
+            out = self._group(channel, out, [(asked[i].key, there[i]) for i in group], deadline)
+        channel.send(out, deadline)
+        if there:
+            self._inside.tell(Touch(0, [asked[i].key for i in there]))
+
+    def _group(
+        self,
+        channel: Channel,
+        before: list[Part],
+        group: Sequence[tuple[Key, Spot]],
+        deadline: float,
+    ) -> list[Part]:
+        """Send `before` and the payloads, in place; what is to be sent next."""
+        seal = channel.seals.sent
+        lengths = [spot.header[2] for _, spot in group]
+        payloads = [
+            self._shm.payload[spot.offset : spot.offset + length]
+            for (_, spot), length in zip(group, lengths, strict=True)
+        ]
+        known = [spot.header[6] or self._served_checksum(key, spot) for key, spot in group]
+        snapshot = sum(lengths) <= SNAPSHOT_BYTES
+        if snapshot:
+            payloads = [memoryview(payload.tobytes()) for payload in payloads]
+        digests = None if all(known) else Digests(lengths)
+        for chunk in chunked([[payload] for payload in payloads]):
+            if digests is not None:
+                digests.update(chunk)
+            for piece in chunk.pieces:
+                seal.update(piece)
+            before += chunk.pieces
+            if not snapshot:
+                channel.send(before, deadline)
+                before = []
+        checksums = [
+            seen if digests is None else seen or digests.value(i) for i, seen in enumerate(known)
+        ]
+        tails = []
+        for (key, spot), seen, checksum in zip(group, known, checksums, strict=True):
+            # After the last byte was copied, be it by the kernel.
+            same = self._shm.header(spot.slot_id) == spot.image
+            tails.append(Tail(Sent.GOOD if same else Sent.MISS, checksum))
+            if same and not seen:
+                generation, _, length = spot.header[:3]
+                served = Served(spot.slot_id, generation, spot.offset, length, checksum)
+                self._remember(key, served)
+        return [*before, pack_tails(tails, seal)]
+
+    def _served_checksum(self, key: Key, spot: Spot) -> int:
+        """0 when it was not served before."""
+        served = self._served.get(key)
+        same = served is not None and served[:2] == (spot.slot_id, spot.header[0])
+        return served.checksum if served is not None and same else 0
+
+    def _remember(self, key: Key, served: Served) -> None:
+        if len(self._served) >= CHECKSUMS_KEPT_MAX:
+            self._served.clear()
+        self._served[key] = served
+
+    def _spot(self, key: bytes, location: Location) -> Spot | None:
+        return locate(self._shm, key, location) if location.epoch == self._node[1] else None
+
+    # --- saving -------------------------------------------------------------
+
+    def _introduce(self, namespace_id: int, fields: bytes) -> None:
+        if not fields:
+            return
+        namespace = namespace_of(fields)
+        if namespace.id != namespace_id:
+            raise WireError("a namespace under another one's id")
+        self._inside.tell(Introduce(0, namespace))
+
+    def _put(
+        self, channel: Channel, offers: Sequence[SaveOffer], namespace_id: int, deadline: float
+    ) -> None:
+        """Reserve, take the payload, check it, seal; what ends before that leaves nothing."""
+        session = self._inside.open()
+        try:
+            answers = session.ask(
+                lambda number, request: Reserve(
+                    number,
+                    request,
+                    [offer.key for offer in offers],
+                    [offer.size_bytes for offer in offers],
+                    namespace_id,
+                    [offer.kind for offer in offers],
+                    [offer.meta_length for offer in offers],
+                    [None] * len(offers),
+                    [0] * len(offers),
+                ),
+                deadline,
+            )
+            granted = {i: answer for i, answer in enumerate(answers) if isinstance(answer, tuple)}
+            codes = [GRANTED if i in granted else answer for i, answer in enumerate(answers)]
+            channel.send_frame(pack_answers(codes), deadline)
+            taken = self._take(channel, session, offers, granted, deadline)
+            channel.send_frame(pack_answers(taken), deadline)
+        finally:
+            # Nothing of this thread writes any more: what was not sealed is free.
+            session.close()
+
+    def _take(
+        self,
+        channel: Channel,
+        session: LocalSession,
+        offers: Sequence[SaveOffer],
+        granted: dict[int, tuple[int, int, int]],
+        deadline: float,
+    ) -> list[int | str]:
+        """Receive what was granted and commit what is right; what became of each."""
+        right: list[tuple[int, int, int]] = []
+        wrong: list[tuple[int, int]] = []
+        for i, (slot, generation, offset) in granted.items():
+            offer = offers[i]
+            if self._receive(channel, offset, offer, deadline):
+                right.append((slot, generation, offer.checksum))
+            else:
+                wrong.append((slot, generation))
+        if granted:
+            seen = channel.seals.received.payload_tag()
+            if not matches(seen, channel.receive_bytes(TAG_BYTES, deadline)):
+                wrong += [(slot, generation) for slot, generation, _ in right]
+                right = []
+        if wrong:
+            session.ask(lambda number, request: Abort(number, request, wrong), deadline)
+        if not right:
+            return [CHECKSUM_WRONG] * len(wrong)
+        outcomes = iter(
+            session.ask(lambda number, request: Commit(number, request, right), deadline)
+        )
+        bad = {slot for slot, _ in wrong}
+        return [
+            CHECKSUM_WRONG if slot in bad else next(outcomes) for slot, _, _ in granted.values()
+        ]
+
+    def _receive(self, channel: Channel, offset: int, offer: SaveOffer, deadline: float) -> bool:
+        """The payload of one offer into its slot; whether it is what was offered."""
+        digests = Digests([offer.size_bytes])
+        for chunk in chunked([[self._shm.payload[offset : offset + offer.size_bytes]]]):
+            channel.receive(list(chunk.pieces), deadline)
+            digests.update(chunk)
+            for piece in chunk.pieces:
+                channel.seals.received.update(piece)
+        return digests.value() == offer.checksum
+
+    # --- the rest -----------------------------------------------------------
+
+    def _control(self, channel: Channel, message: list[object], deadline: float) -> None:
+        event = control.decode(0, message)
+        if not isinstance(event, CONTROL_EVENTS):
+            raise WireError(f"op {message[0]} is not for clients on other hosts")
+        if isinstance(event, Touch | Suspect):
+            self._inside.tell(event)
+            if isinstance(event, Suspect):
+                self._look_at(event.keys)
+            return
+        session = self._inside.open()
+        try:
+            body = session.ask(
+                lambda number, request: event._replace(session=number, request=request), deadline
+            )
+        finally:
+            session.close()
+        channel.send_frame(pack_answers([body]), deadline)
+
+    def _look_at(self, keys: Sequence[Key]) -> None:
+        """The core judges blocks with a checksum in their header; of the others only this knows
+        what they were. One that was never served before has nothing to be compared with."""
+        for key in keys:
+            served = self._served.get(key)
+            if served is None:
+                continue
+            slot_id, generation, offset, length, checksum = served
+            header = fields(self._shm.header(slot_id))
+            if header is None or header[:2] != (generation, key):
+                continue
+            with self._lock:
+                allowed = self._checks.allows(length, time.monotonic())
+            if allowed:
+                seen = xxhash.xxh3_64_intdigest(self._shm.payload[offset : offset + length])
+                if seen != checksum:
+                    # If the slot was reused meanwhile, its generation says so to the core.
+                    self._inside.tell(Corrupt(slot_id, generation))
+
+
+def _heads(spots: Sequence[Spot | None]) -> list[Head]:
+    return [
+        Head(Sent.MISS) if spot is None else Head(Sent.GOOD, *spot.header[4:6]) for spot in spots
+    ]
+
+
+def _check_batch(sizes: Sequence[int]) -> None:
+    if len(sizes) > 1 and sum(sizes) > STREAM_BATCH_BYTES_MAX:
+        raise WireError(f"{sum(sizes)} bytes in a batch, at most {STREAM_BATCH_BYTES_MAX}")

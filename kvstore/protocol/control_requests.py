@@ -1,0 +1,36 @@
+"""What a client wants to save, and how a RESERVE request says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvstore.protocol.control import join_keys
+from kvstore.types import Key
+
+
+class Want(NamedTuple):
+    """One block to save; `value`, when given, travels in the request."""
+
+    key: Key
+    size_bytes: int
+    kind: int
+    meta_length: int
+    value: bytes | None
+    checksum: int
+
+
+def reserve_arguments(
+    wants: Sequence[Want], namespace_id: int, *, checksums: bool
+) -> tuple[Any, ...]:
+    """Column by column; values and checksums that nobody has are left out."""
+    keys, sizes, kinds, meta_lengths, values, sums = zip(*wants, strict=True)
+    return (
+        namespace_id,
+        join_keys(keys),
+        sizes,
+        kinds,
+        meta_lengths,
+        values if any(value is not None for value in values) else None,
+        sums if checksums else 0,
+    )

@@ -1,0 +1,58 @@
+"""How a node lets a client read its memory through NIXL, as told over an authenticated stream.
+
+The metadata lets whoever has it read that memory (and write it, where it is
+mapped so): it is given to clients that proved the secret, and never to the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvstore.protocol.stream import WireError
+
+NAME_CHARS_MAX = 128
+METADATA_BYTES_MAX = 64 << 10
+PROBE_BYTES = 4096
+_ADDRESS_MAX = 1 << 62
+"""Far above what a process can map; with an offset in a segment still 64 bits."""
+
+
+class Endpoint(NamedTuple):
+    """What a reader's agent needs to know of an owner's. Addresses are the owner's own."""
+
+    agent: str
+    """The agent's name, another one for each start: `NODE_ID#EPOCH.START`."""
+    metadata: bytes
+    head_at: int
+    """Where the segment's header file is mapped."""
+    data_at: int
+    """Where its payload is mapped."""
+    probe_at: int
+    probe: bytes
+    """What must be read there, before anything else is."""
+
+
+def unpack_endpoint(answers: Sequence[Any]) -> Endpoint | None:
+    """None when the node has none to give now (it says so by an empty list).
+
+    Raises `WireError`.
+    """
+    if not answers:
+        return None
+    if len(answers) != len(Endpoint._fields):
+        raise WireError(f"a way in by NIXL of {len(answers)} fields")
+    way = Endpoint(*answers)
+    addresses = way[2:5]
+    right = (
+        isinstance(way.agent, str)
+        and 0 < len(way.agent) <= NAME_CHARS_MAX
+        and isinstance(way.metadata, bytes)
+        and 0 < len(way.metadata) <= METADATA_BYTES_MAX
+        and all(type(at) is int and 0 < at < _ADDRESS_MAX for at in addresses)
+        and isinstance(way.probe, bytes)
+        and len(way.probe) == PROBE_BYTES
+    )
+    if not right:
+        raise WireError("a way in by NIXL that cannot be one")
+    return way

@@ -1,0 +1,43 @@
+"""Which files a client takes for a node's segment: what a node says of itself is not enough.
+
+In a run directory of this user everything is this user's own word. One that another user shares
+(node/permissions.py) may name any path, also a file of the reader's: so only what lies where
+segments lie and is called like one of that user's counts, and opening it must show a plain file
+of that user's (`_map` in shm.py).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.nodedir import Announcement, NodeDir
+from kvstore.segment.shm import SHM_DIR
+
+
+class SegmentFiles(NamedTuple):
+    """Of one segment."""
+
+    data: Path
+    head: Path
+    owner: int
+    """The user whose both files must be."""
+    may_write: bool
+    """They are this user's (or this is root); else nothing may be opened for writing."""
+
+
+def files_of(directory: NodeDir, announcement: Announcement) -> SegmentFiles:
+    """Those that `announcement`, found in `directory`, names.
+
+    Raises `ValueError` when another user names what cannot be a segment of theirs, and `OSError`
+    when the directory is gone.
+    """
+    owner, user = directory.owner(), os.geteuid()
+    data, head = Path(announcement.data_path), Path(announcement.head_path)
+    if owner != user:
+        base = data.with_suffix("")
+        named = data.name.startswith(f"kvstore-{owner}-") and data.suffix == ".data"
+        if data.parent != SHM_DIR or not named or head != base.with_suffix(".head"):
+            raise ValueError(f"{data} and {head} are no segment of user {owner}")
+    return SegmentFiles(data, head, owner, owner == user or user == 0)

@@ -1,0 +1,278 @@
+"""A process with a NIXL agent: beside a node it lets its memory be read, beside a client it reads.
+
+    python -P child.py owner  FD NAME DATA_PATH HEAD_PATH read-only|writable
+    python -P child.py reader FD NAME ARENA_FD
+
+The only place where NIXL is imported. UCX puts hooks into a process, cannot cancel,
+and has aborted or crashed on a peer's death: here that costs this process, which its
+parent starts again, and killing it is the way to cancel. It talks with its parent
+over the socket FD, one msgpack list a packet, and ends with it.
+
+Run as a file and importing nothing of kvstore: it starts in half the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import resource
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgpack
+
+MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+INSTALL = "pip install --no-deps nixl-cu12"
+"""It declares torch, with CUDA 3 GB, and needs numpy alone."""
+OK, ERROR, LATE = 0, 1, 2
+"""What became of a request. LATE: its READ goes on, and may write for as long as this lives."""
+WAY, ADD, READ, REMOVE = 1, 2, 3, 4
+HELLO = 0
+"""The request that nobody made: it is answered when the process is ready."""
+PACKET_BYTES_MAX = 256 << 10
+PROBE_BYTES = 4096
+IDLE_POLL_S = 0.02
+"""How often an owner lets UCX work when nobody is about to connect: 0.4% of a core."""
+EAGER_S = 2.0
+"""How long it does so all the time after somebody asked for the way in."""
+EAGER_POLL_S = 0.0005
+SPIN_S = 0.002
+"""How long a reader looks for the end of a READ without a pause."""
+ORPHAN_CHECK_S = 1.0
+
+
+def guard() -> None:
+    """Set what UCX reads when it is loaded. An operator's UCX_TLS and UCX_NET_DEVICES stand."""
+    environment = os.environ
+    environment["UCX_PROTO_EMULATION_ENABLE"] = "n"  # over TCP a READ would be two-sided software
+    environment.setdefault("UCX_MODULES", "^efa")  # libefa crashes at exit
+    environment.setdefault("UCX_TLS", "^tcp")
+    environment.setdefault("UCX_HANDLE_ERRORS", "none")
+    environment.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    environment.setdefault("NIXL_LOG_LEVEL", "WARN")
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start one for each core
+    names = environment["UCX_TLS"].lstrip("^").split(",")
+    without = environment["UCX_TLS"].startswith("^")
+    if without != bool({"tcp", "all"} & set(names)) and "UCX_NET_DEVICES" not in environment:
+        raise RuntimeError("UCX_TLS with tcp listens on every interface: set UCX_NET_DEVICES too")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold the whole segment
+    os.dup2(2, 1)  # both libraries print to stdout
+
+
+def make_agent(name: str) -> Any:
+    for module in MODULES:
+        try:
+            api = importlib.import_module(module)
+        except ModuleNotFoundError:
+            continue
+        # The progress thread would take a whole core.
+        return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
+    raise RuntimeError(f"NIXL is not installed: {INSTALL}")
+
+
+def map_file(fd: int, size_bytes: int, protection: int) -> int:
+    """The address of a shared mapping; Python's own mmap has no address when it is read-only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_long,
+    ]
+    at = libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, fd, 0)
+    if at is None or at == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return int(at)
+
+
+class Parent:
+    """The other end. Its death ends this process, which holds nothing worth an orderly end."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._pid = os.getppid()
+        self._checked_at = time.monotonic()
+
+    def request(self, timeout_s: float) -> list[Any] | None:
+        """The next one, None when none came in time."""
+        if not self._poll.poll(timeout_s * 1000):
+            now = time.monotonic()
+            if now >= self._checked_at + ORPHAN_CHECK_S:
+                self._checked_at = now
+                if os.getppid() != self._pid:
+                    os._exit(0)
+            return None
+        raw = self._socket.recv(PACKET_BYTES_MAX)
+        if not raw:
+            os._exit(0)
+        message: list[Any] = msgpack.unpackb(raw)
+        return message
+
+    def answer(self, number: int, status: int, body: Any = "") -> None:
+        self._socket.send(msgpack.packb([number, status, body]))
+
+
+# --- beside a node --------------------------------------------------------------
+
+
+def owner(parent: Parent, name: str, data_path: str, head_path: str, access: str) -> None:
+    agent = make_agent(name)
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == "writable" else 0)
+    regions = []
+    for path, allowed in ((head_path, mmap.PROT_READ), (data_path, protection)):
+        fd = os.open(path, (os.O_RDWR if allowed & mmap.PROT_WRITE else os.O_RDONLY))
+        size_bytes = os.fstat(fd).st_size
+        regions.append((map_file(fd, size_bytes, allowed), size_bytes, 0, ""))
+        os.close(fd)
+    probe = os.urandom(PROBE_BYTES)
+    page = mmap.mmap(-1, PROBE_BYTES)
+    page[:] = probe
+    probe_at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    agent.register_memory([*regions, (probe_at, PROBE_BYTES, 0, "")], "DRAM")
+    way = [name, agent.get_agent_metadata(), regions[0][0], regions[1][0], probe_at, probe]
+    parent.answer(HELLO, OK)
+    eager_until = 0.0
+    while True:
+        agent.get_new_notifs()  # lets UCX work: accept connections, notice dead ones
+        eager = time.monotonic() < eager_until
+        request = parent.request(EAGER_POLL_S if eager else IDLE_POLL_S)
+        if request is not None:
+            eager_until = time.monotonic() + EAGER_S
+            parent.answer(request[1], OK, way)
+
+
+# --- beside a client ------------------------------------------------------------
+
+
+class Flight(NamedTuple):
+    """A READ under way: its stages follow one another, each when the one before is done."""
+
+    number: int
+    deadline: float
+    start: Callable[[bytes], Any]
+    stages: list[bytes]
+    handles: list[Any]
+
+
+class ReadingAgent:
+    """Carries out requests of the parent; several READs may be under way."""
+
+    def __init__(self, parent: Parent, name: str, arena_fd: int) -> None:
+        import numpy
+
+        self._numpy = numpy
+        self._parent = parent
+        self._agent = make_agent(name)
+        size_bytes = os.fstat(arena_fd).st_size
+        self._at = map_file(arena_fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        os.close(arena_fd)
+        self._agent.register_memory([(self._at, size_bytes, 0, "")], "DRAM")
+        self._flights: list[Flight] = []
+        self._given_up: list[Flight] = []
+        """Their handles are never released: bytes may still come. The parent will kill us."""
+
+    def run(self) -> None:
+        spin_until = 0.0
+        while True:
+            if not self._flights:
+                wait_s = ORPHAN_CHECK_S
+            else:
+                wait_s = 0.0 if time.monotonic() < spin_until else 0.001
+            request = self._parent.request(wait_s)
+            if request is not None:
+                spin_until = time.monotonic() + SPIN_S
+                self._do(*request)
+            self._flights = [flight for flight in self._flights if self._goes_on(flight)]
+
+    def _do(self, operation: int, number: int, *arguments: Any) -> None:
+        try:
+            if operation == READ:
+                self._read(number, *arguments)
+                return
+            (self._add if operation == ADD else self._remove)(*arguments)
+        except Exception as e:  # NIXL's own classes; whatever it is, the parent hears of it
+            self._parent.answer(number, ERROR, f"{type(e).__name__}: {e}")
+        else:
+            self._parent.answer(number, OK)
+
+    def _add(self, name: str, metadata: bytes) -> None:
+        added = self._agent.add_remote_agent(metadata)
+        if (added.decode() if isinstance(added, bytes) else added) != name:
+            raise ValueError(f"it is the metadata of {added!r}, not of {name!r}")
+
+    def _remove(self, name: str) -> None:
+        self._agent.remove_remote_agent(name)
+
+    def _read(self, number: int, name: str, timeout_s: float, stages: list[bytes]) -> None:
+        def start(pieces: bytes) -> Any:
+            """`pieces`: u64 triples of their address there, offset in the arena, length."""
+            numpy = self._numpy
+            table = numpy.frombuffer(pieces, dtype="<u8").reshape(-1, 3)
+            zeros = numpy.zeros(len(table), dtype="<u8")
+            here = numpy.stack((table[:, 1] + numpy.uint64(self._at), table[:, 2], zeros), axis=1)
+            there = numpy.stack((table[:, 0], table[:, 2], zeros), axis=1)
+            agent = self._agent
+            handle = agent.initialize_xfer(
+                "READ",
+                agent.get_xfer_descs(here, "DRAM"),
+                agent.get_xfer_descs(there, "DRAM"),
+                name,
+            )
+            agent.transfer(handle)
+            return handle
+
+        flight = Flight(number, time.monotonic() + timeout_s, start, stages, [])
+        flight.handles.append(start(stages.pop(0)))
+        self._flights.append(flight)
+
+    def _goes_on(self, flight: Flight) -> bool:
+        """Whether it is still under way; else its end has been told."""
+        try:
+            state = self._agent.check_xfer_state(flight.handles[-1])
+            while state == "DONE" and flight.stages:
+                self._agent.release_xfer_handle(flight.handles.pop())
+                flight.handles.append(flight.start(flight.stages.pop(0)))
+                state = self._agent.check_xfer_state(flight.handles[-1])
+            if state == "PROC" and time.monotonic() < flight.deadline:
+                return True
+            if state == "DONE":
+                self._agent.release_xfer_handle(flight.handles.pop())
+                self._parent.answer(flight.number, OK)
+                return False
+            status, reason = (LATE, "") if state == "PROC" else (ERROR, "the READ failed")
+        except Exception as e:
+            status, reason = ERROR, f"{type(e).__name__}: {e}"
+        self._given_up.append(flight)
+        self._parent.answer(flight.number, status, reason)
+        return False
+
+
+def main() -> None:
+    role, fd, *arguments = sys.argv[1:]
+    parent = Parent(int(fd))
+    try:
+        guard()
+        if role == "owner":
+            name, data_path, head_path, access = arguments
+            owner(parent, name, data_path, head_path, access)
+        else:
+            name, arena_fd = arguments
+            reader = ReadingAgent(parent, name, int(arena_fd))
+            parent.answer(HELLO, OK)
+            reader.run()
+    except Exception as e:
+        parent.answer(HELLO, ERROR, f"{type(e).__name__}: {e}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        os._exit(1)  # an orderly end crashes in what UCX has loaded

@@ -1,0 +1,163 @@
+"""A process that READs for this one, and the memory it reads into.
+
+NIXL cannot cancel: bytes of a READ that was given up may still come. So nothing is
+read into a caller's memory. A READ that is late or fails makes the whole arena suspect:
+it is *retired*, gets no new requests, and its process is killed. Then nobody writes
+there any more, and the next reader has an arena and an agent of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX, NIXL_REQUESTS_MAX
+from kvstore.transport.nixl.child import ADD, OK, READ, REMOVE
+from kvstore.transport.nixl.process import ChildAnswer, NixlProcess, wait_for
+
+HEADERS_BYTES = NIXL_PIECES_MAX * 64
+"""Of one part, behind the payload."""
+PART_BYTES = NIXL_REQUEST_BYTES_MAX + HEADERS_BYTES
+READ_TIMEOUT_MIN_S = 0.25
+"""A READ gets as long, whatever its caller's deadline, before it makes the arena suspect."""
+OVERDUE_S = 1.0
+"""How long after that the process has to say that it is late."""
+DRAIN_S = 1.0
+"""How long others' READs may go on in a retired arena."""
+
+
+class Part(NamedTuple):
+    """Room for one request."""
+
+    number: int
+    start: int
+    """In the arena."""
+    memory: memoryview
+
+
+class NixlReader:
+    """Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        size_bytes = NIXL_REQUESTS_MAX * PART_BYTES
+        fd = os.memfd_create("kvstore-nixl", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size_bytes)
+            arena = memoryview(mmap.mmap(fd, size_bytes))
+            self._parts = [
+                Part(i, start, arena[start : start + PART_BYTES])
+                for i, start in enumerate(range(0, size_bytes, PART_BYTES))
+            ]
+            self._free = list(self._parts)
+            self._due: dict[int, float] = {}
+            """When the process must have answered, of parts in use, by number."""
+            self._changed = threading.Condition()
+            self._retired = False
+            self._agents: dict[int, str] = {}
+            self._process = NixlProcess("reader", [name, str(fd)], pass_fds=(fd,))
+        finally:
+            os.close(fd)
+        self.pid = self._process.pid
+
+    @property
+    def usable(self) -> bool:
+        return not self._retired and self._process.alive
+
+    @property
+    def alive(self) -> bool:
+        """Unless it is, nobody writes into the arena any more."""
+        return self._process.alive
+
+    def ready(self, deadline: float) -> None:
+        """Wait until it can read. Raises `PeerError` when it cannot."""
+        self._process.ready(deadline)
+
+    def know(self, node_id: int, agent: str, metadata: bytes, deadline: float) -> None:
+        """Make an owner's agent known in place of the one that `node_id` had before.
+
+        Raises `PeerError`; then nobody knows what the metadata did, and it is retired.
+        """
+        try:
+            former = self._agents.pop(node_id, None)
+            if former is not None:
+                asked = self._process.ask(REMOVE, former, deadline=deadline)
+                wait_for(asked, deadline, "its old agent cannot be removed")
+            asked = self._process.ask(ADD, agent, metadata, deadline=deadline)
+            wait_for(asked, deadline, "its agent cannot be added")
+        except BaseException:
+            self.retire()
+            raise
+        self._agents[node_id] = agent
+
+    # --- reading ------------------------------------------------------------
+
+    def take(self, deadline: float) -> Part | None:
+        """Room for a request until `give`, None when none is free by `deadline`."""
+        with self._changed:
+            while not self._free:
+                now = time.monotonic()
+                if self._due and now > min(self._due.values()) + OVERDUE_S:
+                    self.retire()
+                if not self.usable or now >= deadline:
+                    return None
+                self._changed.wait(min(deadline - now, OVERDUE_S))
+            return self._free.pop() if self.usable else None
+
+    def give(self, part: Part) -> None:
+        with self._changed:
+            self._due.pop(part.number, None)
+            self._free.append(part)
+            self._changed.notify()
+
+    def read(
+        self, agent: str, part: Part, stages: Sequence[bytes], deadline: float
+    ) -> Future[ChildAnswer]:
+        """READ `stages` one after the other into `part`. Raises `PeerError`.
+
+        A stage is u64 triples: address at the owner, offset in the arena, length.
+        """
+        timeout_s = max(deadline - time.monotonic(), READ_TIMEOUT_MIN_S)
+        with self._changed:
+            self._due[part.number] = time.monotonic() + timeout_s
+        future = self._process.ask(READ, agent, timeout_s, list(stages), deadline=deadline)
+        future.add_done_callback(self._retire_unless_ok)
+        return future
+
+    def abandon(self, part: Part, future: Future[ChildAnswer]) -> None:
+        """Nobody waits for it any more: the part is free once its READ has ended well."""
+
+        def free(ended: Future[ChildAnswer]) -> None:
+            if ended.result().status == OK:
+                self.give(part)
+
+        future.add_done_callback(free)
+
+    # --- ending -------------------------------------------------------------
+
+    def _retire_unless_ok(self, future: Future[ChildAnswer]) -> None:
+        # Of a READ that failed, other pieces may still be under way.
+        if future.result().status != OK:
+            self.retire()
+
+    def retire(self) -> None:
+        """No new requests; kill it when those under way are through, or had `DRAIN_S`."""
+        if self._retired:
+            return
+        self._retired = True
+
+        def bury() -> None:
+            self._process.drain(time.monotonic() + DRAIN_S)
+            self._process.kill()
+
+        threading.Thread(target=bury, name="kvstore-nixl-retire", daemon=True).start()
+
+    def close(self) -> None:
+        """Kill it; what is under way fails."""
+        self._retired = True
+        self._process.kill()
+        self._process.join(OVERDUE_S)

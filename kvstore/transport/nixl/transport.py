@@ -1,0 +1,276 @@
+"""Reading from a node on another host by RDMA, through NIXL: experimental.
+
+A node is read like this only after a first READ of known bytes from it was right.
+That is tried in the background; until then, and for a while after anything went
+wrong, the node is not `ready` and others ways to it are used. NIXL itself runs in a
+process of its own (reader.py): no peer can crash or hang this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvstore.circuit_breaker import Breaker
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.fork import in_each_child
+from kvstore.limits import NIXL_PEERS_MAX, NIXL_QUARANTINED_MAX
+from kvstore.nodedir import Announcement
+from kvstore.protocol.nixl import PROBE_BYTES, Endpoint
+from kvstore.protocol.stream import WireError
+from kvstore.transport.base import Wanted, check_wanted
+from kvstore.transport.nixl.process import START_TIMEOUT_S, installed, wait_for
+from kvstore.transport.nixl.reader import NixlReader
+from kvstore.transport.nixl.transfer import NixlTransfer, RemoteLayout
+from kvstore.transport.stream.requests import nixl_endpoint
+from kvstore.transport.stream.transport import StreamTransport
+
+log = logging.getLogger("kvstore.nixl")
+
+NAME = "nixl"
+PROBE_TIMEOUT_S = 3.0
+"""For the way in and the first READ; a connection over RDMA takes up to 0.1 s."""
+PEER_RETRY_AFTER_S = 1.0
+PEER_RETRY_AFTER_MAX_S = 60.0
+START_RETRY_AFTER_S = 1.0
+START_RETRY_AFTER_MAX_S = 300.0
+"""Each start costs a second of a core, for nothing where there is no RDMA."""
+
+
+def agent_prefix(node_id: int, epoch: int) -> str:
+    """What the names of the agents of one start of a node begin with."""
+    return f"{node_id:016x}#{epoch}."
+
+
+class _Peer:
+    """One start of one node."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.breaker = Breaker(
+            failures_max=1,
+            retry_after_s=PEER_RETRY_AFTER_S,
+            retry_after_max_s=PEER_RETRY_AFTER_MAX_S,
+        )
+        self.proved: tuple[NixlReader, Endpoint] | None = None
+        self.proving: threading.Event | None = None
+        """Set when the attempt under way has ended."""
+        self.reason = "it has not been tried"
+
+    def way_in(self) -> tuple[NixlReader, Endpoint] | None:
+        proved = self.proved
+        return proved if proved is not None and proved[0].usable else None
+
+
+class NixlTransport:
+    """Implements `Transport`. `stream` brings the nodes' ways in; `layout_of` says how the segment
+    of an announced node is divided."""
+
+    name = NAME
+
+    def __init__(
+        self, stream: StreamTransport, layout_of: Callable[[Announcement], RemoteLayout]
+    ) -> None:
+        self._stream = stream
+        self._layout_of = layout_of
+        self._installed = installed()
+        self.after_fork_in_child()
+        in_each_child(self)
+        self._starts = Breaker(
+            failures_max=1,
+            retry_after_s=START_RETRY_AFTER_S,
+            retry_after_max_s=START_RETRY_AFTER_MAX_S,
+        )
+        self._closed = False
+
+    def after_fork_in_child(self) -> None:
+        """The reader is the parent's, and so is what it answers."""
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._peers: dict[int, _Peer] = {}
+        self._reader: NixlReader | None = None
+        self._readers: set[NixlReader] = set()
+        """All that may still live, the retired too."""
+
+    def usable(self, node: Announcement) -> bool:
+        """Whether it is worth trying: the node says so, NIXL is here, and it can be asked."""
+        return self._installed and NAME in node.transports and self._stream.usable(node)
+
+    def ready(self, node: Announcement) -> bool:
+        """Whether a read can begin now; if not, it is tried in the background when it is time."""
+        peer = self._peer(node)
+        if peer.way_in() is not None:
+            return True
+        self._prove_soon(peer, node)
+        return False
+
+    def submit(self, node: Announcement, wanted: Sequence[Wanted], deadline: float) -> NixlTransfer:
+        """See `Transport.submit`. Waits for a first READ that is being tried."""
+        check_wanted(wanted)
+        transfer = NixlTransfer(wanted, deadline)
+        if not wanted:
+            return transfer
+        if not self.usable(node):
+            transfer.fail(f"node {node.name} offers no NIXL that this client may use")
+            return transfer
+        peer = self._peer(node)
+        way_in = peer.way_in()
+        if way_in is None and (proving := self._prove_soon(peer, node)) is not None:
+            proving.wait(max(deadline - time.monotonic(), 0.0))
+            way_in = peer.way_in()
+        if way_in is None or time.monotonic() >= deadline:
+            transfer.fail("too late" if way_in is not None else peer.reason)
+            return transfer
+        transfer.begin(
+            *way_in, self._layout_of(node), lambda reason: self._failed(peer, node, reason)
+        )
+        return transfer
+
+    @property
+    def quarantined(self) -> int:
+        """Arenas that late bytes may still come into."""
+        with self._lock:
+            self._readers = {reader for reader in self._readers if reader.alive}
+            return sum(not reader.usable for reader in self._readers)
+
+    # --- peers --------------------------------------------------------------
+
+    def _peer(self, node: Announcement) -> _Peer:
+        with self._lock:
+            peer = self._peers.get(node.node_id)
+            if peer is None or peer.epoch != node.epoch:
+                if peer is None and len(self._peers) >= NIXL_PEERS_MAX:
+                    self._peers.pop(next(iter(self._peers)))
+                peer = self._peers[node.node_id] = _Peer(node.epoch)
+            return peer
+
+    def _prove_soon(self, peer: _Peer, node: Announcement) -> threading.Event | None:
+        """The attempt under way, a new one when it is time for it, else None."""
+        with self._lock:
+            if peer.proving is None:
+                if self._closed or not peer.breaker.allows(time.monotonic()):
+                    return None
+                peer.proving = threading.Event()
+                thread = threading.Thread(
+                    target=self._prove, args=(peer, node), name="kvstore-nixl-probe", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as e:  # this host has no more threads to give
+                    peer.proving, peer.reason = None, str(e)
+                    peer.breaker.failed(time.monotonic())
+            return peer.proving
+
+    def _prove(self, peer: _Peer, node: Announcement) -> None:
+        proving = peer.proving
+        assert proving is not None
+        try:
+            reader = self._ready_reader()
+            deadline = time.monotonic() + PROBE_TIMEOUT_S
+            way = nixl_endpoint(self._stream, node, deadline)
+            if way is None:
+                raise NodeUnavailableError("the node gives no way in now")
+            if not way.agent.startswith(agent_prefix(node.node_id, node.epoch)):
+                raise WireError(f"agent {way.agent!r} is not this node's")
+            reader.know(node.node_id, way.agent, way.metadata, deadline)
+            _probe(reader, way, deadline)
+        except PeerError as e:
+            self._failed(peer, node, str(e))
+        else:
+            with self._lock:
+                peer.proved = (reader, way)
+                peer.breaker.succeeded()
+            log.info("node %s on %s is read through NIXL", node.name, node.host)
+        finally:
+            with self._lock:
+                peer.proving = None
+            proving.set()
+
+    def _failed(self, peer: _Peer, node: Announcement, reason: str) -> None:
+        with self._lock:
+            peer.proved = None
+            known, peer.reason = peer.reason, reason
+            peer.breaker.failed(time.monotonic())
+        level = logging.DEBUG if reason == known else logging.WARNING
+        log.log(level, "node %s on %s not through NIXL for now: %s", node.name, node.host, reason)
+
+    # --- the process that reads ----------------------------------------------
+
+    def _ready_reader(self) -> NixlReader:
+        """The one that is usable, else a new one. Raises `PeerError`."""
+        with self._starting:
+            with self._lock:
+                reader = self._reader
+                if self._closed:
+                    raise NodeUnavailableError("this client is closed")
+            if reader is not None and reader.usable:
+                return reader
+            if self.quarantined >= NIXL_QUARANTINED_MAX:
+                raise NodeUnavailableError(f"{self.quarantined} arenas wait for late bytes")
+            if not self._starts.allows(time.monotonic()):
+                raise NodeUnavailableError("NIXL does not start here; it is tried again later")
+            try:
+                return self._start_reader()
+            except (PeerError, OSError) as e:
+                self._starts.failed(time.monotonic())
+                raise NodeUnavailableError(f"NIXL does not start here: {e}") from e
+
+    def _start_reader(self) -> NixlReader:
+        reader = NixlReader(f"client-{os.getpid()}-{secrets.token_hex(4)}")
+        with self._lock:
+            if not self._closed:
+                self._reader = reader
+                self._readers.add(reader)
+        if self._reader is not reader:
+            reader.close()
+            raise NodeUnavailableError("this client is closed")
+        try:
+            reader.ready(time.monotonic() + START_TIMEOUT_S)
+        except PeerError:
+            reader.close()
+            raise
+        self._starts.succeeded()
+        return reader
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            self._closed = True
+            readers = list(self._readers)
+            for peer in self._peers.values():
+                peer.proved = None
+                peer.reason = "this client is closed"
+        for reader in readers:
+            reader.close()
+
+
+_PIECE = struct.Struct("<QQQ")
+
+
+def _probe(reader: NixlReader, way: Endpoint, deadline: float) -> None:
+    """READ what the node says it has there, and compare. Raises `PeerError`."""
+    part = reader.take(deadline)
+    if part is None:
+        raise DeadlineError("no room for the first READ")
+    part.memory[:PROBE_BYTES] = bytes(PROBE_BYTES)
+    try:
+        future = reader.read(
+            way.agent, part, [_PIECE.pack(way.probe_at, part.start, PROBE_BYTES)], deadline
+        )
+    except PeerError:
+        reader.give(part)
+        raise
+    try:
+        wait_for(future, deadline, "the first READ did not end in time")
+        if part.memory[:PROBE_BYTES] != way.probe:
+            raise WireError("the first READ brought other bytes than the node has there")
+    except DeadlineError:
+        reader.retire()
+        raise
+    finally:
+        reader.abandon(part, future)

@@ -1,0 +1,192 @@
+"""Requests to a node on another host besides reading: saving, and asking about it.
+
+Saving is offering: the node takes what it wants (rule 6).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvstore.nodedir import Announcement
+from kvstore.protocol.nixl import Endpoint, unpack_endpoint
+from kvstore.protocol.stream import (
+    GRANTED,
+    Frame,
+    Message,
+    SaveOffer,
+    WireError,
+    pack_control,
+    pack_put,
+    pack_read,
+    unpack_answers,
+)
+from kvstore.protocol.stream_reply import ReadReply, heads_bytes
+from kvstore.transport.stream.channel import Channel
+from kvstore.transport.stream.chunks import Digests, chunked
+from kvstore.transport.stream.transport import StreamTransport, receive_frame
+from kvstore.types import Key, Location
+
+
+class SavePayload(NamedTuple):
+    """A value in the caller's memory, which must stay as it is while it is saved."""
+
+    key: Key
+    pieces: Sequence[memoryview]
+    kind: int
+    meta_length: int
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+Answer = int | str
+"""A code of core/node.py, or a reason."""
+
+
+def put(
+    transport: StreamTransport,
+    node: Announcement,
+    payloads: Sequence[SavePayload],
+    namespace: tuple[int, bytes],
+    deadline: float,
+    *,
+    answer_by: float | None = None,
+) -> list[Answer]:
+    """What became of each of `payloads`, at most one batch of them. `namespace`: id and fields.
+    The node has to say until `answer_by` what it takes, if that is earlier than the deadline.
+
+    Raises `PeerError` when nobody knows: the node cannot be reached, breaks the rules
+    or is not done by the deadline.
+    """
+    offers = [_offer(payload) for payload in payloads]
+    pool = transport.pool(node)
+    answer_by = deadline if answer_by is None else min(answer_by, deadline)
+    channel = pool.take(answer_by)
+    in_step = False
+    try:
+        request = pack_put(offers, *namespace, deadline - time.monotonic())
+        channel.send_frame(request, answer_by)
+        codes = _codes(channel, len(offers), answer_by)
+        granted = [i for i, code in enumerate(codes) if code == GRANTED]
+        for i in granted:
+            _send(channel, payloads[i].pieces, deadline)
+        if granted:
+            channel.send([channel.seals.sent.payload_tag()], deadline)
+        outcomes = _codes(channel, len(granted), deadline)
+        in_step = True
+    finally:
+        pool.give(channel, in_step)
+    for i, outcome in zip(granted, outcomes, strict=True):
+        codes[i] = outcome
+    return codes
+
+
+def look(
+    transport: StreamTransport,
+    node: Announcement,
+    asked: Sequence[tuple[Key, Location]],
+    deadline: float,
+) -> list[bool]:
+    """Which of `asked`, at most `STREAM_BLOCKS_MAX`, are there, as long as their locations say.
+
+    Raises `PeerError`.
+    """
+    pool = transport.pool(node)
+    channel = pool.take(deadline)
+    in_step = False
+    try:
+        channel.send_frame(pack_read(asked, deadline - time.monotonic(), Frame.LOOK), deadline)
+        raw = channel.receive_bytes(heads_bytes(len(asked)), deadline)
+        reply = ReadReply([location.length for _, location in asked])
+        coming = reply.heads(raw, channel.seals.received)
+        in_step = True
+    finally:
+        pool.give(channel, in_step)
+    there = {i for group in coming for i in group}
+    return [i in there for i in range(len(asked))]
+
+
+def ask(transport: StreamTransport, node: Announcement, message: list[Any], deadline: float) -> Any:
+    """The answer to one message of protocol/control.py, of those that are for other hosts.
+
+    Raises `PeerError`.
+    """
+    (answer,) = _asked(transport, node, pack_control(message), 1, deadline)
+    return answer
+
+
+def tell(
+    transport: StreamTransport, node: Announcement, message: list[Any], deadline: float
+) -> None:
+    """Send one message of protocol/control.py that has no answer. Raises `PeerError`."""
+    pool = transport.pool(node)
+    channel = pool.take(deadline)
+    in_step = False
+    try:
+        channel.send_frame(pack_control(message), deadline)
+        in_step = True
+    finally:
+        pool.give(channel, in_step)
+
+
+def nixl_endpoint(
+    transport: StreamTransport, node: Announcement, deadline: float
+) -> Endpoint | None:
+    """How to read the node's memory through NIXL; None when it has no way in now.
+
+    Raises `PeerError`.
+    """
+    return unpack_endpoint(_asked(transport, node, (Frame.NIXL, b""), None, deadline))
+
+
+def _asked(
+    transport: StreamTransport,
+    node: Announcement,
+    request: Message,
+    count: int | None,
+    deadline: float,
+) -> list[Any]:
+    """The answers to one frame, `count` of them if that is known."""
+    pool = transport.pool(node)
+    channel = pool.take(deadline)
+    in_step = False
+    try:
+        channel.send_frame(request, deadline)
+        answers = _answers(channel, count, deadline)
+        in_step = True
+        return answers
+    finally:
+        pool.give(channel, in_step)
+
+
+def _send(channel: Channel, pieces: Sequence[memoryview], deadline: float) -> None:
+    """Each part right after it has gone by the seal, while it is in the processor's cache."""
+    for chunk in chunked([pieces]):
+        for piece in chunk.pieces:
+            channel.seals.sent.update(piece)
+        channel.send(chunk.pieces, deadline)
+
+
+def _offer(payload: SavePayload) -> SaveOffer:
+    digests = Digests([payload.size_bytes])
+    for chunk in chunked([payload.pieces]):
+        digests.update(chunk)
+    checksum = digests.value()
+    return SaveOffer(payload.key, payload.size_bytes, payload.kind, payload.meta_length, checksum)
+
+
+def _answers(channel: Channel, count: int | None, deadline: float) -> list[Any]:
+    answers = unpack_answers(receive_frame(channel, Frame.ANSWERS, deadline))
+    if count is not None and len(answers) != count:
+        raise WireError(f"{len(answers)} answers where {count} were due")
+    return answers
+
+
+def _codes(channel: Channel, count: int, deadline: float) -> list[Answer]:
+    codes = _answers(channel, count, deadline)
+    if not all(type(code) in (int, str) for code in codes):
+        raise WireError("an answer that is neither a code nor a reason")
+    return codes

@@ -1,0 +1,372 @@
+"""Reading from a node on another host over TCP: straight into the destination, then checked."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore import tcp
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
+from kvstore.fork import in_each_child
+from kvstore.limits import STREAM_CONNECTIONS_PER_NODE
+from kvstore.nodedir import Announcement
+from kvstore.protocol.stream import (
+    NODE_HELLO_BYTES,
+    NONCE_BYTES,
+    VERDICT_BYTES,
+    ClientHandshake,
+    Frame,
+    Message,
+    WireError,
+    pack_read,
+)
+from kvstore.protocol.stream_reply import ReadReply, heads_bytes, tails_bytes
+from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
+from kvstore.transport.stream.address import Address, parse
+from kvstore.transport.stream.channel import Channel
+from kvstore.transport.stream.chunks import Digests, chunked
+from kvstore.transport.stream.security import StreamSecurity
+
+NAME = "stream"
+CHECKSUM_REASON = "its bytes arrived with another checksum"
+NOT_THERE_REASON = "the node does not have it (any more)"
+
+PoolKey = tuple[int, int, str]
+
+
+class StreamTransport:
+    """Implements `Transport`; keeps at most `STREAM_CONNECTIONS_PER_NODE` connections a node."""
+
+    name = NAME
+
+    def __init__(self, security: StreamSecurity) -> None:
+        self._security = security
+        self._tls = security.client_context()
+        self._lock = threading.Lock()
+        self._pools: dict[PoolKey, Pool] = {}
+        self._closed = False
+        in_each_child(self)
+
+    def usable(self, node: Announcement) -> bool:
+        """Whether the node can be reached like this: a client with a CA uses TLS, and only that."""
+        address = self._address(node)
+        return address is not None and (address.scheme == "tls") == (self._tls is not None)
+
+    @staticmethod
+    def _address(node: Announcement) -> Address | None:
+        try:
+            return parse(node.transports.get(NAME, ""))
+        except UsageError:
+            return None
+
+    def submit(
+        self, node: Announcement, wanted: Sequence[Wanted], deadline: float
+    ) -> StreamTransfer:
+        """See `Transport.submit`."""
+        check_wanted(wanted)
+        transfer = StreamTransfer(wanted, deadline)
+        if not wanted:
+            return transfer
+        try:
+            pool = self.pool(node)
+            channel = pool.take(deadline)
+        except PeerError as e:
+            transfer.fail(str(e))
+            return transfer
+        request = pack_read([(w.key, w.location) for w in wanted], deadline - time.monotonic())
+        transfer.begin(channel, request, pool.give)
+        return transfer
+
+    def pool(self, node: Announcement) -> Pool:
+        """Connections to that start of that node. Raises `NodeUnavailableError`."""
+        address = self._address(node)
+        if address is None or not self.usable(node):
+            raise NodeUnavailableError(
+                f"node {node.name} offers no stream that this client may use"
+            )
+        name = (node.node_id, node.epoch, str(address))
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailableError("this client is closed")
+            pool = self._pools.get(name)
+            if pool is None:
+                stale = [key for key in self._pools if key[0] == node.node_id]
+                gone = [self._pools.pop(key) for key in stale]
+                pool = self._pools[name] = Pool(
+                    lambda deadline: self._connect(node, address, deadline)
+                )
+            else:
+                gone = []
+        for old in gone:
+            old.close()
+        return pool
+
+    def hung_up(self, node: Announcement) -> bool:
+        """Whether that start of `node` has ended a connection that was kept for later."""
+        address = self._address(node)
+        pool = self._pools.get((node.node_id, node.epoch, str(address)))
+        return pool is not None and pool.hung_up()
+
+    def _connect(self, node: Announcement, address: Address, deadline: float) -> Channel:
+        try:
+            connection = tcp.connect(address.host, address.port, deadline)
+        except TimeoutError as e:
+            raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
+        except OSError as e:
+            raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
+        try:
+            if self._tls is not None:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                connection = self._tls.wrap_socket(connection, server_hostname=address.host)
+            channel = Channel(connection)
+            self._shake_hands(channel, (node.node_id, node.epoch), deadline)
+        except PeerError as e:
+            connection.close()
+            raise type(e)(f"node {node.name} at {address}: {e}") from e
+        except (OSError, ValueError) as e:  # of the TLS handshake
+            connection.close()
+            raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
+        return channel
+
+    def _shake_hands(self, channel: Channel, node: tuple[int, int], deadline: float) -> None:
+        shake = ClientHandshake(
+            self._security.secret,
+            secrets.token_bytes(NONCE_BYTES),
+            node,
+            protected=channel.encrypted,
+        )
+        channel.send([shake.hello], deadline)
+        proof = shake.prove(channel.receive_bytes(NODE_HELLO_BYTES, deadline))
+        channel.send([proof], deadline)
+        channel.seals = shake.check(channel.receive_bytes(VERDICT_BYTES, deadline))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            self._closed = True
+            pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            pool.close()
+
+    def after_fork_in_child(self) -> None:
+        """A reply does not name its blocks: it would be whoever's of the two reads first."""
+        self._lock = threading.Lock()
+        pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            pool.abandon()
+
+
+class Pool:
+    """Connections to one start of one node. Thread-safe."""
+
+    def __init__(self, connect: Callable[[float], Channel]) -> None:
+        self._connect = connect
+        self._free = threading.BoundedSemaphore(STREAM_CONNECTIONS_PER_NODE)
+        self._lock = threading.Lock()
+        self._idle: list[Channel] = []
+        self._busy: set[Channel] = set()
+        self._closed = False
+
+    def take(self, deadline: float) -> Channel:
+        """A connection of one's own until `give`. Raises `PeerError` by the deadline."""
+        if not self._free.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise DeadlineError("all connections to the node are busy")
+        try:
+            channel = self._kept() or self._connect(deadline)
+        except BaseException:
+            self._free.release()
+            raise
+        with self._lock:
+            self._busy.add(channel)
+            if self._closed:
+                channel.break_off()
+        return channel
+
+    def _kept(self) -> Channel | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                channel = self._idle.pop()
+            if channel.quiet():
+                return channel
+            channel.close()  # the node hung up, or says what nobody asked for
+
+    def hung_up(self) -> bool:
+        with self._lock:
+            return any(not channel.quiet() for channel in self._idle)
+
+    def give(self, channel: Channel, in_step: bool) -> None:
+        """Give it back. One that is not `in_step` with the node is closed, and those that are idle
+        too: what was lost in silence on one of them was so on all, and each would cost a deadline.
+        """
+        unfit: list[Channel] = []
+        with self._lock:
+            self._busy.discard(channel)
+            if not in_step or self._closed:
+                unfit, self._idle = [channel, *self._idle], []
+            else:
+                self._idle.append(channel)
+        for one in unfit:
+            one.close()
+        self._free.release()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+        for channel in idle:
+            channel.close()
+        for channel in busy:
+            channel.break_off()
+
+    def abandon(self) -> None:
+        """Close this process's descriptors of connections that are another process's."""
+        self._lock = threading.Lock()
+        self._closed = True
+        for channel in (*self._idle, *self._busy):
+            channel.close()
+        self._idle = []
+
+
+def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:
+    """The body of the frame that must come next. Raises `PeerError`."""
+    kind, size_bytes = channel.receive_head(deadline)
+    if kind is not expected:
+        raise WireError(f"frame type {kind} where {expected} was due")
+    return channel.receive_rest(kind, size_bytes, deadline)
+
+
+class StreamTransfer:
+    """Implements `Transfer`. Bytes are received by whoever waits: no thread in between."""
+
+    def __init__(self, wanted: Sequence[Wanted], deadline: float) -> None:
+        self._wanted = wanted
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._give: Callable[[Channel, bool], None] | None = None
+        self._cancelled = False
+        self._reply = ReadReply([w.location.length for w in wanted])
+        self._digests: dict[int, int] = {}
+        """Of the payloads received, by block."""
+        self._outcomes: list[Outcome] | None = None if wanted else []
+        self._filling: list[memoryview] = []
+        self._steps = self._fill()
+
+    def begin(
+        self, channel: Channel, request: Message, give: Callable[[Channel, bool], None]
+    ) -> None:
+        """Send the request; from here on the channel is this transfer's until it ends."""
+        self._channel, self._give = channel, give
+        with self._lock:
+            try:
+                channel.send_frame(request, self._deadline)
+            except PeerError as e:
+                self._end(str(e))
+            except BaseException:
+                self._end("interrupted")
+                raise
+
+    def fail(self, reason: str) -> None:
+        """It cannot even begin."""
+        with self._lock:
+            self._end(reason)
+
+    def poll(self) -> bool:
+        """See `Transfer.poll`."""
+        if self._outcomes is None and self._lock.acquire(blocking=False):
+            try:
+                self._advance(wait=False)
+            finally:
+                self._lock.release()
+        return self._outcomes is not None
+
+    def wait(self) -> Sequence[Outcome]:
+        """See `Transfer.wait`."""
+        with self._lock:
+            self._advance(wait=True)
+            assert self._outcomes is not None
+            return self._outcomes
+
+    def cancel(self) -> None:
+        """See `Transfer.cancel`."""
+        self._cancelled = True
+        channel = self._channel
+        if channel is not None and self._outcomes is None:
+            channel.break_off()
+        with self._lock:
+            self._end("cancelled")
+
+    def _advance(self, *, wait: bool) -> None:
+        """Receive until all is there, or with `wait` false until nothing more is here."""
+        channel = self._channel
+        try:
+            while self._outcomes is None:
+                assert channel is not None
+                if not self._filling:
+                    filling = next(self._steps, None)
+                    if filling is None:
+                        self._end("")
+                        return
+                    self._filling = filling
+                if self._cancelled:
+                    raise NodeUnavailableError("cancelled")
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineError("the node did not send all of it in time")
+                if not channel.receive_some(self._filling, max(left_s, 0.001) if wait else 0.0):
+                    return
+        except PeerError as e:
+            self._end(str(e))
+        except BaseException:
+            self._end("interrupted")
+            raise
+
+    def _fill(self) -> Iterator[list[memoryview]]:
+        """The buffers to fill, one list after the other."""
+        assert self._channel is not None
+        seal = self._channel.seals.received
+        head = memoryview(bytearray(heads_bytes(len(self._wanted))))
+        yield [head]
+        for group in self._reply.heads(bytes(head), seal):
+            tail = memoryview(bytearray(tails_bytes(len(group))))
+            digests = Digests([self._wanted[block].location.length for block in group])
+            chunks = chunked([self._wanted[block].into for block in group])
+            for chunk in chunks:
+                yield [*chunk.pieces, tail] if chunk is chunks[-1] else list(chunk.pieces)
+                digests.update(chunk)
+                for piece in chunk.pieces:
+                    seal.update(piece)
+            if not chunks:
+                yield [tail]
+            self._digests |= {block: digests.value(i) for i, block in enumerate(group)}
+            self._reply.tails(bytes(tail), seal)
+
+    def _end(self, reason: str) -> None:
+        """All outcomes are known now: those that were not are FAILED, for `reason`."""
+        if self._outcomes is not None:
+            return
+        failed = Outcome(Read.FAILED, reason)
+        outcomes: list[Outcome] = []
+        for block, (wanted, reply) in enumerate(
+            zip(self._wanted, self._reply.replies, strict=True)
+        ):
+            seen = self._digests.get(block, 0)
+            if reply is None:
+                outcomes.append(failed)
+            elif reply.damaged:
+                outcomes.append(Outcome(Read.MISS, CHECKSUM_REASON))
+            elif not reply.good:
+                outcomes.append(Outcome(Read.MISS, NOT_THERE_REASON))
+            elif seen != reply.checksum or wanted.location.checksum not in (0, seen):
+                outcomes.append(Outcome(Read.MISS, CHECKSUM_REASON))
+            else:
+                outcomes.append(Outcome(Read.HIT, "", reply.kind, reply.meta_length))
+        self._outcomes = outcomes
+        channel, self._channel = self._channel, None
+        if channel is not None and self._give is not None:
+            self._give(channel, not reason and self._reply.done)

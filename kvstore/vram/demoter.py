@@ -1,0 +1,211 @@
+"""Blocks that leave VRAM for the memory of the host, before anybody has to wait for their slots."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvstore.client.base import BlockStore, Reservation
+from kvstore.core.demotion import ColdBlock
+from kvstore.core.events import Coldest, Retire, Unpin
+from kvstore.cuda.base import Copy, CudaDevice, address_of, wait
+from kvstore.errors import DeadlineError, DeviceError, InternalError, KVStoreError, PeerError
+from kvstore.limits import (
+    CUDA_IPC_DRAIN_S,
+    DEMOTE_BLOCKS_MAX,
+    DEMOTE_BYTES_MAX,
+    LOCK_PART_BYTES,
+    SLOT_BYTES_MIN,
+)
+from kvstore.node.local_session import LocalSession, Make
+from kvstore.types import PutStatus
+
+log = logging.getLogger("kvstore.vram")
+
+LOOK_EVERY_S = 1.0
+"""How often it looks unasked."""
+END_TIMEOUT_S = 30.0
+
+ANSWER_TIMEOUT_S = 5.0
+"""How long the node in VRAM may take to answer; then it is asked again later."""
+
+
+class Demoter:
+    """A thread that keeps `reserve_bytes` of a node in VRAM free.
+
+    The coldest blocks are pinned, copied into slots of `store`, committed there, and only
+    then freed; one that is there already is only freed. What `store` does not take is
+    freed too: that is an eviction.
+    """
+
+    def __init__(
+        self,
+        session: LocalSession,
+        address: int,
+        device: CudaDevice,
+        store: BlockStore,
+        reserve_bytes: int,
+    ) -> None:
+        """`session` is one of the node in VRAM, `address` that of its segment. Raises
+        `DeviceError`."""
+        self._session = session
+        self._address = address
+        self._store = store
+        self._reserve_bytes = reserve_bytes
+        self._stream = device.stream()
+        self._wake = threading.Event()
+        self._ending = False
+        self._drain_until = 0.0
+        self._in_doubt: Sequence[Any] = ()
+        """What a copy may still write to."""
+        self.counts = dict.fromkeys(("demoted", "demoted_bytes", "already_below", "lost"), 0)
+        self._thread = threading.Thread(target=self._run, name="kvstore-demoter", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Slots were taken, or could not be."""
+        self._wake.set()
+
+    def stop(self, drain_s: float) -> bool:
+        """End, after all blocks have gone down or `drain_s` have passed; False when a copy
+        hangs: then the node's memory must stay."""
+        self._drain_until = time.monotonic() + drain_s
+        self._ending = True
+        self._wake.set()
+        self._thread.join(drain_s + END_TIMEOUT_S)
+        if self._thread.is_alive() or self._in_doubt:
+            return False
+        self._stream.close()
+        return True
+
+    def _run(self) -> None:
+        try:
+            while not self._ending:
+                self._wake.wait(LOOK_EVERY_S)
+                self._wake.clear()
+                while not self._ending and self._step(self._reserve_bytes):
+                    pass
+            while time.monotonic() < self._drain_until and self._step(1 << 62):
+                pass
+        except KVStoreError as e:
+            log.error("blocks in VRAM do not go down to host memory any more: %s", e)
+
+    def _step(self, free_bytes: int) -> bool:
+        """Move some of the coldest; False when enough is free or nothing can go."""
+        if self._session.busy:
+            return False
+        try:
+            cold: list[ColdBlock] = self._session.ask(
+                lambda s, r: Coldest(s, r, free_bytes, DEMOTE_BLOCKS_MAX),
+                time.monotonic() + ANSWER_TIMEOUT_S,
+                _unpin,
+            )
+        except DeadlineError as e:
+            log.debug("blocks stay in VRAM for now: %s", e)
+            return False
+        for batch in _batches(cold):
+            stay = self._move(batch)
+            self._let_go([block for block in batch if block not in stay], stay)
+            if stay:
+                return False
+        return bool(cold)
+
+    def _let_go(self, gone: Sequence[ColdBlock], stay: Sequence[ColdBlock]) -> None:
+        free = [(block.slot, block.generation) for block in gone]
+        self._session.tell(lambda s, r: Retire(s, r, free))
+        self._session.tell(_unpin(stay))
+
+    def _move(self, batch: Sequence[ColdBlock]) -> list[ColdBlock]:
+        """Save blocks of one size and namespace below; those that must stay for now.
+
+        Raises `InternalError` when the device hangs: slots below may then be written to for
+        ever, and stay reserved as long as this process lives.
+        """
+        keys = [block.key for block in batch]
+        granted: list[tuple[ColdBlock, Reservation]] = []
+        stay: list[ColdBlock] = []
+        try:
+            answers = self._store.reserve(keys, batch[0].length, batch[0].namespace_id)
+        except PeerError as e:
+            log.debug("host memory takes no blocks from VRAM: %s", e)
+            self.counts["lost"] += len(batch)
+            return stay
+        for block, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, Reservation):
+                granted.append((block, answer))
+            elif answer.status is PutStatus.IN_PROGRESS:
+                stay.append(block)  # its writer may die: look again later
+            elif answer:
+                self.counts["already_below"] += 1
+            else:
+                self.counts["lost"] += 1
+        if granted:
+            self._copy_and_commit(granted)
+        return stay
+
+    def _copy_and_commit(self, granted: Sequence[tuple[ColdBlock, Reservation]]) -> None:
+        reservations = [reservation for _, reservation in granted]
+        # Until the copies are known to be done the slots are not given back (rule 5).
+        self._in_doubt = granted
+        try:
+            self._stream.copy(
+                [
+                    copy
+                    for block, reservation in granted
+                    for copy in _copies(reservation, self._address + block.offset, block.length)
+                ]
+            )
+            done = wait(self._stream.record(), time.monotonic() + CUDA_IPC_DRAIN_S)
+        except DeviceError as e:
+            raise InternalError(f"the device refused to copy out of VRAM: {e}") from e
+        if not done:
+            raise InternalError(f"copies out of VRAM hang for {CUDA_IPC_DRAIN_S} s")
+        self._in_doubt = ()
+        try:
+            results = self._store.commit(reservations)
+        except PeerError as e:
+            log.debug("host memory takes no blocks from VRAM: %s", e)
+            self.counts["lost"] += len(granted)
+            return
+        for (block, _), result in zip(granted, results, strict=True):
+            self.counts["demoted" if result else "lost"] += 1
+            self.counts["demoted_bytes"] += block.length if result else 0
+
+
+def _copies(reservation: Reservation, source: int, size_bytes: int) -> Iterator[Copy]:
+    """The memory below may be page-locked in this process, in parts that no copy may cross."""
+    target = address_of(reservation.buffer)
+    # What is on its way to another host is in no segment, and has no slot.
+    page = max(reservation.slot, 0) * SLOT_BYTES_MIN
+    at = page + target % SLOT_BYTES_MIN
+    done = 0
+    while done < size_bytes:
+        part = min(LOCK_PART_BYTES - (at + done) % LOCK_PART_BYTES, size_bytes - done)
+        yield target + done, source + done, part
+        done += part
+
+
+def _unpin(blocks: Sequence[ColdBlock]) -> Make:
+    items = [(block.slot, block.generation) for block in blocks]
+    return lambda s, r: Unpin(s, r, items)
+
+
+def _batches(cold: Sequence[ColdBlock]) -> Iterator[list[ColdBlock]]:
+    """Blocks of one size and one namespace, in the order of their coldness."""
+    batch: list[ColdBlock] = []
+    size_bytes = 0
+    for block in cold:
+        alike = batch and (block.length, block.namespace_id) == (
+            batch[0].length,
+            batch[0].namespace_id,
+        )
+        if batch and (not alike or size_bytes + block.length > DEMOTE_BYTES_MAX):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(block)
+        size_bytes += block.length
+    if batch:
+        yield batch

@@ -1,0 +1,236 @@
+"""A producer's recent blocks in VRAM, for others on the host to pull (docs/decisions/0023)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kvstore.client.session import BlockSession
+from kvstore.core.events import Abort, Clear, Commit, Event, Introduce, Reserve, Stat, Touch
+from kvstore.cuda.base import CudaDevice, DeviceRange
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
+from kvstore.index.open import open_guarded
+from kvstore.keys import Namespace
+from kvstore.limits import BATCH_KEYS_MAX, SEGMENT_BYTES_MIN
+from kvstore.node.config import NodeConfig
+from kvstore.node.local_session import Make, TakeBack
+from kvstore.node.vram import VramNode
+from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Kind, PutResult, rejected
+from kvstore.vram.demoter import Demoter
+
+TIMEOUT_S = 5.0
+"""How long the node may take to answer: it is a thread of this process, and publishes to the
+index before it answers a commit."""
+NAMES_MAX = 32
+RESERVE_PART = 8
+"""One of so many parts of the pool is kept free by the demoter."""
+DRAIN_S = 5.0
+FREE_TIMEOUT_S = 2.0
+NO_SPACE = rejected("no space in VRAM: save it to host memory")
+_CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
+
+
+def _give_back(granted: Sequence[Any]) -> Make:
+    """The slots in an answer to `Reserve`."""
+    items = [answer[:2] for answer in granted if isinstance(answer, tuple)]
+    return lambda s, r: Abort(s, r, items)
+
+
+class DeviceReservation(NamedTuple):
+    """A slot in VRAM that is its writer's own until it commits or aborts it."""
+
+    key: Key
+    memory: DeviceRange
+    """Exactly the size that was asked for."""
+    slot: int
+    generation: int
+
+
+class VramPool:
+    """A node in VRAM inside this process, and a thread that moves what is cold to host memory.
+
+    Thread-safe. Who finds no slot saves to `store` instead: nothing is evicted here as long
+    as host memory has room.
+    """
+
+    def __init__(
+        self,
+        store: BlockSession,
+        device: CudaDevice,
+        size_bytes: int,
+        *,
+        name: str | None = None,
+        signing_key: bytes | None = None,
+    ) -> None:
+        """Allocates `size_bytes` of the device.
+
+        `store` is where blocks go down to; the caller closes it after `stop`. Raises
+        `UsageError` (size, name taken), `NoSpaceError` and `DeviceError`.
+        """
+        if size_bytes < SEGMENT_BYTES_MIN:
+            raise UsageError("size_bytes", size_bytes, f"at least {SEGMENT_BYTES_MIN}")
+        self.device = device
+        self._store = store
+        self._lock = threading.Lock()
+        self._stopped = False
+        config = NodeConfig(
+            run_dir=store.run_dir,
+            name=name or f"vram-{os.getpid()}",
+            size_bytes=size_bytes,
+            key_prefix=store.key_prefix,
+            signing_key=signing_key,
+            limits=store.limits,
+        )
+        self._index = open_guarded(
+            None if store.embedded else store.url,
+            key_prefix=store.key_prefix,
+            run_dir=store.run_dir,
+            limits=store.limits,
+        )
+        self.node = VramNode(config, self._index.index, device)
+        try:
+            self._start(own_name=name is None)
+            self._session = self.node.session()
+            self.demoter = Demoter(
+                self.node.session(),
+                self.node.address,
+                device,
+                store,
+                size_bytes // RESERVE_PART,
+            )
+        except BaseException:
+            self.node.stop()
+            self.node.free(0.0)
+            self._index.close()
+            raise
+
+    def _start(self, *, own_name: bool) -> None:
+        """Under the first name that is free: other processes may have the same number, in
+        containers that share the run directory, and this one may have several pools."""
+        for number in itertools.count(2):
+            try:
+                self.node.start()
+                return
+            except UsageError as e:
+                if not own_name or e.field != "name" or number > NAMES_MAX:
+                    raise
+            config = replace(self.node.config, name=f"vram-{os.getpid()}-{number}")
+            self.node = VramNode(config, self._index.index, self.device)
+
+    def _ask(
+        self, make: Make, take_back: TakeBack | None = None, *, carry_out: bool = False
+    ) -> Any:
+        """While an answer is late nobody waits for another one; what is to be carried out in
+        any case is so nevertheless."""
+        with self._lock:
+            if not self._session.busy:
+                return self._session.ask(make, time.monotonic() + TIMEOUT_S, take_back)
+            if carry_out:
+                self._session.tell(make)
+            raise DeadlineError("the node in VRAM is busy")
+
+    def reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[DeviceReservation | PutResult]:
+        """A slot per key, or why there is none to be written: exists, in progress, rejected.
+
+        Never raises for a peer's fault: then all are rejected.
+        """
+        answers: list[DeviceReservation | PutResult] = []
+        for start in range(0, len(keys), BATCH_KEYS_MAX):
+            answers += self._reserve(keys[start : start + BATCH_KEYS_MAX], size_bytes, namespace_id)
+        if any(answer is NO_SPACE for answer in answers):
+            self.demoter.wake()
+        return answers
+
+    def _reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[DeviceReservation | PutResult]:
+        n = len(keys)
+        try:
+            raw = self._ask(
+                lambda s, r: Reserve(
+                    s,
+                    r,
+                    keys,
+                    [size_bytes] * n,
+                    namespace_id,
+                    [Kind.BLOCK] * n,
+                    [0] * n,
+                    [None] * n,
+                    [0] * n,
+                ),
+                _give_back,
+            )
+        except PeerError as e:
+            return [rejected(str(e))] * n
+        return [self._meaning(k, size_bytes, answer) for k, answer in zip(keys, raw, strict=True)]
+
+    def _meaning(self, key: Key, size_bytes: int, answer: Any) -> DeviceReservation | PutResult:
+        if isinstance(answer, tuple):
+            slot, generation, offset = answer
+            memory = DeviceRange(self.node.address + offset, size_bytes, self.device.ordinal)
+            return DeviceReservation(key, memory, slot, generation)
+        return _CODES[answer] if isinstance(answer, int) else rejected(answer)
+
+    def commit(self, reservations: Sequence[DeviceReservation]) -> list[PutResult]:
+        """The bytes are in place (the work that writes them is done, not only queued): seal and
+        publish. Never raises for a peer's fault: then all are rejected, but a node that is only
+        late seals them when it can."""
+        items = [(r.slot, r.generation, 0) for r in reservations]
+        try:
+            raw = self._ask(lambda s, r: Commit(s, r, items), carry_out=True)
+        except PeerError as e:
+            return [rejected(str(e))] * len(items)
+        self.demoter.wake()
+        return [_CODES[a] if isinstance(a, int) else rejected(a) for a in raw]
+
+    def abort(self, reservations: Sequence[DeviceReservation]) -> None:
+        """Give slots back, to which nothing writes any more."""
+        items = [(r.slot, r.generation) for r in reservations]
+        with suppress(PeerError):
+            self._ask(lambda s, r: Abort(s, r, items), carry_out=True)
+
+    def clear(self, namespace_id: int) -> int:
+        """Drop every block of a namespace here; returns how many. Raises `PeerError`."""
+        return int(self._ask(lambda s, r: Clear(s, r, namespace_id)))
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Say that blocks were used; those of them that are here stay longer."""
+        self._tell(Touch(0, keys))
+
+    def _tell(self, event: Event) -> None:
+        with suppress(NodeUnavailableError):
+            self.node.tell(event)
+
+    def register_namespaces(self, namespaces: Sequence[Namespace]) -> None:
+        """See `BlockStore.register_namespaces`."""
+        for namespace in namespaces:
+            self._tell(Introduce(0, namespace))
+
+    def stats(self) -> dict[str, int | float]:
+        """Of the node and of the demoter; sizes in bytes. Raises `PeerError`."""
+        return {**self._ask(Stat), **self.demoter.counts}
+
+    def stop(self, drain_s: float = DRAIN_S) -> None:
+        """Move blocks to host memory for at most `drain_s`, and end. Safe to call twice.
+
+        Nothing may be written to slots of the pool any more. VRAM that other processes have
+        open, or that a copy that hangs may use, stays until this process ends.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        ended = self.demoter.stop(drain_s)
+        self.node.stop()
+        if self._store.remote.vram is not None:
+            self._store.remote.vram.sweep()  # this process may have it open, too
+        if ended:
+            self.node.free(FREE_TIMEOUT_S)
+        self._index.close()

@@ -1,0 +1,224 @@
+"""The channel to a node, to one that does not answer."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import msgpack
+import pytest
+
+from kvstore.circuit_breaker import BreakerState
+from kvstore.client.local.control import PROBE_TIMEOUT_S, ControlChannel
+from kvstore.errors import DeadlineError, InternalError, NodeUnavailableError
+from kvstore.nodedir import NodeDir
+from kvstore.protocol import control
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_replies import NonsenseError
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def channel(tmp_path):
+    """To a stopped node: the kernel takes connections, and nobody answers."""
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory.socket))
+        server.listen(8)
+        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
+        yield channel
+        channel.close()
+
+
+def test_asking_whether_a_stopped_node_answers_again_costs_no_whole_deadline(channel):
+    channel._breaker.failed(time.monotonic() - TIMEOUT_S)
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError):
+        channel.request(Op.STAT)
+    assert PROBE_TIMEOUT_S <= time.monotonic() - begun < TIMEOUT_S / 2
+    with pytest.raises(NodeUnavailableError, match="did not answer lately"):
+        channel.request(Op.STAT)
+
+
+@pytest.fixture
+def answered(tmp_path):
+    """To a node that answers everything with None."""
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory.socket))
+        server.listen(8)
+        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
+        threading.Thread(target=answer_all, args=(server,), daemon=True).start()
+        yield channel
+        channel.close()
+
+
+def test_who_reads_nonsense_for_another_ends_that_ones_wait_too(answered):
+    def nonsense(body):
+        raise NonsenseError("no sense")
+
+    first = answered.post(Op.STAT, accept=nonsense)
+    second = answered.post(Op.STAT)
+    for ticket in (second, first):
+        with pytest.raises(NodeUnavailableError):
+            answered.collect(ticket)
+
+
+BUGS = [ValueError, TypeError, AttributeError, KeyError, IndexError, ZeroDivisionError, OSError]
+
+
+@pytest.mark.parametrize("error", BUGS)
+def test_a_bug_in_what_is_made_of_an_answer_is_ours_and_not_the_nodes(answered, error):
+    def broken(body):
+        raise error("a bug")
+
+    first = answered.post(Op.STAT, accept=broken)
+    second = answered.post(Op.STAT)
+    assert answered.collect(second) is None  # who reads for the other does not end with it
+    with pytest.raises(InternalError, match="a bug") as caught:
+        answered.collect(first)
+    assert isinstance(caught.value.__cause__, error)
+    assert answered._breaker.state is BreakerState.CLOSED
+    assert answered.request(Op.STAT) is None
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, AttributeError])
+def test_a_bug_in_the_search_for_what_is_held_is_ours(tmp_path, error):
+    """It is raised as it is, and nobody calls the node silent for it."""
+
+    def broken():
+        raise error("a bug")
+
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory.socket))
+        server.listen(8)
+        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, broken)
+        for _ in range(3):
+            with pytest.raises(error, match="a bug"):
+                channel.request(Op.STAT)
+        assert channel._breaker.state is BreakerState.CLOSED
+        channel.close()
+
+
+def answer_all(server):
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        unpacker = msgpack.Unpacker()
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                unpacker.feed(data)
+                for op, request, *_ in unpacker:
+                    body = [1, 1] if op == Op.HELLO else None
+                    if request:
+                        connection.sendall(control.packed([request, True, body]))
+
+
+@pytest.fixture
+def crowded(tmp_path):
+    """The directory of a node whose queue of connections is full, and what it listens at."""
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(str(directory.socket))
+        server.listen(0)
+        for _ in range(10):
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.setblocking(False)
+            try:
+                other.connect(str(directory.socket))
+            except BlockingIOError:
+                break
+            other.close()  # it keeps its place
+        else:
+            pytest.fail("the queue has no end")
+        yield directory, server
+
+
+def test_a_full_queue_of_connections_is_waited_for(crowded):
+    """Or of 200 clients that start together most would have their first put rejected."""
+    directory, server = crowded
+    channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
+    later = threading.Timer(0.2, answer_all, args=(server,))
+    later.daemon = True  # accept is not woken when the socket is closed
+    later.start()
+    assert channel.request(Op.STAT) is None
+    channel.close()
+
+
+def test_a_queue_that_stays_full_costs_no_more_than_the_deadline(crowded):
+    directory, _ = crowded
+    channel = ControlChannel(directory, (1, 1), 0.2, lambda: ((), ()))
+    with pytest.raises(NodeUnavailableError):
+        channel.request(Op.STAT)
+    channel.close()
+
+
+class Interrupting:
+    """A channel's lock, and a signal handler that raises just when it was got."""
+
+    def __init__(self, lock):
+        self._lock = lock
+
+    def acquire(self, *args, **kwargs):
+        assert self._lock.acquire(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name):
+        return getattr(self._lock, name)
+
+
+@pytest.mark.parametrize("call", ["post", "collect", "say"])
+def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it(answered, call):
+    """Or every later call would wait for its whole deadline and fail."""
+    ticket = answered.post(Op.STAT)
+    calls = {
+        "post": lambda: answered.post(Op.STAT),
+        "collect": lambda: answered.collect(ticket),
+        "say": lambda: answered.say(Op.TOUCH, b""),
+    }
+    lock = answered._lock
+    answered._lock = Interrupting(lock)
+    with pytest.raises(KeyboardInterrupt):
+        calls[call]()
+    answered._lock = lock
+    free = []
+
+    def takes():
+        free.append(lock.acquire(blocking=False))
+        lock.release()
+
+    other = threading.Thread(target=takes)
+    other.start()
+    other.join()
+    assert free == [True]
+
+
+def test_a_signal_handler_that_asks_the_same_node_is_refused_at_once(answered):
+    """What it interrupts may be in the middle of a message."""
+    refused = []
+
+    def asks(body):
+        with pytest.raises(DeadlineError):
+            answered.request(Op.STAT)
+        refused.append(answered.say(Op.TOUCH, b""))
+        return body
+
+    begun = time.monotonic()
+    assert answered.request(Op.STAT, accept=asks) is None
+    assert refused == [False]
+    assert time.monotonic() - begun < TIMEOUT_S / 2
+
+
+def test_a_signal_handler_may_close_what_it_interrupts(answered):
+    assert answered.request(Op.STAT, accept=lambda body: answered.close()) is None
+    with pytest.raises(NodeUnavailableError, match="closed"):
+        answered.request(Op.STAT)

@@ -1,0 +1,136 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from redis_servers import wait_until
+
+from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
+from kvstore.client import session as session_module
+from kvstore.client.local import host_writers
+from kvstore.client.local.embedded_node import EMBEDDED_NAME, listens, start_embedded_node
+from kvstore.client.local.writer import NODE_SEARCH_S
+from kvstore.index.embedded_redis.server import EmbeddedRedis
+from kvstore.nodedir import NodeDir
+from kvstore.testing.stopping import stop
+from kvstore.types import STORED
+
+sleep = time.sleep
+PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+
+OTHER = """
+import sys
+from pathlib import Path
+from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
+patient = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+with Client(run_dir=Path(sys.argv[1]), limits=patient) as client:
+    print(client.get("k"), client.put("from the other", b"2").status, flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_url(monkeypatch):
+    monkeypatch.delenv("KVSTORE_URL", raising=False)
+
+
+def test_without_a_url_clients_of_one_machine_share_one_store_and_nothing_is_left(tmp_path):
+    run_dir = tmp_path / "run"
+    with Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=PATIENT) as client:
+        assert client.put("k", b"1")
+        segment = Path(NodeDir(run_dir, EMBEDDED_NAME).announcement().data_path)
+        assert segment.exists()
+        other = subprocess.run(
+            [sys.executable, "-c", OTHER, str(run_dir)], capture_output=True, text=True, timeout=60
+        )
+        assert other.stdout == "b'1' stored\n", other.stderr
+        assert client.get("from the other") == b"2"
+    wait_until(lambda: not list((run_dir / "nodes").iterdir()), "the node ends", 15)
+    wait_until(lambda: not (run_dir / "redis" / "redis.sock").exists(), "Redis ends", 15)
+    assert not segment.exists()
+
+
+def test_the_store_outlives_the_client_that_started_it_while_another_uses_it(tmp_path):
+    run_dir = tmp_path / "run"
+    first = Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=PATIENT)
+    first.put("k", b"1")
+    with Client(run_dir=run_dir, limits=PATIENT) as second:
+        assert second.put("mine", b"2")
+        first.close()
+        time.sleep(2.0)
+        assert second.get("k") == b"1"
+
+
+def test_the_first_put_waits_for_a_redis_that_is_late(tmp_path, monkeypatch):
+    """A busy machine answers late just when a process, Redis and a node start together."""
+    run_dir = tmp_path / "run"
+    with EmbeddedRedis.acquire(run_dir) as redis:
+
+        def start_and_stall(*args, **kwargs):
+            start_embedded_node(*args, **kwargs)
+            stop(redis.pid)
+            threading.Timer(0.5, os.kill, (redis.pid, signal.SIGCONT)).start()
+
+        monkeypatch.setattr(session_module, "start_embedded_node", start_and_stall)
+        quick = Limits(request_timeout_s=10.0)
+        with Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=quick) as client:
+            result = client.put("k", b"1")
+            assert result, result.reason
+            assert client.get("k") == b"1"
+
+
+def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_writers, "FIRST_NODE_WAIT_S", 0.5)
+    slept = []
+    monkeypatch.setattr(host_writers, "POLL_S", 0.0123)  # told from what other threads sleep
+    monkeypatch.setattr(host_writers.time, "sleep", lambda s: (slept.append(s), sleep(s)))
+    run_dir = tmp_path / "run"
+    with EmbeddedRedis.acquire(run_dir) as redis:
+
+        def start_and_hang(*args, **kwargs):
+            start_embedded_node(*args, **kwargs)
+            stop(redis.pid)
+
+        monkeypatch.setattr(session_module, "start_embedded_node", start_and_hang)
+        with Client(run_dir=run_dir, node_size_bytes=16 << 20) as client:
+            assert "the index cannot be asked" in client.put("k", b"1").reason
+            assert 0.0123 in slept
+            slept.clear()
+            sleep(NODE_SEARCH_S)
+            assert "the index cannot be asked" in client.put("k", b"1").reason
+            assert 0.0123 not in slept
+        os.kill(redis.pid, signal.SIGCONT)
+
+
+def test_a_session_of_a_connector_starts_the_node_too_when_nobody_else_did(tmp_path):
+    namespace = Namespace.named("engine")
+    session = BlockSession(run_dir=tmp_path / "run", limits=PATIENT, node_size_bytes=16 << 20)
+    (reservation,) = session.reserve([namespace.value_key("k")], 1000, namespace.id)
+    assert session.commit([reservation]) == [STORED]
+    session.close()
+
+
+def test_with_a_url_no_node_is_started(redis_server, tmp_path):
+    session = BlockSession(
+        redis_server.url, run_dir=tmp_path / "run", limits=PATIENT, node_size_bytes=16 << 20
+    )
+    with pytest.raises(NodeUnavailableError, match="kvstore node"):
+        session.reserve([bytes(32)], 1000, 0)
+    session.close()
+
+
+def test_a_node_is_not_ready_while_nobody_can_connect_to_its_socket(tmp_path):
+    directory = NodeDir(tmp_path, EMBEDDED_NAME)
+    directory.path.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(directory.socket))
+        assert directory.socket.exists()
+        assert not listens(directory)
+        bound.listen(1)
+        assert listens(directory)
+        assert listens(directory)
+        assert listens(directory), "a full queue is no closed door"

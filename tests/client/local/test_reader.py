@@ -1,0 +1,199 @@
+"""What a reader believes, and in which batches it asks the index."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stores import announcement
+
+from kvstore.client.local.hint_lookup import found_here
+from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.reader import Reader
+from kvstore.core.events import Fill, Mark, Seal
+from kvstore.filelock import try_lock
+from kvstore.index.base import KeyRecord
+from kvstore.index.memory import MemoryIndex
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.nodedir import NodeDir
+from kvstore.record import RecordSigner, pack_record
+from kvstore.segment.header import Superblock
+from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.types import Key, Location
+
+KEY = b"k" * 32
+VALUE = b"v" * 1000
+HERE = Location(7, 1, 0, 3, 1, 0, len(VALUE), 0)
+AWAY = HERE._replace(node_id=8)
+SIGNER = RecordSigner(b"a secret of some length", "kv:t")
+
+
+@pytest.fixture
+def owned(tmp_path: Path) -> Iterator[OwnedShm]:
+    segment = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, 128 << 10))
+    yield segment
+    segment.close()
+
+
+class Nodes:
+    """One mapped segment, of node 7."""
+
+    def __init__(self, owned: OwnedShm) -> None:
+        shm = AttachedShm(owned.data_path, owned.head_path)
+        word = announcement(node_id=7, epoch=1)
+        self.attached = SimpleNamespace(shm=shm, gone=False, announcement=word)
+        self.mapped = (self.attached,)
+
+    def check(self, now: float) -> None:
+        pass
+
+    def map_all(self, now: float) -> bool:
+        return False
+
+    def segment(self, node_id: int, epoch: int, now: float) -> Any:
+        return self.attached if (node_id, epoch) == (7, 1) else None
+
+
+REMOTE: Any = SimpleNamespace(node=lambda *_: announcement(node_id=8, epoch=1))
+
+
+class Counting(MemoryIndex):
+    """Remembers the batches that were looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[Key]] = []
+
+    def lookup(self, keys: Sequence[Key]) -> list[bytes | None]:
+        self.asked.append(list(keys))
+        return super().lookup(keys)
+
+
+ReaderOf = Callable[..., Reader]
+
+
+@pytest.fixture
+def nodes(owned: OwnedShm) -> Any:
+    return Nodes(owned)
+
+
+@pytest.fixture
+def reader_of(nodes: Any) -> ReaderOf:
+    return lambda index, **options: Reader(index, nodes, REMOTE, **options)
+
+
+def save(segment: OwnedShm, granule: int = 0) -> None:
+    segment.apply(Mark(3, 1, 1))
+    segment.apply(Fill(3 * 4096, VALUE))
+    segment.apply(Seal(3, 1, KEY, len(VALUE), granule, 1, 0, 0, 0))
+
+
+def many() -> tuple[list[Key], MemoryIndex]:
+    """More keys than one batch, and an index that has all of them on another host."""
+    keys = [i.to_bytes(32, "little") for i in range(2 * BATCH_KEYS_MAX + 3)]
+    index = Counting()
+    for start in range(0, len(keys), BATCH_KEYS_MAX):
+        batch = keys[start : start + BATCH_KEYS_MAX]
+        index.publish([KeyRecord(key, pack_record(key, AWAY)) for key in batch])
+    return keys, index
+
+
+def test_each_key_of_a_long_search_is_looked_up_once(reader_of: ReaderOf) -> None:
+    keys, index = many()
+    found = reader_of(index).search(keys)
+    assert all(map(found.present, range(len(keys))))
+    assert isinstance(index, Counting)
+    assert [key for batch in index.asked for key in batch] == keys
+
+
+@pytest.mark.parametrize("hole", [0, BATCH_KEYS_MAX - 1, BATCH_KEYS_MAX, 2 * BATCH_KEYS_MAX])
+def test_a_run_ends_at_its_first_hole_wherever_that_is(reader_of: ReaderOf, hole: int) -> None:
+    keys, index = many()
+    index.remove([KeyRecord(keys[hole], pack_record(keys[hole], AWAY))])
+    assert len(reader_of(index).indexed_run(keys)) == hole
+
+
+def test_a_remembered_place_ends_with_its_node(
+    owned: OwnedShm, nodes: Any, reader_of: ReaderOf
+) -> None:
+    save(owned)
+    (place,) = reader_of(MemoryIndex()).find([KEY])
+    assert place is not None
+    assert place.valid()
+    nodes.attached.gone = True
+    assert not place.valid()
+
+
+def test_a_record_that_is_not_signed_as_it_must_be_names_no_place(
+    owned: OwnedShm, reader_of: ReaderOf
+) -> None:
+    save(owned)
+    reader = reader_of(MemoryIndex(), signer=SIGNER)
+    here, away = pack_record(KEY, HERE), pack_record(KEY, AWAY)
+    assert reader.place(KEY, SIGNER.signed(KEY, here)) is not None
+    assert reader.away(KEY, SIGNER.signed(KEY, away)) == AWAY
+    for wrong in (
+        lambda record: record,
+        lambda record: SIGNER.signed(KEY[::-1][:31] + b"x", record),
+    ):
+        assert reader.place(KEY, wrong(here)) is None
+        assert reader.away(KEY, wrong(away)) is None
+
+
+@pytest.mark.parametrize(("granule", "found"), [(0, True), (4, False), (255, False)])
+def test_a_header_that_leads_out_of_its_segment_is_not_found_here(
+    owned: OwnedShm, nodes: Any, granule: int, found: bool
+) -> None:
+    save(owned, granule)
+    (one,) = found_here(nodes, None, [KEY], float("inf"))
+    assert (one is not None) is found
+
+
+# --- nodes of this host -----------------------------------------------------
+
+
+@pytest.fixture
+def living(tmp_path: Path, owned: OwnedShm) -> Iterator[NodeDir]:
+    """The directory of a node that lives, and has announced start 1."""
+    directory = NodeDir(tmp_path, "n")
+    directory.path.mkdir(parents=True)
+    lock = try_lock(directory.lock)
+    assert lock is not None
+    word = announcement(
+        node_id=7,
+        epoch=1,
+        data_path=str(owned.data_path),
+        head_path=str(owned.head_path),
+        control_path=str(directory.socket),
+    )
+    directory.announcement_path.write_bytes(word.pack())
+    yield directory
+    lock.release()
+
+
+def test_a_segment_of_another_start_than_its_node_announces_is_not_mapped(
+    tmp_path: Path, living: NodeDir
+) -> None:
+    def mapped(node_id: int, epoch: int) -> bool:
+        word = living.announcement()
+        assert word is not None
+        living.announce(dataclasses.replace(word, node_id=node_id, epoch=epoch))
+        nodes = LocalNodes(tmp_path, MemoryIndex(), "kv:t")
+        return nodes.segment(node_id, epoch, 0.0) is not None
+
+    assert mapped(7, 1)
+    assert not mapped(7, 2)
+    assert not mapped(8, 1)
+
+
+def test_only_a_node_that_the_index_knows_is_written_to(tmp_path: Path, living: NodeDir) -> None:
+    index = MemoryIndex()
+    nodes = LocalNodes(tmp_path, index, "kv:t")
+    assert nodes.writables() == []
+    index.announce(7, b"{}", 60.0)
+    assert [directory.name for _, directory in nodes.writables()] == ["n"]
+    assert LocalNodes(tmp_path, index, "kv:another").writables() == []

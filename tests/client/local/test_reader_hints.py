@@ -1,0 +1,153 @@
+"""A reader finds blocks of its own host without the index, and only right ones."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.client.local.reader import Reader
+from kvstore.core.events import Fill, Mark, Seal
+from kvstore.errors import IndexUnavailableError
+from kvstore.segment.header import Superblock, hint_of
+from kvstore.segment.shm import AttachedShm, OwnedShm
+
+SIZE_BYTES = 128 << 10
+VALUE = b"v" * 1000
+
+
+class NoIndex:
+    """Counts the questions, and answers none."""
+
+    asked = 0
+
+    def match(self, keys):
+        self.asked += 1
+        raise IndexUnavailableError("no index here")
+
+    lookup = match
+
+
+class Nodes:
+    """One mapped segment."""
+
+    def __init__(self, shm):
+        self.mapped = (SimpleNamespace(shm=shm, gone=False),)
+
+    def check(self, now):
+        pass
+
+    def map_all(self, now):
+        return False
+
+
+@pytest.fixture
+def owned(tmp_path):
+    segment = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, SIZE_BYTES))
+    yield segment
+    segment.close()
+
+
+@pytest.fixture
+def reader(owned):
+    return Reader(NoIndex(), Nodes(AttachedShm(owned.data_path, owned.head_path)))
+
+
+def key_of(hint: int, name: bytes = b"a") -> bytes:
+    return name.ljust(8) + hint.to_bytes(4, "little") + name.ljust(20)
+
+
+def save(segment, slot_id, key, value=VALUE, granule=0):
+    segment.apply(Mark(slot_id, 1, 1))
+    segment.apply(Fill(slot_id * 4096, value))
+    segment.apply(Seal(slot_id, 1, key, len(value), granule, 1, 0, 0, 0))
+
+
+def test_a_sealed_block_is_found_without_the_index(owned, reader):
+    save(owned, 3, key_of(9))
+    (place,) = reader.find([key_of(9)])
+    assert bytes(place.payload) == VALUE
+    assert place.valid()
+    assert reader._index.asked == 0
+
+
+def test_the_index_is_asked_for_what_is_not_here(owned, reader):
+    save(owned, 3, key_of(9))
+    places = reader.find([key_of(9), key_of(10)])
+    assert [place is not None for place in places] == [True, False]
+    assert reader._index.asked == 1
+
+
+def test_the_hint_of_a_block_that_is_gone_leads_nowhere(owned, reader):
+    save(owned, 3, key_of(9))
+    owned.apply(Mark(3, 0, 1))
+    assert reader.find([key_of(9)]) == [None]
+
+
+def test_two_keys_with_one_hint_are_both_found(owned, reader):
+    save(owned, 3, key_of(9, b"a"), b"a" * 1000)
+    save(owned, 4, key_of(9, b"b"), b"b" * 1000)
+    found = reader.find([key_of(9, b"a"), key_of(9, b"b")])
+    assert [bytes(place.payload[:1]) for place in found] == [b"a", b"b"]
+    assert reader._index.asked == 0
+
+
+def test_more_keys_with_one_hint_are_never_taken_for_each_other(owned, reader):
+    names = [b"a", b"b", b"c", b"d"]
+    for slot_id, name in enumerate(names):
+        save(owned, slot_id, key_of(9, name), name * 1000)
+    found = reader.find([key_of(9, name) for name in names])
+    assert [bytes(p.payload[:1]) if p else None for p in found] == [b"a", None, None, b"d"]
+
+
+def test_the_place_of_a_key_that_is_gone_is_used_again(owned, reader):
+    save(owned, 3, key_of(9, b"a"))
+    owned.apply(Mark(3, 0, 1))
+    save(owned, 4, key_of(9, b"b"))
+    save(owned, 5, key_of(9, b"c"))
+    assert all(reader.find([key_of(9, b"b"), key_of(9, b"c")]))
+
+
+def test_the_first_slot_is_no_block_while_nothing_was_saved(reader):
+    assert reader.find([key_of(0)]) == [None]
+
+
+@pytest.mark.parametrize("offset", range(0, 64, 4))
+def test_a_damaged_header_is_a_miss(owned, reader, offset):
+    save(owned, 3, key_of(9))
+    start = 4096 + 3 * 64 + offset
+    owned._head[start] ^= 0x40
+    assert reader.find([key_of(9)]) == [None]
+
+
+@pytest.mark.parametrize("granule", [4, 255])
+def test_a_block_that_would_leave_the_segment_is_a_miss(owned, reader, granule):
+    save(owned, 3, key_of(9), granule=granule)
+    assert reader.find([key_of(9)]) == [None]
+
+
+def test_a_hint_beyond_the_segment_leads_nowhere(owned, reader):
+    owned._hints[hint_of(key_of(9), len(owned._hints))] = 1 << 31
+    assert reader.find([key_of(9)]) == [None]
+
+
+def test_a_remembered_place_ends_with_its_block(owned, reader):
+    save(owned, 3, key_of(9))
+    (place,) = reader.find([key_of(9)])
+    owned.apply(Mark(3, 0, 1))
+    assert not place.valid()
+
+
+def test_a_full_memory_of_places_may_change_while_the_oldest_is_looked_for(
+    reader, owned, monkeypatch
+):
+    class Changing(dict):
+        """Another thread adds to it between the two steps of looking for the first."""
+
+        def __iter__(self):
+            found = super().__iter__()
+            super().__setitem__(bytes(32), None)
+            return found
+
+    monkeypatch.setattr("kvstore.client.local.reader.PLACES_KEPT_MAX", 1)
+    save(owned, 3, key_of(9))
+    reader._places = Changing({b"o" * 32: None})
+    assert reader.find([key_of(9)])[0] is not None

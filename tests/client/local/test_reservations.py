@@ -1,0 +1,228 @@
+"""What a client was granted is given back, whatever becomes of its request."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from redis_servers import RedisServer, wait_until
+from stores import NodeProcess
+
+from kvstore import BlockSession, Client, DeadlineError, NodeUnavailableError, PutResult
+from kvstore.client.base import Reservation
+from kvstore.client.local.link import Holdings
+from kvstore.client.local.writer import Want
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.protocol.control import Op
+from kvstore.transport.stream.security import StreamSecurity
+from kvstore.types import Key
+
+SECRET = "a secret that both sides know"
+LENGTH = 100_000
+KEYS = [bytes([i]) * 32 for i in range(4)]
+
+
+@pytest.fixture
+def mortal(redis_server: RedisServer) -> Iterator[NodeProcess]:
+    with NodeProcess(redis_server) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def lasting(redis_server: RedisServer) -> Iterator[NodeProcess]:
+    """One that nobody kills."""
+    with NodeProcess(redis_server) as process:
+        yield process
+
+
+@pytest.fixture
+def patient(lasting: NodeProcess) -> Iterator[BlockSession]:
+    with closing(BlockSession(**lasting.client_options)) as session:
+        yield session
+
+
+@pytest.fixture
+def session(mortal: NodeProcess) -> Iterator[BlockSession]:
+    with closing(BlockSession(**mortal.client_options)) as session:
+        yield session
+
+
+def reserved(session: BlockSession, key: Key) -> Reservation:
+    (slot,) = session.reserve([key], LENGTH, 1)
+    assert isinstance(slot, Reservation)
+    return slot
+
+
+def open_reservations(node: NodeProcess) -> int:
+    with Client(**node.client_options) as other:
+        return int(other.stats()["node"]["reserved"])
+
+
+def restart(node: NodeProcess, session: BlockSession) -> None:
+    node.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    node.start()
+    wait_until(lambda: session.no_local_node() is None, "the next start is found")
+
+
+def test_a_commit_while_no_node_is_there_lets_the_slots_go(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    slot = reserved(session, KEYS[0])
+    mortal.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    with pytest.raises(NodeUnavailableError):
+        session.commit([slot])
+    mortal.start()
+    wait_until(lambda: session.no_local_node() is None, "the next start is found")
+    # The next start keeps the slot for its writer until that is known not to write (rule 5).
+    wait_until(lambda: open_reservations(mortal) == 0, "the slot is free", 5.0)
+
+
+def test_a_commit_for_two_starts_of_a_node_lets_the_slots_of_both_go(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    slots = [reserved(session, KEYS[0])]
+    restart(mortal, session)
+    slots.append(reserved(session, KEYS[1]))
+    with pytest.raises(NodeUnavailableError):
+        session.commit(slots)
+    assert isinstance(session.reserve([KEYS[1]], LENGTH, 1)[0], Reservation)
+
+
+def test_what_a_dead_node_granted_is_not_given_back_to_the_next_one(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    """An empty node grants the same slots and generations as the one before it did."""
+    old = reserved(session, KEYS[0])
+    mortal.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    mortal.forget()
+    mortal.start()
+    wait_until(lambda: session.no_local_node() is None, "the next start is found")
+    new = reserved(session, KEYS[1])
+    assert new[-2:] == old[-2:]
+    session.abort([old])
+    assert open_reservations(mortal) == 1
+    new.buffer[:] = bytes(LENGTH)
+    assert all(session.commit([new]))
+
+
+def test_more_than_one_request_holds_is_given_back_whole(
+    lasting: NodeProcess, patient: BlockSession
+) -> None:
+    keys = [i.to_bytes(32, "big") for i in range(BATCH_KEYS_MAX + 1)]
+    patient.abort([r for r in patient.reserve(keys, 100, 1) if isinstance(r, Reservation)])
+    assert open_reservations(lasting) == 0
+
+
+def test_when_the_second_request_of_a_reserve_fails_nothing_is_reserved(
+    lasting: NodeProcess, patient: BlockSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [i.to_bytes(32, "big") for i in range(BATCH_KEYS_MAX + 1)]
+    (writer,) = patient.writer.writers()
+    reserve = writer._reserve
+
+    def fails_for_one(wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+        if len(wants) == 1:
+            raise DeadlineError("the node did not answer in time")
+        return reserve(wants, namespace_id)
+
+    monkeypatch.setattr(writer, "_reserve", fails_for_one)
+    with pytest.raises(DeadlineError):
+        patient.reserve(keys, 100, 1)
+    assert open_reservations(lasting) == 0
+
+
+def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
+    lasting: NodeProcess, patient: BlockSession
+) -> None:
+    assert patient.no_local_node() is None
+    patient.abort([reserved(patient, KEYS[0])])
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    lasting.signal(signal.SIGSTOP)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            patient.reserve([KEYS[1]], LENGTH, 1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        lasting.signal(signal.SIGCONT)
+    assert reserved(patient, KEYS[1])
+
+
+def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """No other node can replace the record: without a save it would be a miss for ever."""
+    listens = {"options": ("--listen", "127.0.0.1:0"), "environment": {"KVSTORE_SECRET": SECRET}}
+    with (
+        NodeProcess(redis_server, **listens) as dies,
+        NodeProcess(redis_server, key_prefix=dies.key_prefix, **listens) as lives,
+    ):
+        with closing(BlockSession(**dies.client_options)) as neighbour:
+            slot = reserved(neighbour, KEYS[0])
+            slot.buffer[:] = bytes(LENGTH)
+            assert all(neighbour.commit([slot]))
+        word = dies.directory.announcement()
+        assert word is not None
+        dies.kill()
+        away = {**dies.client_options, "run_dir": tmp_path}
+        with closing(
+            BlockSession(**away, security=StreamSecurity(secret=SECRET.encode()))
+        ) as session:
+            # What comes about by itself when its heartbeats are over.
+            redis_server.admin().delete(f"{dies.key_prefix}:node:{word.node_id:016x}")
+            wait_until(lambda: not session.match([KEYS[0]]), "the node is known to be gone")
+            slot = reserved(session, KEYS[0])
+            slot.buffer[:] = bytes(LENGTH)
+            assert all(session.commit([slot]))
+            wait_until(lambda: session.match([KEYS[0]]), "it is there again")
+            assert session.view(session.match([KEYS[0]])[0])
+        assert open_reservations(lives) == 0
+
+
+def test_the_lease_of_a_dead_node_is_kept_until_no_answer_of_it_can_be_taken(
+    mortal: NodeProcess, session: BlockSession
+) -> None:
+    """A grant that came before the node died is taken by whoever waits for it."""
+    (writer,) = session.writer.writers()
+    link = writer.link()
+    assert link.control.request(Op.STAT)
+    leases = list(mortal.directory.leases.iterdir())
+    retire, seen = link.retire, []
+
+    def retire_late() -> None:
+        writer._settle()  # as another thread that gives something of its own back at this moment
+        seen.append(list(mortal.directory.leases.iterdir()))
+        retire()
+
+    link.retire = retire_late  # type: ignore[method-assign]
+    mortal.kill()
+    wait_until(lambda: session.no_local_node() is not None, "the client lets go of the dead node")
+    assert seen == [leases]
+
+
+def test_what_is_held_can_be_said_while_another_thread_unpins() -> None:
+    held = Holdings()
+
+    class Handle(tuple[int, int]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[int]:
+            held.unpin((9, 9))
+            return super().__iter__()
+
+    held.pinned = {Handle((1, 1)): 1, (9, 9): 1, (2, 2): 1}
+    _, pinned = held.said()
+    assert len(pinned) == 3

@@ -1,0 +1,233 @@
+"""Saving to a real node in this process, over an index in memory."""
+
+import threading
+import time
+
+import pytest
+
+from kvstore.client import put_pipeline
+from kvstore.client.local.host_writer import HostWriter
+from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.reader import Reader
+from kvstore.client.values.tensors import encode
+from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
+from kvstore.index.memory import MemoryIndex
+from kvstore.node.config import NodeConfig
+from kvstore.node.daemon import Node
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_requests import Want
+from kvstore.types import Kind, PutStatus
+
+MIB = 1 << 20
+NODE_BYTES = 32 * MIB
+NAMESPACE = 5
+
+
+@pytest.fixture
+def index():
+    return MemoryIndex()
+
+
+@pytest.fixture
+def node(tmp_path, index):
+    config = NodeConfig(run_dir=tmp_path, size_bytes=NODE_BYTES)
+    with Node(config, index) as node:
+        yield node
+
+
+@pytest.fixture
+def nodes(tmp_path, index, node):
+    nodes = LocalNodes(tmp_path, index, "kv:default")
+    deadline = time.monotonic() + 5
+    while nodes.writable(None) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def writer(nodes):
+    writer = HostWriter(nodes, name=None, timeout_s=2.0, checksums=False, start_node=None)
+    yield writer
+    writer.close()
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def want(number: int, size_bytes: int = 40_000) -> Want:
+    return Want(key(number), size_bytes, Kind.BYTES, 0, None, 0)
+
+
+def save(writer, values):
+    keys = [key(i) for i in range(len(values))]
+    return put_pipeline.save(writer, NAMESPACE, keys, [encode(v) for v in values], checksums=False)
+
+
+def test_a_batch_of_any_sizes_is_stored_whole_and_in_order(writer, nodes, index):
+    sizes = [MIB, 1, 40_000, 0, 3 * MIB, 32 << 10, 5000, 2 * MIB, MIB] * 2
+    values = [bytes([i]) * size for i, size in enumerate(sizes)]
+    assert all(r.status is PutStatus.STORED for r in save(writer, values))
+    places = Reader(index, nodes).find([key(i) for i in range(len(values))])
+    assert [bytes(place.data) for place in places] == values
+
+
+def test_a_batch_larger_than_a_window_is_stored(writer, monkeypatch):
+    monkeypatch.setattr(put_pipeline, "WINDOW_BYTES", 3 * MIB)
+    monkeypatch.setattr(put_pipeline, "PART_BYTES_MIN", 1 * MIB)
+    assert all(save(writer, [bytes([i]) * MIB for i in range(20)]))
+
+
+def test_one_value_that_cannot_be_stored_does_not_spoil_the_others(writer):
+    results = save(writer, [b"a" * MIB, b"b" * (NODE_BYTES + 1), b"c" * MIB, b"d" * MIB])
+    assert [r.status for r in results] == [
+        PutStatus.STORED,
+        PutStatus.REJECTED,
+        PutStatus.STORED,
+        PutStatus.STORED,
+    ]
+
+
+def test_nothing_stays_reserved_when_a_copy_fails_half_way(writer, monkeypatch):
+    monkeypatch.setattr(put_pipeline, "PART_BYTES_MIN", 1 * MIB)
+    copied = []
+
+    def failing(destination, source):
+        copied.append(source)
+        if len(copied) == 3:
+            raise KeyboardInterrupt
+        destination[:] = source
+
+    monkeypatch.setattr(put_pipeline, "copy", failing)
+    with pytest.raises(KeyboardInterrupt):
+        save(writer, [bytes([i]) * MIB for i in range(8)])
+    assert writer.stats()["reserved"] == 0
+
+
+def test_a_node_that_goes_away_meanwhile_rejects_what_is_left(writer, node, monkeypatch):
+    monkeypatch.setattr(put_pipeline, "PART_BYTES_MIN", 1 * MIB)
+    stopped = []
+
+    def stopping(destination, source):
+        destination[:] = source
+        if not stopped:
+            stopped.append(node.stop())
+
+    monkeypatch.setattr(put_pipeline, "copy", stopping)
+    results = save(writer, [bytes([i]) * MIB for i in range(8)])
+    assert {r.status for r in results} == {PutStatus.REJECTED}
+
+
+def test_slots_are_held_before_any_other_thread_can_reconnect(writer, monkeypatch):
+    """Or the node would free them at that HELLO while their writer still writes (rule 5)."""
+    control = writer.link().control
+    request = control.request
+
+    def interrupted(op, *args, **kwargs):
+        answer = request(op, *args, **kwargs)
+        if op is Op.RESERVE:
+            control._disconnect()
+            request(Op.UNPIN, [])  # another thread's request connects again
+        return answer
+
+    monkeypatch.setattr(control, "request", interrupted)
+    (reservation,) = writer.reserve([want(1)], NAMESPACE)
+    reservation.buffer[:] = bytes(40_000)
+    assert writer.commit([reservation])[0].status is PutStatus.STORED
+
+
+def test_pins_are_held_before_any_other_thread_can_reconnect(writer, monkeypatch):
+    assert all(save(writer, [b"v"]))
+    control = writer.link().control
+    request = control.request
+
+    def interrupted(op, *args, **kwargs):
+        answer = request(op, *args, **kwargs)
+        if op is Op.PIN:
+            control._disconnect()
+            request(Op.UNPIN, [])
+        return answer
+
+    monkeypatch.setattr(control, "request", interrupted)
+    assert writer.pin(key(0)) is not None
+    assert writer.stats()["pinned"] == 1
+
+
+def test_what_could_not_be_said_on_a_busy_channel_is_said_by_the_next_connection(writer):
+    """Found by the simulation: the slot was nobody's until the client's end."""
+    granted = writer.reserve([want(1)], NAMESPACE)
+    channel = writer.link().control
+    channel._timeout_s = 0.05
+    with channel._lock, pytest.raises(DeadlineError):
+        writer.commit(granted)
+    channel._timeout_s = 10.0
+    assert writer.stats()["reserved"] == 0
+
+
+def test_a_channel_that_another_thread_gave_up_is_a_peers_fault(writer):
+    """Found by the simulation: a put raised that the client "must be open"."""
+    channel = writer.link().control
+    channel.close()
+    with pytest.raises(NodeUnavailableError):
+        channel.request(Op.STAT)
+
+
+def test_answers_reach_whoever_asked_in_any_order(writer):
+    control = writer.link().control
+    tickets = [control.post(Op.LIST, b"", 1) for _ in range(20)]
+    numbers = control.post(Op.STAT)
+    assert control.collect(numbers)["blocks"] == 0
+    assert [control.collect(t) for t in reversed(tickets)] == [[]] * 20
+
+
+def test_a_refused_request_leaves_the_others_alone(writer):
+    control = writer.link().control
+    good, bad, good_too = (
+        control.post(op, *args) for op, *args in [(Op.STAT,), (Op.LIST, b"", 1 << 20), (Op.STAT,)]
+    )
+    with pytest.raises(UsageError):
+        control.collect(bad)
+    assert control.collect(good)["blocks"] == control.collect(good_too)["blocks"] == 0
+
+
+def test_what_was_on_its_way_fails_with_its_connection(writer):
+    control = writer.link().control
+    ticket = control.post(Op.STAT)
+    control._disconnect()
+    with pytest.raises(NodeUnavailableError):
+        control.collect(ticket)
+    assert control.request(Op.STAT)["blocks"] == 0
+
+
+def test_an_answer_nobody_waited_for_leaves_nothing_reserved(writer):
+    """Its grants are told to nobody, so the next connection says that they are not held."""
+    later = writer.writers()[0].reserve_later([want(1)], NAMESPACE)
+    control = writer.link().control
+    done = threading.Event()
+
+    def give_up():
+        later.args[1].give_up_at = time.monotonic() + 0.05
+        with pytest.raises(DeadlineError):
+            later()
+        done.set()
+
+    with control._lock:
+        threading.Thread(target=give_up).start()
+        assert done.wait(5)
+    assert writer.stats()["reserved"] == 0
+
+
+def test_of_a_run_that_took_several_requests_the_end_is_evicted_before_the_head(node, writer):
+    run = [key(i) for i in range(12)]
+    payloads = [encode(bytes([i]) * MIB) for i in range(12)]
+    assert all(put_pipeline.save(writer, NAMESPACE, run, payloads, checksums=False))
+    for other in range(100, 140):
+        payload = encode(bytes([other]) * MIB)
+        assert all(put_pipeline.save(writer, NAMESPACE, [key(other)], [payload], checksums=False))
+        left = [k for k in run if k in node.core.by_key]
+        if len(left) < len(run):
+            assert left == run[: len(left)]
+            if len(left) <= 4:
+                return
+    raise AssertionError("nothing was evicted")

@@ -1,0 +1,322 @@
+"""The vLLM adapter's own part: registration, settings, and answers that need no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import pickle
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_model_config import ENGINE_BLOCK, kv_cache_config, vllm_config
+from vllm_model_engine import ModelEngine, expected_output
+
+from connector.adapters import register_vllm
+from connector.messages import StepPlan, WorkerReport
+from kvstore import UsageError
+from kvstore.testing.blockstore import MemoryBlockStore
+
+pytestmark = pytest.mark.vllm
+
+
+def shape(config: Any, groups: Any) -> Any:
+    from connector.adapters.vllm.shape import engine_shape
+    from connector.settings import ConnectorSettings
+
+    return engine_shape(config, groups, ConnectorSettings())
+
+
+def transfer(**changes: Any) -> dict[str, Any]:
+    base = {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "connector.adapters.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {},
+    }
+    return {**base, **changes}
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    from connector.adapters.vllm import connector as adapter
+
+    lines: list[tuple[int, str]] = []
+
+    def record(level: int) -> Any:
+        return lambda text, *args: lines.append((level, text % args))
+
+    for level, name in ((logging.ERROR, "error"), (logging.WARNING, "warning")):
+        monkeypatch.setattr(adapter.logger, name, record(level))
+    return lines
+
+
+def warned(config: Any) -> None:
+    from connector.adapters.vllm.connector import _warn
+
+    _warn(config)
+
+
+ADDED = {
+    "explain",
+    "weights_may_have_changed",
+    "weights_named",
+    "adapter_changes",
+    "own_cache_emptied",
+    "saves_ended",
+    "end_saves",
+}
+"""Ours alone: nothing of vLLM calls it."""
+
+
+class TestRegistration:
+    def test_trap_registering_twice_is_harmless_and_the_name_is_the_class_name(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        register_vllm()
+        register_vllm()
+        found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
+        assert found.__name__ == "KVStoreConnector"
+
+    def test_trap_the_module_registers_its_class_when_it_is_imported(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Named by its module under MultiConnector, it is looked up by name for statistics."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        package = importlib.import_module("connector.adapters")
+        module = importlib.import_module("connector.adapters.vllm")
+        monkeypatch.delitem(KVConnectorFactory._registry, "KVStoreConnector")
+        monkeypatch.setattr(package, "vllm", module)
+        monkeypatch.delitem(sys.modules, module.__name__)
+        fresh = importlib.import_module(module.__name__)
+        found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
+        assert found is fresh.KVStoreConnector is not module.KVStoreConnector
+
+    def test_trap_the_constructor_takes_what_vllm_passes(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        config = SimpleNamespace(**transfer())
+        found = KVConnectorFactory.get_connector_class(config)
+        assert found.__module__ == "connector.adapters.vllm"
+
+    def test_the_entry_point_registers_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+        project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
+        points = project["project"]["entry-points"]["vllm.general_plugins"]
+        module, _, function = points["kvstore"].partition(":")
+        getattr(importlib.import_module(module), function)()
+        assert list(KVConnectorFactory._registry) == ["KVStoreConnector"]
+
+    def test_every_method_of_vllms_base_class_keeps_its_signature(self) -> None:
+        """Drift guard: what we override must still exist and take the same arguments."""
+        import inspect
+
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+            KVConnectorBase_V1,
+            SupportsHMA,
+        )
+
+        from connector.adapters.vllm.connector import KVStoreConnector
+
+        own = [
+            name
+            for name, value in vars(KVStoreConnector).items()
+            if inspect.isfunction(value) and not name.startswith("_") and name not in ADDED
+        ]
+        assert len(own) > 15
+        assert not any(hasattr(KVConnectorBase_V1, name) for name in ADDED), "vLLM has it now"
+        for name in own:
+            base = KVConnectorBase_V1 if hasattr(KVConnectorBase_V1, name) else SupportsHMA
+            theirs = inspect.signature(getattr(base, name))
+            ours = inspect.signature(getattr(KVStoreConnector, name))
+            assert list(ours.parameters) == list(theirs.parameters), name
+
+
+class TestAnswers:
+    def test_trap_a_cache_requires_no_delivery_and_no_piecewise_graphs(self, model: Path) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        from connector.adapters.vllm.connector import KVStoreConnector
+
+        config = vllm_config(model, blocks=8)
+        connector = KVStoreConnector(config, KVConnectorRole.WORKER, kv_cache_config(8))
+        assert connector.requires_kv_delivery is False
+        assert connector._cache_hit_source is CacheHitSource.HOST
+        assert connector.reset_cache() is None
+        assert connector.get_kv_connector_stats() is None
+        assert KVStoreConnector.requires_piecewise_for_cudagraph({}) is False
+        assert KVStoreConnector.get_required_kvcache_layout(config) is None
+        connector.shutdown()
+
+    def test_trap_failures_are_told_as_the_core_says_by_request_or_by_block(
+        self, model: Path
+    ) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+        from connector.adapters.vllm.connector import KVStoreConnector, KVStoreMetadata
+
+        config, groups = vllm_config(model, blocks=8), kv_cache_config(8)
+        connector = KVStoreConnector(config, KVConnectorRole.WORKER, groups)
+        report = WorkerReport({"r", "s", "t"}, {"r"}, {5}, {0: 0})
+        connector._worker.poll = lambda wait_s: report  # type: ignore[union-attr]
+        connector.bind_connector_metadata(KVStoreMetadata(StepPlan()))
+        results = connector.get_transfer_results(set())
+        assert results.finished_recving == {"r", "s", "t"}
+        assert results.failed_recving == {"r"}
+        assert connector.get_block_ids_with_load_errors() == {5}
+        connector.shutdown()
+
+    def test_trap_reports_of_several_workers_are_counted_together(self) -> None:
+        from connector.adapters.vllm.connector import KVStoreWorkerMetadata
+
+        one = KVStoreWorkerMetadata(WorkerReport(failed_blocks={1: 4}, ended_saves={7: 1}))
+        two = KVStoreWorkerMetadata(WorkerReport(failed_blocks={1: 2}, ended_saves={7: 1, 8: 1}))
+        total = pickle.loads(pickle.dumps(one)).aggregate(two).report
+        assert total.failed_blocks == {1: 2}
+        assert total.ended_saves == {7: 2, 8: 1}
+
+
+class TestWarnings:
+    def test_trap_a_policy_that_fails_requests_is_said_loudly(
+        self, model: Path, said: list[tuple[int, str]]
+    ) -> None:
+        warned(vllm_config(model, blocks=8, transfer=transfer(kv_load_failure_policy="fail")))
+        ((level, text),) = said
+        assert level == logging.ERROR
+        assert '"kv_load_failure_policy": "recompute"' in text
+
+    def test_good_settings_are_passed_in_silence(
+        self, model: Path, said: list[tuple[int, str]]
+    ) -> None:
+        warned(vllm_config(model, blocks=8))
+        assert said == []
+
+
+class TestShape:
+    def test_trap_engines_that_hash_in_another_way_share_blocks(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        base = shape(vllm_config(model, blocks=8), kv_cache_config(8)).model
+        monkeypatch.setenv("PYTHONHASHSEED", "5")
+        config = vllm_config(model, blocks=8)
+        config.cache_config.prefix_caching_hash_algo = "sha256"
+        assert shape(config, kv_cache_config(8)).model == base
+        assert base["hash_algorithm"] == "kvstore-chain-1"
+
+    def test_trap_the_order_within_a_block_is_in_the_namespace(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.v1.attention.backends import cpu_attn
+
+        from connector.adapters.vllm import shape as vllm_shape
+
+        def order(**changes: Any) -> object:
+            groups = kv_cache_config(8)
+            group = groups.kv_cache_groups[0]
+            spec = dataclasses.replace(group.kv_cache_spec, **changes)
+            object.__setattr__(group, "kv_cache_spec", spec)
+            (found,) = shape(vllm_config(model, blocks=8), groups).groups
+            return found.fields["within_block"]
+
+        assert order() != order(block_size=32)
+        before = order()
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "another")
+        assert order() != before
+        monkeypatch.setattr(vllm_shape.current_platform, "is_cpu", lambda: False, raising=False)
+        assert order() == "" == order(block_size=32)
+        assert order(state_content_bytes=16) != order(state_content_bytes=16, block_size=32)
+
+    def test_trap_rope_is_in_the_namespace(self, model: Path) -> None:
+        base = shape(vllm_config(model, blocks=8), kv_cache_config(8)).model
+        config = vllm_config(model, blocks=8)
+        config.model_config.hf_text_config.rope_parameters = {"rope_theta": 5e5}
+        assert shape(config, kv_cache_config(8)).model != base
+
+    def test_trap_sizes_come_from_the_resolved_block_size(self, model: Path) -> None:
+        (group,) = shape(vllm_config(model, blocks=8), kv_cache_config(8)).groups
+        geometry = group.geometry
+        assert dataclasses.asdict(geometry) == {
+            "layers": 2,
+            "heads": 2,
+            "channel_bytes": 16,
+            "engine_block_tokens": ENGINE_BLOCK,
+            "recurrent": False,
+            "runs": (),
+        }
+
+    def test_trap_context_parallel_blocks_are_refused(self, model: Path) -> None:
+        config = vllm_config(model, blocks=8)
+        config.parallel_config.decode_context_parallel_size = 2
+        with pytest.raises(UsageError, match="decode_context_parallel_size"):
+            shape(config, kv_cache_config(8))
+
+    @pytest.mark.parametrize("kind", ["reference_window", "chunked"])
+    def test_trap_groups_that_cannot_be_stored_are_refused_at_start(
+        self, model: Path, kind: str
+    ) -> None:
+        import torch
+        from vllm.v1.kv_cache_interface import (
+            ChunkedLocalAttentionSpec,
+            KVCacheGroupSpec,
+            RSWASpec,
+        )
+
+        heads = {"num_kv_heads": 2, "head_size": 4, "dtype": torch.bfloat16}
+        spec = {
+            "reference_window": lambda: RSWASpec(block_size=ENGINE_BLOCK, rswa_window=32, **heads),
+            "chunked": lambda: ChunkedLocalAttentionSpec(
+                block_size=ENGINE_BLOCK, attention_chunk_size=32, **heads
+            ),
+        }[kind]()
+        groups = kv_cache_config(8)
+        groups.kv_cache_groups.append(KVCacheGroupSpec(["other"], spec))
+        with pytest.raises(UsageError, match="only full and sliding-window attention") as refused:
+            shape(vllm_config(model, blocks=8), groups)
+        assert f"{type(spec).__name__} in group 1" in str(refused.value)
+
+    def test_roles(self, model: Path) -> None:
+        for role, loads, saves in (
+            ("kv_producer", False, True),
+            ("kv_consumer", True, False),
+            ("kv_both", True, True),
+        ):
+            found = shape(vllm_config(model, role, blocks=8), kv_cache_config(8))
+            assert (found.loads, found.saves) == (loads, saves)
+
+
+def test_trap_under_multi_connector_the_child_that_lost_loads_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of ours with different namespaces: both save, the first one's hit wins."""
+    store = MemoryBlockStore()
+    children = [
+        transfer(kv_connector_extra_config={"block_tokens": 32, "weights_id": name})
+        for name in ("a", "b")
+    ]
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    prompt = [(i * 7) % 500 for i in range(100)]
+    loads: list[list[int]] = []
+    for _ in range(2):
+        engine = ModelEngine(model, store, monkeypatch, transfer=multi)
+        engine.add("r", prompt)
+        engine.run()
+        assert engine.outputs["r"] == expected_output(prompt, 4)
+        plans = [m.metadata for m in engine.metadata]
+        loads.append([sum(len(pair[i].plan.loads) for pair in plans) for i in (0, 1)])
+        engine.close()
+    assert len(store.sealed()) == 2 * 3
+    assert loads == [[0, 0], [1, 0]]

@@ -1,0 +1,221 @@
+"""What vLLM's engine core does and tells no connector reaches ours all the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_model_config import BLOCK
+from vllm_model_engine import MakeEngine, expected_output, prompt
+
+from connector.adapters.vllm import core as vllm_core
+from kvstore.testing.blockstore import MemoryBlockStore
+
+TOKENS = prompt(2 * BLOCK + 5)
+
+
+@pytest.fixture
+def core_class() -> Any:
+    """vLLM's own; only scheduler and executor are stood in for."""
+    from vllm.v1.engine.core import EngineCore
+
+    vllm_core.watch_engine_core()
+    return EngineCore
+
+
+def core_of(core_class: Any, engine: Any) -> Any:
+    """The engine core around a model engine, without its processes."""
+    core = object.__new__(core_class)
+    core.scheduler = engine.scheduler
+    core.model_executor = SimpleNamespace(
+        collective_rpc=lambda method, *args, **kwargs: [],
+        reset_mm_cache=lambda: None,
+        reset_encoder_cache=lambda: None,
+        add_lora=lambda request: True,
+    )
+    core.mm_receiver_cache = None
+    core._weight_version = "default"
+    return core
+
+
+def run(engine: Any, name: str) -> int:
+    """Tokens that were loaded for a request with the same tokens as all others."""
+    before = engine.loaded_tokens
+    engine.add(name, TOKENS)
+    engine.run()
+    assert engine.outputs[name] == expected_output(TOKENS, 4)
+    return int(engine.loaded_tokens - before)
+
+
+def test_every_method_that_is_wrapped_is_there(core_class: Any) -> None:
+    """Of this vLLM: another one is told in the log what it goes without."""
+    assert all(hasattr(core_class, name) for name in vllm_core._AROUND)
+    before = core_class.set_weight_version
+    vllm_core.watch_engine_core()
+    assert core_class.set_weight_version is before, "once"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda core: core.set_weight_version("2"),
+        lambda core: core.collective_rpc("reload_weights"),
+        lambda core: core.collective_rpc("update_weights", kwargs={"update_info": {}}),
+        lambda core: core.collective_rpc("something_of_the_users_own"),
+        lambda core: core.collective_rpc(lambda worker: None),
+    ],
+    ids=["version", "reload", "update", "unknown", "function"],
+)
+def test_after_the_weights_changed_nothing_older_is_loaded(
+    make: MakeEngine, core_class: Any, change: Any
+) -> None:
+    engine, other = make(), make()
+    core = core_of(core_class, engine)
+    run(engine, "before")
+    core._reset_caches()
+    assert run(engine, "again") == 2 * BLOCK
+    core._reset_caches()
+    change(core)
+    assert run(engine, "after") == 0
+    core._reset_caches()
+    assert run(engine, "own") == 2 * BLOCK, "what it saved with these it finds"
+    assert run(other, "other") == 2 * BLOCK, "who has the first weights goes on with them"
+
+
+@pytest.mark.parametrize("method", sorted(vllm_core.LEAVES_WEIGHTS_ALONE))
+def test_calls_that_leave_the_weights_alone_cost_nothing(
+    make: MakeEngine, core_class: Any, method: str
+) -> None:
+    engine = make()
+    core = core_of(core_class, engine)
+    run(engine, "before")
+    core._reset_caches()
+    core.collective_rpc(method)
+    assert run(engine, "after") == 2 * BLOCK
+
+
+def test_engines_with_a_weights_id_share_by_version(make: MakeEngine, core_class: Any) -> None:
+    engines = [make(weights_id="run-17"), make(weights_id="run-17"), make(weights_id="run-18")]
+    for engine in engines:
+        core_of(core_class, engine).set_weight_version("5")
+    assert [run(engine, "r") for engine in engines] == [0, 2 * BLOCK, 0]
+
+
+def test_without_one_versions_of_the_same_name_are_not_the_same(
+    make: MakeEngine, core_class: Any
+) -> None:
+    engines = [make(), make()]
+    for engine in engines:
+        core_of(core_class, engine).set_weight_version("5")
+    assert [run(engine, "r") for engine in engines] == [0, 0]
+
+
+def test_a_lookup_under_way_when_the_weights_change_comes_to_nothing(
+    make: MakeEngine, store: MemoryBlockStore, core_class: Any
+) -> None:
+    engine = make()
+    core = core_of(core_class, engine)
+    run(engine, "before")
+    core._reset_caches()
+    engine.add("asked", TOKENS)  # its lookup starts here
+    core.collective_rpc("reload_weights")
+    engine.run()
+    assert engine.loaded_tokens == 0
+    assert engine.outputs["asked"] == expected_output(TOKENS, 4)
+
+
+def test_what_is_computed_on_kv_of_other_weights_is_not_saved(
+    make: MakeEngine, store: MemoryBlockStore, core_class: Any
+) -> None:
+    """The user kept the engine's own cache over the update: its prefix is of the old weights."""
+    engine = make()
+    core = core_of(core_class, engine)
+    run(engine, "before")
+    saved = len(store.sealed())
+    core.collective_rpc("reload_weights")
+    run(engine, "mixed")
+    assert len(store.sealed()) == saved
+    core._reset_caches()
+    run(engine, "clean")
+    assert len(store.sealed()) == 2 * saved
+
+
+def test_sleep_and_pause_leave_the_store_as_it_is_and_a_reset_does_not(
+    make: MakeEngine, store: MemoryBlockStore, core_class: Any
+) -> None:
+    engine = make()
+    core = core_of(core_class, engine)
+    run(engine, "a")
+    saved = len(store.sealed())
+    core._reset_caches()
+    assert len(store.sealed()) == saved
+    assert core.reset_prefix_cache(reset_connector=True) is True
+    assert store.sealed() == []
+
+
+def test_a_store_that_is_down_fails_neither(
+    make: MakeEngine, store: MemoryBlockStore, core_class: Any
+) -> None:
+    engine = make()
+    core = core_of(core_class, engine)
+    run(engine, "a")
+    store.node_down = True
+    core._reset_caches()
+    assert core.reset_prefix_cache(reset_connector=True) is True
+
+
+def test_saves_in_flight_fail_neither(
+    make: MakeEngine, store: MemoryBlockStore, core_class: Any
+) -> None:
+    engine = make()
+    core = core_of(core_class, engine)
+    worker = engine.worker
+
+    def on_workers(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return [[worker.end_saves(5.0)]] if method is vllm_core.end_saves else []
+
+    core.model_executor.collective_rpc = on_workers
+    engine.add("a", TOKENS, max_tokens=1)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    connector = engine.scheduler.connector
+    assert connector.saves_in_flight
+    core._reset_caches()
+    assert not connector.saves_in_flight
+    engine.run()
+
+
+def test_an_error_of_ours_keeps_nobody_from_anything(
+    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    core = core_of(core_class, engine)
+
+    def broken(version: str) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(engine.scheduler.connector, "weights_named", broken)
+    core.set_weight_version("7")
+    assert core.get_weight_version() == "7"
+
+
+def test_an_adapter_that_is_loaded_again_is_looked_at_again(
+    make: MakeEngine, core_class: Any, tmp_path: Any
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    engine = make()
+    core = core_of(core_class, engine)
+    weights = engine.scheduler.connector._weights
+    file = tmp_path / "adapter_model.safetensors"
+    request = SimpleNamespace(lora_request=LoRARequest("a", 1, str(tmp_path)))
+    seen = []
+    for content in (b"one", b"two"):
+        file.write_bytes(content)
+        core.add_lora(LoRARequest("a", 1, str(tmp_path), load_inplace=True))
+        seen.append(weights.of(request))
+    assert seen[0] != seen[1]

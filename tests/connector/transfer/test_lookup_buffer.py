@@ -1,0 +1,336 @@
+"""LookupBuffer: KV inserted on one side is found by its tokens on the other, once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from connector_parts import PATIENCE_S
+from fake_values import FakeValues
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.limits import LOOKUP_ENTRIES_MAX
+from connector.transfer.lookup_buffer import LookupBuffer
+from kvstore import Client, DeadlineError, UsageError
+
+if TYPE_CHECKING:
+    from stores import NodeProcess
+
+torch = pytest.importorskip("torch")
+
+SOON_S = 0.05
+
+
+def pair(store: Any = None, **options: Any) -> tuple[LookupBuffer, LookupBuffer]:
+    store = store or FakeValues()
+    options = {"timeout_s": PATIENCE_S, **options}
+    return (
+        LookupBuffer(store, "b", producer=True, **options),
+        LookupBuffer(store, "b", producer=False, **options),
+    )
+
+
+def tokens(*ids: int) -> Any:
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def mask(text: str) -> Any:
+    return torch.tensor([c == "x" for c in text])
+
+
+def insert(buffer: LookupBuffer, *ids: int, roi: Any = None, **options: Any) -> None:
+    buffer.insert(tokens(*ids), roi, torch.full((2, 2), ids[0]), None, None, **options)
+
+
+def taken(buffer: LookupBuffer, *ids: int, roi: Any = None, timeout_s: float = 0.0) -> int | None:
+    """The first token of the entry that a query takes."""
+    entry = buffer.drop_select(tokens(*ids) if ids else None, roi, timeout_s)
+    return None if entry is None else int(entry.key[0, 0])
+
+
+def test_entry_comes_back_as_it_was_inserted() -> None:
+    producer, consumer = pair()
+    sent = (
+        tokens(1, 2, 3),
+        mask("xx."),
+        torch.randn(2, 3).bfloat16(),
+        torch.arange(6).to(torch.float8_e4m3fn),
+        torch.randn(3, 4),
+    )
+    producer.insert(*sent)
+    got = consumer.drop_select(tokens(1, 2, 9), mask("xx."))
+    assert got is not None
+    for one, other in zip(got, sent, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_what_was_none_comes_back_as_none() -> None:
+    producer, consumer = pair()
+    producer.insert(tokens(1), None, None, None, None)
+    got = consumer.drop_select()
+    assert got is not None
+    assert torch.equal(got.tokens, tokens(1))
+    assert got[1:] == (None, None, None, None)
+
+
+def test_entry_is_taken_once() -> None:
+    producer, consumer = pair()
+    insert(producer, 1, 2)
+    assert taken(consumer, 1, 2) == 1
+    assert taken(consumer, 1, 2) is None
+    assert taken(consumer) is None
+
+
+def test_no_tokens_take_the_oldest_entry() -> None:
+    producer, consumer = pair()
+    for first in (5, 6, 7):
+        insert(producer, first)
+    assert [taken(consumer) for _ in range(4)] == [5, 6, 7, None]
+
+
+def test_oldest_of_those_that_match_is_taken_and_the_others_stay() -> None:
+    producer, consumer = pair()
+    for ids in ((5, 1), (6, 1), (6, 2)):
+        insert(producer, *ids)
+    assert taken(consumer, 6, 2) == 6
+    assert taken(consumer, 6) == 6
+    assert taken(consumer, 6) is None
+    assert taken(consumer, 5) == 5
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=4),
+    st.lists(st.integers(0, 2), max_size=4),
+    st.data(),
+)
+def test_selected_tokens_match_when_the_longer_begins_with_the_shorter(
+    inserted: list[int], asked: list[int], data: Any
+) -> None:
+    def masked(ids: list[int]) -> tuple[Any, Any, list[int]]:
+        kept = data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+        roi = torch.tensor(kept, dtype=torch.bool)
+        return tokens(*ids), roi, [i for i, k in zip(ids, kept, strict=True) if k]
+
+    producer, consumer = pair()
+    one, one_roi, one_ids = masked(inserted)
+    other, other_roi, other_ids = masked(asked)
+    producer.insert(one, one_roi, None, None, None)
+    shorter = min(len(one_ids), len(other_ids))
+    matches = shorter > 0 and one_ids[:shorter] == other_ids[:shorter]
+    assert (consumer.drop_select(other, other_roi, timeout_s=0) is not None) == matches
+
+
+def test_query_waits_for_an_entry_that_comes_in_time() -> None:
+    producer, consumer = pair()
+    insert(producer, 8)
+    timer = threading.Timer(SOON_S, insert, (producer, 9))
+    timer.start()
+    assert taken(consumer, 9, timeout_s=PATIENCE_S) == 9
+    timer.join()
+
+
+def test_query_without_a_match_is_a_miss_at_its_deadline() -> None:
+    producer, consumer = pair()
+    insert(producer, 8)
+    started = time.monotonic()
+    assert taken(consumer, 9, timeout_s=SOON_S) is None
+    assert SOON_S <= time.monotonic() - started < PATIENCE_S
+
+
+def test_full_buffer_makes_the_producer_wait_until_something_is_taken() -> None:
+    producer, consumer = pair(entries_max=2)
+    insert(producer, 1)
+    insert(producer, 2)
+    with pytest.raises(DeadlineError, match="full"):
+        insert(producer, 3, timeout_s=SOON_S)
+    assert taken(consumer, 2) == 2
+    insert(producer, 3)
+    assert [taken(consumer) for _ in range(3)] == [1, 3, None]
+
+
+def test_bytes_in_the_buffer_are_bounded() -> None:
+    producer, _ = pair(bytes_max=100)
+    insert(producer, 1)
+    with pytest.raises(DeadlineError):
+        insert(producer, 2, 2, 2, timeout_s=SOON_S)
+    with pytest.raises(UsageError, match="at most 100"):
+        producer.insert(tokens(1), None, torch.zeros(20, dtype=torch.int64), None, None)
+
+
+def test_entries_are_kept_under_eviction_and_given_back_when_taken() -> None:
+    store = FakeValues(capacity=20)
+    producer, consumer = pair(store)
+    insert(producer, 1)
+    for i in range(100):
+        store.put_many([(f"noise {i}", b"x")])
+    assert taken(consumer) == 1
+    insert(producer, 2)
+    assert not [key for key in store.values if key.startswith("lookup/b/0/0")]
+
+
+def test_store_holds_little_however_much_went_through() -> None:
+    store = FakeValues()
+    producer, consumer = pair(store)
+    for i in range(1, 3 * LOOKUP_ENTRIES_MAX):
+        insert(producer, i)
+        assert taken(consumer) == i
+    entry_values = 6
+    assert len(store.values) <= LOOKUP_ENTRIES_MAX + 2 * entry_values
+    assert len(store.pins) <= LOOKUP_ENTRIES_MAX + 2 * entry_values
+
+
+def test_entry_that_was_lost_is_passed_over() -> None:
+    store = FakeValues()
+    producer, consumer = pair(store)
+    for first in (1, 2, 3):
+        insert(producer, first)
+    store.delete("lookup/b/0/head")
+    store.delete("lookup/b/1")
+    assert taken(consumer) == 3
+    # The producer hears of all three, and has room again.
+    insert(producer, 4)
+    assert sorted(k for k in store.pins if k.endswith("head")) == ["lookup/b/3/head"]
+
+
+def test_word_that_the_store_declined_is_said_later() -> None:
+    store = FakeValues()
+    producer, consumer = pair(store, entries_max=1)
+    insert(producer, 1)
+    store.capacity = 0
+    assert taken(consumer) == 1
+    store.capacity = 1000
+    with pytest.raises(DeadlineError):
+        insert(producer, 2, timeout_s=0)
+    assert taken(consumer) is None
+    insert(producer, 2, timeout_s=SOON_S)
+    assert taken(consumer) == 2
+
+
+def test_insert_that_fails_half_way_leaves_nothing_pinned() -> None:
+    store = FakeValues(capacity=3)
+    producer, consumer = pair(store)
+    with pytest.raises(DeadlineError, match="all is pinned"):
+        insert(producer, 1, timeout_s=SOON_S)
+    assert not store.pins
+    store.capacity = 100
+    insert(producer, 1)
+    assert taken(consumer) == 1
+
+
+def test_close_takes_back_what_was_not_taken() -> None:
+    store = FakeValues()
+    producer, consumer = pair(store)
+    insert(producer, 1)
+    producer.close(timeout_s=SOON_S)
+    producer.close()
+    assert not store.values
+    assert taken(consumer) is None
+    consumer.close()
+    for use in (lambda: insert(producer, 2), consumer.drop_select):
+        with pytest.raises(UsageError, match="is closed"):
+            use()
+
+
+def test_close_waits_for_the_entries_to_be_taken() -> None:
+    store = FakeValues()
+    producer, consumer = pair(store)
+    insert(producer, 1)
+    thread = threading.Thread(target=producer.close, args=(PATIENCE_S,))
+    thread.start()
+    assert taken(consumer) == 1
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_each_side_has_its_own_calls() -> None:
+    producer, consumer = pair()
+    with pytest.raises(UsageError, match="only the producer"):
+        insert(consumer, 1)
+    with pytest.raises(UsageError, match="only the consumer"):
+        producer.drop_select()
+
+
+@pytest.mark.parametrize(
+    ("ids", "roi", "field"),
+    [
+        (None, None, "tokens"),
+        (None, "mask", "roi"),
+        ([1, 2], None, "tokens"),
+        ("floats", None, "tokens"),
+        ("two-dimensional", None, "tokens"),
+        ("ids", "short", "roi"),
+        ("ids", "numbers", "roi"),
+    ],
+)
+def test_tokens_and_masks_that_do_not_fit_are_refused(ids: Any, roi: Any, field: str) -> None:
+    made = {
+        "ids": tokens(1, 2),
+        "floats": torch.zeros(2),
+        "two-dimensional": torch.zeros(2, 2, dtype=torch.int64),
+        "mask": mask("xx"),
+        "short": mask("x"),
+        "numbers": torch.tensor([1, 1]),
+    }
+    ids, roi = (made[v] if isinstance(v, str) else v for v in (ids, roi))
+    with pytest.raises(UsageError) as caught:
+        pair()[0].insert(ids, roi, None, None, None)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "field"),
+    [
+        ("", {}, "name"),
+        ("b", {"entries_max": 0}, "entries_max"),
+        ("b", {"entries_max": LOOKUP_ENTRIES_MAX + 1}, "entries_max"),
+        ("b", {"bytes_max": -1}, "bytes_max"),
+    ],
+)
+def test_settings_out_of_range_are_refused(name: str, options: Any, field: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        LookupBuffer(FakeValues(), name, producer=True, **options)
+    assert caught.value.field == field
+
+
+PRODUCER = """
+import sys, pathlib, torch
+from connector.transfer.lookup_buffer import LookupBuffer
+from kvstore import Client, Limits
+url, run_dir, prefix = sys.argv[1:4]
+patient = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+with Client(url, run_dir=pathlib.Path(run_dir), key_prefix=prefix, limits=patient) as client:
+    buffer = LookupBuffer(client, "prefill", producer=True, timeout_s=60, entries_max=2)
+    for first in range(5):
+        ids = torch.tensor([first, 7, 8])
+        kv = torch.full((2, 3, 1 << 18), first, dtype=torch.bfloat16)
+        buffer.insert(ids, torch.ones(3, dtype=torch.bool), kv, -kv, None)
+    buffer.close(60)
+"""
+
+
+def test_prefill_process_hands_kv_to_a_decode_process(node: NodeProcess, client: Client) -> None:
+    options = [node.redis.url, str(node.run_dir), node.key_prefix]
+    process = subprocess.Popen([sys.executable, "-c", PRODUCER, *options])
+    buffer = LookupBuffer(client, "prefill", producer=False, timeout_s=60)
+    try:
+        for first in (1, 0, 2, 3, 4):
+            entry = buffer.drop_select(tokens(first, 7, 8, 9), mask("xxx."))
+            assert entry is not None
+            assert torch.equal(entry.tokens, tokens(first, 7, 8))
+            assert entry.key.shape == (2, 3, 1 << 18)
+            assert bool((entry.key == first).all())
+            assert bool((entry.value == -first).all())
+            assert entry.hidden is None
+        assert process.wait(60) == 0
+        assert buffer.drop_select(timeout_s=0) is None
+        buffer.close()
+    finally:
+        process.kill()
+        process.wait(10)
+    assert client.stats()["node"]["pinned"] == 0

@@ -1,0 +1,178 @@
+"""The process's own connector: made once, ended once, whoever asks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, ClassVar
+
+import pytest
+from connector_parts import PATIENCE_S
+
+from connector.transfer import state
+from connector.transfer.base import KVConnectorWorker, TransferResults
+from connector.transfer.config import KVTransferConfig
+from connector.transfer.state import (
+    ensure_kv_transfer_initialized,
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    is_v1_kv_transfer_group,
+)
+from kvstore import DeadlineError, UsageError
+
+
+class Counted(KVConnectorWorker):
+    """A worker side that counts how often it is made and ended."""
+
+    made: ClassVar[list[tuple[Any, Any]]] = []
+    ended: ClassVar[int] = 0
+    make_takes_s: ClassVar[float] = 0.0
+    shutdown_raises: ClassVar[bool] = False
+
+    @classmethod
+    def make_scheduler(cls, config: Any, engine: Any) -> Any:
+        raise AssertionError("a process's connector is the worker's")
+
+    @classmethod
+    def make_worker(cls, config: KVTransferConfig, engine: Any) -> Counted:
+        time.sleep(cls.make_takes_s)
+        cls.made.append((config, engine))
+        return cls()
+
+    def bind_connector_metadata(self, metadata: Any) -> None: ...
+    def clear_connector_metadata(self) -> None: ...
+    def has_connector_metadata(self) -> bool:
+        return False
+
+    def start_load_kv(self) -> None: ...
+    def wait_for_save(self) -> None: ...
+    def get_finished(self, finished_req_ids: set[str]) -> TransferResults:
+        return TransferResults()
+
+    def shutdown(self) -> None:
+        Counted.ended += 1
+        if self.shutdown_raises:
+            raise RuntimeError("cannot end")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_group", state._Group())
+    monkeypatch.setattr(Counted, "made", [])
+    monkeypatch.setattr(Counted, "ended", 0)
+    monkeypatch.setattr(Counted, "make_takes_s", 0.0)
+    monkeypatch.setattr(Counted, "shutdown_raises", False)
+
+
+def config(**changes: Any) -> KVTransferConfig:
+    values = {
+        "kv_connector": "Counted",
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "engine_id": "e",
+    }
+    return KVTransferConfig.from_dict({**values, **changes})
+
+
+def test_there_is_no_connector_before_and_after() -> None:
+    assert not has_kv_transfer_group()
+    assert not is_v1_kv_transfer_group()
+    with pytest.raises(UsageError, match="ensure_kv_transfer_initialized"):
+        get_kv_transfer_group()
+    ensure_kv_transfer_initialized(config(), "engine")
+    assert has_kv_transfer_group()
+    assert is_v1_kv_transfer_group()
+    assert type(get_kv_transfer_group()).__name__ == "Counted"
+    ensure_kv_transfer_shutdown()
+    assert not has_kv_transfer_group()
+
+
+def test_second_call_changes_nothing_and_says_when_it_wanted_something_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ensure_kv_transfer_initialized(config(), "engine")
+    first = get_kv_transfer_group()
+    ensure_kv_transfer_initialized(config(), "engine")
+    assert not caplog.records
+    ensure_kv_transfer_initialized(config(kv_role="kv_consumer"), "other")
+    assert "another config is ignored" in caplog.text
+    assert get_kv_transfer_group() is first
+    assert Counted.made == [(config(), "engine")]
+
+
+@pytest.mark.parametrize("wanted", [None, KVTransferConfig(), KVTransferConfig(kv_role="kv_both")])
+def test_config_without_a_connector_makes_none(wanted: KVTransferConfig | None) -> None:
+    ensure_kv_transfer_initialized(wanted, "engine")
+    assert not has_kv_transfer_group()
+
+
+def test_many_threads_get_one_connector() -> None:
+    Counted.make_takes_s = 0.02
+    got: list[KVConnectorWorker] = []
+
+    def start() -> None:
+        ensure_kv_transfer_initialized(config(), "engine")
+        got.append(get_kv_transfer_group())
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(got) == 8
+    assert len(set(map(id, got))) == 1
+    assert len(Counted.made) == 1
+
+
+def test_shutdown_ends_it_once_and_a_new_one_can_be_made() -> None:
+    ensure_kv_transfer_shutdown()
+    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_shutdown()
+    ensure_kv_transfer_shutdown()
+    assert Counted.ended == 1
+    ensure_kv_transfer_initialized(config(), "again")
+    assert [engine for _, engine in Counted.made] == ["engine", "again"]
+
+
+def test_connector_that_cannot_end_is_gone_all_the_same() -> None:
+    ensure_kv_transfer_initialized(config(), "engine")
+    Counted.shutdown_raises = True
+    with pytest.raises(RuntimeError, match="cannot end"):
+        ensure_kv_transfer_shutdown()
+    assert not has_kv_transfer_group()
+
+
+def test_connector_that_cannot_be_made_leaves_none() -> None:
+    with pytest.raises(UsageError):
+        ensure_kv_transfer_initialized(config(kv_connector="Absent"), "engine")
+    assert not has_kv_transfer_group()
+    ensure_kv_transfer_initialized(config(), "engine")
+    assert has_kv_transfer_group()
+
+
+def test_wait_for_another_thread_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "GROUP_WAIT_S", 0.02)
+    state._group.lock.acquire()
+    with pytest.raises(DeadlineError):
+        ensure_kv_transfer_initialized(config(), "engine")
+    with pytest.raises(DeadlineError):
+        ensure_kv_transfer_shutdown()
+
+
+def test_forked_process_has_no_connector_and_no_held_lock() -> None:
+    ensure_kv_transfer_initialized(config(), "engine")
+    with state._group.lock:
+        child = os.fork()
+        if child == 0:
+            ensure_kv_transfer_shutdown()
+            os._exit(7 if not has_kv_transfer_group() else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert has_kv_transfer_group()
+
+
+def test_anything_else_is_no_connector() -> None:
+    assert is_v1_kv_transfer_group(Counted())
+    assert not is_v1_kv_transfer_group("KVStoreConnector")

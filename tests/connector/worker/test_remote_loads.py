@@ -1,0 +1,100 @@
+"""Workers with blocks on another host: loaded in batches, saved without a node of their own."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from connector_parts import Worker, bits, keys, load_job, loaded, save, save_job
+from stores import NodeProcess
+
+from connector.worker import worker as worker_module
+from kvstore import BlockSession, Limits
+from kvstore.transport.stream.security import StreamSecurity
+
+torch = pytest.importorskip("torch")
+SECRET = "a secret that both sides know"
+PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0, stream_timeout_s=10.0)
+
+
+@pytest.fixture(scope="module")
+def node(redis_server):
+    with NodeProcess(
+        redis_server,
+        options=("--listen", "127.0.0.1:0"),
+        environment={"KVSTORE_SECRET": SECRET},
+    ) as process:
+        yield process
+
+
+def session(node, run_dir=None):
+    options = {**node.client_options, "limits": PATIENT}
+    if run_dir is not None:
+        options["run_dir"] = run_dir
+    return BlockSession(security=StreamSecurity(secret=SECRET.encode()), **options)
+
+
+@pytest.fixture
+def near(node):
+    """On the node's host."""
+    store = session(node)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def far(node):
+    """On a host without a node."""
+    with tempfile.TemporaryDirectory(prefix="kve-") as directory:
+        store = session(node, Path(directory))
+        yield store
+        store.close()
+
+
+@pytest.mark.parametrize("window_blocks", [1, 2, 100])
+def test_a_worker_loads_what_another_host_has_one_batch_a_window(
+    near, far, monkeypatch, window_blocks
+):
+    one = Worker(near, seed=1)
+    save(one, save_job(4))
+    near.match(keys(4))
+    block_bytes = one.core._groups[0].read_bytes_max
+    monkeypatch.setattr(worker_module, "LOAD_STAGING_BYTES", window_blocks * block_bytes)
+    other = Worker(far, seed=2)
+    batches = []
+    submit = far.remote.stream.submit
+    far.remote.stream.submit = lambda *args: batches.append(args) or submit(*args)
+    other.core.start_loads([load_job(far, 4)])
+    report = loaded(other)
+    assert report.invalid_block_ids == set()
+    assert torch.equal(bits(other.kv)[:, 11:19], bits(one.kv)[:, 1:9])
+    assert len(batches) == -(-4 // window_blocks)
+
+
+def test_a_worker_saves_to_another_host(near, far):
+    near.clear(Worker(far, seed=3).core._groups[0].namespace.id)
+    one = Worker(far, seed=3)
+    save(one, save_job(3))
+    assert len(near.match(keys(3))) == 3
+    other = Worker(near, seed=4)
+    other.core.start_loads([load_job(near, 3)])
+    assert loaded(other).invalid_block_ids == set()
+    assert torch.equal(bits(other.kv)[:, 11:17], bits(one.kv)[:, 1:7])
+
+
+def test_a_node_that_is_killed_costs_the_blocks_and_no_request(redis_server, tmp_path):
+    with NodeProcess(
+        redis_server, options=("--listen", "127.0.0.1:0"), environment={"KVSTORE_SECRET": SECRET}
+    ) as node:
+        near, far = session(node), session(node, tmp_path)
+        save(Worker(near, seed=1), save_job(3))
+        job = load_job(far, 3)
+        node.kill()
+        other = Worker(far, seed=2)
+        other.core.start_loads([job])
+        report = loaded(other)
+        assert report.finished_loads == {job.request_id}
+        assert report.invalid_block_ids == {i for block in job.blocks for i in block.block_ids}
+        near.close()
+        far.close()

@@ -1,0 +1,155 @@
+"""A core whose blocks go down a tier: nothing is evicted, the coldest leave when they are taken."""
+
+import random
+
+import pytest
+
+from kvstore.core.demotion import DemotingCore
+from kvstore.core.events import Coldest, Commit, Drop, Mark, Reserve, Retire, SessionDead, Touch
+from kvstore.core.slots import SlotState
+
+MIB = 1 << 20
+KEYS = [bytes([i]) * 32 for i in range(100)]
+WRITER, DEMOTER = 1, 2
+
+
+class Driven:
+    def __init__(self, size_bytes=2 * MIB):
+        self.core = DemotingCore(node_id=7, epoch=1, size_bytes=size_bytes)
+        self.writes = []
+
+    def ask(self, event):
+        effects = self.core.handle(event, 0.0)
+        self.writes += effects.writes
+        return effects.replies[0].body if effects.replies else None
+
+    def reserve(self, *keys, size=256 << 10):
+        n = len(keys)
+        return self.ask(
+            Reserve(WRITER, 1, keys, [size] * n, 5, [0] * n, [0] * n, [None] * n, [0] * n)
+        )
+
+    def save(self, *keys, size=256 << 10):
+        granted = self.reserve(*keys, size=size)
+        return self.ask(Commit(WRITER, 1, [(slot, gen, 0) for slot, gen, _ in granted]))
+
+    def save_apart(self, *keys):
+        for key in keys:
+            self.save(key)
+
+    def coldest(self, free_bytes, at_most=100):
+        return self.ask(Coldest(DEMOTER, 1, free_bytes, at_most))
+
+    def retire(self, blocks):
+        return self.ask(Retire(DEMOTER, 1, [(b.slot, b.generation) for b in blocks]))
+
+
+@pytest.fixture
+def driven():
+    return Driven()
+
+
+def test_a_full_node_refuses_rather_than_evict(driven):
+    driven.save(*KEYS[:8])
+    assert driven.reserve(KEYS[8]) == [3]
+    assert driven.reserve(KEYS[8], size=4096) == [3]
+    assert driven.core.counts["evicted"] == 0
+    assert set(driven.core.by_key) == set(KEYS[:8])
+
+
+def test_free_bytes_count_what_was_freed_and_what_was_never_handed_out(driven):
+    free = [driven.core.allocator.free_bytes]
+    for key in KEYS[:8]:
+        driven.save(key)
+        free.append(driven.core.allocator.free_bytes)
+    assert free == [2 * MIB - i * (256 << 10) for i in range(9)]
+    driven.ask(Drop(WRITER, 1, [KEYS[3]]))
+    assert driven.core.allocator.free_bytes == 256 << 10
+
+
+def test_the_coldest_leave_and_only_as_many_as_are_needed(driven):
+    driven.save_apart(*KEYS[:8])
+    driven.ask(Touch(WRITER, [KEYS[0]]))
+    cold = driven.coldest(300 << 10)
+    assert [block.key for block in cold] == [KEYS[1], KEYS[2]]
+    assert {block.namespace_id for block in cold} == {5}
+    assert [block.offset for block in cold] == [256 << 10, 512 << 10]
+
+
+def test_with_enough_free_nothing_leaves(driven):
+    driven.save(*KEYS[:4])
+    assert driven.coldest(MIB) == []
+
+
+def test_what_is_taken_stays_readable_until_it_is_retired_and_is_then_free(driven):
+    driven.save_apart(*KEYS[:8])
+    cold = driven.coldest(256 << 10)
+    assert driven.core.by_key[KEYS[0]].state is SlotState.SEALED
+    assert KEYS[0] not in [block.key for block in driven.coldest(512 << 10)]
+    driven.retire(cold)
+    assert KEYS[0] not in driven.core.by_key
+    assert Mark(cold[0].slot, SlotState.FREE, cold[0].generation) in driven.writes
+    assert driven.save(KEYS[8]) == [0]
+
+
+def test_what_was_dropped_meanwhile_is_freed_once(driven):
+    driven.save_apart(*KEYS[:8])
+    cold = driven.coldest(256 << 10)
+    driven.ask(Drop(WRITER, 1, [KEYS[0]]))
+    assert driven.reserve(KEYS[9]) == [3]
+    driven.retire(cold)
+    driven.retire(cold)
+    assert driven.save(KEYS[9]) == [0]
+
+
+def test_a_demoter_that_ends_lets_go(driven):
+    driven.save(*KEYS[:8])
+    cold = driven.coldest(2 * MIB)
+    assert len(cold) == 8
+    driven.ask(SessionDead(DEMOTER))
+    driven.retire(cold)
+    assert set(driven.core.by_key) == set(KEYS[:8])
+    assert len(driven.coldest(2 * MIB)) == 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_free_bytes_are_all_that_no_block_takes(seed):
+    """Whatever was saved, dropped and retired before, of whatever sizes."""
+    rng = random.Random(seed)
+    driven = Driven(4 * MIB)
+    for _ in range(200):
+        key, size = rng.choice(KEYS), rng.choice([4096, 200_000, 300_000, MIB])
+        if rng.random() < 0.5 and key not in driven.core.by_key:
+            (granted,) = driven.reserve(key, size=size)
+            if granted != 3:
+                driven.ask(Commit(WRITER, 1, [(granted[0], granted[1], 0)]))
+        elif rng.random() < 0.5:
+            driven.ask(Drop(WRITER, 1, [key]))
+        else:
+            driven.retire(driven.coldest(rng.randrange(2 * MIB), 3))
+        extents = list(driven.core.allocator.extents())
+        held = [e for e in extents if e.slot is not None and e.slot.state is not SlotState.FREE]
+        taken = sum(e.size for e in held) << 10
+        assert driven.core.allocator.free_bytes + taken == 4 * MIB, f"seed {seed}"
+
+
+def test_the_end_of_a_run_leaves_before_its_head(driven):
+    driven.save(*KEYS[:8])
+    assert driven.coldest(256 << 10)[0].key == KEYS[7]
+    driven.ask(Touch(WRITER, KEYS[:8]))
+    assert driven.coldest(256 << 10)[0].key == KEYS[6]
+
+
+def test_blocks_leave_when_enough_is_free_but_not_in_one_piece(driven):
+    """Else a large block would never find room: nothing is evicted here."""
+    for key in KEYS[:32]:
+        driven.save(key, size=64 << 10)
+    slots = sorted(driven.core.by_key.values(), key=lambda slot: slot.offset)
+    driven.ask(Drop(WRITER, 1, [slot.key for slot in slots[::2]]))
+    assert driven.coldest(256 << 10) == []
+    assert driven.reserve(KEYS[50]) == [3]
+    cold = driven.coldest(256 << 10)
+    assert len(cold) == 2
+    driven.retire(cold)
+    assert driven.save(KEYS[50]) == [0]
+    assert driven.coldest(256 << 10) == []

@@ -1,0 +1,104 @@
+"""A cluster that changes, or refuses, while it is being asked: still one kind of error."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import KeyRecord
+from kvstore.index.redis.cluster import ClusterRoute
+from kvstore.index.redis.index import open_index
+from kvstore.index.redis.protocol import command
+
+if TYPE_CHECKING:
+    from redis_servers import RedisCluster
+
+KEYS = [os.urandom(32) for _ in range(30)]
+RECORDS = [KeyRecord(key, b"record") for key in KEYS]
+SLOTS_MAX = 16383
+
+
+def test_a_shard_that_refuses_the_password_is_away_like_any_other(
+    redis_cluster: RedisCluster,
+) -> None:
+    user = ("+@all", "~*", "on")
+    for node in redis_cluster.nodes:
+        node.admin().execute_command("ACL", "SETUSER", "kv", "reset", *user, ">right")
+    url = redis_cluster.url.replace("://", "://kv:right@")
+    with closing(open_index(url, timeout_s=5, publish_timeout_s=5)) as index:
+        assert index.publish(RECORDS) == []
+        assert index.lookup(KEYS) == [record for _, record in RECORDS]
+        first = redis_cluster.nodes[0].admin()
+        first.execute_command("ACL", "SETUSER", "kv", "resetpass", ">other")
+        first.execute_command("CLIENT", "KILL", "USER", "kv")
+        there = index.lookup(KEYS)
+        assert {None, b"record"} == set(there)
+        assert [key for key, _ in index.publish(RECORDS)] == [
+            key for key, record in zip(KEYS, there, strict=True) if record is None
+        ]
+        index.incarnation()
+
+
+@pytest.fixture
+def says() -> Iterator[tuple[int, list[bytes]]]:
+    """A port, and what is answered there to all that is not about slots."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    said = [b""]
+    slots = b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (SLOTS_MAX, port)
+
+    def serve(peer: socket.socket) -> None:
+        with peer, suppress(OSError):
+            while asked := peer.recv(1 << 16):
+                peer.sendall(slots if asked == command(b"CLUSTER", b"SLOTS") else said[0])
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                threading.Thread(target=serve, args=(peer,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    with listener:
+        yield port, said
+
+
+@pytest.mark.parametrize("word", [b"ASK ", b"ASK 1", b"ASK 1 there", b"ASK 1 there:x", b"MOVED 1"])
+def test_a_redirection_that_names_no_shard_is_an_unavailable_index(
+    says: tuple[int, list[bytes]], word: bytes
+) -> None:
+    port, said = says
+    said[0] = b"-%s\r\n" % word
+    with (
+        closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index,
+        pytest.raises(IndexUnavailableError),
+    ):
+        index.lookup(KEYS[:1])
+
+
+def test_a_shard_that_leaves_the_map_while_another_thread_asks_it_is_away(
+    redis_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_index(redis_cluster.url, timeout_s=5)) as index:
+        assert isinstance(index._read, ClusterRoute)
+        assert index.lookup(KEYS)
+        ask = ClusterRoute._ask
+
+        def leaves(route, *args, **options):
+            left = [("127.0.0.1", node.port) for node in redis_cluster.nodes[1:]]
+            route._use([(0, 8000, left[0]), (8001, SLOTS_MAX, left[1])])
+            return ask(route, *args, **options)
+
+        monkeypatch.setattr(ClusterRoute, "_ask", leaves)
+        with suppress(IndexUnavailableError):
+            index.lookup(KEYS)
+        monkeypatch.undo()
+        index._read.mistaken()
+        assert len(index.lookup(KEYS)) == len(KEYS)

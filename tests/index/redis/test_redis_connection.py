@@ -1,0 +1,134 @@
+"""One connection: what is sent a second time, and what is not."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.errors import IndexDeadlineError
+from kvstore.index.redis.connection import Link
+from kvstore.index.redis.index import open_index
+
+
+class Server:
+    """Connections that the test answers by hand."""
+
+    def __init__(self) -> None:
+        self.peers: list[socket.socket] = []
+
+    def dial(self, deadline: float):
+        ours, theirs = socket.socketpair()
+        self.peers.append(theirs)
+        return Connection(ours), b"", 0
+
+
+class Connection:
+    """What of redis-py's connection is used."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def disconnect(self) -> None:
+        self._sock.close()
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    for peer in server.peers:
+        peer.close()
+
+
+@pytest.fixture
+def kept(server):
+    """A connection that has answered once."""
+    link = Link(server.dial, 0.05)
+    link.send(b"PING\r\n", time.monotonic() + 5)
+    server.peers[0].sendall(b"+PONG\r\n")
+    assert link.receive(1, time.monotonic() + 5) == [b"PONG"]
+    server.peers[0].recv(100)
+    yield link
+    link.drop()
+
+
+CALLS = {
+    "run": lambda link, deadline: link.run(b"PING\r\n", 1, deadline),
+    "run_each": lambda link, deadline: link.run_each(iter([b"PING\r\n"]), deadline),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_timed_out_is_not_sent_again_however_much_time_is_left(kept, server, call):
+    """The server has the request already, and is slow: another one makes it slower."""
+    deadline = time.monotonic() + (60 if call is CALLS["run"] else 0.05)
+    with pytest.raises(TimeoutError):
+        call(kept, deadline)
+    assert server.peers[0].recv(100) == b"PING\r\n"
+    assert len(server.peers) == 1
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_a_closed_connection_did_not_answer_is_sent_once_more_on_a_new_one(kept, server, call):
+    server.peers[0].close()
+    dial = server.dial
+
+    def answered(deadline: float):
+        made = dial(deadline)
+        server.peers[-1].sendall(b"+PONG\r\n")
+        return made
+
+    kept._dial = answered
+    assert call(kept, time.monotonic() + 5) == [b"PONG"]
+    assert len(server.peers) == 2
+    assert server.peers[1].recv(100) == b"PING\r\n"
+
+
+def test_a_new_connection_that_is_closed_at_once_is_not_tried_again(server):
+    link = Link(server.dial, 5.0)
+    dial = server.dial
+
+    def closed(deadline: float):
+        made = dial(deadline)
+        server.peers[-1].close()
+        return made
+
+    link._dial = closed
+    with pytest.raises(ConnectionError):
+        link.run(b"PING\r\n", 1, time.monotonic() + 5)
+    assert len(server.peers) == 1
+
+
+def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline():
+    """A time-out for each read would begin again with each byte."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ended = threading.Event()
+
+    def drip() -> None:
+        peer, _ = listener.accept()
+        with peer, contextlib.suppress(OSError):
+            while not ended.wait(0.05):
+                peer.sendall(b"+")
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    port = listener.getsockname()[1]
+    with listener, contextlib.closing(open_index(f"redis://127.0.0.1:{port}", timeout_s=0.2)) as i:
+        asking = threading.Thread(target=lambda: outcome.append(error_of(i.ping)), daemon=True)
+        outcome: list[BaseException | None] = []
+        asking.start()
+        asking.join(10)
+        ended.set()
+        thread.join(10)
+    assert [type(error) for error in outcome] == [IndexDeadlineError]
+
+
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except Exception as e:
+        return e
+    return None

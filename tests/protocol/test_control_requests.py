@@ -1,0 +1,24 @@
+"""What a RESERVE request says of the blocks that a client wants to save."""
+
+from kvstore.protocol.control_requests import Want, reserve_arguments
+
+KEYS = [bytes([i]) * 32 for i in range(2)]
+
+
+def arguments(values, *, checksums=True):
+    wants = [
+        Want(key, 100 + i, 1, 2, value, 7 + i)
+        for i, (key, value) in enumerate(zip(KEYS, values, strict=True))
+    ]
+    return reserve_arguments(wants, 5, checksums=checksums)
+
+
+def test_blocks_are_said_column_by_column():
+    assert arguments([None, b"v"]) == (
+        *(5, b"".join(KEYS), (100, 101), (1, 1), (2, 2)),
+        *((None, b"v"), (7, 8)),
+    )
+
+
+def test_values_and_checksums_that_nobody_has_are_left_out():
+    assert arguments([None, None], checksums=False)[-2:] == (None, 0)

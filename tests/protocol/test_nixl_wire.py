@@ -1,0 +1,41 @@
+import pytest
+
+from kvstore.protocol.nixl import METADATA_BYTES_MAX, PROBE_BYTES, Endpoint, unpack_endpoint
+from kvstore.protocol.stream import WireError
+
+WAY = Endpoint("0000000000000007#5.1", b"metadata", 1 << 40, 1 << 41, 1 << 42, bytes(PROBE_BYTES))
+
+
+def test_a_way_in_is_read_as_it_was_sent_and_none_is_none() -> None:
+    assert unpack_endpoint(list(WAY)) == WAY
+    assert unpack_endpoint([]) is None
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"agent": ""},
+        {"agent": b"bytes"},
+        {"agent": "n" * 129},
+        {"metadata": b""},
+        {"metadata": bytes(METADATA_BYTES_MAX + 1)},
+        {"metadata": "text"},
+        {"head_at": -1},
+        {"head_at": (1 << 64) - 1},
+        {"data_at": 0},
+        {"data_at": 1.5},
+        {"probe_at": True},
+        {"probe": bytes(PROBE_BYTES - 1)},
+        {"probe": None},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_a_way_in_is_refused(lie: dict[str, object]) -> None:
+    with pytest.raises(WireError):
+        unpack_endpoint(list(WAY._replace(**lie)))
+
+
+def test_a_way_with_too_much_or_too_little_is_refused() -> None:
+    for answers in (list(WAY)[:-1], [*WAY, 1]):
+        with pytest.raises(WireError):
+            unpack_endpoint(answers)

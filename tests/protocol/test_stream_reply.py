@@ -1,0 +1,111 @@
+"""An answer to READ as bytes: what it says of each block, and nothing beyond what was asked."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.protocol import stream_reply as sr
+from kvstore.protocol.stream import WireError
+from kvstore.protocol.stream_reply import Head, ReadReply, Sent, Tail
+from kvstore.protocol.stream_seal import PLAIN
+
+
+def heads(*heads):
+    return sr.pack_heads([Head(*head) for head in heads], PLAIN)
+
+
+def tails(*tails):
+    return sr.pack_tails([Tail(*tail) for tail in tails], PLAIN)
+
+
+GOOD, MISS = (Sent.GOOD,), (Sent.MISS,)
+
+
+def test_a_reply_says_what_comes_and_what_came():
+    reply = ReadReply([10, 20, 30, 40])
+    assert reply.heads(heads((Sent.GOOD, 2, 3), MISS, GOOD, GOOD), PLAIN) == [[0, 2, 3]]
+    assert reply.replies == [None, (False, 0, 0, 0, False), None, None]
+    assert not reply.done
+    reply.tails(tails((Sent.GOOD, 5), (Sent.MISS, 7), (Sent.GOOD, 6)), PLAIN)
+    assert reply.done
+    assert [tuple(r) for r in reply.replies] == [
+        (True, 2, 3, 5, False),
+        (False, 0, 0, 0, False),
+        (False, 0, 0, 0, False),
+        (True, 0, 0, 6, False),
+    ]
+
+
+def test_a_reply_of_misses_is_done_with_its_heads():
+    reply = ReadReply([10, 20])
+    assert reply.heads(heads(MISS, MISS), PLAIN) == []
+    assert reply.done
+
+
+def test_blocks_are_judged_group_by_group():
+    half = sr.GROUP_BYTES // 2
+    reply = ReadReply([half, half, 1])
+    assert reply.heads(heads(GOOD, GOOD, GOOD), PLAIN) == [[0, 1], [2]]
+    reply.tails(tails((Sent.GOOD, 5), (Sent.GOOD, 6)), PLAIN)
+    assert [r is not None for r in reply.replies] == [True, True, False]
+    reply.tails(tails((Sent.GOOD, 7)), PLAIN)
+    assert reply.done
+
+
+@given(st.lists(st.integers(0, 2 * sr.GROUP_BYTES), max_size=20))
+def test_every_block_is_in_one_group_in_its_order_and_only_a_single_one_is_larger(lengths):
+    groups = sr.grouped(enumerate(lengths))
+    assert [i for group in groups for i in group] == list(range(len(lengths)))
+    for group in groups:
+        assert group
+        assert len(group) == 1 or sum(lengths[i] for i in group) <= sr.GROUP_BYTES
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [heads((0,))],
+        [heads((7,))],
+        [heads((Sent.GOOD, 9))],
+        [heads((Sent.GOOD, 0, 11))],
+        [heads(GOOD, GOOD)],
+        [heads()],
+        [b""],
+        [bytes(7)],
+        [bytes(8)],
+        [heads(GOOD), tails((0, 0))],
+        [heads(GOOD), tails((9, 0))],
+        [heads(GOOD), tails((Sent.GOOD, 1), (Sent.GOOD, 1))],
+        [heads(GOOD), tails()],
+        [heads(GOOD), b""],
+        [heads(GOOD), bytes(16)],
+        [heads(MISS), tails((Sent.GOOD, 1))],
+        [heads(GOOD), tails((Sent.GOOD, 1)), tails((Sent.GOOD, 1))],
+    ],
+    ids=range(17),
+)
+def test_a_reply_that_breaks_the_rules_is_refused(said):
+    reply = ReadReply([10])
+    takes = [reply.heads, reply.tails, reply.tails]
+    for take, raw in zip(takes, said[:-1], strict=False):
+        take(raw, PLAIN)
+    with pytest.raises(WireError):
+        takes[len(said) - 1](said[-1], PLAIN)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(1, 3 << 20), min_size=1, max_size=5), st.data())
+def test_whatever_a_reply_says_it_stays_within_what_was_asked(lengths, data):
+    reply = ReadReply(lengths)
+    numbers = st.integers(0, 3)
+    try:
+        said = [Head(data.draw(numbers), data.draw(numbers), data.draw(numbers)) for _ in lengths]
+        groups = reply.heads(sr.pack_heads(said, PLAIN), PLAIN)
+        assert sorted(i for group in groups for i in group) == [
+            i for i, head in enumerate(said) if head.follows == Sent.GOOD
+        ]
+        for group in groups:
+            reply.tails(sr.pack_tails([Tail(data.draw(numbers), 0) for _ in group], PLAIN), PLAIN)
+        assert reply.done
+    except WireError:
+        assert len(reply.replies) == len(lengths)

@@ -1,0 +1,52 @@
+"""Tests in a process whose libcuda.so.1 is fake_driver.cpp, beside the real cuda-python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from connector.copiers.cuda.nvrtc import SOURCE
+
+TESTS = Path(__file__).parent
+TIMEOUT_S = 110
+MEMORY = "FAKE_CUDA_MEMORY"
+"""The folder that is the memory of its devices; set where it is the driver."""
+
+
+class FakeDriver:
+    """Compiled; skips where nothing can compile it, or cuda-python is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
+        compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+        if compiler is None:
+            pytest.skip("no C++ compiler")
+        self._folder = folder
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f'-DPAGED_COPY_CU="{SOURCE}"']
+        subprocess.run(
+            [compiler, *flags, "-o", folder / "libcuda.so.1", TESTS / "fake_driver.cpp", "-ldl"],
+            check=True,
+            timeout=TIMEOUT_S,
+        )
+
+    def run(self, *arguments: str | Path) -> None:
+        """pytest with these arguments passes, and skips nothing."""
+        libraries = f"{self._folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+        with tempfile.TemporaryDirectory() as memory:
+            run = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+                env={**os.environ, "LD_LIBRARY_PATH": libraries, MEMORY: memory}
+                | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+                cwd=TESTS.parent,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "skipped" not in run.stdout, run.stdout

@@ -1,0 +1,94 @@
+"""Processes of other users of this machine, for tests of who may do what. Needs root."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from redis_servers import wait_until
+
+from kvstore.nodedir import NodeDir
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can start processes of other users"
+)
+ALICE, BOB, READERS = 20_001, 20_002, 20_010
+"""Two users, whose own groups have the same numbers, and a group."""
+TIMEOUT_S = 60.0
+
+# Everything is imported before the user changes: it may not be able to read the checkout.
+_PRELUDE = """
+import json, os, socket, sys
+from pathlib import Path
+import hiredis, msgpack, redis, tenacity, xxhash
+import kvstore.cli.node, kvstore.cli.options, kvstore.cli.output, kvstore.cli.store
+from kvstore import *
+from kvstore.cli import main
+from kvstore.client.local.control import ControlChannel
+from kvstore.protocol.control import Op
+from kvstore.index.base import KeyRecord
+from kvstore.index.redis.index import open_index
+from kvstore.nodedir import NodeDir, sweep
+from importlib import metadata
+version = metadata.version("redis")
+metadata.version = lambda name: version  # redis-py asks for its own at every connect
+try:
+    open_index("redis://127.0.0.1:1").ping()  # imports what a connection needs
+except KVStoreError:
+    pass
+uid, groups, args = json.loads(sys.argv[1])
+os.setgroups(groups)
+os.setgid(uid)
+os.setuid(uid)
+os.umask(0o077)
+PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
+def raised(call):
+    try:
+        return repr(call())
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+"""
+
+
+def _command(code: str, uid: int, groups: Sequence[int], args: Sequence[Any]) -> list[str]:
+    told = json.dumps([uid, list(groups), list(args)])
+    return [sys.executable, "-c", _PRELUDE + textwrap.dedent(code), told]
+
+
+def run_as(uid: int, code: str, *args: Any, groups: Sequence[int] = ()) -> Any:
+    """What `code` prints as JSON, run as that user; it finds `args` under that name."""
+    ran = subprocess.run(
+        _command(code, uid, groups, args), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+class NodeOf:
+    """`kvstore node` as that user; ends with the `with`."""
+
+    def __init__(self, uid: int, run_dir: os.PathLike[str], *options: str) -> None:
+        os.chown(run_dir, uid, uid)
+        words = ["node", "--run-dir", str(run_dir), *options, "--end-with-parent", str(os.getpid())]
+        self.process = subprocess.Popen(
+            _command("sys.exit(main(args))", uid, (), words), stdout=subprocess.DEVNULL
+        )
+        self.directory = NodeDir(run_dir, "node")
+        wait_until(self._ready, "the node is ready")
+
+    def _ready(self) -> bool:
+        assert self.process.poll() is None, "the node ended at once"
+        return self.directory.alive() and self.directory.socket.exists()
+
+    def __enter__(self) -> NodeOf:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.terminate()
+        self.process.wait(20)

@@ -1,0 +1,226 @@
+"""How a channel divides buffers among system calls, and that each ends by its deadline."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tls_certificate import tls_contexts
+
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.transport.stream.channel import IOV_MAX, Channel, advance, first
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=2 * IOV_MAX)
+
+
+def _buffers(sizes: list[int]) -> list[memoryview]:
+    count = itertools.count()
+    return [memoryview(bytes(next(count) % 251 for _ in range(size))) for size in sizes]
+
+
+@given(sizes=SIZES, size_bytes=st.integers(1, 400))
+def test_calls_of_limited_size_move_every_byte_once_and_in_order(
+    sizes: list[int], size_bytes: int
+) -> None:
+    left = _buffers(sizes)
+    whole = b"".join(left)
+    moved = b""
+    while left:
+        some = first(left, size_bytes)
+        assert 0 < sum(view.nbytes for view in some) <= size_bytes
+        assert len(some) <= IOV_MAX
+        moved += b"".join(some)
+        advance(left, sum(view.nbytes for view in some))
+    assert moved == whole
+
+
+@given(sizes=SIZES, size_bytes=st.integers(1, 400))
+def test_a_call_takes_all_that_it_may(sizes: list[int], size_bytes: int) -> None:
+    buffers = _buffers(sizes)
+    taken = sum(view.nbytes for view in first(buffers, size_bytes))
+    assert taken == min(size_bytes, sum(sizes[:IOV_MAX]))
+
+
+def test_buffers_larger_and_smaller_than_a_call_arrive_as_they_were_sent() -> None:
+    sizes = [3 << 20, 1, 700_000, 0, 5, (768 << 10) + 1]
+    sent = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
+    deadline = time.monotonic() + 20
+    near, far = (Channel(end) for end in socket.socketpair())
+    sender = threading.Thread(target=near.send, args=(sent, deadline))
+    sender.start()
+    arrived = [bytearray(size) for size in (2 << 20, 1 << 20, 700_006, (768 << 10) + 1)]
+    far.receive([memoryview(part) for part in arrived], deadline)
+    sender.join()
+    assert b"".join(arrived) == b"".join(sent)
+    assert far.quiet()
+    near.close()
+    far.close()
+
+
+# --- with TLS, and between threads ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    return tls_contexts(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(params=["plain", "tls"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
+    """Both ends of a connection, with buffers of the kernel as small as they can be."""
+    with socket.socket() as listener:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        near = socket.socket()
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            near.setsockopt(socket.SOL_SOCKET, option, 1)
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+    if request.param == "tls":
+        near, far = encrypted(near, far, request.getfixturevalue("contexts"))
+    channels = Channel(near), Channel(far)
+    yield channels
+    for channel in channels:
+        channel.close()
+
+
+def encrypted(
+    near: socket.socket, far: socket.socket, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    ours, theirs = contexts
+    with ThreadPoolExecutor(1) as other:
+        there = other.submit(theirs.wrap_socket, far, server_side=True)
+        here = ours.wrap_socket(near, server_hostname="127.0.0.1")
+        return here, there.result()
+
+
+def test_a_send_to_a_peer_that_takes_little_at_a_time_ends_by_its_deadline(
+    ends: tuple[Channel, Channel],
+) -> None:
+    """Each little is progress: the time is for all of it."""
+    near, far = ends
+    over = threading.Event()
+
+    def take_little() -> None:
+        with suppress(PeerError):
+            while not over.wait(0.02):
+                far.receive_some([memoryview(bytearray(16 << 10))], 20.0)
+
+    taker = threading.Thread(target=take_little)
+    taker.start()
+    began = time.monotonic()
+    with pytest.raises(DeadlineError):
+        near.send([bytes(64 << 20)], began + 0.3)
+    assert time.monotonic() - began < 5
+    over.set()
+    near.break_off()
+    taker.join()
+
+
+def test_a_receive_from_a_peer_that_gives_little_at_a_time_ends_by_its_deadline(
+    ends: tuple[Channel, Channel],
+) -> None:
+    near, far = ends
+    over = threading.Event()
+
+    def give_little() -> None:
+        while not over.wait(0.02):
+            far.send([b"x"], time.monotonic() + 20)
+
+    giver = threading.Thread(target=give_little)
+    giver.start()
+    began = time.monotonic()
+    with pytest.raises(DeadlineError):
+        near.receive_bytes(10_000, began + 0.3)
+    assert time.monotonic() - began < 5
+    over.set()
+    giver.join()
+
+
+def test_what_is_received_after_a_break_is_what_was_sent_or_nothing(
+    ends: tuple[Channel, Channel],
+) -> None:
+    """Another thread may have broken it off just before: the bytes are here already."""
+    near, far = ends
+    far.send([b"x" * 1000], time.monotonic() + 20)
+    time.sleep(0.05)
+    near.break_off()
+    room = bytearray(1000)
+    with suppress(NodeUnavailableError):
+        near.receive_some([memoryview(room)], 20.0)
+        assert room == b"x" * 1000
+
+
+def test_nothing_is_sent_after_a_break(ends: tuple[Channel, Channel]) -> None:
+    near, _ = ends
+    near.break_off()
+    with pytest.raises(NodeUnavailableError):
+        near.send([b"secret"], time.monotonic() + 20)
+
+
+@pytest.fixture
+def signals() -> Iterator[list[float]]:
+    """When the main thread was interrupted, which is often; as by a profiler."""
+    at: list[float] = []
+    over = threading.Event()
+    this = threading.get_ident()
+
+    def interrupt() -> None:
+        while not over.wait(0.02):
+            signal.pthread_kill(this, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: at.append(time.monotonic()))
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    yield at
+    over.set()
+    interrupter.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
+WAYS: dict[str, Callable[[Channel, float], object]] = {
+    "send": lambda channel, deadline: channel.send([bytes(64 << 20)], deadline),
+    "receive": lambda channel, deadline: channel.receive_bytes(10, deadline),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_signals_do_not_make_a_deadline_later(
+    ends: tuple[Channel, Channel], signals: list[float], way: str
+) -> None:
+    """A system call that was interrupted begins anew, and so would its time."""
+    near, _ = ends
+    began = time.monotonic()
+    rescue = threading.Timer(20, near.break_off)
+    rescue.start()
+    with pytest.raises(DeadlineError):
+        WAYS[way](near, began + 0.3)
+    rescue.cancel()
+    assert time.monotonic() - began < 5
+    assert signals
+
+
+def test_bytes_arrive_as_they_were_sent_while_signals_come(
+    ends: tuple[Channel, Channel], signals: list[float]
+) -> None:
+    near, far = ends
+    sent = [bytes([i]) * (1 << 20) for i in range(4)]
+    room = bytearray(4 << 20)
+    deadline = time.monotonic() + 60
+    sender = threading.Thread(target=near.send, args=(sent, deadline))
+    sender.start()
+    far.receive([memoryview(room)], deadline)
+    sender.join()
+    assert room == b"".join(sent)
