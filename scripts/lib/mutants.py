@@ -24,10 +24,13 @@ ROOT = Path(__file__).parents[2]
 ACCEPTED = Path("tests/mutants_accepted.toml")
 JOBS, SIM_SEEDS = 2, 50
 PYTEST_TIMEOUT_S = 60
-READ_PATH = ("reader", "locator", "here", "fetching", "pins")
+READ_PATH = ("local/reader", "locator", "local/hint_lookup", "remote/values", "pins")
 READ_TESTS = tuple(
-    f"tests/client/test_{name}.py"
-    for name in ("locator", "client", "integrity", "lying_records", "existing", "health")
+    f"tests/client/{name}.py"
+    for name in (
+        *("test_locator", "test_client", "test_integrity", "remote/test_lying_records"),
+        *("values/test_existing", "test_health"),
+    )
 )
 LEFT_OUT = frozenset({"__init__.py", "events.py", "base.py"})
 """Files that decide nothing."""
@@ -200,7 +203,9 @@ def _short(node: ast.AST) -> str:
 def sources() -> list[Path]:
     """Core with its protocols, segment, and the client's way to a block."""
     found = [
-        path for name in ("core", "segment") for path in (ROOT / "kvstore" / name).glob("*.py")
+        path
+        for name in ("core", "protocol", "segment")
+        for path in (ROOT / "kvstore" / name).glob("*.py")
     ]
     found += [ROOT / f"kvstore/client/{name}.py" for name in READ_PATH]
     return sorted(p.relative_to(ROOT) for p in found if p.name not in LEFT_OUT)
@@ -208,8 +213,8 @@ def sources() -> list[Path]:
 
 def nearest_tests(root: Path, path: Path) -> list[str]:
     """Files of tests that may notice a bug in `path`."""
-    if path.parent.name == "client":
-        found = [f"tests/client/test_{path.stem}.py", *READ_TESTS]
+    if "client" in path.parts:
+        found = [str(Path("tests", *path.parts[1:-1], f"test_{path.stem}.py")), *READ_TESTS]
     else:
         folders = ["core", "segment"] if path.parent.name == "core" else [path.parts[-2]]
         found = [

@@ -13,7 +13,8 @@ import pytest
 
 from connector.copiers.cuda.nvrtc import SOURCE
 
-TESTS = Path(__file__).parent
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
 TIMEOUT_S = 110
 MEMORY = "FAKE_CUDA_MEMORY"
 """The folder that is the memory of its devices; set where it is the driver."""
@@ -30,7 +31,7 @@ class FakeDriver:
         self._folder = folder
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f'-DPAGED_COPY_CU="{SOURCE}"']
         subprocess.run(
-            [compiler, *flags, "-o", folder / "libcuda.so.1", TESTS / "fake_driver.cpp", "-ldl"],
+            [compiler, *flags, "-o", folder / "libcuda.so.1", SUPPORT / "fake_driver.cpp", "-ldl"],
             check=True,
             timeout=TIMEOUT_S,
         )
@@ -42,8 +43,8 @@ class FakeDriver:
             run = subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
                 env={**os.environ, "LD_LIBRARY_PATH": libraries, MEMORY: memory}
-                | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
-                cwd=TESTS.parent,
+                | {"PYTHONPATH": f"{ROOT}:{SUPPORT}"},
+                cwd=ROOT,
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_S,

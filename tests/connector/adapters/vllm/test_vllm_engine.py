@@ -31,7 +31,9 @@ BLOCK = 64
 T = 8 * BLOCK
 PREFIX = "kv:engines"
 TESTS = Path(__file__).parents[3]
-PATH = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+PATH = os.pathsep.join(
+    [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
+)
 
 
 def prompts(count: int, seed: int, tokens: int = T + 2) -> list[list[int]]:

@@ -25,7 +25,9 @@ BLOCK = 64
 T = 4 * BLOCK
 PREFIX = "kv:weights"
 TESTS = Path(__file__).parents[3]
-PATH = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+PATH = os.pathsep.join(
+    [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
+)
 
 
 class Host:
