@@ -46,7 +46,7 @@ class Pins:
         memory.payload = payload
         with self._lock:
             self._open += 1
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # its start was interrupted
                 self._thread = threading.Thread(target=self._run, name="kvstore-pins", daemon=True)
                 self._thread.start()
         weakref.finalize(memory, self._end, pin).atexit = False

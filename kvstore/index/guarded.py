@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -92,7 +93,7 @@ class GuardedIndex:
         self._reading = side()
         self._writing = side()
         self._lock = threading.Lock()
-        self._prober: threading.Thread | None = None
+        self._probing = False
         in_each_child(self)
 
     @property
@@ -141,6 +142,7 @@ class GuardedIndex:
     def _call(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if side.open:
             side.refused += 1
+            self._probe()
             why = f"the index failed and is being probed (breaker open): {side.why}"
             raise IndexBreakerOpenError(why)
         try:
@@ -170,18 +172,28 @@ class GuardedIndex:
                 return
             side.open = True
             side.opened += 1
-            if self._prober is None and not self._closed.is_set():
-                self._prober = threading.Thread(
-                    target=self._probe_until_closed, name="kvstore-index-probe", daemon=True
-                )
-                self._prober.start()
+        self._probe()
+
+    def _probe(self) -> None:
+        """Start the thread that asks again, unless there is one: it says so itself. A start may be
+        interrupted by a signal, or find no room, and then the next call is another try."""
+        if self._probing or self._closed.is_set():
+            return
+        with suppress(RuntimeError):
+            threading.Thread(
+                target=self._probe_until_closed, name="kvstore-index-probe", daemon=True
+            ).start()
 
     def _probe_until_closed(self) -> None:
+        with self._lock:
+            if self._probing:
+                return
+            self._probing = True
         while not self._closed.is_set():
             with self._lock:
                 waiting = [side for side in (self._reading, self._writing) if side.open]
                 if not waiting:
-                    self._prober = None
+                    self._probing = False
                     return
                 due_s = min(side.breaker.probe_at for side in waiting) - clock.monotonic()
             if due_s > 0:
@@ -208,7 +220,7 @@ class GuardedIndex:
     def after_fork_in_child(self) -> None:
         """The prober did not come along, and the lock may be held by a thread that did not."""
         self._lock = threading.Lock()
-        self._prober = None
+        self._probing = False
         for side in (self._reading, self._writing):
             if side.open:
                 side.open = False

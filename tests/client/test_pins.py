@@ -96,6 +96,25 @@ def test_a_pin_that_is_dropped_without_a_close_ends(client):
     ends(client)
 
 
+def test_a_pin_ends_although_the_start_of_the_thread_that_ends_pins_was_interrupted(
+    client, monkeypatch
+):
+    client.put("k", VALUE)
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.pin("k")
+    view = client.pin("k").buffer
+    assert pinned(client) == 1
+    del view
+    wait_until(lambda: pinned(client) == 0, "the pin ends")
+
+
 def test_two_pins_of_one_value_end_one_by_one(client):
     client.put("k", VALUE)
     one, two = client.pin("k"), client.pin("k")

@@ -114,6 +114,38 @@ def test_an_error_that_nobody_foresaw_is_an_unavailable_index_that_is_probed() -
     guard.close()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_probe_that_could_not_be_started_is_started_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """A signal handler raised just then, or there was no room for a thread."""
+
+    class Away(MemoryIndex):
+        away = True
+
+        def match(self, keys):
+            if self.away:
+                raise IndexUnavailableError("away")
+            return super().match(keys)
+
+    index = Away()
+    guard = GuardedIndex(index, failures_max=1, retry_after_s=0.01)
+    start = threading.Thread.start
+
+    def failing(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise error
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    with pytest.raises((KeyboardInterrupt, IndexUnavailableError)):
+        guard.match([KEY])
+    index.away = False
+    fail(guard, 1)
+    wait_until(lambda: guard.reading.state is BreakerState.CLOSED, "the breaker closes", 10)
+    assert guard.match([KEY]) == []
+    guard.close()
+
+
 def test_a_forked_child_starts_with_closed_breakers(server: RedisServer) -> None:
     guard = guarded(server, retry_after_s=60, retry_after_max_s=60)
     with stopped(server):

@@ -153,7 +153,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     for module in (control, host_writers, nodes, remote_writer, writer):
         yield module, "threading", SimpleNamespace(Lock=lock, RLock=lambda: _SimRLock(world))
     # Pins end by calls alone, as below: a thread of the real machine would not replay.
-    no_thread = SimpleNamespace(start=lambda: None)
+    no_thread = SimpleNamespace(start=lambda: None, is_alive=lambda: True)
     yield (
         pins,
         "threading",
