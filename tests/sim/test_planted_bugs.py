@@ -1,5 +1,6 @@
 """The simulator must find each of these bugs, or it is broken itself."""
 
+import planted_others  # noqa: F401
 import planted_reading  # noqa: F401
 import planted_restart  # noqa: F401
 import planted_saving  # noqa: F401

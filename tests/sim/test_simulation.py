@@ -83,7 +83,7 @@ def test_a_seed_replays_exactly_in_another_process():
     def trace(hash_seed: str) -> str:
         program = (
             "from kvstore.testing.sim.many import try_seed;"
-            "print(*try_seed(3, whole_trace=True).broken[0].trace, sep='\\n')"
+            "print(*try_seed(4, whole_trace=True).broken[0].trace, sep='\\n')"
         )
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path.cwd())}
         command = [sys.executable, "-c", program]

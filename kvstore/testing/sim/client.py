@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.base import Reservation
 from kvstore.client.client import Client
+from kvstore.client.put_pipeline import StoppedError, unless
 from kvstore.errors import PeerError, UsageError
 from kvstore.index.base import KeyRecord
 from kvstore.keys import Namespace
@@ -40,6 +41,7 @@ OPERATIONS_IN_PEACE = 4
 """What a client does after the last fault: the store must work again."""
 ANSWER_TRIES_MAX = 20
 PAUSE_BETWEEN_S = 0.005
+CANCELLED_AFTER_S = 0.02
 PAUSE_AFTER_FAILURE_S = 0.4
 
 
@@ -166,8 +168,24 @@ class SimClient:
     def _keys(self, text: list[int]) -> list[Key]:
         return self.real.namespace.block_keys(text, BLOCK_TOKENS)
 
-    def _new(self, key: Key) -> bytes:
-        return self.world.checks.begin_put(key, size_of(key))
+    def _new(self, key: Key) -> bytearray:
+        return bytearray(self.world.checks.begin_put(key, size_of(key)))
+
+    def _save(self, put: Callable[[], list[Any]], values: Sequence[bytearray]) -> None:
+        """With memory of the caller's that is used for something else as soon as the call ends,
+        and as a call that somebody may want no more of."""
+        world = self.world
+        if world.faults.cancelled and self.rng.random() < world.faults.cancelled:
+            at = world.now + self.rng.expovariate(1 / CANCELLED_AFTER_S)
+            whole, put = put, lambda: unless(lambda: world.now >= at, whole)
+        try:
+            self._count(put())
+        except StoppedError:
+            world.note("cancelled")
+            world.count("cancelled")
+        finally:
+            for value in values:
+                value[:] = bytes(len(value))
 
     def _count(self, results: list[Any]) -> None:
         for result in results:
@@ -178,12 +196,14 @@ class SimClient:
     def _put_blocks(self) -> None:
         text = self.rng.choice(TEXTS)
         keys = self._keys(text)[: self.rng.randint(1, BLOCKS_MAX)]
-        self._count(self.real.put_blocks(text, [self._new(key) for key in keys]))
+        blocks = [self._new(key) for key in keys]
+        self._save(lambda: self.real.put_blocks(text, blocks), blocks)
 
     def _put_values(self) -> None:
         names = self.rng.sample(VALUES, self.rng.randint(1, 3))
         value_key = self.real.namespace.value_key
-        self._count(self.real.put_many((name, self._new(value_key(name))) for name in names))
+        values = [self._new(value_key(name)) for name in names]
+        self._save(lambda: self.real.put_many(zip(names, values, strict=True)), values)
 
     def _reserve(self) -> None:
         """As a connector saves: it decides by itself when to copy, and what to give up."""

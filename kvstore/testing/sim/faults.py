@@ -13,7 +13,8 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Rates are per simulated second, of which a run has ten or so; chances are per message."""
+    """Rates are per simulated second, of which a run has ten or so; chances are per message or
+    per call."""
 
     client_kill: float = 0.3
     """A client's process dies where it stands; another one starts."""
@@ -47,6 +48,15 @@ class Faults:
     doubled: float = 0.03
     reordered: float = 0.02
     delayed: float = 0.03
+    # What came later stands at the end: the seeds of before draw the same for the others.
+    index_forged: float = 0.15
+    """Somebody stands between the index and who asks it, for a while: records are whole, and name
+    another length, slot, generation, node or another key's block; announcements are changed."""
+    node_silent: float = 0.08
+    """A node takes connections and requests for a while, and no answer of it arrives; of some
+    such nodes the requests do not either."""
+    cancelled: float = 0.03
+    """Whoever puts wants no more of it before it is done, as in `AsyncClient`."""
 
     def calm(self) -> Self:
         return replace(self, **{f.name: 0.0 for f in fields(self)})
@@ -62,3 +72,4 @@ class Faults:
 
 
 PER_MESSAGE = frozenset({"dropped", "doubled", "reordered", "delayed"})
+PER_CALL = frozenset({"cancelled"})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 from kvstore.index.base import KeyRecord, Record
 from kvstore.index.memory import MemoryIndex
+from kvstore.record import pack_record, unpack_record
 from kvstore.types import Key
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SimServer(MemoryIndex):
         self._rng: random.Random = world.rng
         self._fresh_incarnation()
         self.down: bool = False
-        self.slow = self.lying = self.lagging = self.shard_away = False
+        self.slow = self.lying = self.forged = self.lagging = self.shard_away = False
         self.lied_at = 0.0
         self.replica: dict[Key, Record] = {}
         self.late: set[KeyRecord] = set()
@@ -131,6 +132,55 @@ class SimServer(MemoryIndex):
             return rng.randbytes(rng.choice((0, 7, 44, 44, 200)))
         return truth
 
+    @property
+    def doubtful(self) -> bool:
+        return self.lying or self.forged
+
+    def answer(self, key: Key, truth: Record | None) -> Record | None:
+        """What a reader gets to see."""
+        if self.lying:
+            return self.lie(key, truth)
+        return self._forge(key, truth) if self.forged else truth
+
+    def _forge(self, key: Key, truth: Record | None) -> Record | None:
+        """A record whose CRC is right."""
+        rng = self._rng
+        known = [one for one in ((key, truth), *self._some_blocks()) if one[1] is not None]
+        if not known or rng.random() < 0.3:
+            return truth
+        of, record = rng.choice(known)
+        real = unpack_record(of, record or b"")
+        if real is None:
+            return truth
+        forged = {
+            "node_id": rng.choice([real.node_id, *self._nodes]),
+            "epoch": real.epoch + rng.choice((-1, 1)),
+            "segment": 1,
+            "slot": rng.choice((real.slot + 1, rng.randrange(64), (1 << 32) - 1)),
+            "generation": max(real.generation + rng.choice((-1, 1, 1 << 40)), 0),
+            "granule": rng.randrange(256),
+            "length": rng.choice((0, 1, real.length - 1, real.length + 1, (1 << 32) - 1)),
+            "checksum": rng.getrandbits(64),
+        }
+        changed = rng.sample([*forged], rng.randrange(3))
+        return pack_record(key, real._replace(**{name: forged[name] for name in changed}))
+
+    def _some_blocks(self) -> list[KeyRecord]:
+        some = self._rng.sample([*self._records], min(3, len(self._records)))
+        return [KeyRecord(key, self._records[key]) for key in some]
+
+    def said(self, raw: bytes | None) -> bytes | None:
+        """An announcement as a reader gets to see it."""
+        rng = self._rng
+        if not self.forged or raw is None or rng.random() < 0.5:
+            return raw
+        changed = bytearray(raw)
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        return rng.choice([bytes(changed), raw[: rng.randrange(len(raw))], b"[]", *self._words()])
+
+    def _words(self) -> list[bytes]:
+        return list(super().nodes().values())
+
 
 class SimIndex:
     """One process's way to the index (`kvstore.index.base.Index`)."""
@@ -172,7 +222,7 @@ class SimIndex:
         raise IndexDeadlineError("simulated")
 
     def match(self, keys: Sequence[Key]) -> list[Record]:
-        if self._server.lying:
+        if self._server.doubtful:
             run: list[Record] = []
             for record in self.lookup(keys):
                 if record is None:
@@ -197,8 +247,8 @@ class SimIndex:
 
         def act() -> list[Record | None]:
             records = list(map(server.readable().get, keys))
-            if server.lying:
-                return [server.lie(k, r) for k, r in zip(keys, records, strict=True)]
+            if server.doubtful:
+                return [server.answer(k, r) for k, r in zip(keys, records, strict=True)]
             return records
 
         return self._call(act)
@@ -229,10 +279,16 @@ class SimIndex:
         self._call(lambda: self._server.withdraw(node_id))
 
     def node(self, node_id: int) -> bytes | None:
-        return self._call(lambda: self._server.node(node_id))
+        return self._call(lambda: self._server.said(self._server.node(node_id)))
 
     def nodes(self) -> dict[int, bytes]:
-        return self._call(self._server.nodes)
+        def act() -> dict[int, bytes]:
+            said = {
+                node_id: self._server.said(raw) for node_id, raw in self._server.nodes().items()
+            }
+            return {node_id: raw for node_id, raw in said.items() if raw is not None}
+
+        return self._call(act)
 
     def ping(self) -> None:
         self._call(self._server.ping)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.testing.sim.client import SimClient
-from kvstore.testing.sim.faults import PER_MESSAGE
+from kvstore.testing.sim.faults import PER_CALL, PER_MESSAGE
+from kvstore.testing.sim.network import ANSWERS, ASKS
 from kvstore.testing.sim.node import SimNode
 from kvstore.testing.sim.world import run_dir_of
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 CLIENT_PAUSE_MAX_S = 4.0
 NODE_PAUSE_MAX_S = 2.5
 NODE_DOWN_MAX_S = 0.6
+SILENT_MAX_S = 4.0
 TROUBLE_MAX_S = 1.5
 JUMP_MAX_S = 8.0
 START_S = (0.2, 0.6)
@@ -39,7 +41,7 @@ class Luck:
         for _ in range(self.rng.randint(2, CLIENTS_MAX)):
             world.after(self.rng.uniform(*START_S), self.start_client)
         for field in fields(world.faults):
-            if field.name not in PER_MESSAGE:
+            if field.name not in PER_MESSAGE | PER_CALL:
                 self._next(field.name)
 
     def _topology(self) -> list[tuple[Path, str]]:
@@ -151,6 +153,13 @@ class Luck:
         if node is not None:
             self.world.stop(node.process, self.rng.random() * NODE_PAUSE_MAX_S)
 
+    def _node_silent(self) -> None:
+        node = self._some_node()
+        if node is not None:
+            lost = self.rng.choice(((ANSWERS,), (ASKS, ANSWERS)))
+            node.loop.lost |= set(lost)
+            self.world.after(self.rng.random() * SILENT_MAX_S, node.loop.lost.clear)
+
     # --- clocks ----------------------------------------------------------------------
 
     def _clock_jump(self) -> None:
@@ -169,7 +178,7 @@ class Luck:
 
         def over() -> None:
             setattr(index, switch, False)
-            if switch == "lying":
+            if switch in ("lying", "forged") and not index.doubtful:
                 index.lied_at = self.world.now
 
         self.world.after(self.rng.random() * TROUBLE_MAX_S, over)
@@ -189,6 +198,10 @@ class Luck:
     def _index_lies(self) -> None:
         self.world.index.lied_at = float("inf")
         self._for_a_while("lying")
+
+    def _index_forged(self) -> None:
+        self.world.index.lied_at = float("inf")
+        self._for_a_while("forged")
 
     def _index_shard_away(self) -> None:
         self._for_a_while("shard_away")

@@ -21,6 +21,7 @@ from kvstore.types import KEY_BYTES
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
 
+ASKS, ANSWERS = 0, 1
 DELAY_S = 0.5e-3
 DOUBLED_AFTER_S = 0.1
 LONG_DELAY_MAX_S = 3.0
@@ -70,15 +71,16 @@ class Wire:
             if not self._ended:
                 self._loop.call_soon(self._connection.data_received, data)
 
-        self._carry(0, data, deliver)
+        self._carry(ASKS, data, deliver)
 
     def to_client(self, data: bytes) -> None:
-        self._carry(1, data, lambda: self._client.arrived(data))
+        self._carry(ANSWERS, data, lambda: self._client.arrived(data))
 
     def _carry(self, direction: int, data: bytes, deliver: Callable[[], None]) -> None:
         world, rng, faults = self._world, self._world.rng, self._world.faults
         world.note(("asks", "answers")[direction], Message(data), self._client.name)
-        if self.broken or rng.random() < faults.dropped:
+        silent = direction in self._loop.lost
+        if self.broken or silent or rng.random() < faults.dropped:
             world.note("message lost")
             return
         arrives_at = world.now + rng.expovariate(1 / DELAY_S)

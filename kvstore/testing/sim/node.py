@@ -40,6 +40,8 @@ class SimLoop:
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self.actor: Actor | None = None
+        self.lost: set[int] = set()
+        """Directions in which no message of a connection to it arrives (network.py)."""
 
     def call_soon(self, call: Callable[..., None], *args: Any) -> None:
         self._ready.append((call, args))
