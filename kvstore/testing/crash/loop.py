@@ -26,8 +26,12 @@ from kvstore.nodedir import Announcement, NodeDir
 from kvstore.record import unpack_record
 from kvstore.testing.crash import workers
 from kvstore.testing.crash.workers import (
+    CANCELLED,
+    CHILD_HUNG,
     FIELDS,
+    FORKS,
     HITS,
+    INTERRUPTED,
     MISSES,
     SLOWEST_MS,
     STEPS,
@@ -87,6 +91,8 @@ class _Worker:
         code = self.process.exitcode
         if code == WRONG_BYTES:
             raise CrashError(f"a {self.kind} read wrong bytes")
+        if code == CHILD_HUNG:
+            raise CrashError(f"a child that a {self.kind} had forked hung")
         if code is not None:
             raise CrashError(f"a {self.kind} ended by itself with {code}")
         if self.counters[SLOWEST_MS] > HANG_S * 1e3:
@@ -270,6 +276,7 @@ class Loop:
 
     def counts(self) -> dict[str, int]:
         fields = {"steps": STEPS, "hits": HITS, "misses": MISSES, "stored": STORED}
+        fields |= {"forks": FORKS, "interrupted": INTERRUPTED, "cancelled": CANCELLED}
         return {
             name: sum(worker.counters[place] for worker in self._workers)
             for name, place in fields.items()

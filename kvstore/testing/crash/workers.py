@@ -1,11 +1,14 @@
 """What the processes that are killed do. Each runs in a child of its own and never returns.
 
 Every byte that is read is compared with a function of the key and the length, so a wrong
-one shows wherever it came from.
+one shows wherever it came from. Writers also do what programs do to a client: they fork while
+they write, are interrupted by a signal handler that raises, and cancel calls of an `AsyncClient`
+whose memory they use for something else at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import os
@@ -13,27 +16,38 @@ import random
 import signal
 import sys
 import time
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvstore import BlockSession, Client, Limits, Namespace
+from kvstore import AsyncClient, BlockSession, Client, Limits, Namespace
 from kvstore.cli import main as kvstore
 from kvstore.client.base import Reservation
 from kvstore.errors import PeerError
 
 WRONG_BYTES = 3
 """Exit code of a worker that read what nobody saved."""
+CHILD_HUNG = 4
+"""Exit code of a worker whose forked child did not end by itself."""
 KEYS = 48
 PUT_MANY_MAX = 6
 HOLD_S_MAX = 0.05
+FORK_CHANCE = 0.4
+CHILD_MAX_S = 10
+INTERRUPTED_AFTER_S_MAX = 0.005
+CANCELLED_AFTER_S_MAX = 0.003
 LIMITS = Limits(redis_timeout_s=0.2, publish_timeout_s=0.5, request_timeout_s=1.0)
 _PR_SET_PDEATHSIG = 1
 
-STEPS, HITS, MISSES, STORED, SLOWEST_MS, FIELDS = range(6)
+STEPS, HITS, MISSES, STORED, FORKS, INTERRUPTED, CANCELLED, SLOWEST_MS, FIELDS = range(9)
 """Places in a worker's counters, which outlive it."""
 Counters = MutableSequence[int]
+
+
+class InterruptedHereError(BaseException):
+    """What the signal handler raises: as KeyboardInterrupt, nothing takes it for a failure."""
 
 
 class WorkerPlace(NamedTuple):
@@ -80,13 +94,20 @@ class _Worker:
     def __init__(self, place: WorkerPlace, seed: int, counters: Counters, kind: str) -> None:
         self._rng = random.Random(seed)
         self._counters = counters
-        options = {"run_dir": place.run_dir, "key_prefix": place.key_prefix, "limits": LIMITS}
+        options: Any = {"run_dir": place.run_dir, "key_prefix": place.key_prefix, "limits": LIMITS}
         _begin()
-        self._client = Client(place.url, **options)  # type: ignore[arg-type]
-        self._session = BlockSession(place.url, **options)  # type: ignore[arg-type]
-        saves = ((self._put, 5), (self._put_many, 4), (self._by_hand, 5), (self._delete, 1))
+        self._open: Callable[[], Client] = lambda: Client(place.url, **options)
+        self._client = self._open()
+        self._session = BlockSession(place.url, **options)
+        self._async = AsyncClient(place.url, **options)
+        self._loop = asyncio.new_event_loop()
+        self._armed = False
+        signal.signal(signal.SIGALRM, self._interrupt)
+        saves = ((self._put, 5), (self._put_many, 4), (self._by_hand, 5), (self._delete, 2))
         reads = ((self._get, 8), (self._get_many, 6), (self._pin, 4))
-        does = (*reads, *saves) if kind == "writer" else reads
+        rude = ((self._interrupted, 8), (self._cancelled, 8))
+        self._plain = (*reads, *saves) if kind == "writer" else reads
+        does = (*self._plain, *rude) if kind == "writer" else reads
         self._does, self._weights = zip(*does, strict=True)
 
     def run(self) -> None:
@@ -158,13 +179,92 @@ class _Worker:
                 value = content(keys[reservation.key], size_bytes)
                 half = size_bytes // 2
                 reservation.buffer[:half] = value[:half]
+                child = self._fork() if self._rng.random() < FORK_CHANCE else 0
                 self._pause()
                 reservation.buffer[half:] = value[half:]
+                self._join(child)
+        except BaseException:
+            self._session.abort(granted)
+            raise
+        if self._rng.random() < 0.2:
+            self._session.abort(granted)
+        elif granted:
+            self._counters[STORED] += sum(map(bool, self._session.commit(granted)))
+
+    # --- what programs do to a client ---------------------------------------------
+
+    def _fork(self) -> int:
+        """A child that closes what it inherits and has a client of its own."""
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that hangs
+            signal.alarm(CHILD_MAX_S)
+            with suppress(BaseException):
+                self._child()
+            os._exit(0)
+        self._counters[FORKS] += 1
+        return pid
+
+    def _child(self) -> None:
+        self._client.close()
+        self._session.close()
+        with suppress(PeerError), self._open() as self._client:
+            for _ in range(3):
+                self._get()
+                self._put()
+
+    def _join(self, child: int) -> None:
+        if child:
+            _, status = os.waitpid(child, 0)
+            if os.waitstatus_to_exitcode(status) == WRONG_BYTES:
+                os._exit(WRONG_BYTES)
+            if status:
+                os._exit(CHILD_HUNG)
+
+    def _interrupted(self) -> None:
+        """Anything else, with a signal whose handler raises somewhere in it."""
+        try:
+            try:
+                self._armed = True
+                after_s = self._rng.uniform(1e-5, INTERRUPTED_AFTER_S_MAX)
+                signal.setitimer(signal.ITIMER_REAL, after_s)
+                does, weights = zip(*self._plain, strict=True)
+                self._rng.choices(does, weights)[0]()
+            finally:
+                self._armed = False
+        except InterruptedHereError:
+            self._counters[INTERRUPTED] += 1
         finally:
-            if self._rng.random() < 0.2:
-                self._session.abort(granted)
-            elif granted:
-                self._counters[STORED] += sum(map(bool, self._session.commit(granted)))
+            self._armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        if self._armed:
+            self._armed = False
+            raise InterruptedHereError
+
+    def _cancelled(self) -> None:
+        self._loop.run_until_complete(self._cancel())
+
+    async def _cancel(self) -> None:
+        """The same memory is used for something else as soon as the cancelled call has ended."""
+        put, get, other = self._names(1) + self._names(1) + self._names(1)
+        value = bytearray(self._value(put))
+        await self._soon(self._async.put(put, value))
+        value[:] = bytes(len(value))
+        room = bytearray(max(sizes(get) + sizes(other)))
+        await self._soon(self._async.get(get, out=room))
+        got = await self._async.get(other, out=room)
+        self._check(other, got)
+        await asyncio.sleep(self._rng.uniform(0, CANCELLED_AFTER_S_MAX))
+        self._check(other, got)
+
+    async def _soon(self, call: Any) -> None:
+        with suppress(PeerError):
+            try:
+                await asyncio.wait_for(call, self._rng.uniform(0, CANCELLED_AFTER_S_MAX))
+            except asyncio.TimeoutError:  # noqa: UP041  # another one than TimeoutError in 3.10
+                self._counters[CANCELLED] += 1
 
     def _delete(self) -> None:
         (name,) = self._names(1)
