@@ -107,5 +107,4 @@ class Breaker:
 
     def _open(self, now: float) -> None:
         self._state = BreakerState.OPEN
-        self._failures = 0
         self._probe_at = now + self._delay_s

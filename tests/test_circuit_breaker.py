@@ -34,6 +34,7 @@ def test_a_success_starts_the_count_again() -> None:
     breaker = Breaker(failures_max=2)
     for now in range(10):
         breaker.failed(now)
+        assert breaker.state is BreakerState.CLOSED
         breaker.succeeded()
     assert breaker.allows(10)
 
@@ -120,3 +121,15 @@ def test_while_not_closed_it_lets_at_most_one_call_through_per_delay(
 def test_settings_out_of_range_are_refused_by_name(options: dict[str, float], field: str) -> None:
     with pytest.raises(UsageError, match=field):
         Breaker(**options)
+
+
+def test_after_it_was_open_it_takes_as_many_failures_as_before() -> None:
+    breaker = Breaker(failures_max=2, retry_after_s=1.0, retry_after_max_s=1.0)
+    breaker.failed(0.0)
+    breaker.failed(0.0)
+    assert breaker.allows(1.0)
+    breaker.succeeded()
+    breaker.failed(2.0)
+    assert breaker.state is BreakerState.CLOSED
+    breaker.failed(2.0)
+    assert breaker.state is BreakerState.OPEN

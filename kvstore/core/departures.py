@@ -63,7 +63,7 @@ class Departures:
         prefix = key[_PREFIX]
         position = self._next
         old = self._keys[position]
-        if old and self._places.get(old) == position:
+        if self._places.get(old) == position:
             del self._places[old]
             self.forgotten += 1
         self._keys[position] = prefix

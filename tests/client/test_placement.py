@@ -62,6 +62,18 @@ def test_a_value_too_large_for_a_node_goes_to_one_that_takes_it() -> None:
     assert set(homes_of([(key, 20 * MIB) for key in keys(20)], {}, nodes)) == {2}
 
 
+def test_a_value_of_just_that_size_fits_and_a_larger_one_goes_somewhere() -> None:
+    nodes = [*homes(90), Home(2, 100 * MIB, 90 * MIB, 64 * MIB)]
+    assert set(homes_of([(bytes([i]) * 32, 8 * MIB) for i in range(12)], {}, nodes)) == {1, 2}
+    assert set(homes_of([(key, 100 * MIB) for key in keys(9)], {}, nodes)) <= {1, 2}
+
+
+def test_another_version_of_this_code_sends_a_tag_to_the_same_node() -> None:
+    nodes = [Home(10 + i, (i + 1) * MIB, MIB, MIB) for i in range(4)]
+    blocks = [(bytes([i]) * 32, 1) for i in range(12)]
+    assert homes_of(blocks, {}, nodes) == [11, 12, 12, 13, 11, 11, 10, 10, 13, 11, 12, 12]
+
+
 def test_most_keys_keep_their_node_when_another_comes() -> None:
     blocks = [(key, 1) for key in keys(2000)]
     before, after = homes_of(blocks, {}, homes(90, 90)), homes_of(blocks, {}, homes(90, 90, 90))

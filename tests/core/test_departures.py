@@ -53,6 +53,14 @@ def test_it_is_the_model_of_the_last_so_many(notes):
     assert len(gone) == len(expected)
 
 
+def test_a_ring_of_one_remembers_the_last():
+    gone = Departures(1)
+    for i in range(3):
+        gone.note(key(i), GoneWhy.EVICTED, float(i))
+    assert [gone.get(key(i)) for i in range(3)] == [None, None, Departure(GoneWhy.EVICTED, 2.0)]
+    assert gone.forgotten == 2
+
+
 def test_its_memory_is_bounded():
     gone = Departures(1000)
 

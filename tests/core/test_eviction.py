@@ -32,6 +32,13 @@ def test_lru_evicts_what_was_unused_for_longest():
     assert list(policy.coldest()) == [2, 3, 1]
 
 
+def test_what_is_inserted_again_counts_as_just_used():
+    policy = LRU()
+    for slot in (1, 2, 1):
+        policy.insert(slot)
+    assert list(policy.coldest()) == [2, 1]
+
+
 def test_a_touch_does_not_bring_a_removed_slot_back():
     policy = LRU()
     policy.insert(1)

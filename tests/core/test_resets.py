@@ -72,3 +72,55 @@ def test_a_number_is_larger_than_all_that_are_known_and_keeps_its_random_bits() 
     assert got & (1 << RANDOM_BITS) - 1 == 12345
     later = 9 << RANDOM_BITS | 1
     assert resets.next_number(later) == later
+
+
+def test_resets_of_one_namespace_fill_the_room_to_the_last_and_one_more_takes_the_oldest() -> None:
+    fit = RESETS_IDS_MAX // 4  # of one namespace each, as the room is counted
+    resets = of(*range(10, 10 + fit))
+    assert (len(resets), resets.floor) == (fit, 0)
+    assert resets.add(10 + fit, [7])
+    assert (len(resets), resets.floor) == (fit, 10)
+    assert not resets.add(10, [7]), "the floor itself is let go too"
+    assert 11 in resets
+
+
+def test_the_next_number_is_the_next_millisecond_with_the_same_random_bits() -> None:
+    resets = of(5 << RANDOM_BITS | 99)
+    for wanted in (0, 7, 5 << RANDOM_BITS | 99, (1 << RANDOM_BITS) - 1):
+        low = wanted & (1 << RANDOM_BITS) - 1
+        assert resets.next_number(wanted) == 6 << RANDOM_BITS | low
+    assert resets.next_number(5 << RANDOM_BITS | 100) == 5 << RANDOM_BITS | 100
+    assert Resets().next_number(1) == 1
+    assert full().next_number(1) == 1 << RANDOM_BITS | 1
+
+
+def test_a_floor_that_is_no_news_drops_nothing() -> None:
+    assert full().news(full()) == []
+    known = Resets()
+    known.floor = full().floor
+    assert known.news(full()) == [(n, ids) for n, ids in Resets().news(full()) if n > known.floor]
+    higher = Resets()
+    higher.floor = 5
+    assert of(5).news(higher) == []
+    assert of(4).news(higher) == [(5, EVERYTHING)]
+    assert of(5).news(Resets()) == []
+
+
+def test_a_reset_of_as_many_namespaces_as_there_may_be_is_read_and_one_of_more_is_not() -> None:
+    resets = Resets()
+    resets.add(3, range(RESET_NAMESPACES_MAX))
+    assert 3 in Resets.unpack(resets.pack())
+    resets.add(4, range(RESET_NAMESPACES_MAX + 1))
+    assert len(Resets.unpack(resets.pack())) == 0
+
+
+def test_a_floor_alone_is_told() -> None:
+    resets = Resets()
+    resets.floor = 9
+    assert Resets.unpack(resets.pack()).floor == 9
+
+
+def test_namespaces_are_told_once_and_in_order() -> None:
+    resets = Resets()
+    resets.add(3, [9, 2, 9])
+    assert Resets().news(resets) == [(3, (2, 9))]

@@ -1,0 +1,134 @@
+"""Every number and every list of a control message: the largest that is taken, and not one more."""
+
+import msgpack
+import pytest
+
+from kvstore.core.namespaces import namespace_of
+from kvstore.errors import UsageError
+from kvstore.keys import Namespace
+from kvstore.limits import (
+    BATCH_KEYS_MAX,
+    HELD_MAX,
+    META_BYTES_MAX,
+    NAME_BYTES_MAX,
+    NAMESPACE_BYTES_MAX,
+    NAMESPACE_FIELDS_MAX,
+    RESET_NAMESPACES_MAX,
+)
+from kvstore.protocol import control
+from kvstore.protocol.control import Hello, Op
+from kvstore.types import KEY_BYTES, Kind
+
+KEY = b"k" * KEY_BYTES
+
+
+def reserve(*, space=0, size=1, kind=0, meta=0, values=None, checksum=0):
+    return [Op.RESERVE, 1, space, KEY, size, kind, meta, values, checksum]
+
+
+def hello(request=1, reserved=(), pinned=()):
+    return [Op.HELLO, request, control.PROTOCOL_VERSION, "a" * 32, list(reserved), list(pinned)]
+
+
+def read(message):
+    """As a node reads it."""
+    return (
+        Hello(message)
+        if message[0] == Op.HELLO
+        else control.decode(1, [int(message[0]), *message[1:]])
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "largest", "message"),
+    [
+        ("request", 2**63 - 1, lambda n: [Op.STAT, n]),
+        ("request", 2**63 - 1, lambda n: hello(n)),
+        ("namespace_id", 2**32 - 1, lambda n: reserve(space=n)),
+        ("size_bytes", 2**32 - 1, lambda n: reserve(size=n)),
+        ("kind", len(Kind) - 1, lambda n: reserve(kind=n)),
+        ("meta_length", META_BYTES_MAX, lambda n: reserve(meta=n)),
+        ("checksum", 2**64 - 1, lambda n: reserve(checksum=n)),
+        ("items", 2**64 - 1, lambda n: [Op.COMMIT, 1, [[0, 0, n]]]),
+        ("items", 2**64 - 1, lambda n: [Op.UNPIN, 1, [[n, 0]]]),
+        ("reserved", 2**64 - 1, lambda n: hello(reserved=[[n, 0]])),
+        ("pinned", 2**64 - 1, lambda n: hello(pinned=[[0, 0, n]])),
+        ("namespace_id", 2**32 - 1, lambda n: [Op.CLEAR, 1, n]),
+        ("number", 2**63 - 1, lambda n: [Op.RESET, 1, n, [0]]),
+        ("namespace_id", 2**32 - 1, lambda n: [Op.RESET, 1, 0, [n]]),
+        ("at_most", BATCH_KEYS_MAX, lambda n: [Op.LIST, 1, b"", n]),
+    ],
+)
+def test_a_number_is_an_integer_from_0_to_its_largest(field, largest, message):
+    assert read(message(0))
+    assert read(message(largest))
+    for wrong in (largest + 1, -1, True, 1.0, "1", None):
+        with pytest.raises(UsageError, match=f"^{field}="):
+            read(message(wrong))
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "largest", "message"),
+    [
+        ("keys", 0, BATCH_KEYS_MAX, lambda n: [Op.PIN, 1, KEY * n]),
+        ("items", 0, BATCH_KEYS_MAX, lambda n: [Op.ABORT, 1, [[1, 2]] * n]),
+        ("reserved", 0, HELD_MAX, lambda n: hello(reserved=[[1, 2]] * n)),
+        ("pinned", 0, HELD_MAX, lambda n: hello(pinned=[[1, 2, 3]] * n)),
+        ("namespace_ids", 1, RESET_NAMESPACES_MAX, lambda n: [Op.RESET, 1, 0, [7] * n]),
+        ("names", 1, NAME_BYTES_MAX, lambda n: [Op.NAMES, 0, KEY, [b"n" * n]]),
+        ("after", 0, KEY_BYTES, lambda n: [Op.LIST, 1, b"k" * n, 1]),
+    ],
+)
+def test_a_list_is_as_long_as_that_at_most(field, least, largest, message):
+    assert read(message(least))
+    assert read(message(largest))
+    for wrong in (largest + 1, *range(least - 1, least)):
+        if wrong >= 0:
+            with pytest.raises(UsageError, match=f"^{field}="):
+                read(message(wrong))
+
+
+def test_who_sends_too_many_keys_hears_how_many_they_were():
+    with pytest.raises(UsageError, match=f"^keys={BATCH_KEYS_MAX + 1}: at most {BATCH_KEYS_MAX} "):
+        read([Op.PIN, 1, KEY * (BATCH_KEYS_MAX + 1)])
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ([Op.COMMIT, 1, [b"abc"]], "items"),
+        ([Op.COMMIT, 1, {"a": 1}], "items"),
+        ([Op.COMMIT, 1, [[1, True, 3]]], "items"),
+        ([Op.ABORT, 1, [[1, 2, 3]]], "items"),
+        ([Op.PIN, 1, "k" * KEY_BYTES], "keys"),
+        ([Op.LIST, 1, "", 1], "after"),
+        ([Op.NAMES, 0, KEY, {b"name": 1}], "names"),
+        ([Op.RESET, 1, 0, {7: 7}], "namespace_ids"),
+        (reserve(values={b"a": 1}), "values"),
+        (reserve(values=[]), "values"),
+        (reserve(values=["a"]), "values"),
+        (reserve(values=[b"ab"]), "values"),
+        (reserve(size={1: 1}), "size_bytes"),
+    ],
+)
+def test_what_is_only_like_the_right_kind_is_refused(message, field):
+    with pytest.raises(UsageError, match=f"^{field}="):
+        read(message)
+
+
+@pytest.mark.parametrize("sent", [msgpack.ExtType(1, b"x"), {5: 1}])
+def test_extensions_and_keys_of_maps_that_are_no_text_end_the_connection(sent):
+    unpacker = control.unpacker()
+    unpacker.feed(msgpack.packb([int(Op.STAT), 1, sent]))
+    with pytest.raises(ValueError):
+        next(unpacker)
+
+
+def test_fields_of_a_namespace_are_as_many_and_as_long_as_that_at_most():
+    space = Namespace({"model": "m"})
+    raw = space.canonical()
+    assert namespace_of(raw.ljust(NAMESPACE_BYTES_MAX)) == space
+    with pytest.raises(UsageError, match=f"^fields={NAMESPACE_BYTES_MAX + 1}: "):
+        namespace_of(raw.ljust(NAMESPACE_BYTES_MAX + 1))
+    most = Namespace({str(i): i for i in range(NAMESPACE_FIELDS_MAX)})
+    assert namespace_of(most.canonical()) == most
