@@ -1,3 +1,4 @@
+import json
 import random
 from zlib import crc32
 
@@ -105,3 +106,44 @@ def test_a_signature_is_of_one_key_tenant_and_secret(location: Location) -> None
         RecordSigner(b"a secret of another tenant", "kv:a"),
     ):
         assert not other.right(KEY, record)
+
+
+def test_a_signed_announcement_is_the_object_with_one_field_more_and_right() -> None:
+    signer = RecordSigner(b"secret", "kv:")
+    raw = signer.announcement(b'{"node": 5, "up": true}')
+    said = json.loads(raw)
+    assert (said.pop("node"), said.pop("up")) == (5, True)
+    assert len(said.pop("signature")) == 32
+    assert not said
+    assert signer.announced(raw)
+    assert not RecordSigner(b"other", "kv:").announced(raw)
+    assert not RecordSigner(b"secret", "kv:x").announced(raw)
+
+
+def test_an_announcement_with_any_byte_changed_added_or_left_out_is_not_right() -> None:
+    signer = RecordSigner(b"secret", "kv:")
+    raw = signer.announcement(b'{"node": 5}')
+    for at in range(len(raw)):
+        assert not signer.announced(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        assert not signer.announced(raw[:at] + raw[at + 1 :])
+        assert not signer.announced(raw[:at])
+        assert not signer.announced(raw[at + 1 :])
+    assert not signer.announced(raw + b" ")
+    assert not signer.announced(signer.announcement(b"}")[:-1])
+
+
+def test_another_version_of_this_code_signs_the_same() -> None:
+    """Nodes and clients of two versions run beside each other."""
+    signer = RecordSigner(b"secret", "kv:")
+    record = bytes(RECORD_BYTES)
+    assert signer.signed(KEY, record)[RECORD_BYTES:].hex() == "82cd5561d7a5981783a4d532fbe31bbc"
+    assert signer.announcement(b"{}") == b'{, "signature": "0326dbab9284f4c2af20e9d0e88bc7b2"}'
+
+
+def test_only_a_signed_record_can_be_right() -> None:
+    signer = RecordSigner(b"secret", "kv:")
+    signed = signer.signed(KEY, bytes(RECORD_BYTES))
+    assert signer.right(KEY, signed)
+    for end in range(len(signed)):
+        assert not signer.right(KEY, signed[:end])
+    assert not signer.right(KEY, signed + b"x")

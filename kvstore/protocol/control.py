@@ -115,6 +115,11 @@ def _ints(field: str, raw: Any, count: int, below: int) -> Sequence[int]:
     return values
 
 
+def _int(field: str, raw: Any, below: int) -> int:
+    """An integer from 0 to below - 1."""
+    return _ints(field, [raw], 1, below)[0]
+
+
 def _tuples(field: str, raw: Any, width: int, at_most: int = BATCH_KEYS_MAX) -> list[Any]:
     """A list of integer tuples of one width."""
     if not isinstance(raw, list) or len(raw) > at_most:
@@ -178,7 +183,7 @@ def _reserve(
         request,
         keys,
         sizes,
-        _ints("namespace_id", namespace_id, 1, 1 << 32)[0],
+        _int("namespace_id", namespace_id, 1 << 32),
         _ints("kind", raw_kinds, len(keys), len(Kind)),
         _ints("meta_length", raw_metas, len(keys), META_BYTES_MAX + 1),
         _values(raw_values, sizes),
@@ -189,7 +194,7 @@ def _reserve(
 def _listing(session: int, request: int, after: Any, at_most: Any) -> Listing:
     if not isinstance(after, bytes) or len(after) > KEY_BYTES:
         raise _fail("after", after, "must be a key or empty")
-    return Listing(session, request, after, _ints("at_most", at_most, 1, BATCH_KEYS_MAX + 1)[0])
+    return Listing(session, request, after, _int("at_most", at_most, BATCH_KEYS_MAX + 1))
 
 
 def _introduce(session: int, request: int, namespace_id: Any, fields: Any) -> Introduce:
@@ -205,7 +210,7 @@ def _reset(session: int, request: int, number: Any, namespace_ids: Any) -> Reset
             "namespace_ids", namespace_ids, f"must be a list of 1 to {RESET_NAMESPACES_MAX}"
         )
     ids = _ints("namespace_id", namespace_ids, len(namespace_ids), 1 << 32)
-    return Reset(session, request, _ints("number", number, 1, 1 << 63)[0], ids)
+    return Reset(session, request, _int("number", number, 1 << 63), ids)
 
 
 def _named(session: int, request: int, raw_keys: Any, raw_names: Any) -> Named:
@@ -226,7 +231,7 @@ _DECODERS: dict[int, tuple[int, Any]] = {
     Op.UNPIN: (1, lambda s, r, items: Unpin(s, r, _tuples("items", items, 2))),
     Op.TOUCH: (1, lambda s, r, keys: Touch(s, _split_keys(keys))),
     Op.DROP: (1, lambda s, r, keys: Drop(s, r, _split_keys(keys))),
-    Op.CLEAR: (1, lambda s, r, ns: Clear(s, r, _ints("namespace_id", ns, 1, 1 << 32)[0])),
+    Op.CLEAR: (1, lambda s, r, ns: Clear(s, r, _int("namespace_id", ns, 1 << 32))),
     Op.RESET: (2, _reset),
     Op.STAT: (0, lambda s, r: Stat(s, r)),
     Op.LIST: (2, _listing),
@@ -254,7 +259,7 @@ class Hello:
             raise _fail("version", version, f"this node speaks version {PROTOCOL_VERSION}")
         if not isinstance(client_id, str) or not _CLIENT_ID.fullmatch(client_id):
             raise _fail("client_id", client_id, "must be 32 hexadecimal digits")
-        self.request = _ints("request", request, 1, 1 << 63)[0]
+        self.request = _int("request", request, 1 << 63)
         self.client_id = client_id
         self.reserved = _tuples("reserved", reserved, 2, HELD_MAX)
         self.pinned = _tuples("pinned", pinned, 3, HELD_MAX)

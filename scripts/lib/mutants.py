@@ -116,7 +116,7 @@ def places(tree: ast.AST, *, inside: bool = False) -> Iterator[tuple[ast.AST, st
     """(parent, field, position in it) of every node that may be changed.
 
     Code in functions alone: what stands outside are limits and layouts, which are chosen. Texts,
-    annotations, asserts and lines to the log are passed over.
+    annotations, asserts, lines to the log and calls of a base's method are passed over.
     """
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list", "args") and not isinstance(
@@ -126,7 +126,7 @@ def places(tree: ast.AST, *, inside: bool = False) -> Iterator[tuple[ast.AST, st
         for at, node in enumerate(value) if isinstance(value, list) else ((None, value),):
             if not isinstance(node, ast.AST) or isinstance(node, ast.Assert | ast.JoinedStr):
                 continue
-            if isinstance(node, ast.Expr) and ast.unparse(node).startswith("log."):
+            if isinstance(node, ast.Expr) and ast.unparse(node).startswith(("log.", "super()")):
                 continue
             within = inside or isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
             if within:

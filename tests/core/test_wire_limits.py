@@ -62,7 +62,7 @@ def read(message):
 def test_a_number_is_an_integer_from_0_to_its_largest(field, largest, message):
     assert read(message(0))
     assert read(message(largest))
-    for wrong in (largest + 1, -1, True, 1.0, "1", None):
+    for wrong in (largest + 1, -1, True, 1.0, "1", None, [[0], [0]]):
         with pytest.raises(UsageError, match=f"^{field}="):
             read(message(wrong))
 
@@ -114,6 +114,13 @@ def test_who_sends_too_many_keys_hears_how_many_they_were():
 def test_what_is_only_like_the_right_kind_is_refused(message, field):
     with pytest.raises(UsageError, match=f"^{field}="):
         read(message)
+
+
+def test_another_message_of_as_many_parts_is_no_hello():
+    message = hello()
+    message[0] = Op.STAT
+    with pytest.raises(UsageError, match=r"^message="):
+        Hello(message)
 
 
 @pytest.mark.parametrize("sent", [msgpack.ExtType(1, b"x"), {5: 1}])
