@@ -32,6 +32,8 @@ READ_TESTS = tuple(
         *("values/test_existing", "test_health"),
     )
 )
+LONE = ("record", "circuit_breaker", "token_bucket", "client/placement")
+"""Pure modules outside of those folders."""
 LEFT_OUT = frozenset({"__init__.py", "events.py", "base.py"})
 """Files that decide nothing."""
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -208,12 +210,15 @@ def sources() -> list[Path]:
         for path in (ROOT / "kvstore" / name).glob("*.py")
     ]
     found += [ROOT / f"kvstore/client/{name}.py" for name in READ_PATH]
+    found += [ROOT / f"kvstore/{name}.py" for name in LONE]
     return sorted(p.relative_to(ROOT) for p in found if p.name not in LEFT_OUT)
 
 
 def nearest_tests(root: Path, path: Path) -> list[str]:
     """Files of tests that may notice a bug in `path`."""
-    if "client" in path.parts:
+    if str(path.with_suffix("").relative_to("kvstore")) in LONE:
+        found = [str(Path("tests", *path.parts[1:-1], f"test_{path.stem}.py"))]
+    elif "client" in path.parts:
         found = [str(Path("tests", *path.parts[1:-1], f"test_{path.stem}.py")), *READ_TESTS]
     else:
         folders = ["core", "segment"] if path.parent.name == "core" else [path.parts[-2]]
