@@ -27,6 +27,8 @@ MESSAGE_BYTES_MAX = 8 << 20
 """One control message, both ways."""
 BATCH_KEYS_MAX = 4096
 """Keys in one control message or one index call; clients split longer ones."""
+LIST_ROWS_MAX = 256
+"""Blocks in one page of a listing: a node that answers it can do nothing else meanwhile."""
 HELD_MAX = 1 << 16
 """Reservations, and pinned slots, that a client can say it holds when it connects; what a node
 lets one client hold (`Limits`) is less."""

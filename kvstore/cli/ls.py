@@ -13,7 +13,7 @@ from kvstore.cli.output import as_json, human_age, human_bytes, printable, table
 from kvstore.cli.store import LocalNode, local_nodes
 from kvstore.errors import NodeUnavailableError
 from kvstore.keys import Namespace
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.limits import LIST_ROWS_MAX
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import block_rows, namespaces
 
@@ -106,7 +106,7 @@ def _blocks(node: LocalNode, namespace_id: int | None) -> Iterator[Block]:
         known = channel.request(Op.EXPLAIN, b"", accept=namespaces)
         fields = {number: json.loads(raw) for number, raw in known.items() if raw}
         while True:
-            rows = channel.request(Op.LIST, after, BATCH_KEYS_MAX, accept=block_rows)
+            rows = channel.request(Op.LIST, after, LIST_ROWS_MAX, accept=block_rows)
             for row in rows:
                 if namespace_id is not None and row.namespace_id != namespace_id:
                     continue
@@ -122,6 +122,6 @@ def _blocks(node: LocalNode, namespace_id: int | None) -> Iterator[Block]:
                     row.pins,
                     node.announcement.name,
                 )
-            if len(rows) < BATCH_KEYS_MAX:
+            if len(rows) < LIST_ROWS_MAX:
                 return
             after = rows[-1].key

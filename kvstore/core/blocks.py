@@ -13,6 +13,7 @@ from kvstore.core.departures import Departures, GoneWhy
 from kvstore.core.events import Bounds, Hold, Mark, Seal, Write
 from kvstore.core.eviction import PolicyFactory
 from kvstore.core.granules import PAGE
+from kvstore.core.listed import Listed
 from kvstore.core.outbox import KeyedRecord, Outbox
 from kvstore.core.slots import Slot, SlotEvent, SlotState
 from kvstore.core.user_keys import Names
@@ -49,6 +50,8 @@ class Blocks:
         self._generation = 0
         self.by_key: dict[Key, Slot] = {}
         """Every key that is SEALED or RESERVED here."""
+        self.listed = Listed()
+        """The SEALED ones among them."""
         self.outbox = Outbox(limits.pending_remove)
         """What Redis has yet to hear."""
         self.gone = Departures(limits.gone_keys)
@@ -125,6 +128,7 @@ class Blocks:
         slot.checksum = checksum
         slot.record = self.record(slot, self.epoch)
         slot.published = False
+        self.listed.add(slot)
         self.allocator.became_evictable(slot)
         writes.append(
             Seal(
@@ -162,6 +166,7 @@ class Blocks:
     def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
         """Take a SEALED slot out: readers miss from here on, the index hears of it."""
         self._forget_key(slot)
+        self.listed.remove(slot)
         self.outbox.withdraw(slot)
         if slot.former_epoch:
             self.outbox.remove(slot.key, self.record(slot, slot.former_epoch))
@@ -237,4 +242,5 @@ class Blocks:
         slots = list(islice((s for s in self.by_key.values() if s.published), at_most))
         for slot in slots:
             del self.by_key[slot.key]
+            self.listed.remove(slot)
         return [(slot.key, slot.record) for slot in slots]

@@ -85,7 +85,8 @@ class Stat(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Up to `at_most` sealed blocks in key order, from the first key above `after`."""
+    """A page of the sealed blocks: up to `at_most` behind the key `after`, which may be empty; an
+    empty one is the end. What a sequence of pages promises: core/listed.py."""
 
     session: int
     request: int

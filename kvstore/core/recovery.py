@@ -78,6 +78,7 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int) -> list[Write]:
         _describe(slot, block, former_epoch)
         slot.record = core.record(slot, core.epoch)
         core.by_key[block.key] = slot
+        core.listed.add(slot)
         if block.slot_id in seen.pinned:
             _pin(core, slot)
         else:

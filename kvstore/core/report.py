@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,6 @@ Explained = tuple[list[Fate], float | None, list[NamespaceRow]]
 def stats(core: NodeCore, now: float) -> dict[str, int | float]:
     """Counts since the start and what is there now; sizes in bytes, times in seconds."""
     reserved = [slot for session in core.sessions() for slot in session.reserved.values()]
-    sealed = [slot for slot in core.by_key.values() if slot.state is SlotState.SEALED]
     former = core.former()
     return {
         **core.counts,
@@ -39,8 +37,8 @@ def stats(core: NodeCore, now: float) -> dict[str, int | float]:
         "free_bytes": core.allocator.free_bytes,
         "largest_free_bytes": core.allocator.largest_free_bytes,
         "value_bytes_max": core.allocator.value_bytes_max,
-        "blocks": len(sealed),
-        "block_bytes": sum(slot.length for slot in sealed),
+        "blocks": len(core.listed),
+        "block_bytes": core.listed.bytes,
         "reserved": len(reserved),
         "oldest_reservation_s": max((now - slot.reserved_at for slot in reserved), default=0.0),
         "pinned": sum(len(session.pins) for session in core.sessions()),
@@ -81,20 +79,14 @@ def _fate(core: NodeCore, key: Key, now: float) -> Fate:
 
 def _namespaces(core: NodeCore) -> list[NamespaceRow]:
     """Those with most blocks first; at most as many as the node remembers the fields of."""
-    blocks = Counter(
-        slot.namespace_id for slot in core.by_key.values() if slot.state is SlotState.SEALED
-    )
     fields = {namespace.id: namespace.canonical() for namespace in core.namespaces.all()}
-    most = blocks.most_common(core.limits.namespaces)
+    most = core.listed.namespaces(core.limits.namespaces)
     return [(namespace_id, count, fields.get(namespace_id, b"")) for namespace_id, count in most]
 
 
 def listing(core: NodeCore, after: bytes, at_most: int, now: float) -> list[BlockRow]:
-    """Sealed blocks in key order, from the first key above `after`."""
-    keys = sorted(
-        key for key, slot in core.by_key.items() if key > after and slot.state is SlotState.SEALED
-    )
-    slots = (core.by_key[key] for key in keys[:at_most])
+    """A page of the sealed blocks behind the key `after` (listed.py)."""
+    slots = (core.by_key[key] for key in core.listed.page(after, at_most))
     return [
         (
             slot.key,

@@ -38,6 +38,7 @@ from kvstore.errors import UsageError
 from kvstore.limits import (
     BATCH_KEYS_MAX,
     HELD_MAX,
+    LIST_ROWS_MAX,
     MESSAGE_BYTES_MAX,
     META_BYTES_MAX,
     NAME_BYTES_MAX,
@@ -192,9 +193,9 @@ def _reserve(
 
 
 def _listing(session: int, request: int, after: Any, at_most: Any) -> Listing:
-    if not isinstance(after, bytes) or len(after) > KEY_BYTES:
+    if not isinstance(after, bytes) or len(after) not in (0, KEY_BYTES):
         raise _fail("after", after, "must be a key or empty")
-    return Listing(session, request, after, _int("at_most", at_most, BATCH_KEYS_MAX + 1))
+    return Listing(session, request, after, _int("at_most", at_most, LIST_ROWS_MAX + 1))
 
 
 def _introduce(session: int, request: int, namespace_id: Any, fields: Any) -> Introduce:

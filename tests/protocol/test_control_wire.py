@@ -14,6 +14,7 @@ from kvstore.keys import Namespace
 from kvstore.limits import (
     BATCH_KEYS_MAX,
     HELD_MAX,
+    LIST_ROWS_MAX,
     MESSAGE_BYTES_MAX,
     NAMESPACE_BYTES_MAX,
     NAMESPACE_FIELDS_MAX,
@@ -120,7 +121,8 @@ def test_one_integer_stands_for_all_entries():
         ([Op.SUSPECT, 0, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
         ([Op.NAMES, 0, b"k" * 32 * (BATCH_KEYS_MAX + 1), [b"a"] * (BATCH_KEYS_MAX + 1)], "keys"),
         ([Op.RESET, 1, 0, [1] * (RESET_NAMESPACES_MAX + 1)], "namespace_ids"),
-        ([Op.LIST, 1, b"", BATCH_KEYS_MAX + 1], "at_most"),
+        ([Op.LIST, 1, b"", LIST_ROWS_MAX + 1], "at_most"),
+        ([Op.LIST, 1, b"k", 1], "after"),
         ([Op.EXPLAIN, 1, RAW + b"x"], "keys"),
         ([Op.NAMES, 0, RAW, [b"a"]], "names"),
         ([Op.NAMES, 0, RAW, [b"a", b"b", b""]], "names"),

@@ -20,6 +20,7 @@ from kvstore.client.local.link import NodeLink
 from kvstore.client.local.writer import Later, Writer, nobody_here
 from kvstore.client.pins import Pin, Pins
 from kvstore.client.placement import Home, homes_of
+from kvstore.core.listed import place_of
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
@@ -353,12 +354,12 @@ class HostWriter(HostWriters):
         return found
 
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
-        """Blocks in key order, from above `after`."""
+        """A page of at most `LIST_ROWS_MAX` of all nodes together (core/listed.py)."""
         rows = []
         for writer, by in in_turn(self.writers(), self.timeout_s):
             with until(by):
                 rows.append(writer.listing(after, at_most))
-        return list(islice(heapq.merge(*rows, key=lambda row: row.key), at_most))
+        return list(islice(heapq.merge(*rows, key=lambda row: place_of(row.key)), at_most))
 
 
 def _ask_all(

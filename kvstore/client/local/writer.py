@@ -459,7 +459,7 @@ class Writer:
         return dict(self._ask(Op.STAT, accept=lambda _, body: counters(body)))
 
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
-        """Blocks in key order, from above `after`."""
+        """A page of at most `LIST_ROWS_MAX` (core/listed.py)."""
         return list(self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body)))
 
     def after_fork_in_child(self) -> None:

@@ -1,0 +1,77 @@
+"""The sealed blocks in an order to go through in small pages, and what is counted of them.
+
+Whoever goes through all pages hears of each block that is there all the while exactly once, of
+one that comes or goes meanwhile once or not at all: a page goes on above the last key of the
+page before, whatever has changed. No page looks at much more blocks than it has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvstore.core.slots import Slot
+from kvstore.types import TAG_BYTES, Key
+
+BUCKETS = 1 << 12
+
+
+def place_of(key: bytes) -> bytes:
+    """What keys are ordered by: blocks that go on from one prefix share their tag, the digest
+    behind it is evenly spread."""
+    return key[TAG_BYTES:] + key[:TAG_BYTES]
+
+
+def _bucket(key: bytes) -> int:
+    return key[TAG_BYTES] << 4 | key[TAG_BYTES + 1] >> 4
+
+
+class Listed:
+    """Each change costs the same, however many there are."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, set[Key]] = {}
+        self._by_namespace: dict[int, int] = {}
+        self.bytes = 0
+        """Of all payloads."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, slot: Slot) -> None:
+        """It was sealed."""
+        self._buckets.setdefault(_bucket(slot.key), set()).add(slot.key)
+        self._by_namespace[slot.namespace_id] = self._by_namespace.get(slot.namespace_id, 0) + 1
+        self.bytes += slot.length
+        self._count += 1
+
+    def remove(self, slot: Slot) -> None:
+        """It was sealed, and is about to be no block any more."""
+        number = _bucket(slot.key)
+        bucket = self._buckets[number]
+        bucket.remove(slot.key)
+        if not bucket:
+            del self._buckets[number]
+        left = self._by_namespace[slot.namespace_id] - 1
+        if left:
+            self._by_namespace[slot.namespace_id] = left
+        else:
+            del self._by_namespace[slot.namespace_id]
+        self.bytes -= slot.length
+        self._count -= 1
+
+    def page(self, after: bytes, at_most: int) -> list[Key]:
+        """The first `at_most` keys behind `after`, all when that is empty."""
+        found: list[Key] = []
+        last = place_of(after)
+        for number in range(_bucket(after) if after else 0, BUCKETS):
+            bucket = self._buckets.get(number)
+            if bucket:
+                found += sorted((key for key in bucket if place_of(key) > last), key=place_of)
+                if len(found) >= at_most:
+                    break
+        return found[:at_most]
+
+    def namespaces(self, at_most: int) -> list[tuple[int, int]]:
+        """(namespace id, blocks) of those with most blocks, the first of them first."""
+        return Counter(self._by_namespace).most_common(at_most)
