@@ -27,6 +27,7 @@ from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.node.permissions import group_id
 from kvstore.nodedir import sweep
 from kvstore.segment.abandoned import free_abandoned, segments
+from kvstore.segment.cgroup import memory_limit, size_within
 from kvstore.segment.shm import SHM_DIR
 from kvstore.transport.stream.address import parse_listen
 from kvstore.transport.stream.security import (
@@ -75,9 +76,9 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size",
         type=size_bytes,
-        default=SIZE_BYTES_DEFAULT,
         metavar="SIZE",
-        help=f"of a node, in /dev/shm (default: {human_bytes(SIZE_BYTES_DEFAULT)})",
+        help=f"of a node, in /dev/shm (default: {human_bytes(SIZE_BYTES_DEFAULT)}, or less where "
+        "the container's memory limit allows less)",
     )
     parser.add_argument(
         "--policy",
@@ -85,6 +86,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         choices=sorted(POLICIES),
         help="what goes when it is full (default: %(default)s)",
     )
+
+
+def node_bytes(args: argparse.Namespace, *, nodes: int = 1) -> int:
+    """What was asked for, else the default as far as the container's memory limit allows it."""
+    if args.size is not None:
+        return int(args.size)
+    return size_within(SIZE_BYTES_DEFAULT, memory_limit(), nodes=nodes)
 
 
 def add_stream(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     config = NodeConfig(
         run_dir=run_dir_of(args),
         name=args.name,
-        size_bytes=args.size,
+        size_bytes=node_bytes(args),
         policy=args.policy,
         key_prefix=args.key_prefix,
         end_with_last_client=args.end_with_last_client,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvstore.cli.fleet import Fleet, node_names
-from kvstore.cli.node import STOP_SIGNALS, add_memory
+from kvstore.cli.node import STOP_SIGNALS, add_memory, node_bytes
 from kvstore.cli.options import (
     KEY_PREFIX_DEFAULT,
     add_store,
@@ -29,6 +29,7 @@ from kvstore.index.redis.url import parse_url
 from kvstore.node import NodeConfig
 from kvstore.nodedir import NodeDir
 from kvstore.rundir import RUN_DIR_ENV
+from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.segment.shm import SHM_DIR, check_room
 
 NODES_MAX = 64
@@ -70,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("nodes", args.nodes, f"at most {NODES_MAX}")
     run_dir = run_dir_of(args)
     # A wrong option is told here, once, and not by each node.
-    segment_bytes = NodeConfig(run_dir=run_dir, size_bytes=args.size).segment_bytes
+    size_bytes = node_bytes(args, nodes=args.nodes)
+    segment_bytes = NodeConfig(run_dir=run_dir, size_bytes=size_bytes).segment_bytes
+    check_limit(segment_bytes, memory_limit(), nodes=args.nodes)
     waiting = sum(NodeDir(run_dir, name).kept_for_s() > 0 for name in node_names(args.nodes))
     check_room(SHM_DIR, segment_bytes * (args.nodes - waiting))
     if args.url:
@@ -78,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     stop = Stop()
     with resolve_url(args.url, run_dir=run_dir) as redis:
         _say(f"Redis {no_password(redis.url)} ({redis.source})")
-        options = ["--size", str(args.size), "--policy", args.policy]
+        options = ["--size", str(size_bytes), "--policy", args.policy]
         options += ["--key-prefix", args.key_prefix, *("-v" for _ in range(args.verbose))]
         # By the environment: command lines, with a password, are for everyone to read.
         fleet = Fleet(args.nodes, options, run_dir=run_dir, env={URL_VARIABLE: redis.url})

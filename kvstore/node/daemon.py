@@ -65,6 +65,7 @@ from kvstore.protocol.control import Hello, Op
 from kvstore.record import RecordSigner
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper, segment_base
+from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.types import Key, Kind
 
 log = logging.getLogger("kvstore.node")
@@ -218,6 +219,7 @@ class Node:
         self, announcement: Announcement, make_core: Callable[[], NodeCore]
     ) -> restart.Started:
         """What it starts with; `announcement` says where an empty segment is to be."""
+        check_limit(self.config.segment_bytes, memory_limit())
         catch_up = self._resets.catch_up
         return restart.start(self.dir, announcement, make_core, self.config.run_dir, catch_up)
 

@@ -18,6 +18,7 @@ from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.nodedir import NAME_CHARS_MAX, Announcement, NodeDir, node_dirs, strangers
 from kvstore.rundir import RUN_DIR_ENV, run_dir, socket_path
 from kvstore.segment.abandoned import HEAD, Segment, foreign_files, segments
+from kvstore.segment.cgroup import fitting_size, memory_limit
 from kvstore.segment.shm import RESERVE_BYTES, SHM_DIR, header_file_bytes
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceAddress
@@ -76,17 +77,13 @@ def shared_memory(context: Context) -> list[Finding]:
         return [Finding(Level.FAIL, found, do)]
     if room_bytes < SIZE_BYTES_DEFAULT + heads:
         return [Finding(Level.WARN, found, do)]
-    limited = _memory_left_bytes()
-    if limited is not None and limited < SIZE_BYTES_DEFAULT + heads:
-        found = f"{found}, but this container may use only {human_bytes(limited)} more memory"
-        return [Finding(Level.WARN, found, "shared memory counts: raise its memory limit")]
+    limit = memory_limit()
+    if limit is not None and limit.segment_bytes < SIZE_BYTES_DEFAULT + heads:
+        allowed = f"{human_bytes(limit.limit_bytes)} of memory in all ({limit.file})"
+        found = f"{found}, but this container may use only {allowed}"
+        do = f"shared memory counts: raise its memory limit, or {human_bytes(fitting_size(limit))}"
+        return [Finding(Level.WARN, found, f"{do} is what a node takes")]
     return [Finding(Level.OK, found)]
-
-
-def _memory_left_bytes() -> int | None:
-    """What the control group allows still, None when it has no limit (or version 1)."""
-    limit, used = read_text("/sys/fs/cgroup/memory.max"), read_text("/sys/fs/cgroup/memory.current")
-    return max(int(limit) - int(used), 0) if limit.isdecimal() and used.isdecimal() else None
 
 
 def leftovers(context: Context) -> list[Finding]:

@@ -16,6 +16,7 @@ from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import EMBEDDED_NODE_BYTES_MIN
 from kvstore.nodedir import NodeDir
 from kvstore.secret import SIGNING_KEY
+from kvstore.segment.cgroup import memory_limit, size_within
 from kvstore.segment.shm import SHM_DIR, files_bytes, free_bytes
 
 log = logging.getLogger("kvstore.client")
@@ -64,7 +65,7 @@ def start_embedded_node(
     directory = NodeDir(run_dir, EMBEDDED_NAME)
     if _ready(directory):
         return
-    size_bytes = fitting_bytes(SHM_DIR, size_bytes)
+    size_bytes = fitting_bytes(SHM_DIR, size_within(size_bytes, memory_limit()))
     env = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items() if k != URL_VARIABLE}
     if signing_key is not None:
         env[os.fsencode(SIGNING_KEY)] = signing_key

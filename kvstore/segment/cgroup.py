@@ -1,0 +1,111 @@
+"""How much memory the control groups of this process allow: shared memory counts.
+
+A container's limit below a node's size does not fail when the memory is asked for: the kernel
+kills a process of the container when it is written to.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from kvstore.errors import UsageError
+from kvstore.segment.shm import files_bytes
+
+log = logging.getLogger("kvstore.node")
+
+PROC_FILE = Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
+UNLIMITED_BYTES = 1 << 60
+"""Version 1 says "no limit" as the largest multiple of a page."""
+OTHERS_BYTES = 256 << 20
+"""What a node's process, and Redis beside it, need besides the segment."""
+HEADERS_LEAVE, HEADERS_OF = 15, 16
+"""Headers and hints take less than a 16th of a segment's files."""
+
+
+class MemoryLimit(NamedTuple):
+    """The lowest limit, and where it stands."""
+
+    limit_bytes: int
+    file: Path
+
+    @property
+    def segment_bytes(self) -> int:
+        """What both files of a segment may take at most."""
+        return max(self.limit_bytes - min(OTHERS_BYTES, self.limit_bytes // 4), 0)
+
+
+def memory_limit(proc_file: Path = PROC_FILE, mount: Path = MOUNT) -> MemoryLimit | None:
+    """Of this process's group and all above it, version 2 or 1; None when there is none.
+
+    Never raises: what cannot be read limits nothing.
+    """
+    found = [MemoryLimit(size, file) for file in _files(proc_file, mount) if (size := _limit(file))]
+    return min(found, default=None)
+
+
+def _files(proc_file: Path, mount: Path) -> list[Path]:
+    try:
+        lines = proc_file.read_text().splitlines()
+    except OSError:
+        lines = []
+    groups = {(mount, "memory.max"): "/", (mount / "memory", "memory.limit_in_bytes"): "/"}
+    for line in lines:
+        number, controllers, path = [*line.split(":", 2), "", "", ""][:3]
+        if number == "0" and not controllers:
+            groups[mount, "memory.max"] = groups[mount / "unified", "memory.max"] = path
+        elif "memory" in controllers.split(","):
+            groups[mount / "memory", "memory.limit_in_bytes"] = path
+    files = []
+    for (root, name), path in groups.items():
+        # Seen from inside a container the path may be the host's, and only its root be mounted.
+        inside = PurePosixPath(path.lstrip("/"))
+        files += [
+            root / part / name for part in (inside, *inside.parents) if ".." not in part.parts
+        ]
+    return files
+
+
+def _limit(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return int(text) if text.isdecimal() and int(text) < UNLIMITED_BYTES else None
+
+
+def check_limit(size_bytes: int, limit: MemoryLimit | None, *, nodes: int = 1) -> None:
+    """Raises `UsageError` when so many segments of that size are beyond the limit."""
+    need_bytes = files_bytes(size_bytes) * nodes
+    of_all = f", of {nodes} nodes" if nodes > 1 else ""
+    if limit is not None and need_bytes > limit.limit_bytes:
+        raise UsageError(
+            "size_bytes",
+            size_bytes,
+            f"its {need_bytes} bytes of shared memory, headers and all{of_all}, are more than the "
+            f"memory limit of this control group, {limit.limit_bytes} bytes ({limit.file}): "
+            f"at most {fitting_size(limit, nodes)}, or raise the limit (`docker run --memory`)",
+        )
+
+
+def fitting_size(limit: MemoryLimit, nodes: int = 1) -> int:
+    """Of each of so many nodes, in whole MiB, so that there is room for their processes too."""
+    return (limit.segment_bytes // nodes * HEADERS_LEAVE // HEADERS_OF) >> 20 << 20
+
+
+def size_within(size_bytes: int, limit: MemoryLimit | None, *, nodes: int = 1) -> int:
+    """`size_bytes`, which nobody asked for, or with a warning what the limit allows."""
+    if limit is None or files_bytes(size_bytes) * nodes <= limit.segment_bytes:
+        return size_bytes
+    fits = fitting_size(limit, nodes)
+    log.warning(
+        "a node has %d MiB, not %d MiB: the memory limit of this control group is %d MiB (%s); "
+        "raise it, or say a size",
+        fits >> 20,
+        size_bytes >> 20,
+        limit.limit_bytes >> 20,
+        limit.file,
+    )
+    return fits
