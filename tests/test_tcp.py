@@ -245,7 +245,7 @@ def test_a_read_from_another_host_keeps_its_deadline_while_names_are_not_answere
     transport = StreamTransport(StreamSecurity(secret=b"a secret that both know"))
     wanted = Wanted(b"k" * 32, Location(1, 1, 0, 0, 1, 0, 8, 0), (memoryview(bytearray(8)),))
     began = time.monotonic()
-    (outcome,) = transport.submit(word, [wanted], soon()).wait()
+    (outcome,) = transport.read(word, [wanted], soon())
     assert outcome.read is Read.FAILED
     assert time.monotonic() - began < HANGS_S / 4
     transport.close()

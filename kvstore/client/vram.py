@@ -147,7 +147,7 @@ class VramNodes:
             if self.transport is None:
                 outcomes += [Outcome(Read.FAILED, "no CUDA device in this process")] * len(batch)
             else:
-                outcomes += self.transport.submit(announcement, batch, deadline).wait()
+                outcomes += self.transport.read(announcement, batch, deadline)
         self._count(outcomes, wanted)
         failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
         if failed is not None:

@@ -42,24 +42,8 @@ class Outcome(NamedTuple):
     meta_length: int = 0
 
 
-class Transfer(Protocol):
-    """A batch under way, driven by whoever polls or waits for it. Thread-safe."""
-
-    def poll(self) -> bool:
-        """Do what can be done without waiting; True when all outcomes are known."""
-        ...
-
-    def wait(self) -> Sequence[Outcome]:
-        """One outcome for each block in order, at the deadline at the latest."""
-        ...
-
-    def cancel(self) -> None:
-        """Give up what is not there yet. When this returns, no destination is written any more."""
-        ...
-
-
 class Transport(Protocol):
-    """Reads batches of blocks from one node at a time.
+    """Reads batches of blocks from one node at a time, for any number of threads.
 
     A peer that is dead, slow or lying never raises here and never makes a call outlive its
     deadline: its blocks are FAILED or MISS. Only wrong arguments raise (`UsageError`).
@@ -68,16 +52,20 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def submit(self, node: Announcement, wanted: Sequence[Wanted], deadline: float) -> Transfer:
-        """Start reading at most `STREAM_BLOCKS_MAX` blocks of `node`.
+    def read(
+        self, node: Announcement, wanted: Sequence[Wanted], deadline: float
+    ) -> Sequence[Outcome]:
+        """Read at most `STREAM_BLOCKS_MAX` blocks of `node`: one outcome for each, in order.
 
-        `deadline` is in seconds of `time.monotonic`. May wait for a connection, no
-        longer than that.
+        Ends at `deadline`, in seconds of `time.monotonic`, whatever the peer does: what is not
+        there by then is FAILED. When it has returned, or was interrupted, no destination is
+        written any more.
         """
         ...
 
     def close(self) -> None:
-        """Give connections back; transfers under way end as FAILED. Safe to call twice."""
+        """Give connections back; reads under way in other threads end, with FAILED for what is
+        not there yet. Safe to call twice."""
         ...
 
 

@@ -4,13 +4,14 @@ A copy needs only an address, so a destination may be memory of a device or of t
 The headers lie in shared memory; each is compared again after the event that says that
 the bytes have been copied (rule 4).
 
-A copy that is queued cannot be taken back. So a transfer whose deadline passes, or that is
-cancelled, queues nothing more and ends when what it has queued is done: at most two
-windows of `CUDA_IPC_WINDOW_BYTES`, a few milliseconds.
+A copy that is queued cannot be taken back. So a read whose deadline passes, that is
+interrupted, or whose transport is closed, queues nothing more and ends when what it has
+queued is done: at most two windows of `CUDA_IPC_WINDOW_BYTES`, a few milliseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -26,8 +27,6 @@ from kvstore.transport.cuda_memory import NAME, DevicePlace, Heads, Opened, Open
 from kvstore.types import Key, Location
 
 WINDOWS = 2
-LOOK_S = 0.01
-"""How often a wait looks whether it was cancelled."""
 Piece = memoryview | DeviceRange
 _MISS = Outcome(Read.MISS, "the node does not have it (any more)")
 
@@ -48,57 +47,75 @@ class CudaIpcTransport:
     def __init__(self, device: CudaDevice, attach: Callable[[Announcement], Heads | None]) -> None:
         self.device = device
         self.memory = OpenMemory(device, attach)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._stream: Stream | None = None
-        self._active: set[CudaIpcTransfer] = set()
+        self._active: set[_Batch] = set()
+        self._hanging: list[_Batch] = []
+        """Whose copies may still write: what they use is kept."""
+        self._closed = False
 
-    def submit(
+    def read(
         self, node: Announcement, wanted: Sequence[Wanted | WantedAnywhere], deadline: float
-    ) -> CudaIpcTransfer:
-        """See `Transport.submit`."""
+    ) -> Sequence[Outcome]:
+        """See `Transport.read`; it ends after its deadline by what is queued then.
+
+        Raises `InternalError` when the device does not carry that out in `CUDA_IPC_DRAIN_S`:
+        the destination can neither be used nor given back.
+        """
         check_anywhere(wanted)
-        transfer = CudaIpcTransfer(self, wanted, deadline)
         try:
             opened = self.memory.use(node)
-            stream = None if opened is None else self.stream()
         except DeviceError as e:
-            transfer.end(str(e))
-            return transfer
-        if opened is None or stream is None:
-            transfer.end("the node is not on this host (any more)")
-            return transfer
-        with self._lock:
-            self._active.add(transfer)
-        transfer.start(opened, stream, node.epoch)
-        return transfer
+            return _failed(wanted, str(e))
+        if opened is None:
+            return _failed(wanted, "the node is not on this host (any more)")
+        batch = _Batch(opened, node.epoch, wanted, deadline)
+        try:
+            return batch.read(self._begun(batch))
+        except DeviceError as e:
+            return _failed(wanted, str(e))
+        finally:
+            with self._changed:
+                self._active.discard(batch)
+                self._changed.notify_all()
+                if not batch.ended:
+                    self._hanging.append(batch)
+            if batch.ended:
+                self.memory.done_with(opened)
 
-    def stream(self) -> Stream:
-        """Our own; made when it is first needed. Raises `DeviceError`."""
-        with self._lock:
+    def _begun(self, batch: _Batch) -> Stream:
+        """Our own stream, made when it is first needed. Raises `DeviceError`."""
+        with self._changed:
+            if self._closed:
+                raise DeviceError("this client is closed")
             if self._stream is None:
                 self._stream = self.device.stream()
+            self._active.add(batch)
             return self._stream
-
-    def ended(self, transfer: CudaIpcTransfer, opened: Opened) -> None:
-        with self._lock:
-            self._active.discard(transfer)
-        self.memory.done_with(opened)
 
     def close(self) -> None:
         """See `Transport.close`."""
         self.memory.shut()
-        with self._lock:
-            active = list(self._active)
-        for transfer in active:
-            try:
-                transfer.cancel()
-            except InternalError:
+        with self._changed:
+            self._closed = True
+            for batch in self._active:
+                batch.given_up = "this client is closed"
+            if not self._changed.wait_for(lambda: not self._active, CUDA_IPC_DRAIN_S):
                 return  # the device hangs: what its copies use stays open and in memory
+            if self._stream is not None:
+                with contextlib.suppress(DeviceError):
+                    if not wait(self._stream.record(), time.monotonic() + CUDA_IPC_DRAIN_S):
+                        return
+                self._stream.close()
+                self._stream = None
+            for batch in self._hanging:
+                self.memory.done_with(batch.opened)
+            self._hanging.clear()
         self.memory.close()
-        with self._lock:
-            stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+
+
+def _failed(wanted: Sequence[Wanted | WantedAnywhere], reason: str) -> list[Outcome]:
+    return [Outcome(Read.FAILED, reason)] * len(wanted)
 
 
 class _Window(NamedTuple):
@@ -109,114 +126,66 @@ class _Window(NamedTuple):
     event: Event
 
 
-class CudaIpcTransfer:
-    """Implements `Transfer`. Queues window after window; whoever polls or waits moves it on."""
+class _Batch:
+    """One read, of the thread that called: queues window after window of copies."""
 
     def __init__(
         self,
-        transport: CudaIpcTransport,
+        opened: Opened,
+        epoch: int,
         wanted: Sequence[Wanted | WantedAnywhere],
         deadline: float,
     ) -> None:
-        self._transport = transport
+        self.opened = opened
+        self._epoch = epoch
         self._wanted = wanted
-        """Kept as long as copies into it are queued."""
         self._deadline = deadline
-        self._lock = threading.Lock()
         self._outcomes: list[Outcome | None] = [None] * len(wanted)
         self._queued = 0
         """Blocks up to this one have been looked at."""
         self._windows: deque[_Window] = deque()
-        self._given_up = ""
-        self._opened: Opened | None = None
+        self.given_up = ""
+        """Why nothing more is queued; any thread may say so."""
+        self.ended = True
+        """Nothing is queued that could still write."""
 
-    def start(self, opened: Opened, stream: Stream, epoch: int) -> None:
-        with self._lock:
-            self._opened, self._stream, self._epoch = opened, stream, epoch
-            self._advance()
-
-    def poll(self) -> bool:
-        """See `Transfer.poll`."""
-        if self._opened is not None and self._lock.acquire(blocking=False):
-            try:
-                self._advance()
-            finally:
-                self._lock.release()
-        return self._opened is None
-
-    def wait(self) -> Sequence[Outcome]:
-        """See `Transfer.wait`; it ends after its deadline by what is queued then.
-
-        Raises `InternalError` when the device does not carry that out in `CUDA_IPC_DRAIN_S`:
-        the destination can neither be used nor given back.
-        """
-        give_up_at = max(self._deadline, time.monotonic()) + CUDA_IPC_DRAIN_S
-        while not self.poll():
-            with self._lock:
-                if not self._windows:
-                    continue
-                event, now = self._windows[0].event, time.monotonic()
-                if not self._done_before(event, now + LOOK_S) and now > give_up_at:
-                    raise InternalError(f"copies on the device hang for {CUDA_IPC_DRAIN_S} s")
-        return self._all()
-
-    def cancel(self) -> None:
-        """See `Transfer.cancel`; raises like `wait`."""
-        self._given_up = "cancelled"
-        with self._lock:
-            give_up_at = time.monotonic() + CUDA_IPC_DRAIN_S
-            while self._opened is not None:
-                self._advance()
-                if self._windows and not self._done_before(self._windows[0].event, give_up_at):
-                    raise InternalError(f"copies on the device hang for {CUDA_IPC_DRAIN_S} s")
-
-    def _done_before(self, event: Event, deadline: float) -> bool:
+    def read(self, stream: Stream) -> list[Outcome]:
+        """See `CudaIpcTransport.read`."""
+        self._stream, self.ended = stream, False
         try:
-            return wait(event, deadline)
+            self._read()
         except DeviceError as e:
-            self._lost(e)
-            return True
+            # An event or a stream fails when its context is lost, and all that was queued with it.
+            self.given_up = str(e)
+        except InternalError:
+            raise
+        except BaseException:
+            self._drain()
+            raise
+        self.ended = True
+        failed = Outcome(Read.FAILED, self.given_up)
+        return [outcome or failed for outcome in self._outcomes]
 
-    def end(self, reason: str) -> None:
-        """Nothing is under way any more; what has no outcome yet has FAILED."""
-        failed = Outcome(Read.FAILED, reason)
-        self._outcomes = [outcome or failed for outcome in self._outcomes]
-        self._windows.clear()
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            self._transport.ended(self, opened)
-
-    def _all(self) -> Sequence[Outcome]:
-        return [outcome for outcome in self._outcomes if outcome is not None]
-
-    # --- under the lock ---------------------------------------------------------
-
-    def _advance(self) -> None:
-        """Settle what is done, queue what there is room for, end when nothing is left."""
-        if self._opened is not None:
-            try:
-                self._step()
-            except DeviceError as e:
-                self._lost(e)
-
-    def _lost(self, error: DeviceError) -> None:
-        """An event or a stream fails when its context is lost, and all that was queued with it."""
-        self.end(str(error))
-
-    def _step(self) -> None:
-        while self._windows and self._windows[0].event.done():
+    def _read(self) -> None:
+        while True:
+            if not self.given_up and time.monotonic() >= self._deadline:
+                self.given_up = "too late"
+            while self._queued < len(self._wanted) and len(self._windows) < WINDOWS:
+                if self.given_up:
+                    break
+                self._queue_window()
+            if not self._windows:
+                return
+            _wait(self._windows[0].event, self._deadline)
             self._settle(self._windows.popleft())
-        if not self._given_up and time.monotonic() >= self._deadline:
-            self._given_up = "too late"
-        while (
-            not self._given_up and self._queued < len(self._wanted) and len(self._windows) < WINDOWS
-        ):
-            self._queue_window()
-        if not self._windows and (self._given_up or self._queued == len(self._wanted)):
-            self.end(self._given_up)
+
+    def _drain(self) -> None:
+        """It was interrupted, maybe between a copy and its event: wait for all that is queued."""
+        with contextlib.suppress(DeviceError):
+            _wait(self._stream.record(), time.monotonic())
+        self.ended = True
 
     def _queue_window(self) -> None:
-        assert self._opened is not None
         places: list[tuple[int, DevicePlace]] = []
         copies: list[Copy] = []
         room = CUDA_IPC_WINDOW_BYTES
@@ -225,35 +194,38 @@ class CudaIpcTransfer:
             if places and one.location.length > room:
                 break
             right = one.location.epoch == self._epoch
-            place = self._opened.heads.locate(one.key, one.location) if right else None
+            place = self.opened.heads.locate(one.key, one.location) if right else None
             if place is None:
                 self._outcomes[self._queued] = _MISS
             else:
                 room -= one.location.length
                 places.append((self._queued, place))
-                _add_copies(copies, self._opened.address + place.offset, one.into)
+                _add_copies(copies, self.opened.address + place.offset, one.into)
             self._queued += 1
         if not places:
             return
         try:
             self._stream.copy(copies)
         except DeviceError as e:
-            self._given_up = str(e)
+            self.given_up = str(e)
             places = []  # but some of them may be queued, and are waited for
         self._windows.append(_Window(places, self._stream.record()))
 
     def _settle(self, window: _Window) -> None:
-        assert self._opened is not None
-        heads = self._opened.heads
+        heads = self.opened.heads
         # The headers outlive a node that is killed, its memory need not.
         alive = heads.alive()
         for i, place in window.places:
-            if self._given_up == "cancelled":
-                self._outcomes[i] = Outcome(Read.FAILED, self._given_up)
-            elif alive and heads.same(place):
-                self._outcomes[i] = Outcome(Read.HIT, "", place.kind, place.meta_length)
-            else:
-                self._outcomes[i] = _MISS
+            same = alive and heads.same(place)
+            self._outcomes[i] = (
+                Outcome(Read.HIT, "", place.kind, place.meta_length) if same else _MISS
+            )
+
+
+def _wait(event: Event, deadline: float) -> None:
+    """For `CUDA_IPC_DRAIN_S` beyond the deadline. Raises `InternalError` when that is too short."""
+    if not wait(event, max(deadline, time.monotonic()) + CUDA_IPC_DRAIN_S):
+        raise InternalError(f"copies on the device hang for {CUDA_IPC_DRAIN_S} s")
 
 
 def _add_copies(copies: list[Copy], source: int, into: Sequence[Piece]) -> None:

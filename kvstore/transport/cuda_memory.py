@@ -71,7 +71,7 @@ class Opened:
         self.heads = heads
         self.address = address
         self.users = 0
-        """Transfers and views that count on it; the transport's lock guards it."""
+        """Reads and views that count on it; the lock of `OpenMemory` guards it."""
         self.gone = False
 
 

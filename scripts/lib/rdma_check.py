@@ -231,7 +231,7 @@ class Reading:
             for (key, location), room in zip(self._blocks, self._rooms, strict=True)
         ]
         began = time.monotonic()
-        outcomes = self.transport.submit(self._word, wanted, began + timeout_s).wait()
+        outcomes = self.transport.read(self._word, wanted, began + timeout_s)
         took_s = time.monotonic() - began
         hits = [i for i, outcome in enumerate(outcomes) if outcome.read is Read.HIT]
         wrong = sum(xxhash.xxh3_64_intdigest(self._rooms[i]) != self._right[i] for i in hits)

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -64,8 +64,8 @@ class Place:
     def read(self, *blocks, timeout_s: float = PATIENCE_S):
         """Outcomes, and what is in the destinations."""
         wanted = [Wanted(key, location, (room(location),)) for key, location in blocks]
-        transfer = self.transport.submit(self.word, wanted, time.monotonic() + timeout_s)
-        return list(transfer.wait()), [bytes(one.into[0]) for one in wanted]
+        outcomes = self.transport.read(self.word, wanted, time.monotonic() + timeout_s)
+        return list(outcomes), [bytes(one.into[0]) for one in wanted]
 
     def close(self) -> None:
         self.transport.close()
@@ -83,7 +83,7 @@ def far() -> float:
     return time.monotonic() + PATIENCE_S
 
 
-def reads(outcomes: list[Outcome]) -> list[Read]:
+def reads(outcomes: Sequence[Outcome]) -> list[Read]:
     return [outcome.read for outcome in outcomes]
 
 
@@ -105,10 +105,8 @@ class TransportContract:
         whole = bytearray(len(payload))
         cuts = [0, 1, 1, 4096, 70_000, MIB + 3, len(payload)]
         pieces = [memoryview(whole)[a:b] for a, b in itertools.pairwise(cuts)]
-        many = place.transport.submit(
-            place.word, [Wanted(key, location, pieces)], time.monotonic() + PATIENCE_S
-        )
-        assert reads(list(many.wait())) == [Read.HIT]
+        outcomes = place.transport.read(place.word, [Wanted(key, location, pieces)], far())
+        assert reads(outcomes) == [Read.HIT]
         assert whole == payload
 
     def test_outcomes_are_in_order_whatever_is_missing(self, place: Place) -> None:
@@ -188,14 +186,10 @@ class TransportContract:
             (),
         ):
             with pytest.raises(UsageError, match=r"^into="):
-                place.transport.submit(
-                    place.word, [Wanted(key, location, into)], time.monotonic() + 1
-                )
+                place.transport.read(place.word, [Wanted(key, location, into)], far())
         one = Wanted(key, location, (room(location),))
         with pytest.raises(UsageError, match=r"^wanted="):
-            place.transport.submit(
-                place.word, [one] * (STREAM_BLOCKS_MAX + 1), time.monotonic() + 1
-            )
+            place.transport.read(place.word, [one] * (STREAM_BLOCKS_MAX + 1), far())
 
     def test_a_deadline_that_is_over_fails_what_is_not_there(self, place: Place) -> None:
         block = place.save(b"1" * 100_000)
@@ -203,41 +197,41 @@ class TransportContract:
         assert reads(outcomes) == [Read.FAILED]
         assert reads(place.read(block)[0]) == [Read.HIT]
 
-    def test_polling_ends_too(self, place: Place) -> None:
-        payloads = [os.urandom(MIB) for _ in range(4)]
-        wanted = [
-            Wanted(key, location, (room(location),)) for key, location in map(place.save, payloads)
-        ]
-        transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-        give_up_at = time.monotonic() + PATIENCE_S
-        while not transfer.poll():
-            assert time.monotonic() < give_up_at
-        assert reads(list(transfer.wait())) == [Read.HIT] * 4
-        assert [bytes(one.into[0]) for one in wanted] == payloads
-
-    def test_what_is_cancelled_writes_nothing_afterwards(self, place: Place) -> None:
+    def test_what_came_too_late_writes_nothing_afterwards(self, place: Place) -> None:
+        """Whenever in the read its time is over."""
         blocks = [place.save(bytes([7]) * 2 * MIB) for _ in range(3)]
         wanted = [Wanted(key, location, (room(location),)) for key, location in blocks]
-        transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-        transfer.cancel()
-        before = [bytes(one.into[0]) for one in wanted]
-        outcomes = list(transfer.wait())
-        assert transfer.poll()
-        assert Read.FAILED in reads(outcomes)
-        assert [bytes(one.into[0]) for one in wanted] == before
-        transfer.cancel()
-        assert reads(place.read(*blocks)[0]) == [Read.HIT] * 3
+        began = time.monotonic()
+        assert reads(place.transport.read(place.word, wanted, far())) == [Read.HIT] * 3
+        took_s = time.monotonic() - began
+        for share in (0.05, 0.2, 0.4, 0.6, 0.8):
+            for one in wanted:
+                one.into[0][:] = bytes(one.location.length)
+            place.transport.read(place.word, wanted, time.monotonic() + took_s * share)
+            before = [bytes(one.into[0]) for one in wanted]
+            again, _ = place.read(*blocks)
+            assert reads(again) == [Read.HIT] * 3
+            assert [bytes(one.into[0]) for one in wanted] == before
 
-    def test_a_wait_that_is_cancelled_by_another_thread_ends(self, place: Place) -> None:
+    def test_a_read_ends_when_another_thread_closes(self, place: Place) -> None:
         blocks = [place.save(bytes([7]) * 2 * MIB) for _ in range(3)]
-        for _ in range(5):
-            wanted = [Wanted(key, location, (room(location),)) for key, location in blocks]
-            transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-            waiting = threading.Thread(target=transfer.wait)
-            waiting.start()
-            transfer.cancel()
-            waiting.join(PATIENCE_S)
-            assert not waiting.is_alive()
+        began, ended = threading.Event(), threading.Event()
+        seen: list[Read] = []
+
+        def read() -> None:
+            while Read.FAILED not in seen:
+                outcomes, got = place.read(*blocks)
+                began.set()
+                seen.extend(reads(outcomes))
+                for outcome, payload in zip(outcomes, got, strict=True):
+                    assert outcome.read is not Read.HIT or payload == bytes([7]) * 2 * MIB
+            ended.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        assert began.wait(PATIENCE_S)
+        place.transport.close()
+        place.nodes.close()
+        assert ended.wait(PATIENCE_S)
 
     def test_a_node_that_has_ended_is_no_exception(self, place: Place) -> None:
         block = place.save(b"1" * 100_000)

@@ -3,10 +3,12 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from contract.cuda import get
-from contract.transport import PATIENCE_S, TransportContract, reads, room
+from contract.transport import PATIENCE_S, TransportContract, far, reads, room
+from redis_servers import wait_until
 from vram_parts import MIB, VramPlace
 
 from kvstore.core.events import Drop
@@ -52,10 +54,8 @@ def test_a_destination_may_be_memory_of_the_device_in_pieces(place, reader):
     mine = reader.allocate(2 * MIB)
     host = memoryview(bytearray(5))
     into = [DeviceRange(mine + 100, MIB - 7, 0), DeviceRange(mine, 7, 0), host]
-    transfer = place.transport.submit(
-        place.word, [WantedAnywhere(key, location, into)], time.monotonic() + PATIENCE_S
-    )
-    assert reads(transfer.wait()) == [Read.HIT]
+    outcomes = place.transport.read(place.word, [WantedAnywhere(key, location, into)], far())
+    assert reads(outcomes) == [Read.HIT]
     got = get(reader, mine, 2 * MIB)
     assert got[100 : 100 + MIB - 7] == payload[: MIB - 7]
     assert got[:7] == payload[MIB - 7 : MIB]
@@ -72,8 +72,7 @@ def test_neighbours_on_both_sides_are_one_copy(place, reader):
         WantedAnywhere(*blocks[n], [DeviceRange(mine + i * MIB, MIB, 0)])
         for i, n in enumerate(order)
     ]
-    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-    assert reads(transfer.wait()) == [Read.HIT] * 4
+    assert reads(place.transport.read(place.word, wanted, far())) == [Read.HIT] * 4
     assert reader.queued - queued == 3
     assert get(reader, mine, 4 * MIB) == b"".join(payloads[n] for n in order)
 
@@ -82,61 +81,103 @@ def test_pieces_on_the_device_must_be_as_long_as_the_block(place):
     key, location = place.save(b"1" * 100)
     wanted = [WantedAnywhere(key, location, [DeviceRange(4096, 99, 0)])]
     with pytest.raises(UsageError, match=r"^into="):
-        place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+        place.transport.read(place.word, wanted, far())
 
 
-def test_a_block_that_goes_while_its_copy_is_queued_is_a_miss(place, reader):
+@pytest.fixture
+def start(place, reader):
+    """Begins a read in another thread, and waits until it has queued its first copies."""
+    with ThreadPoolExecutor(2) as pool:
+
+        def start(wanted, deadline_s=PATIENCE_S, copies=1):
+            before = reader.queued
+            deadline = time.monotonic() + deadline_s
+            reading = pool.submit(place.transport.read, place.word, wanted, deadline)
+            wait_until(lambda: reader.queued >= before + copies, "the copies are queued")
+            return reading
+
+        yield start
+        reader.hold.set()
+
+
+def under_way(reading):
+    return not wait([reading], 0.3).done
+
+
+def test_a_block_that_goes_while_its_copy_is_queued_is_a_miss(place, reader, start):
     """The check comes after the event, not after the copy was queued."""
     key, location = place.save(b"1" * MIB)
     reader.hold.clear()
     into = room(location)
-    wanted = [Wanted(key, location, (into,))]
-    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    reading = start([Wanted(key, location, (into,))])
     place.writer.drop([key])
     other = place.save(b"2" * MIB)
     assert other[1].slot == location.slot
-    assert not transfer.poll()
+    assert not reading.done()
     reader.hold.set()
-    assert reads(transfer.wait()) == [Read.MISS]
+    assert reads(reading.result()) == [Read.MISS]
     assert bytes(into) == b"2" * MIB, "the copy was made when the slot was another block's"
 
 
-def test_a_deadline_ends_a_read_only_when_what_is_queued_is_done(place, reader):
+def test_a_deadline_ends_a_read_only_when_what_is_queued_is_done(place, reader, start):
     key, location = place.save(b"1" * MIB)
     reader.hold.clear()
     into = room(location)
-    wanted = [Wanted(key, location, (into,))]
-    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-    transfer._deadline = time.monotonic()
-    ended = threading.Event()
-    outcomes = []
-
-    def read():
-        outcomes.extend(transfer.wait())
-        ended.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    assert not ended.wait(0.3), "the destination may still be written to"
+    reading = start([Wanted(key, location, (into,))], deadline_s=1.0)
+    time.sleep(1.0)
+    assert under_way(reading), "the destination may still be written to"
     reader.hold.set()
-    assert ended.wait(PATIENCE_S)
-    before = bytes(into)
-    assert before == b"1" * MIB, "what was under way has been carried out"
-    assert reads(outcomes) == [Read.HIT]
+    assert reads(reading.result()) == [Read.HIT]
+    assert bytes(into) == b"1" * MIB, "what was under way has been carried out"
 
 
-def test_after_the_deadline_nothing_more_is_queued(place, reader, monkeypatch):
+def test_after_the_deadline_nothing_more_is_queued(place, reader, start, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "CUDA_IPC_WINDOW_BYTES", MIB)
     blocks = [place.save(bytes([i]) * MIB) for i in range(6)]
     reader.hold.clear()
     wanted = [Wanted(key, location, (room(location),)) for key, location in blocks]
     queued = reader.queued
-    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-    assert reader.queued - queued == cuda_ipc.WINDOWS
-    transfer._deadline = time.monotonic()
+    reading = start(wanted, deadline_s=1.0, copies=cuda_ipc.WINDOWS)
+    time.sleep(1.0)
     reader.hold.set()
-    outcomes = reads(transfer.wait())
-    assert outcomes == [Read.HIT] * 2 + [Read.FAILED] * 4
+    assert reads(reading.result()) == [Read.HIT] * 2 + [Read.FAILED] * 4
     assert reader.queued - queued == cuda_ipc.WINDOWS
+
+
+def test_after_close_nothing_more_is_queued(place, reader, start, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "CUDA_IPC_WINDOW_BYTES", MIB)
+    blocks = [place.save(bytes([i]) * MIB) for i in range(6)]
+    reader.hold.clear()
+    wanted = [Wanted(key, location, (room(location),)) for key, location in blocks]
+    queued = reader.queued
+    reading = start(wanted, copies=cuda_ipc.WINDOWS)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(place.transport.close)
+        assert under_way(closing), "copies into the destination are queued"
+        reader.hold.set()
+        closing.result()
+    assert reads(reading.result()) == [Read.HIT] * 2 + [Read.FAILED] * 4
+    assert reader.queued - queued == cuda_ipc.WINDOWS
+    assert reader.mapped == 0
+
+
+def test_a_read_that_is_interrupted_ends_when_what_is_queued_is_done(place, reader, monkeypatch):
+    block = place.save(b"1" * MIB)
+    into = room(block[1])
+    reader.hold.clear()
+
+    def interrupted(event, deadline):
+        monkeypatch.undo()
+        threading.Timer(0.1, reader.hold.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cuda_ipc, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        place.transport.read(place.word, [Wanted(*block, (into,))], far())
+    assert bytes(into) == b"1" * MIB, "nobody writes there any more"
+    place.node.stop()
+    place.vram.sweep()
+    assert reader.mapped == 0
 
 
 def test_a_device_that_hangs_is_no_failed_read_but_an_error(place, reader, monkeypatch):
@@ -144,17 +185,15 @@ def test_a_device_that_hangs_is_no_failed_read_but_an_error(place, reader, monke
     monkeypatch.setattr(cuda_ipc, "CUDA_IPC_DRAIN_S", 0.1)
     key, location = place.save(b"1" * MIB)
     reader.hold.clear()
-    wanted = [Wanted(key, location, (room(location),))]
-    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-    transfer._deadline = time.monotonic()
+    into = room(location)
     with pytest.raises(InternalError, match="hang"):
-        transfer.wait()
-    with pytest.raises(InternalError, match="hang"):
-        transfer.cancel()
-    assert not transfer.poll()
-    monkeypatch.setattr(cuda_ipc, "CUDA_IPC_DRAIN_S", PATIENCE_S)
+        place.transport.read(place.word, [Wanted(key, location, (into,))], time.monotonic() + 0.1)
+    place.transport.close()
+    assert reader.mapped == 1, "the copies are still queued"
     reader.hold.set()
-    assert reads(transfer.wait()) == [Read.FAILED]
+    wait_until(lambda: bytes(into) == b"1" * MIB, "they are carried out")
+    place.transport.close()
+    assert reader.mapped == 0
 
 
 def test_a_device_that_fails_fails_the_read(place, reader):
@@ -163,15 +202,15 @@ def test_a_device_that_fails_fails_the_read(place, reader):
     assert reads(place.read(block)[0]) == [Read.FAILED]
 
 
-def test_a_copy_that_is_refused_fails_when_those_before_it_are_done(place, reader):
+def test_a_copy_that_is_refused_fails_when_those_before_it_are_done(place, reader, start):
     one, other = place.save(b"1" * MIB), place.save(b"2" * MIB)
     reader.hold.clear()
     into = room(one[1])
     wanted = [Wanted(*one, (into,)), WantedAnywhere(*other, [DeviceRange(8, MIB, 0)])]
-    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-    assert not transfer.poll(), "the first may still be written to"
+    reading = start(wanted)
+    assert under_way(reading), "the first may still be written to"
     reader.hold.set()
-    assert reads(transfer.wait()) == [Read.FAILED] * 2
+    assert reads(reading.result()) == [Read.FAILED] * 2
     assert bytes(into) == b"1" * MIB
     assert reads(place.read(one)[0]) == [Read.HIT]
 
@@ -186,18 +225,17 @@ def test_memory_is_opened_once_and_closed_when_its_node_has_ended(place, reader)
     assert reader.mapped == 0
 
 
-def test_memory_in_use_outlives_its_node_until_the_read_has_ended(place, reader, owner):
+def test_memory_in_use_outlives_its_node_until_the_read_has_ended(place, reader, start):
     key, location = place.save(b"1" * MIB)
     reader.hold.clear()
     into = room(location)
-    wanted = [Wanted(key, location, (into,))]
-    transfer = place.transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
+    reading = start([Wanted(key, location, (into,))])
     place.node.stop()
     place.vram.sweep()
     assert reader.mapped == 1
     assert not place.node._memory.free(0.0), "it is open elsewhere"
     reader.hold.set()
-    assert reads(transfer.wait()) == [Read.MISS]
+    assert reads(reading.result()) == [Read.MISS]
     assert bytes(into) == b"1" * MIB
     assert reader.mapped == 0
     place.node._memory = None
@@ -221,23 +259,18 @@ def test_only_so_many_nodes_are_open_at_once(tmp_path, owner, reader, monkeypatc
     for _ in range(2):
         for i, place in enumerate(places):
             wanted = [Wanted(*blocks[i], (room(blocks[i][1]),))]
-            transfer = transport.submit(place.word, wanted, time.monotonic() + PATIENCE_S)
-            assert reads(transfer.wait()) == [Read.HIT]
+            assert reads(transport.read(place.word, wanted, far())) == [Read.HIT]
             assert bytes(wanted[0].into[0]) == bytes([i]) * MIB
             assert reader.mapped == 1
     reader.hold.clear()
-    busy = transport.submit(
-        places[1].word, [Wanted(*blocks[1], (room(blocks[1][1]),))], time.monotonic() + PATIENCE_S
-    )
-    assert reads(
-        transport.submit(
-            places[0].word,
-            [Wanted(*blocks[0], (room(blocks[0][1]),))],
-            time.monotonic() + PATIENCE_S,
-        ).wait()
-    ) == [Read.FAILED]
-    reader.hold.set()
-    assert reads(busy.wait()) == [Read.HIT]
+    queued = reader.queued
+    one, other = ([Wanted(*block, (room(block[1]),))] for block in blocks)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(transport.read, places[1].word, other, far())
+        wait_until(lambda: reader.queued > queued, "its copy is queued")
+        assert reads(transport.read(places[0].word, one, far())) == [Read.FAILED]
+        reader.hold.set()
+        assert reads(busy.result()) == [Read.HIT]
     for place in places:
         place.close()
 

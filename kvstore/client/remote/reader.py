@@ -233,7 +233,7 @@ class RemoteNodes(Peers):
             return self._read_apart(ways, announcement, batch, deadline)
         now = time.monotonic()
         until = now + (deadline - now) / 2 if others else deadline
-        outcomes = self._counted(name, transport.submit(announcement, batch, until).wait(), batch)
+        outcomes = self._counted(name, transport.read(announcement, batch, until), batch)
         if name == NIXL:
             self._touch(announcement, batch, outcomes)
         again = [i for i, outcome in enumerate(outcomes) if outcome.read is Read.FAILED]

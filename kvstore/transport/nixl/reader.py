@@ -146,9 +146,11 @@ class NixlReader:
 
     def retire(self) -> None:
         """No new requests; kill it when those under way are through, or had `DRAIN_S`."""
-        if self._retired:
-            return
-        self._retired = True
+        with self._changed:
+            if self._retired:
+                return
+            self._retired = True
+            self._changed.notify_all()
 
         def bury() -> None:
             self._process.drain(time.monotonic() + DRAIN_S)
@@ -158,6 +160,8 @@ class NixlReader:
 
     def close(self) -> None:
         """Kill it; what is under way fails."""
-        self._retired = True
+        with self._changed:
+            self._retired = True
+            self._changed.notify_all()
         self._process.kill()
         self._process.join(OVERDUE_S)

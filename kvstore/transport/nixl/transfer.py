@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import xxhash
 
-from kvstore.errors import PeerError
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX
 from kvstore.protocol.nixl import Endpoint
 from kvstore.transport.base import Outcome, Read, Wanted
@@ -24,9 +23,8 @@ from kvstore.transport.stream.transport import CHECKSUM_REASON, NOT_THERE_REASON
 from kvstore.types import Key, Location
 
 AHEAD = 2
-"""Requests of one transfer at the same time: one is copied while the next is read."""
-LOOK_S = 0.05
-"""How often whoever waits looks whether another thread has cancelled."""
+"""Requests of one batch at the same time: one is copied while the next is read."""
+LATE_REASON = "the READ did not end in time"
 CHUNKS_MAX = NIXL_PIECES_MAX // 3
 _PIECE = struct.Struct("<QQQ")
 
@@ -80,59 +78,79 @@ class _Block:
         """Kind, meta length and checksum, from that header."""
 
 
-class NixlTransfer:
-    """Implements `Transfer`."""
+class NixlBatch:
+    """Some blocks of one node, read by the caller's thread."""
 
-    def __init__(self, wanted: Sequence[Wanted], deadline: float) -> None:
+    def __init__(
+        self,
+        reader: NixlReader,
+        way: Endpoint,
+        layout: RemoteLayout,
+        wanted: Sequence[Wanted],
+        deadline: float,
+    ) -> None:
+        self._reader, self._way, self._layout = reader, way, layout
         self._deadline = deadline
         self._blocks = [_Block(one) for one in wanted]
-        self._lock = threading.Lock()
         self._outcomes: list[Outcome | None] = [None] * len(wanted)
-        self._left: Iterator[list[_Chunk]] = iter(())
-        self._next: list[_Chunk] | None = None
         self._flying: deque[_Request] = deque()
-        self._ended = not wanted
-        self._cancelled = False
-        self._blame: Callable[[str], None] = lambda reason: None
 
-    def begin(
-        self, reader: NixlReader, way: Endpoint, layout: RemoteLayout, blame: Callable[[str], None]
-    ) -> None:
-        """Start reading; `blame` hears why when it is the peer's fault that it failed."""
-        with self._lock:
-            self._reader, self._way, self._layout, self._blame = reader, way, layout, blame
-            self._left = self._plan()
-            self._next = next(self._left, None)
+    def read(self, blame: Callable[[str], None]) -> Sequence[Outcome]:
+        """See `Transport.read`; `blame` hears why when it is the peer's fault that it failed."""
+        try:
+            reason = self._read()
+        except PeerError as e:
+            reason = str(e)
+            blame(reason)
+        finally:  # what is under way ends in the arena, never in the caller's memory
+            for request in self._flying:
+                self._reader.abandon(request.part, request.future)
+        failed = Outcome(Read.FAILED, reason)
+        return [outcome or failed for outcome in self._outcomes]
+
+    def _read(self) -> str:
+        """Why not all of it was read in time, empty when it was. Raises `PeerError`."""
+        left = self._plan()
+        chunks = next(left, None)
+        while chunks is not None or self._flying:
+            while chunks is not None and len(self._flying) < AHEAD:
+                part = self._reader.take(0.0 if self._flying else self._deadline)
+                if part is None:
+                    break
+                self._post(chunks, part)
+                chunks = next(left, None)
+            if not self._flying:
+                return "no room to read into in time"
+            request = self._flying[0]
             try:
-                self._post(wait=False)
-            except PeerError as e:
-                self._fail(str(e), blame=True)
+                answer = request.future.result(max(self._deadline - time.monotonic(), 0.0))
+            except TimeoutError:
+                return self._late(request)
+            if answer.status != OK:
+                raise NodeUnavailableError(str(answer.body) or LATE_REASON)
+            self._absorb(request)
+            self._flying.popleft()
+            self._reader.give(request.part)
+        return ""
 
-    def fail(self, reason: str) -> None:
-        """It cannot even begin."""
-        with self._lock:
-            self._fail(reason)
+    def _post(self, chunks: Sequence[_Chunk], part: Part) -> None:
+        """Let them be read. Raises `PeerError`."""
+        now = time.monotonic()
+        try:
+            stages = self._stages(chunks, part)
+            future = self._reader.read(self._way.agent, part, stages, self._deadline)
+        except BaseException:
+            self._reader.give(part)
+            raise
+        self._flying.append(_Request(chunks, part, future, now))
 
-    def poll(self) -> bool:
-        """See `Transfer.poll`."""
-        if not self._ended and self._lock.acquire(blocking=False):
-            try:
-                self._advance(wait=False)
-            finally:
-                self._lock.release()
-        return self._ended
-
-    def wait(self) -> Sequence[Outcome]:
-        """See `Transfer.wait`."""
-        with self._lock:
-            self._advance(wait=True)
-            return [outcome for outcome in self._outcomes if outcome is not None]
-
-    def cancel(self) -> None:
-        """See `Transfer.cancel`."""
-        self._cancelled = True
-        with self._lock:
-            self._fail("cancelled")
+    def _late(self, request: _Request) -> str:
+        """Bytes may still come: unless the caller was in a hurry, the arena is given up, and it is
+        the peer's fault."""
+        if time.monotonic() - request.posted_at < READ_TIMEOUT_MIN_S:
+            return LATE_REASON
+        self._reader.retire()
+        raise DeadlineError(LATE_REASON)
 
     # --- planning -----------------------------------------------------------
 
@@ -177,60 +195,7 @@ class NixlTransfer:
             to += chunk.size_bytes
         return [b"".join(stage) for stage in (before, payload, after) if stage]
 
-    # --- driving ------------------------------------------------------------
-
-    def _advance(self, *, wait: bool) -> None:
-        while not self._ended:
-            if self._cancelled:
-                self._fail("cancelled")
-                return
-            try:
-                self._post(wait=wait)
-            except PeerError as e:
-                self._fail(str(e), blame=True)
-                return
-            if not self._flying:
-                if self._next is None:
-                    self._ended = True
-                elif time.monotonic() >= self._deadline or not self._reader.usable:
-                    self._fail("no room to read into in time")
-                elif not wait:
-                    return
-                continue
-            request = self._flying[0]
-            left_s = self._deadline - time.monotonic()
-            try:
-                answer = request.future.result(min(max(left_s, 0.0), LOOK_S) if wait else 0.0)
-            except TimeoutError:
-                if left_s <= 0:
-                    self._late(request)
-                elif not wait:
-                    return
-                continue
-            self._flying.popleft()
-            if answer.status != OK:
-                self._reader.abandon(request.part, request.future)
-                self._fail(str(answer.body) or "the READ did not end in time", blame=True)
-                return
-            self._absorb(request)
-            self._reader.give(request.part)
-
-    def _post(self, *, wait: bool) -> None:
-        """Keep requests under way; waits for room only when there is none. Raises `PeerError`."""
-        while self._next is not None and len(self._flying) < AHEAD:
-            now = time.monotonic()
-            until = min(self._deadline, now + LOOK_S) if wait and not self._flying else now
-            part = self._reader.take(until)
-            if part is None:
-                return
-            try:
-                stages = self._stages(self._next, part)
-                future = self._reader.read(self._way.agent, part, stages, self._deadline)
-            except BaseException:
-                self._reader.give(part)
-                raise
-            self._flying.append(_Request(self._next, part, future, now))
-            self._next = next(self._left, None)
+    # --- what has come -------------------------------------------------------
 
     def _absorb(self, request: _Request) -> None:
         """Check what has come and copy it where it is wanted."""
@@ -275,26 +240,3 @@ class NixlTransfer:
         if known and known != {block.digest.intdigest()}:
             return Outcome(Read.MISS, CHECKSUM_REASON)
         return Outcome(Read.HIT, "", kind, meta_length)
-
-    # --- ending -------------------------------------------------------------
-
-    def _late(self, request: _Request) -> None:
-        """Bytes may still come: unless the caller was in a hurry, the arena is given up."""
-        patient = time.monotonic() - request.posted_at >= READ_TIMEOUT_MIN_S
-        if patient:
-            self._reader.retire()
-        self._fail("the READ did not end in time", blame=patient)
-
-    def _fail(self, reason: str, *, blame: bool = False) -> None:
-        """What is not known yet is FAILED; the caller's memory is not written any more."""
-        if self._ended:
-            return
-        for request in self._flying:
-            self._reader.abandon(request.part, request.future)
-        self._flying.clear()
-        self._next = None
-        failed = Outcome(Read.FAILED, reason)
-        self._outcomes = [outcome or failed for outcome in self._outcomes]
-        self._ended = True
-        if blame:
-            self._blame(reason)

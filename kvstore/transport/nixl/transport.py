@@ -23,10 +23,10 @@ from kvstore.limits import NIXL_PEERS_MAX, NIXL_QUARANTINED_MAX
 from kvstore.nodedir import Announcement
 from kvstore.protocol.nixl import PROBE_BYTES, Endpoint
 from kvstore.protocol.stream import WireError
-from kvstore.transport.base import Wanted, check_wanted
+from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.nixl.process import START_TIMEOUT_S, installed, wait_for
 from kvstore.transport.nixl.reader import NixlReader
-from kvstore.transport.nixl.transfer import NixlTransfer, RemoteLayout
+from kvstore.transport.nixl.transfer import NixlBatch, RemoteLayout
 from kvstore.transport.stream.requests import nixl_endpoint
 from kvstore.transport.stream.transport import StreamTransport
 
@@ -109,27 +109,26 @@ class NixlTransport:
         self._prove_soon(peer, node)
         return False
 
-    def submit(self, node: Announcement, wanted: Sequence[Wanted], deadline: float) -> NixlTransfer:
-        """See `Transport.submit`. Waits for a first READ that is being tried."""
+    def read(
+        self, node: Announcement, wanted: Sequence[Wanted], deadline: float
+    ) -> Sequence[Outcome]:
+        """See `Transport.read`. Waits for a first READ that is being tried."""
         check_wanted(wanted)
-        transfer = NixlTransfer(wanted, deadline)
         if not wanted:
-            return transfer
+            return []
         if not self.usable(node):
-            transfer.fail(f"node {node.name} offers no NIXL that this client may use")
-            return transfer
+            reason = f"node {node.name} offers no NIXL that this client may use"
+            return [Outcome(Read.FAILED, reason)] * len(wanted)
         peer = self._peer(node)
         way_in = peer.way_in()
         if way_in is None and (proving := self._prove_soon(peer, node)) is not None:
             proving.wait(max(deadline - time.monotonic(), 0.0))
             way_in = peer.way_in()
         if way_in is None or time.monotonic() >= deadline:
-            transfer.fail("too late" if way_in is not None else peer.reason)
-            return transfer
-        transfer.begin(
-            *way_in, self._layout_of(node), lambda reason: self._failed(peer, node, reason)
-        )
-        return transfer
+            reason = "too late" if way_in is not None else peer.reason
+            return [Outcome(Read.FAILED, reason)] * len(wanted)
+        batch = NixlBatch(*way_in, self._layout_of(node), wanted, deadline)
+        return batch.read(lambda reason: self._failed(peer, node, reason))
 
     @property
     def quarantined(self) -> int:

@@ -86,33 +86,27 @@ class Channel:
         self.receive([memoryview(raw)] if size_bytes else [], deadline)
         return bytes(raw)
 
-    def receive_some(self, buffers: list[memoryview], timeout_s: float) -> bool:
-        """Fill what comes within `timeout_s`, 0 for what is here; False when that was nothing."""
+    def receive_some(self, buffers: list[memoryview], timeout_s: float) -> None:
+        """Fill what comes, at least a byte, within `timeout_s`; what is full is taken off."""
         try:
             count = self._receive(buffers, timeout_s)
-        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError) as e:
-            if timeout_s:
-                raise DeadlineError("the other side says nothing") from e
-            return False
+        except (BlockingIOError, TimeoutError) as e:
+            raise DeadlineError("the other side says nothing") from e
         except OSError as e:
             raise NodeUnavailableError(str(e)) from e
         if count == 0:
             raise NodeUnavailableError("the other side hung up")
         advance(buffers, count)
-        return True
 
     def _receive(self, buffers: list[memoryview], timeout_s: float) -> int:
         if self.encrypted:
             self._socket.settimeout(timeout_s)
             return self._socket.recv_into(buffers[0])
-        if not timeout_s:
-            flags = socket.MSG_DONTWAIT
-        elif not self._readable.poll(timeout_s * 1e3):
+        if not self._readable.poll(timeout_s * 1e3):
             raise TimeoutError
-        else:
-            flags = socket.MSG_WAITALL
-            self._limit(socket.SO_RCVTIMEO, timeout_s)
-        return self._socket.recvmsg_into(first(buffers, RECEIVE_BYTES_MAX), 0, flags)[0]
+        self._limit(socket.SO_RCVTIMEO, timeout_s)
+        some = first(buffers, RECEIVE_BYTES_MAX)
+        return self._socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
 
     def quiet(self) -> bool:
         """Still connected and nothing to read: as it must be between two requests."""

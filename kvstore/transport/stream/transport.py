@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore import tcp
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
@@ -18,7 +18,6 @@ from kvstore.protocol.stream import (
     VERDICT_BYTES,
     ClientHandshake,
     Frame,
-    Message,
     WireError,
     pack_read,
 )
@@ -61,23 +60,28 @@ class StreamTransport:
         except UsageError:
             return None
 
-    def submit(
+    def read(
         self, node: Announcement, wanted: Sequence[Wanted], deadline: float
-    ) -> StreamTransfer:
-        """See `Transport.submit`."""
+    ) -> Sequence[Outcome]:
+        """See `Transport.read`. Bytes are received by the caller's thread: none in between."""
         check_wanted(wanted)
-        transfer = StreamTransfer(wanted, deadline)
         if not wanted:
-            return transfer
+            return []
         try:
             pool = self.pool(node)
             channel = pool.take(deadline)
         except PeerError as e:
-            transfer.fail(str(e))
-            return transfer
-        request = pack_read([(w.key, w.location) for w in wanted], deadline - time.monotonic())
-        transfer.begin(channel, request, pool.give)
-        return transfer
+            return [Outcome(Read.FAILED, str(e))] * len(wanted)
+        batch = _Batch(wanted)
+        reason = ""
+        try:
+            batch.ask(channel, deadline)
+            batch.receive(channel, deadline)
+        except PeerError as e:
+            reason = str(e)
+        finally:  # also when it was interrupted: there are only so many connections to a node
+            pool.give(channel, batch.reply.done)
+        return [batch.outcome(block, reason) for block in range(len(wanted))]
 
     def pool(self, node: Announcement) -> Pool:
         """Connections to that start of that node. Raises `NodeUnavailableError`."""
@@ -240,133 +244,49 @@ def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:
     return channel.receive_rest(kind, size_bytes, deadline)
 
 
-class StreamTransfer:
-    """Implements `Transfer`. Bytes are received by whoever waits: no thread in between."""
+class _Batch:
+    """One READ, and what has come of it."""
 
-    def __init__(self, wanted: Sequence[Wanted], deadline: float) -> None:
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
-        self._deadline = deadline
-        self._lock = threading.Lock()
-        self._channel: Channel | None = None
-        self._give: Callable[[Channel, bool], None] | None = None
-        self._cancelled = False
-        self._reply = ReadReply([w.location.length for w in wanted])
+        self.reply = ReadReply([w.location.length for w in wanted])
         self._digests: dict[int, int] = {}
         """Of the payloads received, by block."""
-        self._outcomes: list[Outcome] | None = None if wanted else []
-        self._filling: list[memoryview] = []
-        self._steps = self._fill()
 
-    def begin(
-        self, channel: Channel, request: Message, give: Callable[[Channel, bool], None]
-    ) -> None:
-        """Send the request; from here on the channel is this transfer's until it ends."""
-        self._channel, self._give = channel, give
-        with self._lock:
-            try:
-                channel.send_frame(request, self._deadline)
-            except PeerError as e:
-                self._end(str(e))
-            except BaseException:
-                self._end("interrupted")
-                raise
+    def ask(self, channel: Channel, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        request = pack_read([(w.key, w.location) for w in self._wanted], left_s)
+        channel.send_frame(request, deadline)
 
-    def fail(self, reason: str) -> None:
-        """It cannot even begin."""
-        with self._lock:
-            self._end(reason)
-
-    def poll(self) -> bool:
-        """See `Transfer.poll`."""
-        if self._outcomes is None and self._lock.acquire(blocking=False):
-            try:
-                self._advance(wait=False)
-            finally:
-                self._lock.release()
-        return self._outcomes is not None
-
-    def wait(self) -> Sequence[Outcome]:
-        """See `Transfer.wait`."""
-        with self._lock:
-            self._advance(wait=True)
-            assert self._outcomes is not None
-            return self._outcomes
-
-    def cancel(self) -> None:
-        """See `Transfer.cancel`."""
-        self._cancelled = True
-        channel = self._channel
-        if channel is not None and self._outcomes is None:
-            channel.break_off()
-        with self._lock:
-            self._end("cancelled")
-
-    def _advance(self, *, wait: bool) -> None:
-        """Receive until all is there, or with `wait` false until nothing more is here."""
-        channel = self._channel
-        try:
-            while self._outcomes is None:
-                assert channel is not None
-                if not self._filling:
-                    filling = next(self._steps, None)
-                    if filling is None:
-                        self._end("")
-                        return
-                    self._filling = filling
-                if self._cancelled:
-                    raise NodeUnavailableError("cancelled")
-                left_s = self._deadline - time.monotonic()
-                if left_s <= 0:
-                    raise DeadlineError("the node did not send all of it in time")
-                if not channel.receive_some(self._filling, max(left_s, 0.001) if wait else 0.0):
-                    return
-        except PeerError as e:
-            self._end(str(e))
-        except BaseException:
-            self._end("interrupted")
-            raise
-
-    def _fill(self) -> Iterator[list[memoryview]]:
-        """The buffers to fill, one list after the other."""
-        assert self._channel is not None
-        seal = self._channel.seals.received
-        head = memoryview(bytearray(heads_bytes(len(self._wanted))))
-        yield [head]
-        for group in self._reply.heads(bytes(head), seal):
+    def receive(self, channel: Channel, deadline: float) -> None:
+        """Payloads go straight to where they are wanted. Raises `PeerError`."""
+        seal = channel.seals.received
+        heads = channel.receive_bytes(heads_bytes(len(self._wanted)), deadline)
+        for group in self.reply.heads(heads, seal):
             tail = memoryview(bytearray(tails_bytes(len(group))))
             digests = Digests([self._wanted[block].location.length for block in group])
             chunks = chunked([self._wanted[block].into for block in group])
             for chunk in chunks:
-                yield [*chunk.pieces, tail] if chunk is chunks[-1] else list(chunk.pieces)
+                last = [tail] if chunk is chunks[-1] else []
+                channel.receive([*chunk.pieces, *last], deadline)
                 digests.update(chunk)
                 for piece in chunk.pieces:
                     seal.update(piece)
             if not chunks:
-                yield [tail]
+                channel.receive([tail], deadline)
             self._digests |= {block: digests.value(i) for i, block in enumerate(group)}
-            self._reply.tails(bytes(tail), seal)
+            self.reply.tails(bytes(tail), seal)
 
-    def _end(self, reason: str) -> None:
-        """All outcomes are known now: those that were not are FAILED, for `reason`."""
-        if self._outcomes is not None:
-            return
-        failed = Outcome(Read.FAILED, reason)
-        outcomes: list[Outcome] = []
-        for block, (wanted, reply) in enumerate(
-            zip(self._wanted, self._reply.replies, strict=True)
-        ):
-            seen = self._digests.get(block, 0)
-            if reply is None:
-                outcomes.append(failed)
-            elif reply.damaged:
-                outcomes.append(Outcome(Read.MISS, CHECKSUM_REASON))
-            elif not reply.good:
-                outcomes.append(Outcome(Read.MISS, NOT_THERE_REASON))
-            elif seen != reply.checksum or wanted.location.checksum not in (0, seen):
-                outcomes.append(Outcome(Read.MISS, CHECKSUM_REASON))
-            else:
-                outcomes.append(Outcome(Read.HIT, "", reply.kind, reply.meta_length))
-        self._outcomes = outcomes
-        channel, self._channel = self._channel, None
-        if channel is not None and self._give is not None:
-            self._give(channel, not reason and self._reply.done)
+    def outcome(self, block: int, reason: str) -> Outcome:
+        """Of one block; `reason` is why nothing more is known."""
+        wanted, reply = self._wanted[block], self.reply.replies[block]
+        seen = self._digests.get(block, 0)
+        if reply is None:
+            return Outcome(Read.FAILED, reason)
+        if reply.damaged:
+            return Outcome(Read.MISS, CHECKSUM_REASON)
+        if not reply.good:
+            return Outcome(Read.MISS, NOT_THERE_REASON)
+        if seen != reply.checksum or wanted.location.checksum not in (0, seen):
+            return Outcome(Read.MISS, CHECKSUM_REASON)
+        return Outcome(Read.HIT, "", reply.kind, reply.meta_length)

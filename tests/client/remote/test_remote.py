@@ -174,9 +174,9 @@ def test_a_stopped_node_costs_one_deadline_and_then_nothing(far, writer, elsewhe
             assert reader.get("k") is None
             failed = reader.stats()["transports"]["stream_failed"]
             assert failed == 1
-            reads = reader.session.remote.stream.submit
+            reads = reader.session.remote.stream.read
             asked = []
-            reader.session.remote.stream.submit = lambda *a: asked.append(a) or reads(*a)
+            reader.session.remote.stream.read = lambda *a: asked.append(a) or reads(*a)
             began = time.monotonic()
             assert reader.get("k") is None
             if time.monotonic() - began < 0.2:  # not so slow that it was time to try again
@@ -203,8 +203,8 @@ def test_blocks_of_another_host_are_viewed_together_in_one_batch(writer, reader,
     session = reader.session
     found = session.match(keys)
     batches = []
-    submit = session.remote.stream.submit
-    session.remote.stream.submit = lambda *args: batches.append(args) or submit(*args)
+    read = session.remote.stream.read
+    session.remote.stream.read = lambda *args: batches.append(args) or read(*args)
     room = None if staging is None else memoryview(bytearray(staging))
     views = list(session.views(found, room, 10.0))
     assert [bytes(view.buffer) for view in views] == blocks

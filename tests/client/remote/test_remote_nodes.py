@@ -74,23 +74,17 @@ def test_a_living_node_may_miss_two_heartbeats_in_a_row():
     assert 3 * HEARTBEAT_S * (1 + JITTER) < ANNOUNCEMENT_TTL_S
 
 
-class Transfer:
-    """Fails when its time is over, or before."""
-
-    def __init__(self, wanted, until):
-        self.outcomes = [Outcome(Read.FAILED, "too late")] * len(wanted)
-        self.until = until
-
-    def wait(self):
-        time.sleep(max(self.until - time.monotonic(), 0))
-        return self.outcomes
+def failed(word, wanted, until):
+    """A read that fails when its time is over, or before."""
+    time.sleep(max(until - time.monotonic(), 0))
+    return [Outcome(Read.FAILED, "too late")] * len(wanted)
 
 
 @pytest.fixture
 def failing(index):
     """Reads that fail: `failing(timeout_s)`; then whether the node is taken for alive."""
     nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
-    nodes.stream.submit = lambda word, wanted, until: Transfer(wanted, until)
+    nodes.stream.read = failed
     wanted = [Wanted(bytes(32), Location(7, WORD.epoch, 0, 0, 1, 0, 100, 1), (memoryview(b""),))]
 
     def failing(timeout_s):
@@ -121,20 +115,16 @@ def test_after_a_read_that_was_interrupted_nobody_writes_into_the_callers_memory
     nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
     under_way, written = threading.Event(), []
 
-    class Slow:
-        def wait(self):
+    def read(word, wanted, until):
+        if word.node_id == other.node_id:
             under_way.set()
             time.sleep(0.1)
             written.append(True)
             return [Outcome(Read.HIT)]
-
-    def submit(word, wanted, until):
-        if word.node_id == other.node_id:
-            return Slow()
         assert under_way.wait(20)
         raise KeyboardInterrupt
 
-    nodes.stream.submit = submit
+    nodes.stream.read = read
     wanted = [
         Wanted(bytes(32), Location(node_id, WORD.epoch, 0, 0, 1, 0, 0, 1), (memoryview(b""),))
         for node_id in (WORD.node_id, other.node_id)
@@ -153,15 +143,11 @@ def test_a_host_without_threads_to_give_reads_from_one_node_and_no_exception(ind
     nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
     read_from = []
 
-    class There:
-        def wait(self):
-            return [Outcome(Read.HIT)]
-
-    def submit(word, wanted, until):
+    def read(word, wanted, until):
         read_from.append(word.node_id)
-        return There()
+        return [Outcome(Read.HIT)]
 
-    nodes.stream.submit = submit
+    nodes.stream.read = read
     wanted = [
         Wanted(bytes(32), Location(node_id, WORD.epoch, 0, 0, 1, 0, 0, 1), (memoryview(b""),))
         for node_id in (WORD.node_id, other.node_id)

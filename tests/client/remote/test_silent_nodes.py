@@ -111,22 +111,6 @@ def test_many_saves_at_once_all_find_the_one_that_answers(saver: Client) -> None
 # --- reading ---------------------------------------------------------------------
 
 
-class Transfer:
-    """Of a silent node."""
-
-    def __init__(self, wanted: list[Wanted], until: float) -> None:
-        self._count, self._until = len(wanted), until
-
-    def wait(self) -> list[Outcome]:
-        time.sleep(max(self._until - time.monotonic(), 0))
-        return [Outcome(Read.FAILED, "too late")] * self._count
-
-
-class Answered(Transfer):
-    def wait(self) -> list[Outcome]:
-        return [Outcome(Read.HIT)] * self._count
-
-
 ANSWERING = STREAM_NODES_AT_ONCE // 2
 
 
@@ -141,11 +125,14 @@ def many() -> Iterator[tuple[RemoteNodes, list[float]]]:
     nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 0.5)
     untils: list[float] = []
 
-    def submit(word, wanted, until):  # type: ignore[no-untyped-def]
+    def read(word, wanted, until):  # type: ignore[no-untyped-def]
         untils.append(until)
-        return (Answered if word.node_id == ANSWERING else Transfer)(wanted, until)
+        if word.node_id == ANSWERING:
+            return [Outcome(Read.HIT)] * len(wanted)
+        time.sleep(max(until - time.monotonic(), 0))
+        return [Outcome(Read.FAILED, "too late")] * len(wanted)
 
-    nodes.stream.submit = submit  # type: ignore[method-assign]
+    nodes.stream.read = read  # type: ignore[method-assign]
     yield nodes, untils
     nodes.close()
 

@@ -38,7 +38,11 @@ def own(tmp_path):
 class TestNixl(TransportContract):
     @pytest.fixture
     def place(self, request):
-        ends = {"test_a_node_that_has_ended_is_no_exception", "test_after_close_everything_fails"}
+        ends = {
+            "test_a_node_that_has_ended_is_no_exception",
+            "test_after_close_everything_fails",
+            "test_a_read_ends_when_another_thread_closes",
+        }
         place = request.getfixturevalue("own" if request.node.name in ends else "shared")
         yield place
         if place.node.announcement is not None and request.node.name not in ends:

@@ -213,7 +213,7 @@ key, location = bytes.fromhex(sys.argv[3]), Location(*map(int, sys.argv[4].split
 transport = nixl_transport()
 while True:
     wanted = [Wanted(key, location, (room(location),))]
-    (outcome,) = transport.submit(word, wanted, time.monotonic() + 20).wait()
+    (outcome,) = transport.read(word, wanted, time.monotonic() + 20)
     if outcome.read is Read.HIT:
         print(transport._reader.pid, flush=True)
 """

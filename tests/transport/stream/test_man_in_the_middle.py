@@ -130,7 +130,7 @@ def read_through(word, *blocks):
     transport = StreamTransport(SECURITY)
     wanted = [Wanted(key, location, (room(location),)) for key, location in blocks]
     try:
-        outcomes = transport.submit(word, wanted, time.monotonic() + 2).wait()
+        outcomes = transport.read(word, wanted, time.monotonic() + 2)
         return list(outcomes), [bytes(one.into[0]) for one in wanted]
     finally:
         transport.close()
@@ -207,7 +207,7 @@ def test_an_answer_of_before_is_no_answer_now(place, between):
     outcomes = []
     for key, location in (first, second):
         wanted = [Wanted(key, location, (room(location),))]
-        outcomes += transport.submit(word, wanted, time.monotonic() + 2).wait()
+        outcomes += transport.read(word, wanted, time.monotonic() + 2)
     transport.close()
     assert len(seen) == 2, "on one connection"
     assert reads(outcomes) == [Read.HIT, Read.FAILED]

@@ -100,7 +100,7 @@ def read_from(word, answer, *, checksum=0, count=1, deadline_s=DEADLINE_S, **opt
     node = dataclasses.replace(word, transports={NAME: liar.address})
     began = time.monotonic()
     try:
-        outcomes = transport.submit(node, wanted, began + deadline_s).wait()
+        outcomes = transport.read(node, wanted, began + deadline_s)
         return list(outcomes), time.monotonic() - began
     finally:
         transport.close()
@@ -266,7 +266,7 @@ def test_more_blocks_than_were_asked_for_end_the_connection(word):
     for _ in range(3):
         into = memoryview(bytearray(len(PAYLOAD)))
         wanted = [Wanted(bytes(32), location, (into,))]
-        (outcome,) = transport.submit(node, wanted, far()).wait()
+        (outcome,) = transport.read(node, wanted, far())
         assert outcome.read is not Read.HIT or bytes(into) == PAYLOAD
     assert len(liar.open) == 3, "a connection out of step is not used again"
     transport.close()
@@ -280,7 +280,7 @@ def test_nobody_listening_fails_at_once(word):
     node = dataclasses.replace(word, transports={NAME: liar.address})
     location = Location(NODE_ID, EPOCH, 0, 1, 1, 3, 1, 0)
     wanted = [Wanted(bytes(32), location, (memoryview(bytearray(1)),))]
-    (outcome,) = transport.submit(node, wanted, far()).wait()
+    (outcome,) = transport.read(node, wanted, far())
     assert outcome.read is Read.FAILED
 
 
@@ -293,7 +293,7 @@ def test_an_address_that_is_none_fails(word, address):
     assert not transport.usable(node)
     location = Location(NODE_ID, EPOCH, 0, 1, 1, 3, 1, 0)
     wanted = [Wanted(bytes(32), location, (memoryview(bytearray(1)),))]
-    (outcome,) = transport.submit(node, wanted, far()).wait()
+    (outcome,) = transport.read(node, wanted, far())
     assert outcome.read is Read.FAILED
 
 
@@ -312,7 +312,7 @@ def test_connections_that_were_lost_in_silence_cost_one_deadline_and_not_one_eac
 
     def read(deadline_s=20.0):
         wanted = [Wanted(bytes(32), location, (memoryview(bytearray(LENGTH)),))]
-        (outcome,) = transport.submit(node, wanted, time.monotonic() + deadline_s).wait()
+        (outcome,) = transport.read(node, wanted, time.monotonic() + deadline_s)
         return outcome.read
 
     try:

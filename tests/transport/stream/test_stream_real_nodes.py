@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import xxhash
@@ -139,7 +140,7 @@ def read_over(wire_word, blocks, deadline_s=20.0):
         Wanted(key, location, (memoryview(bytearray(location.length)),)) for key, location in blocks
     ]
     try:
-        outcomes = transport.submit(wire_word, wanted, time.monotonic() + deadline_s).wait()
+        outcomes = transport.read(wire_word, wanted, time.monotonic() + deadline_s)
         return list(outcomes), [bytes(one.into[0]) for one in wanted]
     finally:
         transport.close()
@@ -192,11 +193,12 @@ def test_a_node_killed_in_mid_read_fails_what_was_not_there_yet(tmp_path, redis_
             for key, location in blocks
         ]
         word = process.directory.announcement()
-        transfer = transport.submit(word, wanted, time.monotonic() + 60)
-        while not any(wanted[2].into[0][:1]):
-            assert not transfer.poll(), "the read ended before the kill"
-        process.kill()
-        outcomes = transfer.wait()
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(transport.read, word, wanted, time.monotonic() + 60)
+            while not any(wanted[2].into[0][:1]):
+                assert not reading.done(), "the read ended before the kill"
+            process.kill()
+            outcomes = reading.result()
         assert Read.FAILED in reads(list(outcomes))
         for i, (outcome, one) in enumerate(zip(outcomes, wanted, strict=True)):
             assert outcome.read is not Read.HIT or bytes(one.into[0]) == values[f"k{i}"]
