@@ -61,7 +61,7 @@ def _open(ordinal: int, driver: Any) -> BindingsDevice:
 
 
 class _Calls:
-    """Calls of the driver whose return codes are checked."""
+    """Calls of the driver: the value of each. Raises `DeviceError` for its error."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -80,55 +80,67 @@ class BindingsDevice:
     """Implements `kvstore.cuda.base.CudaDevice`."""
 
     def __init__(self, calls: _Calls, ordinal: int, visible: int) -> None:
-        self._calls = calls
-        self._driver = calls.driver
+        self.call = calls
+        self.driver = calls.driver
+        """`cuda.bindings.driver`, for calls that are not here: through `call`, in `current`."""
         self._visible = visible
         self.ordinal = ordinal
         self.uuid = self._uuid_of(ordinal)
         # Never released: it is the engine's, or ends with the process.
-        self._context = calls(self._driver.cuDevicePrimaryCtxRetain, self._device(ordinal))
+        self._context = calls(self.driver.cuDevicePrimaryCtxRetain, self._device(ordinal))
+        self._entered = threading.local()
         self._lock = threading.Lock()
         self._allocated: dict[int, bytes | None] = {}
         """Our own memory, and its handle when it was exported."""
 
     def _device(self, ordinal: int) -> Any:
-        return self._calls(self._driver.cuDeviceGet, ordinal)
+        return self.call(self.driver.cuDeviceGet, ordinal)
 
     def _uuid_of(self, ordinal: int) -> str:
         # In cuda-python 13 the first is what the second is in 12.
-        ask = getattr(self._driver, "cuDeviceGetUuid_v2", self._driver.cuDeviceGetUuid)
-        raw = self._calls(ask, self._device(ordinal))
+        ask = getattr(self.driver, "cuDeviceGetUuid_v2", self.driver.cuDeviceGetUuid)
+        raw = self.call(ask, self._device(ordinal))
         return ctypes.string_at(raw.getPtr(), UUID_BYTES).hex()
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
         """Make calls on this device, and say that they have nothing to do with a CUDA graph
         that another thread captures: else they fail, and end the capture with them.
 
         Both belong to the thread and to whoever works in it: they are put back.
         """
-        calls, driver = self._calls, self._driver
-        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        mode = calls(driver.cuThreadExchangeStreamCaptureMode, relaxed)
+        call, driver = self.call, self.driver
+        mode = call(driver.cuThreadExchangeStreamCaptureMode, self._relaxed())
         try:
-            calls(driver.cuCtxPushCurrent, self._context)
+            call(driver.cuCtxPushCurrent, self._context)
             try:
                 yield
             finally:
-                calls(driver.cuCtxPopCurrent)
+                call(driver.cuCtxPopCurrent)
         finally:
-            calls(driver.cuThreadExchangeStreamCaptureMode, mode)
+            call(driver.cuThreadExchangeStreamCaptureMode, mode)
+
+    def enter(self) -> None:
+        """`current` for good, in a thread of our own: made so the first time it is called there."""
+        if getattr(self._entered, "done", False):
+            return
+        self.call(self.driver.cuCtxSetCurrent, self._context)
+        self.call(self.driver.cuThreadExchangeStreamCaptureMode, self._relaxed())
+        self._entered.done = True
+
+    def _relaxed(self) -> Any:
+        return self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
     def allocate(self, size_bytes: int) -> int:
         if size_bytes < 1:
             raise UsageError("size_bytes", size_bytes, "must be at least 1")
         whole = -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        with self._current():
-            error, address = self._driver.cuMemAlloc(whole)
-            if error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        with self.current():
+            error, address = self.driver.cuMemAlloc(whole)
+            if error == self.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 raise NoSpaceError(f"cuMemAlloc: {error.name}: the device has no room")
             if int(error) != 0:
-                self._calls.fail("cuMemAlloc", error)
+                self.call.fail("cuMemAlloc", error)
         with self._lock:
             self._allocated[int(address)] = None
         return int(address)
@@ -138,8 +150,8 @@ class BindingsDevice:
             if address not in self._allocated:
                 raise UsageError("address", hex(address), "must be what `allocate` returned")
             del self._allocated[address]
-        with self._current():
-            self._calls(self._driver.cuMemFree, address)
+        with self.current():
+            self.call(self.driver.cuMemFree, address)
 
     def export(self, address: int) -> bytes:
         with self._lock:
@@ -147,8 +159,8 @@ class BindingsDevice:
                 raise UsageError("address", hex(address), EXPORTED_MUST)
             handle = self._allocated[address]
             if handle is None:
-                with self._current():
-                    raw = self._calls(self._driver.cuIpcGetMemHandle, address)
+                with self.current():
+                    raw = self.call(self.driver.cuIpcGetMemHandle, address)
                 handle = ctypes.string_at(raw.getPtr(), IPC_HANDLE_BYTES)
                 self._allocated[address] = handle
         return handle
@@ -160,11 +172,11 @@ class BindingsDevice:
         if own is not None:
             return own
         # cuda-python names no field of it in every version.
-        raw = self._driver.CUipcMemHandle()
+        raw = self.driver.CUipcMemHandle()
         ctypes.memmove(raw.getPtr(), handle, IPC_HANDLE_BYTES)
-        flags = int(self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-        with self._current():
-            return int(self._calls(self._driver.cuIpcOpenMemHandle, raw, flags))
+        flags = int(self.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        with self.current():
+            return int(self.call(self.driver.cuIpcOpenMemHandle, raw, flags))
 
     def _own(self, handle: bytes) -> int | None:
         """The driver opens a handle in other processes than the one that exported it only."""
@@ -175,62 +187,62 @@ class BindingsDevice:
         with self._lock:
             if address in self._allocated:
                 return
-        with self._current():
-            self._calls(self._driver.cuIpcCloseMemHandle, address)
+        with self.current():
+            self.call(self.driver.cuIpcCloseMemHandle, address)
 
     def reaches(self, uuid: str) -> bool:
         for other in range(self._visible):
             if other != self.ordinal and self._uuid_of(other) == uuid:
-                ask = self._driver.cuDeviceCanAccessPeer
-                return bool(self._calls(ask, self._device(self.ordinal), self._device(other)))
+                ask = self.driver.cuDeviceCanAccessPeer
+                return bool(self.call(ask, self._device(self.ordinal), self._device(other)))
         return True
 
     def register_host(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
-        flags = int(self._driver.CU_MEMHOSTREGISTER_PORTABLE)
+        flags = int(self.driver.CU_MEMHOSTREGISTER_PORTABLE)
         if read_only:
-            flags |= int(self._driver.CU_MEMHOSTREGISTER_READ_ONLY)
-        with self._current():
-            self._calls(self._driver.cuMemHostRegister, address, size_bytes, flags)
+            flags |= int(self.driver.CU_MEMHOSTREGISTER_READ_ONLY)
+        with self.current():
+            self.call(self.driver.cuMemHostRegister, address, size_bytes, flags)
 
     def unregister_host(self, address: int) -> None:
-        with self._current():
-            self._calls(self._driver.cuMemHostUnregister, address)
+        with self.current():
+            self.call(self.driver.cuMemHostUnregister, address)
 
     def stream(self) -> BindingsStream:
-        flags = int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        with self._current():
-            return BindingsStream(self, self._calls(self._driver.cuStreamCreate, flags))
+        flags = int(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        with self.current():
+            return BindingsStream(self, self.call(self.driver.cuStreamCreate, flags))
 
     # --- for its streams and events ------------------------------------------
 
     def queue(self, batch: Sequence[Copy], stream: Any) -> None:
-        with self._current():
+        with self.current():
             for to, source, size_bytes in batch:
-                self._calls(self._driver.cuMemcpyAsync, to, source, size_bytes, stream)
+                self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
     def recorded(self, stream: Any) -> BindingsEvent:
-        flags = int(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        with self._current():
-            event = BindingsEvent(self, self._calls(self._driver.cuEventCreate, flags))
-            self._calls(self._driver.cuEventRecord, event.handle, stream)
+        flags = int(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        with self.current():
+            event = BindingsEvent(self, self.call(self.driver.cuEventCreate, flags))
+            self.call(self.driver.cuEventRecord, event.handle, stream)
         return event
 
     def is_done(self, event: Any) -> bool:
-        with self._current():
-            (error,) = self._driver.cuEventQuery(event)
-        if error == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+        with self.current():
+            (error,) = self.driver.cuEventQuery(event)
+        if error == self.driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
         if int(error) != 0:
-            self._calls.fail("cuEventQuery", error)
+            self.call.fail("cuEventQuery", error)
         return True
 
     def forget_event(self, event: Any) -> None:
-        with self._current():
-            self._driver.cuEventDestroy(event)
+        with self.current():
+            self.driver.cuEventDestroy(event)
 
     def forget_stream(self, stream: Any) -> None:
-        with self._current():
-            self._calls(self._driver.cuStreamDestroy, stream)
+        with self.current():
+            self.call(self.driver.cuStreamDestroy, stream)
 
 
 EXPORTED_MUST = (

@@ -1,14 +1,13 @@
-"""`Device` over CUDA: torch for memory, cuda.bindings for streams, the kernel and DMA.
+"""`Device` over CUDA: torch for memory, the store's own device for streams, the kernel and DMA.
 
-Both are imported when a device's tensors are registered.
+torch and cuda.bindings are imported when a device's tensors are registered.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from connector.copiers.cuda.copier import DeviceQueue, HostMemory
@@ -22,7 +21,7 @@ from connector.copiers.cuda.kernel_plan import (
 )
 from connector.copiers.cuda.nvrtc import NoKernelError, compiled
 from connector.copiers.cuda.pool import LockedPool
-from kvstore import InternalError
+from kvstore import DeviceError, cuda_device
 
 
 class _Shape(ctypes.Structure):
@@ -40,18 +39,14 @@ class Cuda:
 
         torch: Any = untyped_torch
         code = compiled(torch.cuda.get_device_capability(device))
-        from cuda.bindings import driver
-
-        self.torch, self.driver, self.device = torch, driver, device
-        self._entered = threading.local()
+        self.torch, self.device = torch, device
         torch.empty(1, device=device)  # starts CUDA
-        # Not the thread's current one: torch makes it current only when it has to call CUDA.
-        self._context = self.call(
-            driver.cuDevicePrimaryCtxRetain, self.call(driver.cuDeviceGet, device.index)
-        )
+        self._opened = cuda_device(device.index)
+        self.driver, self.call = self._opened.driver, self._opened.call
+        self.scope, self.enter = self._opened.current, self._opened.enter
         try:
             self.kernels = self._loaded(code)
-        except InternalError as e:
+        except DeviceError as e:
             raise NoKernelError(f"the driver does not load the kernel: {e}") from e
 
     def _loaded(self, code: bytes) -> dict[str, Any]:
@@ -62,55 +57,19 @@ class Cuda:
             module = self.call(self.driver.cuModuleLoadData, code)
             return {name: self.call(get, module, name.encode()) for name in KERNELS}
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """`enter` for a thread that is not ours: it is left as it was."""
-        driver = self.driver
-        mode = self.call(driver.cuThreadExchangeStreamCaptureMode, self._relaxed())
-        self.call(driver.cuCtxPushCurrent, self._context)
-        try:
-            yield
-        finally:
-            self.call(driver.cuCtxPopCurrent)
-            self.call(driver.cuThreadExchangeStreamCaptureMode, mode)
-
-    def _relaxed(self) -> Any:
-        return self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The value of a call into the driver. Raises `InternalError` for its error."""
-        result, *values = function(*arguments)
-        if int(result):
-            raise InternalError(f"{function.__name__}: {result!r}")
-        return values[0] if values else None
-
-    def enter(self) -> None:
-        """Make the context this thread's, the first time it is called there.
-
-        Also: while any thread captures a CUDA graph, calls that could disturb it fail
-        in all threads, and end the capture with them, unless a thread says that its
-        calls have nothing to do with it. Ours use streams of their own.
-        """
-        if getattr(self._entered, "done", False):
-            return
-        self.call(self.driver.cuCtxSetCurrent, self._context)
-        self.call(self.driver.cuThreadExchangeStreamCaptureMode, self._relaxed())
-        self._entered.done = True
-
     # `pool.Registrar`
 
     def lock(self, address: int, size_bytes: int, writable: bool) -> str:
         """Page-lock a range of this process's memory; why it cannot be, empty when it is."""
-        self.enter()
-        flags = int(self.driver.CU_MEMHOSTREGISTER_PORTABLE)
-        if not writable:
-            flags |= int(self.driver.CU_MEMHOSTREGISTER_READ_ONLY)
-        (result,) = self.driver.cuMemHostRegister(address, size_bytes, flags)
-        return result.name.removeprefix("CUDA_ERROR_").lower() if int(result) else ""
+        try:
+            self._opened.register_host(address, size_bytes, read_only=not writable)
+        except DeviceError as e:
+            return str(e).rpartition("CUDA_ERROR_")[2].lower()
+        return ""
 
     def unlock(self, address: int) -> None:
-        self.enter()
-        self.driver.cuMemHostUnregister(address)
+        with suppress(DeviceError):
+            self._opened.unregister_host(address)
 
 
 class CudaQueue:
