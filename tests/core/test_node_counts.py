@@ -7,14 +7,17 @@ from kvstore.core.events import (
     Commit,
     Corrupt,
     Drop,
+    Listing,
     Pin,
     Reserve,
     Reset,
     SessionDead,
     SessionResumed,
+    Stat,
     Suspect,
     Unpin,
 )
+from kvstore.core.holdings import FORMER
 from kvstore.core.node import NOBODY, NodeCore
 from kvstore.keys import Namespace
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, Limits
@@ -183,3 +186,21 @@ def test_a_client_that_is_back_keeps_a_reservation_of_the_same_generation_alone(
     driven.ask(SessionResumed(A, [(one, generation)], []))
     assert block.pins == 0
     assert driven.core.holds(A)
+
+
+def test_what_is_held_is_told_with_its_age_and_not_listed(driven):
+    driven.put(KEYS[0])
+    driven.reserve(KEYS[1], now=5.0)
+    driven.reserve(KEYS[2], now=6.0, session=B)
+    driven.ask(Pin(A, 1, KEYS[:1]))
+    said = driven.ask(Stat(A, 1), 8.0)
+    assert (said["reserved"], said["oldest_reservation_s"], said["pinned"]) == (2, 3.0, 1)
+    assert (said["blocks"], said["block_bytes"], said["quarantined"]) == (1, 8192, 0)
+    assert [row[0] for row in driven.ask(Listing(A, 1, b"", 9), 8.0)] == KEYS[:1]
+
+
+def test_what_clients_of_a_former_start_hold_is_in_quarantine(driven):
+    driven.put(KEYS[0], KEYS[1])
+    driven.ask(Pin(FORMER, 1, KEYS[:2]))
+    driven.reserve(KEYS[2], session=FORMER)
+    assert driven.ask(Stat(A, 1))["quarantined"] == 3

@@ -124,3 +124,11 @@ def test_namespaces_are_told_once_and_in_order() -> None:
     resets = Resets()
     resets.add(3, [9, 2, 9])
     assert Resets().news(resets) == [(3, (2, 9))]
+
+
+def test_a_reset_larger_than_all_the_room_is_known_until_the_next_comes() -> None:
+    resets = Resets()
+    assert resets.add(3, range(RESETS_IDS_MAX + 1))
+    assert (3 in resets, resets.floor) == (True, 0)
+    assert resets.add(4, range(RESETS_IDS_MAX + 1))
+    assert (3 in resets, 4 in resets, resets.floor) == (False, True, 3)

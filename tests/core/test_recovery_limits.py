@@ -1,0 +1,87 @@
+"""What a start makes of headers that contradict each other or lie at a border."""
+
+import pytest
+
+from kvstore.core.events import Bounds, Mark, Seal, SessionDead
+from kvstore.core.granules import GRANULE_BYTES, PAGE
+from kvstore.core.holdings import FORMER
+from kvstore.core.node import NodeCore
+from kvstore.core.recovery import HeldSlot, Seen, fits, recover
+from kvstore.core.slots import SlotState
+from kvstore.limits import Limits
+from kvstore.record import unpack_record
+
+PAGES = 16
+SIZE = PAGES * PAGE * GRANULE_BYTES
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+def block(page, generation, key=KEY, *, granule=0, length=4096, meta_length=0):
+    return Seal(page, generation, key, length, granule, 0, meta_length, 7, 3)
+
+
+def started(*sealed, pinned=(), held=(), gone=(), **limits):
+    core = NodeCore(node_id=7, epoch=2, size_bytes=SIZE, limits=Limits(**limits))
+    seen = Seen(Bounds(99, 8, PAGES), list(sealed), set(pinned), list(held), [], list(gone))
+    return core, recover(core, seen, 1)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_blocks_of_one_key_the_later_stays_and_the_place_of_the_other_is_free(order):
+    core, writes = started(*(block(0, 5), block(1, 6))[::order])
+    assert core.by_key[KEY].slot_id == 1
+    assert writes == [Mark(0, SlotState.FREE, 5)]
+    assert core.counts["recovery_dropped"] == 1
+    assert core.counts["recovered"] == 1
+    assert core.allocator.free_bytes == SIZE - 4096
+    assert core.allocator.take(SIZE - 2 * 4096 + 1) is None
+    assert core.outbox.publications_pending == 1
+
+
+def test_of_two_blocks_of_one_key_a_pinned_one_keeps_its_place_until_its_client_is_gone():
+    core, writes = started(block(0, 5), block(1, 6), pinned={0})
+    assert core.by_key[KEY].slot_id == 1
+    assert writes == [Mark(0, SlotState.FREE, 5)]
+    assert core.allocator.free_bytes == SIZE - 2 * 4096
+    assert core.former().pins == {0: 1}
+    core.handle(SessionDead(FORMER), 0.0)
+    assert core.allocator.free_bytes == SIZE - 4096
+
+
+def test_what_a_client_of_then_holds_is_counted_if_it_was_being_written():
+    held = (HeldSlot(0, 5, 0, PAGE, True), HeldSlot(1, 6, 0, PAGE, False))
+    core, _ = started(held=held)
+    assert core.counts["recovery_dropped"] == 1
+    assert list(core.former().reserved) == [0]
+    assert core.former().pins == {1: 1}
+    assert core.allocator.free_bytes == SIZE - 2 * 4096
+
+
+def test_the_record_of_a_block_that_left_says_where_it_was():
+    core, _ = started(gone=[block(3, 5, granule=2, length=5000)])
+    ((key, record),) = core.outbox.take_removals(9)
+    place = unpack_record(key, record)
+    assert (key, place.epoch, place.slot, place.granule) == (KEY, 1, 3, 2)
+    assert (place.generation, place.length, place.checksum) == (5, 5000, 7)
+
+
+def test_no_more_records_are_to_be_removed_than_there_is_room_for():
+    room = Limits.__dataclass_fields__["pending_remove"].default
+    least = min(room, 1024)
+    gone = [block(0, 5, i.to_bytes(32, "little")) for i in range(least + 2)]
+    core, _ = started(gone=gone, pending_remove=least)
+    assert core.outbox.removals_pending == least
+    assert core.outbox.forgotten == 0
+
+
+def test_a_header_fits_up_to_the_segments_end_and_its_values_whole_length():
+    last = PAGES - 1
+    assert fits(block(last, 5), SIZE)
+    assert not fits(block(last + 1, 5), SIZE)
+    assert not fits(block(last, 5, length=4097), SIZE)
+    assert not fits(block(last, 5, granule=1), SIZE)
+    assert fits(block(0, 5, granule=PAGE - 1), SIZE)
+    assert not fits(block(0, 5, granule=PAGE), SIZE)
+    assert fits(block(0, 5, meta_length=4096), SIZE)
+    assert not fits(block(0, 5, meta_length=4097), SIZE)
+    assert not fits(block(0, 5, meta_length=-1), SIZE)
