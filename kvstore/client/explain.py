@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.client.base import MissQuery
-from kvstore.client.deadlines import in_turn, until
 from kvstore.client.explanation import (
     FieldDifference,
     Missing,
@@ -26,6 +25,7 @@ from kvstore.client.explanation import (
     reason_of,
 )
 from kvstore.client.local.control import ControlChannel
+from kvstore.client.local.deadlines import in_turn, until
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.core.departures import GoneWhy
 from kvstore.core.namespaces import namespace_of

@@ -12,7 +12,7 @@ from typing import TypeVar
 import xxhash
 
 from kvstore.client.base import Reservation
-from kvstore.client.deadlines import connecting, in_turn
+from kvstore.client.local.deadlines import connecting, in_turn
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.writer import Later, Writer

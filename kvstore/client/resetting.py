@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvstore.client.deadlines import until
+from kvstore.client.local.deadlines import until
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_result import ResetResult

@@ -15,6 +15,13 @@ SEEDS = 400
 """Within how many seeds a bug must be found."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_a_bug():
+    """Or whatever is broken would count as found."""
+    for seed in range(3):
+        run(seed)
+
+
 @pytest.mark.parametrize(("plant", "faults"), BUGS, ids=[plant.__name__ for plant, _ in BUGS])
 def test_the_simulation_finds(plant, faults, monkeypatch):
     plant(monkeypatch.setattr)

@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from kvstore.circuit_breaker import Breaker, BreakerState
-from kvstore.client import deadlines
+from kvstore.client.local import deadlines
 from kvstore.client.local.lease import Lease, lease_at
 from kvstore.errors import (
     DeadlineError,

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from kvstore.client.base import Reservation
-from kvstore.client.deadlines import connecting, in_turn, until
+from kvstore.client.local.deadlines import connecting, in_turn, until
 from kvstore.client.local.host_writers import HostWriters
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.writer import Later, Writer, nobody_here

@@ -16,8 +16,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvstore import clock
-from kvstore.client import client, deadlines, pins, put_pipeline, resetting, session
-from kvstore.client.local import control, host_writer, host_writers, link, nodes, reader, writer
+from kvstore.client import client, pins, put_pipeline, resetting, session
+from kvstore.client.local import (
+    control,
+    host_writer,
+    host_writers,
+    link,
+    nodes,
+    reader,
+    writer,
+)
 from kvstore.client.remote import writer as remote_writer
 from kvstore.index import guarded as breaker
 from kvstore.index.guarded import GuardedIndex
@@ -129,7 +137,6 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         *(
             client,
             control,
-            deadlines,
             host_writer,
             host_writers,
             reader,
@@ -174,7 +181,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
 
     yield session, "open_guarded", open_guarded
     # A thread of the real machine would not replay: here dead nodes are found by calls alone.
-    yield session, "Upkeep", lambda _: SimpleNamespace(start=lambda: None, close=lambda: None)
+    yield session, "Reaper", lambda _: SimpleNamespace(start=lambda: None, close=lambda: None)
     yield nodes, "node_dirs", world.dirs_of
     yield nodes, "sweep", world.sweep
     yield resets, "node_dirs", world.dirs_of
@@ -187,8 +194,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield shm, "check_room", lambda *_: None
     yield shm, "_reopen", world.files.reopen
     # The lock of the node's directory says the same: nobody sweeps by segment here.
-    yield shm, "_lock_head", lambda _: -1
-    yield shm, "_unlock_head", lambda _: None
+    yield shm, "_lock_head", lambda _: SimpleNamespace(release=lambda: None)
     yield restart, "check_room", lambda *_: None
     yield restart, "sweep", lambda *_, **__: []
     yield daemon, "next_epoch", world.next_epoch

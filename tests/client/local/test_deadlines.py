@@ -13,7 +13,7 @@ from redis_servers import RedisServer  # noqa: TC002  # as in every other test
 from stores import MIB, NodeProcess
 
 from kvstore import Client, Limits
-from kvstore.client import deadlines
+from kvstore.client.local import deadlines
 from kvstore.client.local.control import ControlChannel
 from kvstore.errors import PeerError
 
