@@ -157,7 +157,12 @@ NODE_BELIEVED_S = 1.0
 """Part of it: how long a client uses what it heard of a node without asking the index again."""
 FIRST_NODE_WAIT_S = 5.0
 """How long the first save of a client that may start a node waits for an index that does not
-say whether the node there is one of its own."""
+say whether the node there, which names its index otherwise, is one of its own."""
+FIRST_ANSWER_WAIT_S = 20.0
+"""How long a client waits for the first answer of a node that gets no processor, beyond
+`request_timeout_s`: a node that is stopped, or hangs, is given up after half as long again."""
+FIRST_QUESTION_WAIT_S = 1.0
+"""The same for a client that starts none, and so has Redis running already."""
 RESTART_WITHIN_S = 600.0
 """How long after a node died its segment waits for the next start: then whatever else of this
 user lives on the host frees it (segment/abandoned.py), and before that a node of the same run
@@ -201,7 +206,8 @@ class Limits:
     publish_timeout_s: Seconds = 0.5
     """How long the node may wait for Redis when it publishes; its clients wait for it."""
     request_timeout_s: Seconds = 2.0
-    """How long a client waits for a node's answer."""
+    """How long a client waits for a node's answer; for its first, up to `FIRST_ANSWER_WAIT_S`
+    while the node gets no processor."""
     stream_timeout_s: Seconds = 1.0
     """How long a client waits for one batch from or to a node on another host, besides
     the time that its bytes take at `STREAM_SLOW_BYTES_PER_S`."""

@@ -35,7 +35,7 @@ log = logging.getLogger("kvstore.node")
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
 KEEP, READY, ROOM, RESETS = "keep", "ready", "room", "resets"
 ROOM_BYTES = 8
-VERSION = 2
+VERSION = 3
 """Of what a node is reached by: grows with every change of its announcement, of the control
 protocol (protocol/control.py) and of the segment's layout (segment/header.py)."""
 NODES_SCANNED_MAX = 256
@@ -62,6 +62,9 @@ class Announcement:
     """Of its segment."""
     inline_bytes: int
     """Values up to this size may travel in a reserve request."""
+    index: str = ""
+    """Which index it publishes to (`Index.identity`), for clients of its own host; empty in the
+    index itself."""
     free_bytes: int = 0
     """Room without evicting anything, as of the last heartbeat; 0 in the node's own directory."""
     up_s: int = 0

@@ -72,6 +72,14 @@ class Index(Protocol):
         """Return when the index answers, raise `IndexUnavailableError` when it does not."""
         ...
 
+    def identity(self) -> str:
+        """Which index this is, as far as that can be told without asking it.
+
+        Two that say the same are one index; of two that differ nobody knows. Empty where
+        nothing can be told. Names no user and no password.
+        """
+        ...
+
     def incarnation(self) -> str:
         """Changes whenever keys may have been lost (restart, flush, failover)."""
         ...

@@ -132,6 +132,9 @@ class GuardedIndex:
     def ping(self) -> None:
         self._index.ping()
 
+    def identity(self) -> str:
+        return self._index.identity()
+
     def incarnation(self) -> str:
         return self._call(self._writing, self._index.incarnation)
 

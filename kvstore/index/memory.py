@@ -82,6 +82,9 @@ class MemoryIndex:
     def ping(self) -> None:
         return None
 
+    def identity(self) -> str:
+        return ""
+
     def incarnation(self) -> str:
         with self._lock:
             return self._incarnation

@@ -202,6 +202,7 @@ class Node:
             control_path=str(self.dir.socket),
             size_bytes=config.segment_bytes,
             inline_bytes=config.limits.inline_bytes,
+            index=self.index.identity(),
         )
         self._resets = ResetNews(
             self.dir, config.run_dir, config.key_prefix, self.index, self._signer
@@ -230,7 +231,7 @@ class Node:
         assert self._stopping is not None
         self._serve_streams()
         heartbeat = self._heartbeat()
-        # Before anyone can connect: a client takes only a node that the index knows.
+        # Before anyone can connect: a client that names the index otherwise asks it for us.
         heartbeat.beat()
         server = await self._loop.create_unix_server(
             lambda: Connection(self._on_hello, self._on_request, self._on_gone),

@@ -73,6 +73,7 @@ class Heartbeat:
             resets = self._news(announced_nodes(self._index, self._signer).values())
             announcement = dataclasses.replace(
                 self._announcement,
+                index="",
                 free_bytes=self._free_bytes(),
                 up_s=int(clock.monotonic() - self._started_at),
                 resets=resets,

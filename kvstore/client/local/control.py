@@ -7,6 +7,7 @@ Whoever waits reads the answers of all.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -20,6 +21,7 @@ import msgpack
 from kvstore.circuit_breaker import Breaker, BreakerState
 from kvstore.client.local import deadlines
 from kvstore.client.local.lease import Lease, lease_at
+from kvstore.client.local.starved import processor_wanted_s
 from kvstore.errors import (
     DeadlineError,
     InternalError,
@@ -28,12 +30,13 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.fork import in_each_child
+from kvstore.limits import FIRST_ANSWER_WAIT_S
 from kvstore.nodedir import NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import PROTOCOL_VERSION, Op
 from kvstore.protocol.control_replies import NonsenseError
 
-CONNECT_TIMEOUT_S = 1.0
+GOODBYE_TIMEOUT_S = 1.0
 SAY_CONNECT_TIMEOUT_S = 0.05
 QUEUE_POLL_S = 0.002
 """Between two tries to get a place in a full queue of connections."""
@@ -44,6 +47,14 @@ REOPEN_AFTER_S = 1.0
 PROBE_TIMEOUT_S = 0.1
 """For the HELLO that asks whether a node answers again: it waits for nothing else there, so a
 caller need not pay another whole deadline for a node that is stopped."""
+
+NEVER = float("-inf")
+STARVED_STEP = 0.25
+"""Of the deadline: how often a node that is late with its first answer is looked at."""
+ALONE_SHARE = 0.9
+"""Who is left so much of a deadline is the only node that is asked."""
+STARVED_SHARE = 0.1
+"""A node that has run, or stood in line for a processor, for so much of that time is starved."""
 
 Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int, int]]]
 """(slot, generation) reserved and (slot, generation, times) pinned by this client right now."""
@@ -107,6 +118,11 @@ class ControlChannel:
         """Somebody gave up, and the node may believe that this client holds more than it
         does: connect again."""
         self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
+        self._patient_until = time.monotonic() + max(FIRST_ANSWER_WAIT_S, timeout_s)
+        """Until the first answer, or failure, a starved node is waited for beyond the deadline:
+        a client that begins loses more by giving up. `-inf` from then on."""
+        self._wanted_s: float | None = None
+        self._seen_idle = False
         in_each_child(self)
 
     @property
@@ -135,7 +151,10 @@ class ControlChannel:
             probes = self._breaker.state is BreakerState.HALF_OPEN
             try:
                 soon = now + PROBE_TIMEOUT_S if probes else give_up_at
-                self._connect(min(give_up_at, soon, deadlines.connected_by()))
+                patient = not probes and self._has_all_the_time(now)
+                self._connect(min(give_up_at, soon, deadlines.connected_by()), patient=patient)
+                if patient:  # what was waited for so far is no time of this request
+                    give_up_at = time.monotonic() + self._timeout_s
                 return self._send([op, self._number(), *args], give_up_at, accept)
             except (DeadlineError, NodeUnavailableError):
                 self._failed()
@@ -157,6 +176,7 @@ class ControlChannel:
                 self._acquire(ticket.give_up_at)
                 try:
                     self._receive(ticket)
+                    self._patient_until = NEVER
                     if ticket.error is None or isinstance(ticket.error, InternalError):
                         self._breaker.succeeded()
                 except (DeadlineError, NodeUnavailableError):
@@ -183,7 +203,10 @@ class ControlChannel:
     def _acquire(self, give_up_at: float) -> None:
         """What raises in here may have the lock or not: give it back where it is this thread's."""
         try:
-            if self._lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0)):
+            until = give_up_at
+            if self._has_all_the_time(time.monotonic()):
+                until = max(until, self._patient_until)
+            if self._lock.acquire(timeout=max(until - time.monotonic(), 0.0)):
                 return
         except BaseException:
             self._out_of_step = True
@@ -196,7 +219,30 @@ class ControlChannel:
         self._out_of_step = True
         return DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
 
+    def _has_all_the_time(self, now: float) -> bool:
+        """Whether a starved node is waited for now: not when others are to be asked as well."""
+        if self._patient_until == NEVER or deadlines.give_up_at() != math.inf:
+            return False
+        return deadlines.connected_by() - now > self._timeout_s * ALONE_SHARE
+
+    def _is_starved(self, connection: socket.socket, ticket: Ticket) -> bool:
+        """Whether the node, late with its first answer, is waited for a little longer: as long as
+        it runs or stands in line for a processor."""
+        now = time.monotonic()
+        wanted_s, before_s = processor_wanted_s(connection), self._wanted_s
+        step_s = self._timeout_s * STARVED_STEP
+        hurried = now >= self._patient_until or deadlines.give_up_at() != math.inf
+        if wanted_s is None or hurried:
+            return False
+        idle = before_s is not None and wanted_s - before_s < step_s * STARVED_SHARE
+        if idle and self._seen_idle:
+            return False  # twice: what it waited for, an index, say, would have let it go on
+        self._seen_idle = idle
+        self._wanted_s, ticket.give_up_at = wanted_s, now + step_s
+        return True
+
     def _failed(self) -> None:
+        self._patient_until = NEVER
         self._disconnect()
         self._breaker.failed(time.monotonic())
 
@@ -270,7 +316,7 @@ class ControlChannel:
             self._closed = True
             if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    self._socket.settimeout(CONNECT_TIMEOUT_S)
+                    self._socket.settimeout(GOODBYE_TIMEOUT_S)
                     self._socket.sendall(control.packed([Op.BYE, 0]))
             self._disconnect()
             if self._lease is not None:
@@ -285,7 +331,7 @@ class ControlChannel:
         self._last_request += 1
         return self._last_request
 
-    def _connect(self, give_up_at: float) -> None:
+    def _connect(self, give_up_at: float, *, patient: bool = False) -> None:
         if self._pid != os.getpid():
             raise UsageError(
                 "client", self._pid, "was made before a fork: make one in each process"
@@ -305,7 +351,7 @@ class ControlChannel:
         self._unpacker = control.unpacker()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._dial(connection, min(give_up_at, time.monotonic() + CONNECT_TIMEOUT_S))
+            self._dial(connection, give_up_at)
         except OSError as e:
             connection.close()
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
@@ -313,7 +359,7 @@ class ControlChannel:
         reserved, pinned = self._held()
         hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._client_id]
         ticket = self._send([*hello, list(reserved), list(pinned)], give_up_at, as_it_is)
-        self._receive(ticket)
+        self._receive(ticket, patient=patient)
         if isinstance(ticket.error, UsageError):
             raise NodeUnavailableError(f"node {self.directory.name}: {ticket.error}")
         if ticket.answer != self._node:
@@ -357,14 +403,19 @@ class ControlChannel:
         self._awaited[message[1]] = ticket
         return ticket
 
-    def _receive(self, ticket: Ticket) -> None:
+    def _receive(self, ticket: Ticket, *, patient: bool = True) -> None:
         """Read answers, whosoever they are, until that of `ticket` is there."""
         connection = self._socket
         try:
             while not ticket.done:
                 assert connection is not None  # without one, every ticket has ended
                 connection.settimeout(max(ticket.give_up_at - time.monotonic(), 0.001))
-                data = connection.recv(RECV_BYTES)
+                try:
+                    data = connection.recv(RECV_BYTES)
+                except TimeoutError:
+                    if not (patient and self._is_starved(connection, ticket)):
+                        raise
+                    continue
                 if not data:
                     raise NodeUnavailableError(f"node {self.directory.name} hung up")
                 for number, good, body in self._messages(data):

@@ -18,7 +18,7 @@ from kvstore.errors import (
     PeerError,
 )
 from kvstore.fork import in_each_child
-from kvstore.limits import FIRST_NODE_WAIT_S
+from kvstore.limits import FIRST_NODE_WAIT_S, FIRST_QUESTION_WAIT_S
 from kvstore.nodedir import Announcement, NodeDir
 
 START_AGAIN_AFTER_S = 5.0
@@ -51,7 +51,8 @@ class HostWriters:
         self.timeout_s = timeout_s
         self._checksums = checksums
         self._start_node = start_node
-        self._patient = start_node is not None
+        self._patient = True
+        self._first_wait_s = FIRST_QUESTION_WAIT_S if start_node is None else FIRST_NODE_WAIT_S
         self._lock = threading.Lock()
         in_each_child(self)
         self._closed = False
@@ -133,9 +134,10 @@ class HostWriters:
             raise NodeUnavailableError(str(self._not_started)) from self._not_started
 
     def _writables(self, start: bool) -> list[tuple[Announcement, NodeDir]]:
-        """Waits for the index once, in a client that may start a node: it, its Redis and the
-        node start together, and the machine is busy just then."""
-        give_up_at = time.monotonic() + (FIRST_NODE_WAIT_S if start and self._patient else 0.0)
+        """The first save waits for an index that is slow to say whose the nodes are: where one
+        client starts many do, perhaps with their node and its Redis, and the machine is busy."""
+        wait_s = self._first_wait_s if start and self._patient else 0.0
+        give_up_at = time.monotonic() + wait_s
         while True:
             try:
                 found = self._nodes.writables()

@@ -164,10 +164,10 @@ class LocalNodes:
         return None
 
     def writables(self) -> list[tuple[Announcement, NodeDir]]:
-        """The nodes on this host to write to, by name: alive, and known to the same index.
+        """The nodes on this host to write to, by name: alive, and of the same index.
 
-        Raises `IndexUnavailableError` when there may be one but the index cannot say
-        whether any is one of its own.
+        Raises `IndexUnavailableError` when there may be one that names its index otherwise,
+        and the index cannot say whether any is one of its own.
         """
         found: list[tuple[Announcement, NodeDir]] = []
         unanswered: IndexUnavailableError | None = None
@@ -194,8 +194,11 @@ class LocalNodes:
         return strangers(self._run_dir, self._key_prefix) if self._use else []
 
     def _is_ours(self, announcement: Announcement) -> bool:
-        """Whether the index knows the node. Asked once for each of its starts: it does not
-        change its index while it lives."""
+        """Whether the node publishes to this client's index. When both call it the same nobody
+        is asked: a node that is starved, or cut off from Redis, is no stranger. Else the index
+        is asked, once for each start of the node: it does not change its index while it lives."""
+        if announcement.index and announcement.index == self._index.identity():
+            return True
         start = (announcement.node_id, announcement.epoch)
         if start not in self._ours:
             if self._index.node(announcement.node_id) is None:

@@ -22,6 +22,7 @@ from kvstore.index.checks import check_keys, check_records
 from kvstore.index.redis.announcements import RedisNodes
 from kvstore.index.redis.cluster import ClusterRoute
 from kvstore.index.redis.connection import FAILURES, Dial, Links, LostReply, RefusedError, Reply
+from kvstore.index.redis.identity import identity_of
 from kvstore.index.redis.protocol import KeySpace, chunks, command
 from kvstore.index.redis.replies import Replies, banned, no_script
 from kvstore.index.redis.route import (
@@ -118,6 +119,7 @@ class RedisIndex:
                 raise UsageError(name, value, f"above 0, at most {TIMEOUT_S_MAX:.0f} seconds")
         if not 1 <= lookup_links_max <= 1024:
             raise UsageError("lookup_links_max", lookup_links_max, "from 1 to 1024")
+        self._target = target
         self._label = target.label
         self._timeout_s = timeout_s
         self._space = KeySpace(key_prefix)
@@ -188,6 +190,9 @@ class RedisIndex:
         for (reply,) in self._read.ask_all(_ping, 1, even_if_away=True):
             if not isinstance(reply, LostReply) and self._replies.value(reply) != b"PONG":
                 raise self._replies.surprised(reply)
+
+    def identity(self) -> str:
+        return identity_of(self._target)
 
     def incarnation(self) -> str:
         """Of every shard: the server's run id, and a random value that a flush takes away.

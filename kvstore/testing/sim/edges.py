@@ -153,6 +153,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         if hasattr(module, "time"):
             yield module, "time", time
     yield clock, "monotonic", time.monotonic
+    yield control, "processor_wanted_s", lambda connection: None
 
     def lock() -> _SimLock:
         return _SimLock(world)

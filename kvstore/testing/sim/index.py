@@ -293,6 +293,9 @@ class SimIndex:
     def ping(self) -> None:
         self._call(self._server.ping)
 
+    def identity(self) -> str:
+        return ""
+
     def incarnation(self) -> str:
         return self._call(self._server.incarnation)
 
