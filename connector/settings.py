@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from connector.limits import (
@@ -15,7 +15,16 @@ from connector.limits import (
     TP_SIZES_MAX,
     VRAM_POOL_BYTES_MIN,
 )
-from kvstore import ItemsMax, NumberRange, UsageError, check_settings, read_settings
+from kvstore import (
+    ItemsMax,
+    Limits,
+    NumberRange,
+    UsageError,
+    check_settings,
+    known_names,
+    read_config,
+    read_settings,
+)
 
 STORE_SETTINGS = (
     "url",
@@ -26,6 +35,7 @@ STORE_SETTINGS = (
     "lookup_timeout_s",
     "verify",
     "weights_id",
+    "limits",
 )
 """Those that mean something to an engine which names and lays out its pages itself."""
 
@@ -73,6 +83,9 @@ class ConnectorSettings:
     weights_id: str | None = None
     """What stands for the weights in the namespace, for those who know it better: engines that
     give the same have the same weights, whatever their files say. None: a fingerprint of them."""
+    limits: Limits = field(default_factory=Limits)
+    """Deadlines and bounds of the store (`kvstore.Limits`), a table of names and values;
+    `lookup_timeout_s` goes before its `redis_timeout_s`."""
     pinned_fraction: Annotated[float, NumberRange(above=0, most=1)] = PINNED_FRACTION_MAX
     """Share of the engine's blocks that saves in flight may hold."""
 
@@ -93,6 +106,20 @@ class ConnectorSettings:
     ) -> ConnectorSettings:
         """Settings from an engine's free-form mapping `where`; an unknown name is an error.
 
-        With `only`, so is a name that is not among these: it would have no effect.
+        With `only`, so is a name that is not among these: it would have no effect. What `extra`
+        does not name is taken from `[connector]` and `[limits]` of the operator's file, which
+        is one for all engines: there, what has no effect on this one is passed over.
         """
-        return read_settings(cls, extra, where=where, only=only)
+        file = read_config()
+        shared = file.table("connector")
+        read_settings(cls, shared, where=file.where("connector"))
+        known_names(extra, only or [f.name for f in fields(cls)], where=where)
+        values = {n: v for n, v in shared.items() if not only or n in only} | dict(extra)
+        if not isinstance(values.get("limits"), Limits):
+            bounds = dict(shared.get("limits", {}))
+            if "limits" in extra:
+                read_settings(Limits, extra["limits"], where=f"{where}.limits")
+                bounds |= extra["limits"]
+            values["limits"] = file.limits(bounds)
+        values.setdefault("lookup_timeout_s", values["limits"].redis_timeout_s)
+        return read_settings(cls, values, where=where)

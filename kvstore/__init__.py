@@ -21,6 +21,7 @@ from kvstore.client.locator import Holder, Holders, Locator
 from kvstore.client.pinned import Pinned, TokenMatch
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
+from kvstore.config_file import read_config
 from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.cuda.bindings import open_device as cuda_device
 from kvstore.errors import (
@@ -39,7 +40,13 @@ from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
-from kvstore.settings import ItemsMax, NumberRange, check_settings, read_settings
+from kvstore.settings import (
+    ItemsMax,
+    NumberRange,
+    check_settings,
+    known_names,
+    read_settings,
+)
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, PutStatus
@@ -70,6 +77,8 @@ __all__ = [
     "Limits",
     "StreamSecurity",
     "read_settings",
+    "known_names",
+    "read_config",
     "check_settings",
     "NumberRange",
     "ItemsMax",

@@ -142,6 +142,9 @@ RESETS_SETTLE_S = 3.0
 """How long a node that starts with the blocks of a former start waits for the others to say
 again which resets it missed, when the index may have lost what they had said."""
 
+CONFIG_BYTES_MAX = 1 << 20
+"""Of an operator's file (config_file.py)."""
+
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 

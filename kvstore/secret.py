@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from kvstore.config_file import read_config
 from kvstore.errors import UsageError
 from kvstore.limits import SECRET_BYTES_MAX, SECRET_BYTES_MIN
 
@@ -16,7 +17,8 @@ SALT = "KVSTORE_SALT"
 
 
 def secret(name: str, given: str | bytes | None = None) -> bytes | None:
-    """`given`, else the variable `name`, else what is in the file that `name`_FILE names.
+    """`given`, else the variable `name`, else what is in the file that `name`_FILE names, else in
+    the one that `[security]` of the operator's file does.
 
     None when there is none of them; white space around it does not count. Raises
     `UsageError`, which does not show it, when it is too short or its file cannot be
@@ -28,6 +30,11 @@ def secret(name: str, given: str | bytes | None = None) -> bytes | None:
     file = os.environ.get(f"{name}_FILE")
     if given is None and file:
         where, given = f"{name}_FILE", _read(f"{name}_FILE", Path(file))
+    if given is None and not file:
+        own = f"{name.removeprefix('KVSTORE_').lower()}_file"
+        listed: Path | None = getattr(read_config().security(), own)
+        if listed is not None:
+            where, given = f"security.{own}", _read(f"security.{own}", listed)
     if given is None:
         return None
     if not isinstance(given, str | bytes):

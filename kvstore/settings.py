@@ -86,7 +86,7 @@ class Allowed:
             most = f" of at most {self.count.most}" if self.count else ""
             return f"a list{most}, each {self.of}"
         if get_origin(self.kind) is Literal:
-            return "one of " + ", ".join(map(str, get_args(self.kind)))
+            return "one of " + ", ".join(one or '""' for one in get_args(self.kind))
         return "a table of names and values"
 
     def takes(self, value: object) -> bool:

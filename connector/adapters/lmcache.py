@@ -42,6 +42,7 @@ SETTINGS = (
     "lookup_timeout_s",
     "verify",
     "weights_id",
+    "limits",
 )
 """Of `ConnectorSettings`; beside them there are `locked_keys_max` and `lock_timeout_s`."""
 OBJECT_VERSION = 1

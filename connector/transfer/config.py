@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from connector.limits import CONFIG_BYTES_MAX, KV_RANKS_MAX, PORT_MAX
-from kvstore import NumberRange, UsageError, check_settings, read_settings
+from kvstore import NumberRange, UsageError, check_settings, read_config, read_settings
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 KVBufferDevice = Literal["cuda", "cpu", "xpu"]
@@ -59,6 +59,7 @@ class KVTransferConfig:
     kv_ip: str = "127.0.0.1"
     """Where a connector that listens does so."""
     kv_port: Annotated[int, NumberRange(1, PORT_MAX)] = 14579
+    """The port there."""
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     """The connector's own settings; for `KVStoreConnector` see `connector.settings`."""
     kv_connector_module_path: str | None = None
@@ -140,14 +141,16 @@ class KVTransferConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """A config from `KVSTORE_KV_TRANSFER_CONFIG` and the variables of single fields.
+        """A config from `KVSTORE_KV_TRANSFER_CONFIG` and the variables of single fields, over
+        `[transfer]` of the operator's file.
 
         `environ` is the process's own by default. An empty variable counts as not
         set. With none of them set the config has no connector.
         """
         environ = os.environ if environ is None else environ
         document = environ.get(ENV_DOCUMENT)
-        values = _json_object(ENV_DOCUMENT, document) if document else {}
+        values = dict(read_config().table("transfer"))
+        values |= _json_object(ENV_DOCUMENT, document) if document else {}
         for f in fields(cls):
             variable = ENV_PREFIX + f.name.upper()
             text = environ.get(variable)

@@ -20,6 +20,7 @@ COMMANDS = {
     "stat": "nodes and counters",
     "explain": "why a prompt or a key is not found",
     "acl": "rights in Redis for clients, nodes and operators of one key prefix",
+    "config": "the settings in force here, and where each comes from",
     "doctor": "look for what would keep it from working, and say what to do",
 }
 EXIT_FAILED, EXIT_USAGE, EXIT_MISS, EXIT_INTERRUPTED = 1, 2, 3, 128 + signal.SIGINT

@@ -122,7 +122,7 @@ class Fleet:
         """`options` are those of `kvstore node` that all share; `env` is added to ours."""
         self._run_dir = run_dir
         self._sweeper = Sweeper(run_dir)
-        command = [sys.executable, "-m", "kvstore.cli", "node", *options]
+        command = [sys.executable, "-m", "kvstore.cli", "node", "--only-options", *options]
         command += ["--run-dir", str(run_dir), "--end-with-parent", str(os.getpid())]
         self.children = [
             Child(name, [*command, "--name", name], {**os.environ, **env})

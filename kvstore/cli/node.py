@@ -10,18 +10,19 @@ import os
 import signal
 from pathlib import Path
 
+from kvstore import rundir
+from kvstore.cli.node_table import NodeTable, node_table
 from kvstore.cli.options import (
     add_store,
     add_verbose,
     no_password,
-    run_dir_of,
     size_bytes,
     start_logging,
 )
 from kvstore.cli.output import human_bytes
+from kvstore.config_file import CONFIG, ConfigFile, read_config
 from kvstore.core.eviction import POLICIES
 from kvstore.index.open import open_guarded
-from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.node.permissions import group_id
@@ -44,12 +45,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_store(parser)
+    add_store(parser, file=True)
     add_memory(parser)
-    parser.add_argument("--name", default="node", help="unique on this host (default: %(default)s)")
+    parser.add_argument("--name", help=f"unique on this host (default: {NodeTable().name})")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=f"TOML with its settings, where no option says otherwise (default: {CONFIG})",
+    )
+    parser.add_argument("--only-options", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--end-with-last-client",
         action="store_true",
+        default=None,
         help="stop when the last client is gone, or when none comes",
     )
     parser.add_argument(
@@ -59,6 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep",
         action="store_true",
+        default=None,
         help="leave the memory for the next start of this name when told to stop",
     )
     parser.add_argument(
@@ -82,16 +92,15 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--policy",
-        default="lru",
         choices=sorted(POLICIES),
-        help="what goes when it is full (default: %(default)s)",
+        help=f"what goes when it is full (default: {NodeTable().policy})",
     )
 
 
-def node_bytes(args: argparse.Namespace, *, nodes: int = 1) -> int:
+def node_bytes(asked: int | None, *, nodes: int = 1) -> int:
     """What was asked for, else the default as far as the container's memory limit allows it."""
-    if args.size is not None:
-        return int(args.size)
+    if asked is not None:
+        return asked
     return size_within(SIZE_BYTES_DEFAULT, memory_limit(), nodes=nodes)
 
 
@@ -100,19 +109,17 @@ def add_stream(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "other hosts", f"The secret that both sides know is in {SECRET} or {SECRET_FILE}."
     )
+    group.add_argument("--listen", metavar="HOST:PORT", help="serve other hosts here")
+    group.add_argument("--advertise", metavar="HOST", help="the name or address they reach it by")
     group.add_argument(
-        "--listen", type=parse_listen, metavar="HOST:PORT", help="serve other hosts here"
-    )
-    group.add_argument(
-        "--advertise", default="", metavar="HOST", help="the name or address they reach it by"
-    )
-    group.add_argument(
-        "--open", action="store_true", help="serve without a secret whoever can connect"
+        "--open",
+        action="store_true",
+        default=None,
+        help="serve without a secret whoever can connect",
     )
     group.add_argument(
         "--nixl",
         nargs="?",
-        default="",
         const="read-only",
         choices=("read-only", "writable"),
         help="let them read by RDMA through NIXL too; experimental (docs/rdma.md)",
@@ -138,26 +145,31 @@ def run(args: argparse.Namespace) -> int:
     start_logging(args)
     if args.end_with_parent is not None:
         _end_with(args.end_with_parent)
+    if args.config is not None:
+        os.environ[CONFIG] = str(args.config)  # the processes that it starts read it too
+    file = read_config()
+    table = node_table(file if not args.only_options else ConfigFile(), args)
+    run_dir = rundir.run_dir(table.run_dir)
     if args.clean:
-        return _clean(run_dir_of(args))
+        return _clean(run_dir)
     config = NodeConfig(
-        run_dir=run_dir_of(args),
-        name=args.name,
-        size_bytes=node_bytes(args),
-        policy=args.policy,
-        key_prefix=args.key_prefix,
-        end_with_last_client=args.end_with_last_client,
-        listen=args.listen,
-        advertise=args.advertise,
-        open_to_all=args.open,
+        run_dir=run_dir,
+        name=table.name,
+        size_bytes=node_bytes(table.size_in_bytes),
+        policy=table.policy,
+        key_prefix=table.key_prefix,
+        end_with_last_client=table.end_with_last_client,
+        listen=parse_listen(table.listen) if table.listen else None,
+        advertise=table.advertise,
+        open_to_all=table.open,
         security=_security(args),
-        nixl=args.nixl,
-        keep=args.keep,
-        group=group_id(args.group) if args.group else None,
-        limits=Limits(),
+        nixl=table.nixl,
+        keep=table.keep,
+        group=group_id(table.group) if table.group else None,
+        limits=file.limits(),
     )
     opened = open_guarded(
-        args.url, key_prefix=args.key_prefix, run_dir=config.run_dir, limits=config.limits
+        table.url, key_prefix=table.key_prefix, run_dir=config.run_dir, limits=config.limits
     )
     try:
         return asyncio.run(_serve(Node(config, opened.index), no_password(opened.url)))

@@ -25,16 +25,22 @@ def size_bytes(text: str) -> int:
     return int(float(found[1]) * 1024 ** _POWERS[found[2].lower()])
 
 
-def add_store(parser: argparse.ArgumentParser, *, namespace: bool = False) -> None:
-    """Which store: its Redis, its prefix there, and where its local nodes leave word."""
+def add_store(
+    parser: argparse.ArgumentParser, *, namespace: bool = False, file: bool = False
+) -> None:
+    """Which store: its Redis, its prefix there, and where its local nodes leave word.
+
+    With `file`, what is not given is left to the operator's file.
+    """
     parser.add_argument(
         "--url", help=f"the index's Redis (default: {URL_VARIABLE}, else the embedded Redis)"
     )
     parser.add_argument(
         "--key-prefix",
-        default=KEY_PREFIX_DEFAULT,
+        default=None if file else KEY_PREFIX_DEFAULT,
         metavar="PREFIX",
-        help="of the index's keys; stores with different ones are apart (default: %(default)s)",
+        help="of the index's keys; stores with different ones are apart "
+        f"(default: {KEY_PREFIX_DEFAULT})",
     )
     parser.add_argument(
         "--run-dir",

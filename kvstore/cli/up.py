@@ -12,6 +12,7 @@ from types import FrameType
 
 from kvstore.cli.fleet import Fleet, node_names
 from kvstore.cli.node import STOP_SIGNALS, add_memory, node_bytes
+from kvstore.cli.node_table import NodeTable
 from kvstore.cli.options import (
     KEY_PREFIX_DEFAULT,
     add_store,
@@ -61,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=at_least_one, default=1, metavar="N", help="how many (default: 1)"
     )
     add_memory(parser)
+    parser.set_defaults(policy=NodeTable().policy)
     add_store(parser)
     add_verbose(parser)
 
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("nodes", args.nodes, f"at most {NODES_MAX}")
     run_dir = run_dir_of(args)
     # A wrong option is told here, once, and not by each node.
-    size_bytes = node_bytes(args, nodes=args.nodes)
+    size_bytes = node_bytes(args.size, nodes=args.nodes)
     segment_bytes = NodeConfig(run_dir=run_dir, size_bytes=size_bytes).segment_bytes
     check_limit(segment_bytes, memory_limit(), nodes=args.nodes)
     waiting = sum(NodeDir(run_dir, name).kept_for_s() > 0 for name in node_names(args.nodes))

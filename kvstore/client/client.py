@@ -104,7 +104,8 @@ class Client:
         - `signing_key`, `salt`: secrets (docs/security.md); None takes KVSTORE_SIGNING_KEY and
           KVSTORE_SALT, or what is in the files that these with _FILE name, else none. `salt`
           is for a namespace given by name; one that is made of fields has its own.
-        - `limits`: deadlines and bounds (`Limits`), as far as they are a client's.
+        - `limits`: deadlines and bounds (`Limits`), as far as they are a client's; None takes
+          those of the file that KVSTORE_CONFIG names, else the defaults.
         - `transports`: those that may be used, of "shm", "cuda_ipc", "nixl" and "stream";
           None takes KVSTORE_TRANSPORTS, else all.
         - `security`: what protects streams to other hosts (`StreamSecurity`); None takes

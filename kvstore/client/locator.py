@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvstore.client.explanation import MissReason, reason_of
+from kvstore.config_file import read_config
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_node
 from kvstore.index.open import OpenedIndex, open_guarded
@@ -64,7 +65,7 @@ class Locator:
             url,
             key_prefix=key_prefix,
             run_dir=default_run_dir(run_dir),
-            limits=limits or Limits(),
+            limits=limits or read_config().limits(),
         )
         self._index = self._opened.index
         self._nodes: dict[int, tuple[float, tuple[Announcement, Holder] | None]] = {}

@@ -36,6 +36,7 @@ from kvstore.client.reset_result import ResetResult
 from kvstore.client.resetting import reset_everywhere
 from kvstore.client.values.names import ValueNames
 from kvstore.client.vram import VramNodes
+from kvstore.config_file import read_config
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError
 from kvstore.index.base import Index
@@ -123,7 +124,7 @@ class BlockSession:
             security=security,
         )
         key = secret(SIGNING_KEY, signing_key)
-        self.limits = limits or Limits()
+        self.limits = limits or read_config().limits()
         self.run_dir = default_run_dir(run_dir)
         self.verify = verify
         self.key_prefix = key_prefix

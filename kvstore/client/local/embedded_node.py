@@ -74,7 +74,7 @@ def start_embedded_node(
             *(sys.executable, "-m", "kvstore.cli", "node", "--name", EMBEDDED_NAME),
             *("--run-dir", str(run_dir), "--key-prefix", key_prefix),
             *("--size", str(size_bytes)),
-            "--end-with-last-client",
+            *("--end-with-last-client", "--only-options"),
         ],
         env=env,
         stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.config_file import read_config
 from kvstore.errors import UsageError
 from kvstore.limits import SECRET_BYTES_MAX, SECRET_BYTES_MIN
 from kvstore.secret import secret
@@ -40,10 +41,17 @@ class StreamSecurity:
 
     @classmethod
     def from_environment(cls) -> StreamSecurity:
-        """KVSTORE_SECRET or KVSTORE_SECRET_FILE, KVSTORE_TLS_CA, _CERT and _KEY; all optional."""
-        paths = (os.environ.get(name) for name in (TLS_CA, TLS_CERT, TLS_KEY))
-        ca, cert, key = (Path(path) if path else None for path in paths)
-        return cls(secret=secret(SECRET), tls_ca=ca, tls_cert=cert, tls_key=key)
+        """KVSTORE_SECRET or KVSTORE_SECRET_FILE, KVSTORE_TLS_CA, _CERT and _KEY; all optional.
+
+        What they leave open is in `[security]` of the operator's file (config_file.py).
+        """
+        files = read_config().security()
+        return cls(
+            secret=secret(SECRET),
+            tls_ca=_path(TLS_CA) or files.tls_ca,
+            tls_cert=_path(TLS_CERT) or files.tls_cert,
+            tls_key=_path(TLS_KEY) or files.tls_key,
+        )
 
     def client_context(self) -> ssl.SSLContext | None:
         """None without a CA: then TLS is not possible. Raises `UsageError` for bad files."""
@@ -70,3 +78,8 @@ class StreamSecurity:
             files = ", ".join(str(p) for p in (self.tls_ca, self.tls_cert, self.tls_key) if p)
             raise UsageError("tls", files, f"cannot be used: {e}") from e
         return context
+
+
+def _path(variable: str) -> Path | None:
+    path = os.environ.get(variable)
+    return Path(path) if path else None

@@ -1,0 +1,79 @@
+"""`[node]` of the operator's file: what `kvstore node` can be told by options, too."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvstore.cli.options import KEY_PREFIX_DEFAULT, size_bytes
+from kvstore.config_file import ConfigFile
+from kvstore.errors import UsageError
+from kvstore.index.open import URL_VARIABLE
+from kvstore.rundir import RUN_DIR_ENV
+from kvstore.settings import allowed_in, check_settings, read_settings
+
+VARIABLES = {"url": URL_VARIABLE, "run_dir": RUN_DIR_ENV}
+"""Which variable wins over which name of the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTable:
+    """How one node is made. An option of `kvstore node` wins over what is here."""
+
+    url: str | None = None
+    """The index's Redis; KVSTORE_URL wins over it; without both it is the embedded Redis."""
+    key_prefix: str = KEY_PREFIX_DEFAULT
+    """Prefix of the index's keys: stores with different ones know nothing of each other."""
+    run_dir: Path | None = None
+    """Where processes of this host find each other; KVSTORE_RUN_DIR wins over it; without both it
+    is a directory of this user."""
+    name: str = "node"
+    """Unique on its host."""
+    size: str = ""
+    """Of its memory in /dev/shm: 1GiB, 512MiB, 1048576; empty: 1 GiB, or less where the
+    container's memory limit allows less."""
+    policy: Literal["lru"] = "lru"
+    """What goes when it is full."""
+    listen: str = ""
+    """HOST:PORT to serve other hosts at; empty: not at all."""
+    advertise: str = ""
+    """The name or address by which they reach it; empty: that of `listen`, else this host's."""
+    open: bool = False
+    """Serve without a secret whoever can connect."""
+    nixl: Literal["", "read-only", "writable"] = ""
+    """Let other hosts read by RDMA through NIXL too; experimental (docs/rdma.md)."""
+    keep: bool = False
+    """Leave the memory for the next start of this name when told to stop."""
+    group: str = ""
+    """A Unix group whose members may read its blocks; empty: its user alone."""
+    end_with_last_client: bool = False
+    """Stop when the last client is gone, or when none comes."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, inside="node.")
+        self.size_in_bytes  # noqa: B018  # refuses what is no size
+
+    @property
+    def size_in_bytes(self) -> int | None:
+        """`size` as a number; None where it is not asked for."""
+        try:
+            return size_bytes(self.size) if self.size else None
+        except argparse.ArgumentTypeError as e:
+            raise UsageError("node.size", self.size, f"must be a size: {e}") from e
+
+
+def node_table(file: ConfigFile, options: argparse.Namespace | None = None) -> NodeTable:
+    """`[node]` of `file`, and in its place what the command line says."""
+    given = {name: getattr(options, name, None) for name in allowed_in(NodeTable)}
+    over: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for name, variable in VARIABLES.items():
+        if value := os.environ.get(variable):
+            over.setdefault(name, value)
+    if "size" in over:
+        over["size"] = str(over["size"])
+    table = file.table("node")
+    read_settings(NodeTable, table, where=file.where("node"))
+    return read_settings(NodeTable, {**table, **over}, where="options")

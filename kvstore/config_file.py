@@ -1,0 +1,94 @@
+"""The operator's file: one TOML document, found by `KVSTORE_CONFIG`, a table for each reader.
+
+`[limits]` and `[security]` hold for every process of the store that is started with the variable,
+`[node]` for `kvstore node`, `[connector]` and `[transfer]` for engines. What a program, a command
+line or a variable of one setting says wins over it. docs/settings.md lists every name.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import UsageError
+from kvstore.limits import CONFIG_BYTES_MAX, Limits
+from kvstore.settings import check_settings, known_names, read_settings
+
+CONFIG = "KVSTORE_CONFIG"
+TABLES = ("limits", "security", "node", "connector", "transfer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityFiles:
+    """Files of secrets and certificates. Secrets themselves have no place in this document."""
+
+    secret_file: Path | None = None
+    """What both ends of a stream know; KVSTORE_SECRET and KVSTORE_SECRET_FILE win over it."""
+    signing_key_file: Path | None = None
+    """Signs index records; KVSTORE_SIGNING_KEY and KVSTORE_SIGNING_KEY_FILE win over it."""
+    salt_file: Path | None = None
+    """Goes into every key; KVSTORE_SALT and KVSTORE_SALT_FILE win over it."""
+    tls_ca: Path | None = None
+    """Who may have signed the other side's certificate; KVSTORE_TLS_CA wins over it."""
+    tls_cert: Path | None = None
+    """This side's certificate, PEM; KVSTORE_TLS_CERT wins over it."""
+    tls_key: Path | None = None
+    """The certificate's key, PEM; KVSTORE_TLS_KEY wins over it."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, inside="security.")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The tables of one file, empty where there is none."""
+
+    path: Path | None = None
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """Names and values of one table, as they stand there."""
+        return self.tables.get(name, {})
+
+    def where(self, name: str) -> str:
+        """How messages call the table `name`."""
+        return f"{self.path} [{name}]"
+
+    def limits(self, over: Mapping[str, Any] | None = None) -> Limits:
+        """`[limits]`, with `over` in place of what it says."""
+        limits = read_settings(Limits, self.table("limits"), where=self.where("limits"))
+        return read_settings(Limits, over or {}, where="limits", besides=asdict(limits))
+
+    def security(self) -> SecurityFiles:
+        """`[security]`."""
+        return read_settings(SecurityFiles, self.table("security"), where=self.where("security"))
+
+
+def read_config(path: str | Path | None = None) -> ConfigFile:
+    """The file at `path`, else the one that KVSTORE_CONFIG names, else an empty one.
+
+    Raises `UsageError` when it cannot be read, is no TOML, or has a table that nobody reads.
+    """
+    name, path = ("config", path) if path else (CONFIG, os.environ.get(CONFIG))
+    if not path:
+        return ConfigFile()
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(CONFIG_BYTES_MAX + 1)
+    except OSError as e:
+        raise UsageError(name, str(path), f"cannot be read: {e.strerror}") from e
+    if len(raw) > CONFIG_BYTES_MAX:
+        raise UsageError(name, str(path), f"must have at most {CONFIG_BYTES_MAX} bytes")
+    try:
+        tables = tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as e:
+        raise UsageError(name, str(path), f"must be TOML: {e}") from e
+    known_names(tables, TABLES, where=str(path))
+    for table, values in tables.items():
+        if not isinstance(values, dict):
+            raise UsageError(str(path), table, f"must be a table: [{table}]")
+    return ConfigFile(Path(path), tables)
