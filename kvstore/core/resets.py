@@ -64,7 +64,7 @@ class Resets:
         """
         fresh = sorted((n, ids) for n, ids in told._known.items() if n not in self._known)
         fresh = [one for one in fresh if one[0] > self.floor]
-        if told.floor > max(self.floor, max(self._known, default=0)) and told.floor:
+        if told.floor > max(self.floor, max(self._known, default=0)):
             return [(told.floor, EVERYTHING), *fresh]
         return fresh
 
@@ -80,8 +80,6 @@ class Resets:
     def unpack(cls, text: str) -> Resets:
         """What `pack` wrote; nothing of what is damaged."""
         found = cls()
-        if not text:
-            return found
         try:
             raw = base64.b64decode(text, validate=True)
             (found.floor,) = struct.unpack_from("<Q", raw)

@@ -5,7 +5,19 @@ import random
 import pytest
 
 from kvstore.core.demotion import DemotingCore
-from kvstore.core.events import Coldest, Commit, Drop, Mark, Reserve, Retire, SessionDead, Touch
+from kvstore.core.departures import GoneWhy
+from kvstore.core.events import (
+    Coldest,
+    Commit,
+    Drop,
+    Hold,
+    Mark,
+    Pin,
+    Reserve,
+    Retire,
+    SessionDead,
+    Touch,
+)
 from kvstore.core.slots import SlotState
 
 MIB = 1 << 20
@@ -153,3 +165,63 @@ def test_blocks_leave_when_enough_is_free_but_not_in_one_piece(driven):
     driven.retire(cold)
     assert driven.save(KEYS[50]) == [0]
     assert driven.coldest(256 << 10) == []
+
+
+def test_what_leaves_is_pinned_for_who_asked_and_no_more_than_asked_for(driven):
+    driven.save_apart(*KEYS[:8])
+    driven.writes.clear()
+    cold = driven.coldest(2 * MIB, at_most=3)
+    assert [block.key for block in cold] == KEYS[:3]
+    assert driven.writes == [Hold(block.slot, True) for block in cold]
+    assert driven.core.holds(DEMOTER)
+    assert [driven.core.by_key[key].pins for key in KEYS[:4]] == [1, 1, 1, 0]
+    assert [block.key for block in driven.coldest(2 * MIB, at_most=1)] == [KEYS[3]], "not twice"
+
+
+def test_as_many_bytes_leave_as_are_short_and_not_a_block_more(driven):
+    driven.save_apart(*KEYS[:8])
+    assert [b.key for b in driven.coldest(512 << 10)] == [KEYS[0], KEYS[1]]
+    driven = Driven()
+    driven.save_apart(*KEYS[:8])
+    assert [b.key for b in driven.coldest((512 << 10) + 1)] == [KEYS[0], KEYS[1], KEYS[2]]
+    driven = Driven()
+    driven.save_apart(*KEYS[:7])
+    assert driven.coldest(256 << 10) == []
+    assert len(driven.coldest((256 << 10) + 1)) == 1
+
+
+def test_only_who_took_a_block_of_that_generation_retires_it(driven):
+    driven.save(*KEYS[:8])
+    (block,) = driven.coldest(256 << 10)
+    for event in (
+        Retire(WRITER, 1, [(block.slot, block.generation)]),
+        Retire(DEMOTER, 1, [(block.slot, block.generation + 1)]),
+        Retire(DEMOTER, 1, [(4321, block.generation)]),
+    ):
+        driven.ask(event)
+        assert driven.core.by_key[block.key].pins == 1
+    assert driven.core.counts["evicted"] == 0
+    driven.retire([block])
+    assert block.key not in driven.core.by_key
+    assert driven.core.counts["evicted"] == 1
+    assert driven.core.gone.get(block.key).why is GoneWhy.EVICTED
+
+
+def test_what_is_being_written_or_read_does_not_leave(driven):
+    driven.save_apart(*KEYS[:6])
+    driven.reserve(*KEYS[6:8])
+    driven.ask(Pin(WRITER, 1, KEYS[:2]))
+    assert [block.key for block in driven.coldest(2 * MIB)] == KEYS[2:6]
+
+
+def test_room_is_made_for_the_largest_that_found_none_until_as_large_a_one_did(driven):
+    for key in KEYS[:32]:
+        driven.save(key, size=64 << 10)
+    slots = sorted(driven.core.by_key.values(), key=lambda slot: slot.offset)
+    driven.ask(Drop(WRITER, 1, [slot.key for slot in slots[::2]]))
+    for size in (256 << 10, 128 << 10):
+        assert driven.reserve(KEYS[50], size=size) == [3]
+    driven.save(KEYS[51], size=64 << 10)
+    cold = driven.coldest(256 << 10, at_most=1)
+    assert len(cold) == 1, "at most so many"
+    assert driven.coldest(256 << 10) == [], "once for each that was refused"

@@ -15,6 +15,7 @@ from kvstore.core.events import (
     SessionResumed,
     Stat,
     Suspect,
+    Touch,
     Unpin,
 )
 from kvstore.core.holdings import FORMER
@@ -204,3 +205,36 @@ def test_what_clients_of_a_former_start_hold_is_in_quarantine(driven):
     driven.ask(Pin(FORMER, 1, KEYS[:2]))
     driven.reserve(KEYS[2], session=FORMER)
     assert driven.ask(Stat(A, 1))["quarantined"] == 3
+
+
+def test_a_block_is_unpinned_as_often_as_it_was_pinned(driven):
+    driven.put(KEYS[0])
+    block = driven.core.by_key[KEYS[0]]
+    item = (block.slot_id, block.generation)
+    driven.ask(Pin(A, 1, [KEYS[0]] * 3))
+    for left in (2, 1, 0, 0):
+        driven.ask(Unpin(A, 1, [item, (4321, 1)]))
+        assert block.pins == left
+        assert driven.core.holds(A) == bool(left)
+        assert driven.ask(Stat(A, 1))["pinned"] == bool(left)
+    driven.ask(Pin(A, 1, KEYS[:1]))
+    driven.ask(SessionResumed(A, [], []))
+    assert driven.ask(Stat(A, 1))["pinned"] == 0
+    driven.ask(SessionResumed(B, [(1, 1)], [(1, 1, 1)]))
+    assert not driven.core.holds(B)
+
+
+def test_what_is_not_a_sealed_block_is_not_corrupt(driven):
+    ((slot, generation, _),) = driven.reserve(KEYS[0])
+    driven.ask(Corrupt(slot, generation))
+    driven.ask(Corrupt(4321, 1))
+    assert driven.core.counts["corrupt"] == 0
+    assert driven.ask(Commit(A, 1, [(slot, generation, 0)])) == [0]
+
+
+def test_what_is_being_written_is_not_used_by_a_touch(driven):
+    ((slot, generation, _),) = driven.reserve(KEYS[0], now=1.0)
+    driven.ask(Touch(B, KEYS[:1]), 5.0)
+    driven.ask(Commit(A, 1, [(slot, generation, 0)]), 6.0)
+    (row,) = driven.ask(Listing(A, 1, b"", 9), 8.0)
+    assert row[6] == 7.0

@@ -132,3 +132,19 @@ def test_a_reset_larger_than_all_the_room_is_known_until_the_next_comes() -> Non
     assert (3 in resets, resets.floor) == (True, 0)
     assert resets.add(4, range(RESETS_IDS_MAX + 1))
     assert (3 in resets, 4 in resets, resets.floor) == (False, True, 3)
+
+
+def test_what_is_no_base64_is_nothing_even_around_what_is() -> None:
+    text = of(5).pack()
+    assert len(Resets.unpack(text)) == 1
+    for damaged in ("", f"!{text}", f"{text[:4]} {text[4:]}"):
+        assert len(Resets.unpack(damaged)) == 0
+
+
+def test_what_was_let_go_of_is_no_news() -> None:
+    known, told = Resets(), of(4, 5, 6)
+    known.floor = 5
+    assert known.news(told) == [(6, (7,))]
+    told = Resets()
+    told.floor = 1
+    assert Resets().news(told) == [(1, EVERYTHING)]
