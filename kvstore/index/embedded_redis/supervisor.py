@@ -32,6 +32,8 @@ STOP_TIMEOUT_S = 2.0
 POLL_S = 0.1
 """How soon the end of the last user, or of Redis, is seen."""
 RESTARTS_MAX = 3
+RESTARTS_WITHIN_S = 60.0
+"""Restarts longer ago do not count: a store may live for months."""
 LOG_TAIL_BYTES = 500
 
 SOCKET, LOG, PIDS, PIDS_NEW = "redis.sock", "redis.log", "redis.json", "redis.json.new"
@@ -110,13 +112,16 @@ class Supervisor:
         return os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _watch(self, locks: dict[str, int]) -> None:
-        """Until the last user is gone, or Redis ended more than `RESTARTS_MAX` times."""
-        restarts = 0
+        """Until the last user is gone, or Redis ended more than `RESTARTS_MAX` times
+        within `RESTARTS_WITHIN_S`."""
+        restarts: list[float] = []
         while True:
             if self._redis is None or self._redis.poll() is not None:
-                if restarts == RESTARTS_MAX or self._start():
+                now = time.monotonic()
+                restarts = [at for at in restarts if at > now - RESTARTS_WITHIN_S]
+                if len(restarts) >= RESTARTS_MAX or self._start():
                     return
-                restarts += 1
+                restarts.append(now)
             if self._unused(locks):
                 return
             time.sleep(POLL_S)

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -189,6 +190,27 @@ def test_a_redis_that_keeps_dying_is_given_up_and_the_next_user_starts_afresh(
         assert supervisor.answers(again.socket)
     held.close()
     nothing_is_left(run_dir, again.pid, again.supervisor_pid)
+
+
+@pytest.mark.parametrize(("apart_s", "starts"), [(100.0, 20), (1.0, supervisor.RESTARTS_MAX)])
+def test_only_ends_of_redis_that_are_close_together_make_it_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float, starts: int
+) -> None:
+    """It dies at once after every start, until the last user goes after 20 of them."""
+    now, started = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    monkeypatch.setattr(supervisor, "time", clock)
+    watched = supervisor.Supervisor(tmp_path, [])
+
+    def start() -> str:
+        started.append(now[0])
+        now[0] += apart_s
+        return ""
+
+    monkeypatch.setattr(watched, "_start", start)
+    monkeypatch.setattr(watched, "_unused", lambda locks: len(started) >= 20)
+    watched._watch({})
+    assert len(started) == starts
 
 
 def test_a_killed_supervisor_takes_redis_with_it_and_the_next_user_starts_afresh(
