@@ -130,7 +130,7 @@ def test_a_forked_child_does_not_use_its_parents_reader(place):
     if child == 0:
         code = 1
         try:
-            ready = place.transport.ready(place.announcement)
+            ready = place.transport.ready(place.word)
             place.transport.close()
             code = 2 if ready else 0
         finally:
@@ -154,7 +154,7 @@ def test_a_reader_process_that_stops_costs_a_deadline_and_is_killed(place):
 def test_an_owner_that_is_stopped_leaves_a_read_pending_that_ends_here(place, monkeypatch):
     """Stopped after it gave its way in: UCX then waits for it for ever."""
     block = place.save(b"1" * 100_000)
-    real = nixl_module.nixl_way
+    real = nixl_module.nixl_endpoint
     stopped = []
 
     def way_of_one_that_stops(*arguments):
@@ -190,9 +190,7 @@ def test_arenas_that_cannot_be_given_up_end_reading_through_nixl(place, monkeypa
     reader.retire()
     outcomes, _ = place.read(block, timeout_s=1.0)
     assert reads(outcomes) == [Read.FAILED]
-    wait_until(
-        lambda: "wait for late bytes" in place.transport._peer(place.announcement).reason, "why"
-    )
+    wait_until(lambda: "wait for late bytes" in place.transport._peer(place.word).reason, "why")
     monkeypatch.undo()
     reader.close()
     place.wait_until_ready()
@@ -229,7 +227,7 @@ def test_a_client_killed_in_the_middle_of_reads_leaves_the_owner_serving(place):
                 "-c",
                 CRASHING,
                 os.pathsep.join(sys.path),
-                place.announcement.pack().hex(),
+                place.word.pack().hex(),
             ),
             *(key.hex(), " ".join(map(str, location))),
         ],
@@ -252,18 +250,18 @@ def test_a_client_killed_in_the_middle_of_reads_leaves_the_owner_serving(place):
 def test_a_restarted_node_is_read_under_its_new_epoch_and_not_under_the_old(quick, tmp_path):
     first = NixlPlace(tmp_path)
     try:
-        old_word, old = first.announcement, first.save(b"1" * 100_000)
+        old_word, old = first.word, first.save(b"1" * 100_000)
         assert reads(first.read(old)[0]) == [Read.HIT]
         first.node.stop()
         first.node = Node(first.node.config, first.index).start()
-        first.announcement = first.node.announcement
-        assert first.announcement.epoch > old_word.epoch
+        first.word = first.node.announcement
+        assert first.word.epoch > old_word.epoch
         first.wait_until_ready()
         fresh = first.save(b"2" * 100_000)
         outcomes, (_, got) = first.read(old, fresh)
         assert reads(outcomes) == [Read.MISS, Read.HIT]
         assert got == b"2" * 100_000
-        first.announcement = old_word
+        first.word = old_word
         assert reads(first.read(old, timeout_s=0.5)[0]) == [Read.FAILED]
     finally:
         first.close()
@@ -276,11 +274,9 @@ def test_bytes_that_are_not_those_of_the_checksum_are_a_miss(place):
     key, location = place.save(b"1" * 100_000)
     right = location._replace(checksum=xxhash.xxh3_64_intdigest(b"1" * 100_000))
     assert reads(place.read((key, right))[0]) == [Read.HIT]
-    shm = AttachedShm(
-        Path(place.announcement.data_path), Path(place.announcement.head_path), writable=True
-    )
+    shm = AttachedShm(Path(place.word.data_path), Path(place.word.head_path), writable=True)
     try:
-        _, offset = Layout(place.announcement).places(location)
+        _, offset = Layout(place.word).places(location)
         shm.payload[offset + 70_000] ^= 1
         (outcome,), _ = place.read((key, right))
     finally:
@@ -300,7 +296,7 @@ def test_bytes_that_are_not_those_of_the_checksum_are_a_miss(place):
 )
 def test_a_node_that_lies_about_its_way_in_is_left_alone(place, monkeypatch, lie, reason):
     block = place.save(b"1" * 100_000)
-    real = nixl_module.nixl_way
+    real = nixl_module.nixl_endpoint
 
     def lying(*arguments):
         way = real(*arguments)
@@ -309,7 +305,7 @@ def test_a_node_that_lies_about_its_way_in_is_left_alone(place, monkeypatch, lie
     place.transport._peers.clear()
     with monkeypatch.context() as patch:
         patch.setattr(nixl_module, "nixl_endpoint", lying)
-        peer = place.transport._peer(place.announcement)
+        peer = place.transport._peer(place.word)
         untried = peer.reason
         (outcome,), _ = place.read(block)
         assert outcome.read is not Read.HIT
@@ -333,13 +329,9 @@ def test_large_blocks_are_read_in_parts(place, monkeypatch):
 
 def test_the_way_in_is_not_in_the_announcement(place):
     way = place.sidecar.way()
-    (told,) = (
-        place.announcement.transports[name]
-        for name in place.announcement.transports
-        if name == "nixl"
-    )
+    (told,) = (place.word.transports[name] for name in place.word.transports if name == "nixl")
     assert way[0].startswith(told)
-    assert way[1].hex() not in place.announcement.pack().hex()
+    assert way[1].hex() not in place.word.pack().hex()
     assert len(told) < 64
 
 
@@ -369,8 +361,8 @@ def test_ucx_does_not_listen_on_every_interface(place, monkeypatch):
     monkeypatch.delenv("UCX_NET_DEVICES")
     transport = nixl_transport()
     try:
-        assert not transport.ready(place.announcement)
-        peer = transport._peer(place.announcement)
+        assert not transport.ready(place.word)
+        peer = transport._peer(place.word)
         wait_until(lambda: "UCX_NET_DEVICES" in peer.reason, "it says why")
     finally:
         transport.close()
