@@ -9,11 +9,15 @@ loop changes any of it: `take` makes a slot, `became_free` ends it.
 Placement: best fit. Large values come from the lower end of an extent, small ones from
 the upper end: those that live beside each other are alike, and leave holes for the like.
 
-Eviction, when nothing fits: the cheapest window of neighbouring free and evictable extents
-that holds the request, around any of the coldest `COLD_TRIED` blocks. Cost is the
-bytes of live blocks in it, those of hot blocks counted up to `1 + HEAT` times. A window
-ends at what is reserved or pinned; when one hides behind such slots, the whole segment is
-looked through. What follows:
+Moves, when nothing fits though a fifth is free: the blocks of the window that costs least to
+empty (bytes, and a little for each block), around any of the largest holes, go to other
+holes. Nothing is evicted for that; what may be moved for one request is limited.
+
+Eviction, when nothing fits and nothing can be moved: the cheapest window of neighbouring
+free and evictable extents that holds the request, around any of the coldest `COLD_TRIED`
+blocks. Cost is the bytes of live blocks in it, those of hot blocks counted up to `1 + HEAT`
+times. A window ends at what is reserved or pinned; when one hides behind such slots, the
+whole segment is looked through. What follows:
 
 - as long as some run of free and evictable extents is large enough, there is space;
 - a block that is as large as the request is evicted alone, so room for a small value
@@ -24,13 +28,16 @@ looked through. What follows:
 A bound for orders that an adversary chooses, without eviction: with values of `least` to
 `most` bytes a value of `most` can be refused for the first time when every hole is just
 smaller than it, each between two of the smallest: from `least / (least + most)` of the
-bytes on (Robson's bound is no better for allocators that do not move). Then one window is
-evicted, `most` bytes at most and one block.
+bytes on (Robson's bound is no better for allocators that do not move). Moving the few that
+are in the way of one window makes room again, until more than four fifths are in use or
+they are more than the limit on moves. Then one window is evicted, `most` bytes at most
+and one block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -52,6 +59,14 @@ HEAT = 4
 """How many times more than its bytes the block costs that was used last."""
 SMALL_PART = 1024
 """A value smaller than such a part of the segment counts as small."""
+FREE_PART = 5
+"""Blocks are moved while one in so many parts of the segment is free, at least."""
+HOLES_TRIED = 8
+"""Of the free extents, largest first, around how many blocks are moved."""
+MOVED_MAX = 64
+"""Blocks on either side of a hole that are looked at for that."""
+MOVE_COSTS = 128
+"""A block that is moved costs this besides its size: a header, a record, a publication."""
 
 
 class Extent(NamedTuple):
@@ -59,6 +74,22 @@ class Extent(NamedTuple):
     size: int
     slot: Slot | None
     """None: it is free."""
+
+
+class Move(NamedTuple):
+    """A block, and the FREE slot of the same size that it goes to."""
+
+    old: Slot
+    new: Slot
+
+
+class Window(NamedTuple):
+    cost: int
+    extents: list[Extent]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [e.slot for e in self.extents if e.slot is not None]
 
 
 class Allocator:
@@ -75,7 +106,8 @@ class Allocator:
         self.capacity_bytes = size_bytes
         self.value_bytes_max = min(size_bytes, VALUE_BYTES_MAX)
         self.evicts = True
-        """False: blocks go only when somebody frees them; without room there is none."""
+        """False: blocks go only when somebody frees them, and stay where they are; without room
+        there is none."""
         self._space = Space(size_bytes // GRANULE_BYTES)
         self._slots: dict[int, Slot] = {}
         self._ends: dict[int, Slot] = {}
@@ -124,6 +156,9 @@ class Allocator:
                 self._spare = None
                 return spare
             self._join_spare()
+        return self._carve(size)
+
+    def _carve(self, size: int) -> Slot | None:
         small = size < self._small
         start = self._space.take(size, high=small)
         if start is None:
@@ -143,9 +178,12 @@ class Allocator:
     def _join_spare(self) -> None:
         slot, self._spare = self._spare, None
         if slot is not None:
-            del self._slots[slot.slot_id]
-            del self._ends[slot.start + slot.size]
-            self._space.give(slot.start, slot.size)
+            self._join(slot)
+
+    def _join(self, slot: Slot) -> None:
+        del self._slots[slot.slot_id]
+        del self._ends[slot.start + slot.size]
+        self._space.give(slot.start, slot.size)
 
     def became_busy(self, slot: Slot) -> None:
         """Reserved, or pinned for the first time: not evictable."""
@@ -173,6 +211,47 @@ class Allocator:
         slot.last_use = self._tick
         self._evictable.touch(slot.slot_id)
 
+    # --- moving -----------------------------------------------------------------
+
+    def moves(self, length: int, at_most: int) -> list[Move]:
+        """What must move, at `move_cost` of `at_most` together, so that `take` finds room without
+        an eviction; none when more than is promised is in use, or when that is not enough. For
+        the moment after `take` found none. The caller moves all of them."""
+        space = self._space
+        size = granules_of(length)
+        if space.free * FREE_PART < space.size or space.free < size or not self.evicts:
+            return []
+        holes = [Extent(*hole, None) for hole in islice(space.largest_first(), HOLES_TRIED)]
+        windows = (
+            self._window(self._around(hole, size, MOVED_MAX), size, move_cost) for hole in holes
+        )
+        for window in sorted(filter(None, windows), key=lambda window: window.cost):
+            if window.cost > at_most:
+                break
+            moves = self._moves_out_of(window)
+            if moves:
+                return moves
+        return []
+
+    def _moves_out_of(self, window: Window) -> list[Move]:
+        """All blocks of it to places outside; none when not all of them find one."""
+        holes = [e for e in window.extents if e.slot is None]
+        for hole in holes:
+            self._space.take_all(hole.start)
+        moves: list[Move] = []
+        blocks = sorted(window.slots, key=lambda slot: slot.size, reverse=True)
+        for block in blocks:
+            place = self._carve(block.size)
+            if place is None:
+                for move in moves:
+                    self._join(move.new)
+                moves = []
+                break
+            moves.append(Move(block, place))
+        for hole in holes:
+            self._space.give(hole.start, hole.size)
+        return moves
+
     # --- making room ------------------------------------------------------------
 
     def victims(self, length: int) -> list[Slot]:
@@ -190,16 +269,24 @@ class Allocator:
         if self._slots[first].size == size:
             return [self._slots[first]]
         cold = [self._slots[i] for i in islice(self._evictable.coldest(), COLD_TRIED)]
-        windows = (self._window(self._around(seed, size), size, cold[0]) for seed in cold)
-        best = min(filter(None, windows), key=lambda found: found[0], default=None)
-        return self._anywhere(size, cold[0]) if best is None else best[1]
+        seeds = [Extent(slot.start, slot.size, slot) for slot in cold]
+        cost = self._evict_cost(cold[0])
+        windows = (self._window(self._around(seed, size), size, cost) for seed in seeds)
+        best = min(filter(None, windows), key=lambda found: found.cost, default=None)
+        best = best or self._anywhere(size, cost)
+        return [] if best is None else best.slots
 
-    def _around(self, seed: Slot, size: int) -> list[Extent]:
-        """`seed` and its neighbours on both sides, as far as a window with it can reach."""
+    def _evict_cost(self, coldest: Slot) -> Callable[[Slot], int]:
+        age, since = max(1, self._tick - coldest.last_use), coldest.last_use
+        return lambda slot: slot.size * (age + HEAT * max(0, slot.last_use - since))
+
+    def _around(self, seed: Extent, size: int, at_most: int = sys.maxsize) -> list[Extent]:
+        """`seed` and its neighbours on both sides, as far as a window with it can reach, and up to
+        `at_most` on either side."""
         reach = size + PAGE
         before: list[Extent] = []
         at = seed.start
-        while at > 0 and seed.start - at < reach:
+        while at > 0 and seed.start - at < reach and len(before) < at_most:
             start = self._space.ending(at)
             slot = None if start is not None else self._ends[at]
             if slot is not None:
@@ -211,25 +298,19 @@ class Allocator:
             at = start
         after: list[Extent] = []
         end = at = seed.start + seed.size
-        while at < self._space.size and at - end < reach:
+        while at < self._space.size and at - end < reach and len(after) < at_most:
             free = self._space.at(at)
             slot = None if free else self._slots[at // PAGE]
             if slot is not None and not _may_go(slot):
                 break
             after.append(Extent(at, slot.size if slot is not None else free, slot))
             at += after[-1].size
-        return [*reversed(before), Extent(seed.start, seed.size, seed), *after]
+        return [*reversed(before), seed, *after]
 
-    def _window(self, run: list[Extent], size: int, coldest: Slot) -> tuple[int, list[Slot]] | None:
-        """(cost, slots) of the cheapest part of `run` that holds `size` granules."""
-        age = max(1, self._tick - coldest.last_use)
-        costs = [
-            0
-            if e.slot is None
-            else e.size * (age + HEAT * max(0, e.slot.last_use - coldest.last_use))
-            for e in run
-        ]
-        total = [0, *accumulate(costs)]
+    @staticmethod
+    def _window(run: list[Extent], size: int, cost_of: Callable[[Slot], int]) -> Window | None:
+        """The cheapest part of `run` that holds `size` granules."""
+        total = [0, *accumulate(0 if e.slot is None else cost_of(e.slot) for e in run)]
         best: tuple[int, int, int] | None = None
         whole_pages = aligned(size)
         last = 0
@@ -247,21 +328,21 @@ class Allocator:
         if best is None:
             return None
         cost, first, last = best
-        return cost, [e.slot for e in run[first : last + 1] if e.slot is not None]
+        return Window(cost, run[first : last + 1])
 
-    def _anywhere(self, size: int, coldest: Slot) -> list[Slot]:
+    def _anywhere(self, size: int, cost: Callable[[Slot], int]) -> Window | None:
         """The cheapest window of all, between any two slots that must stay."""
-        best: tuple[int, list[Slot]] | None = None
+        best: Window | None = None
         run: list[Extent] = []
         for extent in (*self.extents(), None):
             if extent is not None and (extent.slot is None or _may_go(extent.slot)):
                 run.append(extent)
                 continue
-            found = self._window(run, size, coldest) if run else None
-            if found is not None and (best is None or found[0] < best[0]):
+            found = self._window(run, size, cost) if run else None
+            if found is not None and (best is None or found.cost < best.cost):
                 best = found
             run = []
-        return [] if best is None else best[1]
+        return best
 
     # --- what is there ------------------------------------------------------------
 
@@ -313,6 +394,11 @@ class Allocator:
             slot.last_use = self._tick
             if not held:
                 self._evictable.insert(slot.slot_id)
+
+
+def move_cost(slot: Slot) -> int:
+    """In granules copied."""
+    return slot.size + MOVE_COSTS
 
 
 def _may_go(slot: Slot) -> bool:

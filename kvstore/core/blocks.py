@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from itertools import islice
 
-from kvstore.core.allocator import Allocator
+from kvstore.core.allocator import Allocator, move_cost
 from kvstore.core.departures import Departures, GoneWhy
-from kvstore.core.events import Bounds, Hold, Mark, Seal, Write
+from kvstore.core.events import Bounds, Copy, Hold, Mark, Seal, Write
 from kvstore.core.eviction import PolicyFactory
 from kvstore.core.granules import PAGE
 from kvstore.core.listed import Listed
@@ -56,6 +56,8 @@ class Blocks:
         """What Redis has yet to hear."""
         self.gone = Departures(limits.gone_keys)
         self.names = Names(limits.names)
+        self._may_move = 0
+        """What of `MOVED_BYTES_MAX`, in granules, is left for the request at hand."""
         self.now = 0.0
         """When the event that is being handled happened."""
         # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
@@ -66,6 +68,7 @@ class Blocks:
                 "in_progress",
                 "rejected",
                 "evicted",
+                "moved",
                 "aborted",
                 "dropped",
                 "corrupt",
@@ -80,6 +83,8 @@ class Blocks:
     def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
         """A slot in state RESERVED; None when every one that fits is reserved or pinned."""
         slot = self.allocator.take(length)
+        if slot is None and self._may_move and self._moved(length, writes):
+            slot = self.allocator.take(length)
         if slot is None:
             # Each says FREE before the slot that takes their place says RESERVED: headers
             # within an extent are those of nothing, whenever the node is killed.
@@ -90,12 +95,50 @@ class Blocks:
             slot = self.allocator.take(length)
             if slot is None:
                 return None
+        self._begin(slot, writes)
+        return slot
+
+    def _begin(self, slot: Slot, writes: list[Write]) -> None:
+        """FREE to RESERVED."""
         self._generation += 1
         slot.generation = self._generation
         self._keep_bounds(writes)
         slot.move(SlotEvent.RESERVE)
         self.allocator.became_busy(slot)
-        return slot
+
+    def _moved(self, length: int, writes: list[Write]) -> bool:
+        """Whether blocks were moved out of the way of `length` bytes, so that they need not go."""
+        moves = self.allocator.moves(length, self._may_move)
+        if not moves:
+            self._may_move = 0  # the next value of the request would hardly fare better
+            return False
+        for old, new in moves:
+            self._may_move -= move_cost(old)
+            self._move(old, new, writes)
+        return True
+
+    def _move(self, old: Slot, new: Slot, writes: list[Write]) -> None:
+        """The same block in another slot, under another generation (rule 4).
+
+        It is SEALED there before its old header says FREE: whenever the node is killed, one of
+        them is whole, and of two a restart takes the later. It counts as used just now.
+        """
+        self._begin(new, writes)
+        new.key = old.key
+        new.length = old.length
+        new.kind = old.kind
+        new.meta_length = old.meta_length
+        new.namespace_id = old.namespace_id
+        new.reserved_at = old.reserved_at
+        new.used_at = old.used_at
+        new.void = False
+        new.former_epoch = 0
+        writes.append(Mark(new.slot_id, SlotState.RESERVED, new.generation, new.granule, new.size))
+        writes.append(Copy(old.offset, new.offset, old.length))
+        self._seal(new, old.checksum, writes)
+        self.by_key[new.key] = new
+        self._free(old, SlotEvent.EVICT, writes)
+        self.counts["moved"] += 1
 
     def _keep_bounds(self, writes: list[Write]) -> None:
         """Have the segment say what a restart must know, before anything is beyond it."""
@@ -144,7 +187,6 @@ class Blocks:
             )
         )
         self.outbox.publish(slot)
-        self.counts["stored"] += 1
 
     def _release(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> None:
         """End a reservation unsealed."""

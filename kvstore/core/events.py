@@ -246,6 +246,14 @@ class Fill(NamedTuple):
     value: bytes
 
 
+class Copy(NamedTuple):
+    """Copy so many bytes within the segment: a block moves. The two do not overlap."""
+
+    source: int
+    destination: int
+    length: int
+
+
 class CheckSlot(NamedTuple):
     """Compare the checksum of a sealed payload; if it is wrong, the next event is `Corrupt`."""
 
@@ -265,7 +273,7 @@ class Reply(NamedTuple):
     can be found by the next get."""
 
 
-Write = Mark | Seal | Fill | Hold | Bounds
+Write = Mark | Seal | Fill | Copy | Hold | Bounds
 
 
 class Effects(NamedTuple):

@@ -40,12 +40,13 @@ from kvstore.core.events import (
     Write,
 )
 from kvstore.core.eviction import LRU, PolicyFactory
+from kvstore.core.granules import GRANULE_BYTES
 from kvstore.core.holdings import FORMER, Session
 from kvstore.core.namespaces import Namespaces
 from kvstore.core.report import explain, listing, stats
 from kvstore.core.resets import Resets
 from kvstore.core.slots import Slot, SlotState
-from kvstore.limits import CHECKED_BYTES_PER_S_MAX, Limits
+from kvstore.limits import CHECKED_BYTES_PER_S_MAX, MOVED_BYTES_MAX, Limits
 from kvstore.record import RecordSigner
 from kvstore.token_bucket import TokenBucket
 
@@ -121,6 +122,7 @@ class NodeCore(Blocks):
 
     def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
+        self._may_move = MOVED_BYTES_MAX // GRANULE_BYTES
         answers: list[Any] = []
         used: list[Slot] = []
         sealed_any = False
@@ -160,6 +162,7 @@ class NodeCore(Blocks):
             else:
                 effects.writes.append(Fill(slot.offset, value))
                 self._seal(slot, event.checksums[i], effects.writes)
+                self.counts["stored"] += 1
                 used.append(slot)
                 sealed_any = True
                 answers.append(STORED_CODE)
@@ -206,6 +209,7 @@ class NodeCore(Blocks):
                 answers.append("cleared while it was being written")
                 continue
             self._seal(slot, checksum, effects.writes)
+            self.counts["stored"] += 1
             answers.append(STORED_CODE)
         answers.reverse()
         effects.replies.append(Reply(event.session, event.request, answers, True))

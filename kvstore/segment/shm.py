@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from kvstore.core.events import Bounds, Fill, Hold, Mark, Seal, Write
+from kvstore.core.events import Bounds, Copy, Fill, Hold, Mark, Seal, Write
 from kvstore.core.recovery import Seen
 from kvstore.errors import NoSpaceError
 from kvstore.filelock import FileLock, try_lock
@@ -294,9 +294,13 @@ class OwnedShm(OwnedHeads):
             super().close(keep=reopen)
             raise
         self._apply[Fill] = self._fill
+        self._apply[Copy] = self._copy
 
     def _fill(self, write: Fill) -> None:
         self._data[write.offset : write.offset + len(write.value)] = write.value
+
+    def _copy(self, write: Copy) -> None:
+        self._data.move(write.destination, write.source, write.length)
 
     def checksum(self, offset: int, length: int) -> int:
         with memoryview(self._data) as data, data[offset : offset + length] as payload:

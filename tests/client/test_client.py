@@ -235,6 +235,23 @@ def test_a_place_seen_before_is_a_miss_once_its_slot_was_reused(node, client):
         assert reader.get("k") is None
 
 
+def test_a_block_that_was_moved_is_a_hit_at_its_new_place(node, client):
+    """Also for who remembers the old one, and before anything else is asked."""
+    count = client.stats()["node"]["capacity_bytes"] // MIB
+    kept = {f"k{i}": bytes([i % 251]) * MIB for i in range(count)}
+    client.put_many(list(kept.items()))
+    with fresh(node) as reader:
+        assert reader.get_many(list(kept)) == list(kept.values())
+        for i in range(0, count, 2):
+            client.delete(f"k{i}")
+            del kept[f"k{i}"]
+        assert client.put("large", b"l" * 2 * MIB)
+        assert client.stats()["node"]["moved"] == 1
+        assert client.stats()["node"]["evicted"] == 0
+        assert reader.get_many(list(kept)) == list(kept.values())
+        assert all(reader.get(key) == value for key, value in kept.items())
+
+
 @pytest.mark.parametrize("kind", ["bytes", "out", "array", "tensor", "array into out"])
 def test_a_block_that_changes_while_it_is_copied_is_a_miss(node, client, monkeypatch, kind):
     """Rule 4, whatever the value is read as."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.core.events import Fill, Mark, Seal
+from kvstore.core.events import Copy, Fill, Mark, Seal
 from kvstore.segment.header import FREE, RESERVED, Superblock, unpack
 from kvstore.segment.shm import AttachedShm, OwnedShm
 
@@ -36,6 +36,13 @@ class SegmentContract:
         assert header is not None
         assert tuple(header) == (9, KEY, 7, 0, 1, 2, 3, 5)
         assert owner.header(1) == reader.header(1)
+
+    def test_a_reader_sees_at_the_new_place_what_was_copied_there(self, pair: Pair) -> None:
+        owner, reader = pair
+        owner.apply(Fill(4096, bytes(range(200))))
+        owner.apply(Copy(4096, 12288, 200))
+        assert bytes(reader.payload[12288:12488]) == bytes(range(200))
+        assert bytes(reader.payload[4096:4296]) == bytes(range(200))
 
     @pytest.mark.parametrize("state", [FREE, RESERVED])
     def test_a_mark_takes_the_seal_away_and_keeps_the_rest(self, pair: Pair, state: int) -> None:

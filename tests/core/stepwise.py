@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvstore.core.events import Bounds, Fill, Hold, Mark, Seal, Write
+from kvstore.core.events import Bounds, Copy, Fill, Hold, Mark, Seal, Write
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import HEADER_BYTES, Superblock, pack, word
 
@@ -32,6 +32,10 @@ class StepwiseSegment:
 
     def steps(self, write: Write) -> Iterator[None]:
         """Carry out `write`, yielding after each store that others can see by itself."""
+        if isinstance(write, Copy):
+            value = bytes(self.bytes[write.source : write.source + write.length])
+            yield from self.steps(Fill(write.destination, value))
+            return
         if isinstance(write, Fill):
             size = len(write.value)
             chunk = -(-size // FILL_STEPS)

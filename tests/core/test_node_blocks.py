@@ -2,8 +2,9 @@
 
 import pytest
 
-from kvstore.core.events import Commit, Drop, Pin, Reserve, Seal, Unpin
+from kvstore.core.events import Commit, Copy, Drop, Mark, Named, Pin, Reserve, Seal, Touch, Unpin
 from kvstore.core.node import NodeCore
+from kvstore.core.slots import SlotState
 from kvstore.keys import Namespace
 from kvstore.record import unpack_record
 
@@ -72,3 +73,67 @@ def test_nobody_lets_go_of_anothers_pin(core):
     assert core.allocator.slot(slot[0]).pins == 1
     assert core.holds(2)
     assert not core.holds(3)
+
+
+class TestMoves:
+    """Eight blocks of 8 KiB, of which every second is dropped: 16 KiB need one of them to move."""
+
+    @pytest.fixture
+    def core(self, core):
+        for key in KEYS[:8]:
+            put(core, key, checksum=key[0])
+        core.handle(Drop(1, 1, KEYS[:8:2]), 0.0)
+        published(core)
+        return core
+
+    def reserve(self, core, *keys, now=0.0):
+        zeros = [0] * len(keys)
+        event = Reserve(1, 2, keys, [2 * SIZE] * len(keys), 3, zeros, zeros, [None, *zeros], zeros)
+        return core.handle(event._replace(values=[None] * len(keys)), now)
+
+    def test_a_block_is_sealed_elsewhere_before_its_old_place_is_free(self, core):
+        before = {key: core.by_key[key].slot_id for key in KEYS[1:8:2]}
+        effects = self.reserve(core, KEYS[10])
+        (moved,) = (key for key, slot_id in before.items() if core.by_key[key].slot_id != slot_id)
+        new, old_id = core.by_key[moved], before[moved]
+        what = [(type(w), getattr(w, "slot_id", None)) for w in effects.writes[:4]]
+        assert what == [(Mark, new.slot_id), (Copy, None), (Seal, new.slot_id), (Mark, old_id)]
+        reserved, copy, seal, freed, _ = effects.writes
+        assert (reserved.state, freed.state) == (SlotState.RESERVED, SlotState.FREE)
+        assert reserved.generation == seal.generation > freed.generation
+        assert (copy.source, copy.destination) == (old_id * 4096, new.offset)
+        assert (copy.length, seal.length, seal.key, seal.checksum) == (SIZE, SIZE, moved, moved[0])
+        assert core.counts["moved"] == 1
+        assert core.counts["evicted"] == 0
+        assert core.counts["stored"] == 8
+
+    def test_the_index_is_told_of_the_new_place_and_the_old_record_goes(self, core):
+        records = {key: core.by_key[key].record for key in KEYS[1:8:2]}
+        self.reserve(core, KEYS[10])
+        ((moved, record),) = published(core).items()
+        assert record == core.by_key[moved].record != records[moved]
+        assert (moved, records[moved]) in core.outbox.take_removals(100)
+
+    def test_what_is_known_of_a_block_moves_with_it(self, core):
+        core.handle(Touch(1, KEYS[1:8:2]), 7.0)
+        core.handle(Named(1, KEYS[1:8:2], [b"name"] * 4), 7.0)
+        before = {key: vars_of(core.by_key[key]) for key in KEYS[1:8:2]}
+        self.reserve(core, KEYS[10], now=9.0)
+        assert core.counts["moved"] == 1
+        assert {key: vars_of(core.by_key[key]) for key in before} == before
+        assert all(core.names.get(key) == b"name" for key in before)
+
+    def test_one_request_moves_no_more_than_the_limit_and_the_next_goes_on(self, core, monkeypatch):
+        monkeypatch.setattr("kvstore.core.node.MOVED_BYTES_MAX", (128 << 10) + SIZE)
+        self.reserve(core, KEYS[10], KEYS[11])
+        assert (core.counts["moved"], core.counts["evicted"]) == (1, 1)
+        core.handle(Drop(1, 1, KEYS[:8]), 0.0)
+        for key in KEYS[12:16]:
+            put(core, key)
+        core.handle(Drop(1, 1, KEYS[12:16:2]), 0.0)
+        self.reserve(core, KEYS[16])
+        assert core.counts["moved"] == 2
+
+
+def vars_of(slot):
+    return slot.key, slot.length, slot.namespace_id, slot.checksum, slot.reserved_at, slot.used_at

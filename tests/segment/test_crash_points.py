@@ -112,7 +112,16 @@ def dropped_while_pinned(history: History) -> None:
     history.put(KEYS[3])
 
 
+def moved(history: History) -> None:
+    """A block is SEALED at two places for a moment, and then at the new one."""
+    history.put(*KEYS[:8], size=8192)
+    history.do(Drop(1, 1, KEYS[:8:2]))
+    history.put(KEYS[8], size=16384)
+    assert history.core.counts["moved"] == 1
+
+
 HISTORIES = (
+    moved,
     first_use,
     value_in_the_request,
     evicted_and_reused,
