@@ -5,7 +5,7 @@ from planting import bug, bug_that_needs
 from kvstore.client.local import control, link
 from kvstore.core import allocator
 from kvstore.core.departures import GoneWhy
-from kvstore.core.events import Fill, SessionResumed
+from kvstore.core.events import Copy, Fill, SessionResumed
 from kvstore.core.granules import granules_of
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import SlotEvent, SlotState
@@ -231,6 +231,31 @@ def a_window_goes_over_reservations(patch):
 def extents_of_neighbours_overlap(patch):
     """A slot is a granule shorter than its value."""
     patch(allocator, "granules_of", lambda length: max(4, granules_of(length) - 1))
+
+
+@bug
+def moved_block_sealed_before_its_bytes(patch):
+    """Readers find a block at its new place before it is there (rule 3)."""
+    real = NodeCore._move
+
+    def move(self, old, new, writes):
+        late = []
+        real(self, old, new, late)
+        writes += sorted(late, key=lambda write: isinstance(write, Copy))
+
+    patch(NodeCore, "_move", move)
+
+
+@bug
+def moved_block_stays_at_its_old_place_too(patch):
+    """The old header says SEALED while others write there (rule 4)."""
+    real = NodeCore._move
+
+    def move(self, old, new, writes):
+        real(self, old, new, writes)
+        writes.pop()
+
+    patch(NodeCore, "_move", move)
 
 
 @bug

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.core.events import Mark, Write
+from kvstore.core.events import Mark, Seal, Write
 from kvstore.core.granules import GRANULE_BYTES
 from kvstore.core.node import NodeCore
 from kvstore.core.report import stats
 from kvstore.core.slots import SlotState
 from kvstore.index.base import KeyRecord, Record
+from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.record import unpack_record
 from kvstore.segment.header import RESERVED, unpack
 from kvstore.testing.sim.memory import SimOwned
@@ -101,7 +102,11 @@ class Checks:
         self.nodes[node_id, epoch] = node
 
     def before_write(self, segment: SimOwned, write: Write) -> None:
-        """Rules 4 and 5, and generations that only grow."""
+        """Rules 3 to 5, and generations that only grow."""
+        if isinstance(write, Seal):
+            offset = write.slot_id * SLOT_BYTES_MIN + write.granule * GRANULE_BYTES
+            if not self.right(write.key, segment.bytes_at(offset, write.length)):
+                self._world.fail(f"rule 3: {_short(write.key)} sealed, its bytes are not there")
         if not isinstance(write, Mark):
             return
         world = self._world

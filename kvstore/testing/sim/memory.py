@@ -7,7 +7,7 @@ import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.core.events import Write
+from kvstore.core.events import Copy, Write
 from kvstore.errors import NoSpaceError
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import AttachedShm, OwnedShm
@@ -35,6 +35,9 @@ class SimMap(mmap.mmap):
         else:
             super().__setitem__(where, value)
         world.pause()
+
+    def move(self, dest: int, src: int, count: int) -> None:
+        self[dest : dest + count] = self[src : src + count]
 
     def close(self) -> None:
         """One mapping ends; the pages are others', too."""
@@ -93,6 +96,8 @@ class SimOwned(OwnedShm):
         self.world.checks.before_write(self, write)
         self.world.pause()
         super().apply(write)
+        if isinstance(write, Copy):
+            self.world.count("moved")
         self.world.checks.after_write(self, write)
 
     def bytes_at(self, offset: int, size_bytes: int) -> bytes:

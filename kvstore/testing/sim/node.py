@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kvstore.core.events import Write
+from kvstore.core.node import NodeCore
+from kvstore.core.slots import Slot, SlotState
 from kvstore.limits import Limits
 from kvstore.node.config import NodeConfig
 from kvstore.node.control_server import Connection
@@ -29,6 +33,25 @@ LIMITS = Limits(
     pending_remove=1000,
     gone_keys=64,
 )
+MOVES = 0.1
+"""How often a block is moved before a slot is taken."""
+
+
+class RestlessCore(NodeCore):
+    """Moves blocks for no reason: in so small nodes there is a reason once in ten worlds."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._rng = random.Random(self.epoch)
+
+    def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
+        if self._rng.random() < MOVES:
+            idle = [s for s in self.by_key.values() if s.state is SlotState.SEALED and not s.pins]
+            old = self._rng.choice(idle) if idle else None
+            new = self.allocator.take(old.length) if old is not None else None
+            if old is not None and new is not None:
+                self._move(old, new, writes)
+        return super()._take(length, writes, now)
 
 
 class SimLoop:
@@ -91,6 +114,8 @@ class SimFlag:
 
 class SimNode(Node):
     """One start of a node."""
+
+    core_class = RestlessCore
 
     def __init__(self, world: World, run_dir: Path, name: str) -> None:
         config = NodeConfig(
