@@ -1,4 +1,5 @@
-"""Chaos: engines serve a steady load while the memory node and Redis are killed and paused.
+"""Chaos: engines serve a steady load while the memory node and Redis are
+killed and paused, records are forged and a man in the middle changes what Redis answers.
 
 Two engines with the connector share one node and one Redis. Afterwards an engine without a
 store answers the same prompts, and every answer must be its answer.
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +31,15 @@ from chaos_report import draw, show
 from demo_model import MODEL
 from engines import EngineProcess, EngineSettings, build_model, kv_transfer
 
+from kvstore import Client
+from kvstore.errors import IndexUnavailableError, PeerError
+from kvstore.index.base import KeyRecord
 from kvstore.index.embedded_redis.server import find_server
+from kvstore.index.redis.index import open_index
 from kvstore.nodedir import NodeDir
+from kvstore.record import pack_record, unpack_record
+from kvstore.testing.proxy import FaultyProxy
+from kvstore.types import Key, Location
 
 ENGINES = 2
 NEW_TOKENS = 8
@@ -42,8 +50,26 @@ ANSWER_TIMEOUT_S = 60.0
 NODE_BYTES = 1 << 30
 START_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 1.0
+LISTED_MAX = 256
+LIE_EVERY_S = 0.05
+FLIP_CHANCE = 0.3
+"""That somebody changes a bit of one answer of Redis."""
 KEY_PREFIX = "kv:chaos"
 HERE = Path(__file__).parent
+
+
+def forge(key: Key, rng: random.Random, places: Sequence[Location]) -> bytes:
+    """A record with a CRC that is right, of another block or with one field of another value."""
+    place = rng.choice(places)
+    lies = {
+        "epoch": (place.epoch + 1) % (1 << 32),
+        "slot": (place.slot + 1) % (1 << 32),
+        "generation": (place.generation + 1) % (1 << 64),
+        "length": (place.length + rng.choice((-1, 1, 1 << 31))) % (1 << 32),
+        "checksum": rng.getrandbits(64),
+    }
+    name = rng.choice([None, *lies])
+    return pack_record(key, place if name is None else place._replace(**{name: lies[name]}))
 
 
 class Store:
@@ -54,8 +80,16 @@ class Store:
         self.run_dir = Path(tempfile.mkdtemp(prefix="kvc-"))
         self.socket = self.run_dir / "redis.sock"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.forged = self.flipped = 0
         self.start("redis")
         self.start("node")
+        self.wire = FaultyProxy(self._to_redis)
+
+    @property
+    def engines_url(self) -> str:
+        """Past somebody who may change what Redis answers."""
+        host, port = self.wire.address
+        return f"redis://{host}:{port}"
 
     @property
     def url(self) -> str:
@@ -102,6 +136,14 @@ class Store:
 
     def carry_out(self, fault: plan.Fault) -> None:
         """The fault from its beginning to its end: everything runs again on return."""
+        if fault.kind == plan.LIE:
+            self.forged += self._lie(fault.lasts_s)
+            return
+        if fault.kind == plan.FLIP:
+            self.wire.flip = self._flip
+            time.sleep(fault.lasts_s)
+            self.wire.flip = None
+            return
         victims = ("redis", "node") if fault.victim == "both" else (fault.victim,)
         if fault.kind == "pause":
             for who in victims:
@@ -117,7 +159,39 @@ class Store:
         for who in victims:
             self.start(who)
 
+    def _lie(self, for_s: float) -> int:
+        """Forge the records of all blocks, again and again; how many."""
+        forged, over_at = 0, time.monotonic() + for_s
+        rng = random.Random(for_s)
+        index = open_index(self.url, key_prefix=KEY_PREFIX, timeout_s=ASK_TIMEOUT_S)
+        with (
+            Client(self.url, key_prefix=KEY_PREFIX, run_dir=self.run_dir) as client,
+            contextlib.closing(index),
+        ):
+            while time.monotonic() < over_at:
+                with contextlib.suppress(PeerError, IndexUnavailableError):
+                    keys = [row.key for row in client.session.writer.listing(b"", LISTED_MAX)]
+                    records = zip(keys, index.lookup(keys), strict=True)
+                    known = [unpack_record(key, record) for key, record in records if record]
+                    places = [place for place in known if place is not None]
+                    lies = [KeyRecord(key, forge(key, rng, places)) for key in keys if places]
+                    index.publish(lies)
+                    forged += len(lies)
+                time.sleep(LIE_EVERY_S)
+        return forged
+
+    def _flip(self, chunk: bytearray) -> None:
+        if random.random() < FLIP_CHANCE:
+            chunk[random.randrange(len(chunk))] ^= 1 << random.randrange(8)
+            self.flipped += 1
+
+    def _to_redis(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self.socket))
+        return connection
+
     def close(self) -> None:
+        self.wire.close()
         for who, process in reversed(self.processes.items()):
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
@@ -141,7 +215,7 @@ def start_engines(
     cores = sorted(os.sched_getaffinity(0))
 
     def launch(number: int) -> EngineProcess:
-        extra = {"url": store.url, "run_dir": str(store.run_dir), "key_prefix": KEY_PREFIX}
+        extra = {"url": store.engines_url, "run_dir": str(store.run_dir), "key_prefix": KEY_PREFIX}
         settings = EngineSettings(
             connector=kv_transfer(**extra, block_tokens=plan.BLOCK) if number < ENGINES else None,
             in_process=False,
@@ -237,6 +311,7 @@ def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
     right = {answer.prompt: answer.tokens for answer in reference if answer.tokens is not None}
     computed_s = [answer.ttft_s for answer in reference if answer.tokens is not None]
     summary = {"seed": options.seed, "seconds": options.seconds}
+    summary |= {"forged_records": store.forged, "changed_answers": store.flipped}
     summary |= plan.judge(load.answers, right, windows, computed_s)
     for error in {answer.error for answer in load.answers if answer.error}:
         print(f"chaos: not answered: {error}", file=sys.stderr)
@@ -250,7 +325,7 @@ def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=90.0, help="of load (90)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of load (120)")
     parser.add_argument("--seed", type=int, help="of faults and prompts (printed)")
     parser.add_argument("--no-engine", action="store_true", help="synthetic blocks, no vLLM")
     parser.add_argument("--out", type=Path, default=Path("out/chaos"), help="logs and the picture")

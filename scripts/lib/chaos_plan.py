@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 VICTIMS = ("node", "redis", "both")
 KINDS = ("kill", "pause", "restart")
+LIE, FLIP = "lie", "flip"
+WAYS = (*((victim, kind) for victim in VICTIMS for kind in KINDS), ("records", LIE), ("wire", FLIP))
+"""What can happen to whom: besides what is killed, silent (paused) or restarted, records in Redis
+are forged, and a man in the middle changes what Redis answers the engines."""
 FIRST_FAULT_S = 8.0
 """The store fills meanwhile."""
 CALM_S = (3.0, 5.0)
@@ -67,7 +71,7 @@ def faults(seed: int, seconds: float) -> list[Fault]:
     planned: list[Fault] = []
     at_s = FIRST_FAULT_S
     while True:
-        ways = [(victim, kind) for victim in VICTIMS for kind in KINDS]
+        ways = list(WAYS)
         rng.shuffle(ways)
         for victim, kind in ways:
             lasts_s = 0.0 if kind == "restart" else rng.uniform(*FAULT_S)

@@ -9,7 +9,7 @@ import pytest
 from script_runs import run_without_engine
 
 RIGHT = {(1,): [7, 8], (2,): [9]}
-SEED, SECONDS = 199, 12.0
+SEED, SECONDS = 48, 12.0
 """The shortest run in which node and Redis are both killed."""
 FAULT = plan.Window(plan.Fault(10.0, "node", "kill", 2.0), 10.0, 12.5)
 
@@ -25,15 +25,14 @@ def verdict(*answers, windows=(FAULT,)):
 
 @pytest.mark.parametrize("seed", range(50))
 def test_faults_come_one_at_a_time_and_end_before_the_run_does(seed):
-    faults = plan.faults(seed, 90.0)
-    assert faults == plan.faults(seed, 90.0)
+    faults = plan.faults(seed, 120.0)
+    assert faults == plan.faults(seed, 120.0)
     ends = [fault.at_s + fault.lasts_s for fault in faults]
     assert faults[0].at_s == plan.FIRST_FAULT_S
-    assert ends[-1] + plan.AFTER_S <= 90.0
+    assert ends[-1] + plan.AFTER_S <= 120.0
     for end, after in itertools.pairwise(zip(ends, faults, strict=True)):
         assert after[1].at_s >= end[0] + plan.CALM_S[0]
-    every = {(victim, kind) for victim in plan.VICTIMS for kind in plan.KINDS}
-    assert {(fault.victim, fault.kind) for fault in faults} == every
+    assert {(fault.victim, fault.kind) for fault in faults} == set(plan.WAYS)
 
 
 def test_prompts_follow_the_seed_and_old_ones_come_again():
