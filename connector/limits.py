@@ -112,6 +112,13 @@ END_SAVES_S = 5.0
 FINGERPRINTS_KEPT_MAX = 1024
 """Fingerprints of weights and adapters that one process remembers."""
 
+LOCKSTEP_TIMEOUT_S = 1800.0
+"""How long one process of an engine waits for the others: as torch's own gloo groups do, since
+between two prompts a process may do other things, save a checkpoint or train."""
+LOCKSTEP_HEAD_BYTES = 1 << 13
+"""Of a message between them that goes in one round."""
+LOCKSTEP_MESSAGE_BYTES_MAX = 1 << 30
+
 CONFIG_BYTES_MAX = 1 << 20
 """Characters of a configuration document."""
 PORT_MAX = 65535

@@ -106,6 +106,9 @@ class StepPlan:
     """Requests whose loads under way are to end early: what they load is from before a reset."""
     idle: bool = False
     """No forward runs in this step, so the worker may wait a moment for transfers."""
+    reported: WorkerReport | None = None
+    """What all workers have reported by now, for this step to tell the engine, where each process
+    has a scheduler of its own (`LockstepScheduler`); None: the engine puts it together."""
 
 
 @dataclass(slots=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from connector.adapters.vllm.plugin import of_vllm, register_vllm
 from connector.build import scheduler_side, worker_side
 from connector.layout.prompt_keys import PromptKeys
 from connector.limits import IDLE_WAIT_S
 from connector.messages import BlockTables, StateBlock, StepPlan, WorkerReport
+from connector.scheduler.lockstep import LockstepScheduler
 from connector.settings import ConnectorSettings
 
 with of_vllm():
@@ -28,6 +30,7 @@ with of_vllm():
 
     from connector.adapters.vllm.core import Watcher, watch_engine_core
     from connector.adapters.vllm.events import VllmEvents
+    from connector.adapters.vllm.launcher import in_lock_step, lockstep_side
     from connector.adapters.vllm.request import HashedRequest
     from connector.adapters.vllm.shape import engine_shape, vllm_hash_tokens
     from connector.adapters.vllm.states import completed_states
@@ -100,10 +103,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         self._config = config
         self._shape = shape
         self._events = VllmEvents(vllm_config, kv_cache_config)
-        self._scheduler: SchedulerCore | None = None
+        self._scheduler: SchedulerCore | LockstepScheduler | None = None
         self._worker: WorkerCore | None = None
         self._requests: dict[str, HashedRequest] = {}
-        self._weights = Weights(vllm_config, named=config.weights_id is not None)
         self._emptied = False
         """vLLM is emptying its own cache."""
         self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
@@ -112,9 +114,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         self._prompt_keys = PromptKeys.of_layout(layout)
         self._speculative = vllm_config.speculative_config is not None
         self._report = WorkerReport()
+        """What this worker has to say about the step."""
+        self._shown = self._report
+        """What vLLM is told of it."""
+        process = uuid4().hex
         if role == KVConnectorRole.SCHEDULER:
             watch_engine_core()
-            self._scheduler = scheduler_side(config, shape)
+            if in_lock_step(vllm_config):
+                self._scheduler = lockstep_side(config, shape)
+                process = self._scheduler.engine_id
+            else:
+                self._scheduler = scheduler_side(config, shape)
             self._scheduler.say_with(logger.info)
             for group in layout.groups:
                 logger.info(
@@ -130,11 +140,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
             if rank == 0:
                 # A child of MultiConnector is given a policy of its own, which has no effect.
                 _warn(get_current_vllm_config_or_none() or vllm_config)
+        named = config.weights_id is not None
+        self._weights = Weights(vllm_config, process, named=named)
 
     # Scheduler side
 
     @property
-    def _s(self) -> SchedulerCore:
+    def _s(self) -> SchedulerCore | LockstepScheduler:
         assert self._scheduler is not None, "a scheduler call on a worker's connector"
         return self._scheduler
 
@@ -273,6 +285,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
 
     def saves_ended(self, report: WorkerReport) -> None:
         self._s.report(report)
+        if isinstance(self._s, LockstepScheduler):
+            self._s.settle()
 
     def end_saves(self, timeout_s: float) -> WorkerReport:
         return self._w.end_saves(timeout_s)
@@ -314,16 +328,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self._w.cancel_loads(finished_req_ids)
         self._report = self._w.poll(IDLE_WAIT_S if self._plan.idle else 0.0)
+        self._shown = self._plan.reported or self._report
         return KVConnectorTransferResults(
-            finished_recving=self._report.finished_loads,
-            failed_recving=self._report.failed_requests,
+            finished_recving=self._shown.finished_loads,
+            failed_recving=self._shown.failed_requests,
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._report.invalid_block_ids
+        return self._shown.invalid_block_ids
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        said, self._report = self._report.for_scheduler(), WorkerReport()
+        own, self._report = self._report, WorkerReport()
+        # In lock step vLLM was not told of the rest.
+        said = own.for_scheduler() if self._shown is own else own
         return None if said is None else KVStoreWorkerMetadata(said)
 
     # Both sides

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.adapters.vllm.heads import tp_shards
 from connector.adapters.vllm.identity import model_fields
+from connector.adapters.vllm.launcher import in_lock_step
 from connector.adapters.vllm.runs import layer_runs
 from connector.adapters.vllm.states import state_fields, state_geometry, state_spec, state_topology
 from connector.build import EngineShape, GroupShape
@@ -44,13 +45,12 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
                 "must be 1: sequence shards of a block are not stored",
             )
     workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    if parallel.distributed_executor_backend == "external_launcher" and workers > 1:
+    if in_lock_step(vllm_config) and parallel.pipeline_parallel_size > 1:
         raise UsageError(
             "distributed_executor_backend",
             "external_launcher",
-            f"cannot be used with {workers} workers of one model: each process has a scheduler of "
-            "its own and all must decide alike, but a store answers each when it can. "
-            "Use distributed_executor_backend mp or ray, or data parallelism alone",
+            f"cannot be used with pipeline_parallel_size {parallel.pipeline_parallel_size}: it has "
+            "not been seen working with a store. Use mp or ray, or tensor parallelism alone",
         )
     if config.layerwise:
         _check_layerwise(vllm_config)
@@ -94,6 +94,12 @@ def _check_layerwise(vllm_config: Any) -> None:
     )
     drafts = vllm_config.speculative_config
     need(drafts is None, "speculative_config", drafts, "must be absent: drafts write layers again")
+    need(
+        not in_lock_step(vllm_config),
+        "distributed_executor_backend",
+        "external_launcher",
+        "must be mp or ray with several workers: reports of all of them come a step late",
+    )
     if not vllm_config.kv_transfer_config.is_kv_consumer:
         return
     need(

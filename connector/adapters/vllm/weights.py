@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Any
-from uuid import uuid4
 
 from connector.layout.identity import files_of, weights_or_unknown
 from connector.limits import FINGERPRINTS_KEPT_MAX
@@ -14,14 +13,16 @@ class Weights:
     """Tells adapters apart by their files, which vLLM knows by name and path, and weights that
     were changed in place from those that were loaded at the start."""
 
-    def __init__(self, vllm_config: Any, *, named: bool = False) -> None:
-        """`named`: the user has given a `weights_id`. Then `set_weight_version` tells engines of
-        that id apart; alone it does not, since any two users may count from 1."""
+    def __init__(self, vllm_config: Any, process: str, *, named: bool = False) -> None:
+        """`process` is no other process's, unless both are of one engine. `named`: the user has
+        given a `weights_id`. Then `set_weight_version` tells engines of that id apart; alone it
+        does not, since any two users may count from 1."""
         self._named = named
         self._version = ""
         load = vllm_config.load_config
         self._cache_dir = load.download_dir
-        self._own = f"of process {uuid4().hex}"
+        self._process = process
+        self._changes = 0
         self._adapters: OrderedDict[tuple[int, str, str], str] = OrderedDict()
 
     def of(self, request: Any) -> tuple[str, ...]:
@@ -33,7 +34,8 @@ class Weights:
 
     def may_have_changed(self) -> None:
         """From here on they are like no others, until somebody names them."""
-        self._version = f"private {uuid4().hex}"
+        self._changes += 1
+        self._version = f"private {self._process} {self._changes}"
 
     def name(self, version: str) -> None:
         if self._named:
@@ -51,7 +53,7 @@ class Weights:
         known = self._adapters.get(name)
         if known is None or adapter.load_inplace:
             path, why_not = files_of(name[2], None, self._cache_dir)
-            known = weights_or_unknown(path, why_not, self._own)
+            known = weights_or_unknown(path, why_not, f"of process {self._process}")
         self._adapters[name] = known
         self._adapters.move_to_end(name)
         if len(self._adapters) > FINGERPRINTS_KEPT_MAX:

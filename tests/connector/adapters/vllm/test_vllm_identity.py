@@ -224,14 +224,14 @@ def test_two_adapters_mounted_at_one_path_in_turn_share_no_hash(
     def seen(weights: bytes, known: Weights | None = None, **more: Any) -> tuple[str, ...]:
         (adapter / "adapter_model.safetensors").write_bytes(weights)
         request = SimpleNamespace(lora_request=LoRARequest("a", 1, str(adapter), **more))
-        return (known or Weights(config)).of(request)
+        return (known or Weights(config, "p")).of(request)
 
     assert seen(b"one") == seen(b"one") != seen(b"two")
-    engine = Weights(config)
+    engine = Weights(config, "p")
     loaded = seen(b"one", engine)
     assert seen(b"two", engine) == loaded, "vLLM has loaded the first"
     assert seen(b"two", engine, load_inplace=True) == seen(b"two")
-    assert Weights(config).of(SimpleNamespace(lora_request=None)) == ()
+    assert Weights(config, "p").of(SimpleNamespace(lora_request=None)) == ()
 
 
 def test_weights_id_must_be_a_name() -> None:

@@ -59,15 +59,22 @@ def test_each_data_parallel_process_is_an_engine_of_its_own(
         connector.shutdown()
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"]
-)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_trap_processes_that_share_a_model_are_refused_in_both_roles(
-    base: Any, monkeypatch: pytest.MonkeyPatch, rank: int, sizes: dict[str, int]
+def test_trap_pipeline_stages_of_several_processes_are_refused_in_both_roles(
+    base: Any, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """Each has a scheduler of its own and all must decide alike; a store answers each one when
-    it can, and a hit in one process alone would leave the others in another step."""
-    config = launched(base, monkeypatch, rank, **sizes)
-    with pytest.raises(UsageError, match=r"external_launcher.*_backend mp or ray"):
+    config = launched(base, monkeypatch, rank, pipeline_parallel_size=2)
+    with pytest.raises(UsageError, match=r"external_launcher.*Use mp or ray"):
+        sides(config)
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+def test_trap_layer_by_layer_is_refused_where_processes_share_a_model(
+    base: Any, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    config = launched(base, monkeypatch, 0, tensor_parallel_size=2)
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_role = role
+    config.kv_transfer_config.kv_connector_extra_config = {"layerwise": True}
+    with pytest.raises(UsageError, match=r"external_launcher.*layerwise"):
         sides(config)
