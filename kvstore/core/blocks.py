@@ -135,9 +135,12 @@ class Blocks:
         new.former_epoch = 0
         writes.append(Mark(new.slot_id, SlotState.RESERVED, new.generation, new.granule, new.size))
         writes.append(Copy(old.offset, new.offset, old.length))
-        self._seal(new, old.checksum, writes)
         self.by_key[new.key] = new
-        self._free(old, SlotEvent.EVICT, writes)
+        # The headers hold the key twice for a moment, the books never.
+        freed: list[Write] = []
+        self._free(old, SlotEvent.EVICT, freed)
+        self._seal(new, old.checksum, writes)
+        writes += freed
         self.counts["moved"] += 1
 
     def _keep_bounds(self, writes: list[Write]) -> None:

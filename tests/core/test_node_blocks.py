@@ -122,6 +122,7 @@ class TestMoves:
         assert core.counts["moved"] == 1
         assert {key: vars_of(core.by_key[key]) for key in before} == before
         assert all(core.names.get(key) == b"name" for key in before)
+        assert sorted(core.listed.page(b"", 100)) == sorted(before)
 
     def test_one_request_moves_no_more_than_the_limit_and_the_next_goes_on(self, core, monkeypatch):
         monkeypatch.setattr("kvstore.core.node.MOVED_BYTES_MAX", (128 << 10) + SIZE)

@@ -211,6 +211,9 @@ class Checks:
                 fail(f"slot {slot.slot_id} is sealed but its key leads elsewhere")
             if allocator.may_go(slot) != (state is SlotState.SEALED and not slot.pins):
                 fail(f"slot {slot.slot_id} is {state.name}, {slot.pins} pins: the policy differs")
+        sealed = {key for key, slot in core.by_key.items() if slot.state is SlotState.SEALED}
+        if set(core.listed.page(b"", len(sealed) + 1)) != sealed:
+            fail("the list of sealed blocks is another one than the keys say")
         if seen != len(allocator.slots()) or free * GRANULE_BYTES != allocator.free_bytes:
             fail(f"{seen} slots and {free} KiB free are seen, the books say otherwise")
 
