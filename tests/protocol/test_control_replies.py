@@ -1,9 +1,12 @@
 """A node's answers about blocks: codes, words, and what is neither."""
 
+from functools import partial
+
 import pytest
 
 from kvstore.core import node
-from kvstore.protocol.control_replies import CODES, outcome, outcomes
+from kvstore.protocol import control_replies as replies
+from kvstore.protocol.control_replies import CODES, NonsenseError, outcome, outcomes
 from kvstore.types import EXISTS, IN_PROGRESS, STORED, PutStatus
 
 
@@ -31,3 +34,54 @@ def test_there_is_one_outcome_for_each_block():
     for body in ([], [0], [0, 0, 0]):
         with pytest.raises(ValueError, match="outcomes of 2"):
             outcomes(2, body)
+
+
+ROW = [bytes(32), 1, 2, 0, 0, 1.0, None, b""]
+DECODERS = {
+    "whole": replies.whole,
+    "grants": partial(replies.grants, 1),
+    "outcomes": partial(outcomes, 1),
+    "counters": replies.counters,
+    "flags": replies.flags,
+    "pins": replies.pins,
+    "block_rows": replies.block_rows,
+    "namespaces": replies.namespaces,
+    "explained": replies.explained,
+    "reset_number": replies.reset_number,
+}
+RIGHT = {
+    "whole": 7,
+    "grants": [[1, 2, 3]],
+    "outcomes": [0],
+    "counters": {"a": 1},
+    "flags": [True],
+    "pins": [None, "no"],
+    "block_rows": [ROW],
+    "namespaces": [[], None, [[1, 2, b"{}"]]],
+    "explained": [[[0, 1.0]], None, [[1, 2, b"{}"]]],
+    "reset_number": [1, []],
+}
+
+
+def spoilt(value):
+    """`value` with each of its parts replaced, left out or doubled."""
+    yield from (None, True, -1, 2.5, "text", b"bytes", {}, {1: 2}, [], [[]], [None], 1 << 63)
+    if isinstance(value, list):
+        for i, part in enumerate(value):
+            for other in spoilt(part):
+                yield [*value[:i], other, *value[i + 1 :]]
+            yield value[:i] + value[i + 1 :]
+            yield [*value, part]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_whatever_a_node_says_is_an_answer_or_nonsense_and_no_other_error(name):
+    """Nothing is caught on the way: what else is raised would be a bug of ours."""
+    DECODERS[name](RIGHT[name])
+    refused = 0
+    for body in spoilt(RIGHT[name]):
+        try:
+            DECODERS[name](body)
+        except NonsenseError:
+            refused += 1
+    assert refused > 5

@@ -39,6 +39,7 @@ from kvstore.protocol.control_replies import (
     grants,
     outcomes,
     pins,
+    reset_number,
     whole,
 )
 from kvstore.protocol.control_requests import Want, reserve_arguments
@@ -451,9 +452,8 @@ class Writer:
 
     def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
         """Tell the node of a reset of these namespaces; the number that it got."""
-        return int(
-            self._ask(Op.RESET, number, list(namespace_ids), accept=lambda _, body: whole(body[0]))
-        )
+        told = number, list(namespace_ids)
+        return int(self._ask(Op.RESET, *told, accept=lambda _, body: reset_number(body)))
 
     def stats(self) -> dict[str, int | float]:
         return dict(self._ask(Op.STAT, accept=lambda _, body: counters(body)))
