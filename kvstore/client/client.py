@@ -22,7 +22,7 @@ from kvstore.client.remote.values import RemoteBlock, fetch_values
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.values import tensors
-from kvstore.client.values.existing import drop_away, is_other_away, node_of, told_apart
+from kvstore.client.values.existing import drop_away, node_of, others_away, told_apart
 from kvstore.client.values.out import Out
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import (
@@ -42,6 +42,9 @@ from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, Kind, Location, PutResult, PutStatus, rejected
 
 log = logging.getLogger("kvstore.client")
+
+DROP_PART_S_MIN = 0.1
+"""What a node of another host has to say that it dropped a value, while there is time left."""
 
 # To a type checker a dict[str, int] is no Mapping[str | bytes, int].
 Items = (
@@ -206,10 +209,10 @@ class Client:
         for _ in range(REPLACE_TRIES):
             # Elsewhere too: whoever reads there would go on finding the old one.
             away = self._reader.search(todo).away
+            blocks = [(todo[i], at, last[todo[i]]) for i, at in away.items()]
+            is_other = others_away(self.session.remote, blocks)
             others = {
-                todo[i]: at
-                for i, at in away.items()
-                if is_other_away(self.session.remote, todo[i], at, last[todo[i]])
+                key: at for (key, at, _), other in zip(blocks, is_other, strict=True) if other
             }
             undropped = self._drop_each(others)
             todo = [key for key in todo if key not in undropped]
@@ -233,14 +236,22 @@ class Client:
     def _drop_each(self, there: Mapping[Key, Location | None]) -> dict[Key, PutResult]:
         """Why it could not be done, of those that could not be dropped where they are."""
         undropped: dict[Key, PutResult] = {}
+        away = {location.node_id for location in there.values() if location is not None}
+        left_s = self.session.remote.timeout_s(0)
+        """One deadline for all nodes of other hosts that are silent: each takes its part of it."""
         for key, location in there.items():
+            began = time.monotonic()
             try:
                 if location is None:
                     self._delete(key)
                 else:
                     self._reader.forget(key)
-                    drop_away(self.session.remote, key, location)
+                    part_s = max(left_s / max(len(away), 1), min(left_s, DROP_PART_S_MIN))
+                    drop_away(self.session.remote, key, location, began + part_s)
             except PeerError as e:
+                if location is not None:
+                    away.discard(location.node_id)
+                    left_s = max(left_s - (time.monotonic() - began), 0.0)
                 undropped[key] = rejected(f"the value that is there cannot be dropped: {e}")
         return undropped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -35,10 +36,17 @@ def told_apart(
         return told
     found = reader.search([keys[i] for i in which])
     for at, i in enumerate(which):
-        place, away = found.places[at], found.away.get(at)
+        place = found.places[at]
         if place is not None and _is_other(place, payloads[i]):
             told[i] = _differs(len(place.data))
-        elif away is not None and is_other_away(remote, keys[i], away, payloads[i]):
+    away = {
+        which[at]: there
+        for at, there in found.away.items()
+        if told[which[at]].status is PutStatus.EXISTS
+    }
+    others = others_away(remote, [(keys[i], there, payloads[i]) for i, there in away.items()])
+    for i, other in zip(away, others, strict=True):
+        if other:
             told[i] = _differs(None)
     return told
 
@@ -62,32 +70,46 @@ def _is_other(place: Place, payload: Payload) -> bool:
     return not same and place.valid()
 
 
-def is_other_away(remote: RemoteNodes, key: Key, location: Location, payload: Payload) -> bool:
-    """By length and checksum; one that has no checksum is read, which costs what saving it
-    would have."""
-    if location.length != payload.size_bytes:
-        return True
+def others_away(remote: RemoteNodes, blocks: Sequence[tuple[Key, Location, Payload]]) -> list[bool]:
+    """Whether each is another value, by length and checksum; those that have no checksum are
+    read, all by one deadline, which costs what saving them would have."""
+    others = [False] * len(blocks)
+    wanted: dict[int, Wanted] = {}
+    for i, (key, location, payload) in enumerate(blocks):
+        if location.length != payload.size_bytes:
+            others[i] = True
+        elif location.checksum:
+            others[i] = location.checksum != _digest(payload)
+        else:
+            wanted[i] = Wanted(key, location, (memoryview(bytearray(location.length)),))
+    if wanted:
+        outcomes = remote.read([*wanted.values()])
+        for (i, one), outcome in zip(wanted.items(), outcomes, strict=True):
+            if outcome.read is Read.HIT:
+                payload = blocks[i][2]
+                described = (outcome.kind, outcome.meta_length)
+                others[i] = described != (payload.kind, len(payload.meta)) or (
+                    xxhash.xxh3_64_intdigest(one.into[0]) != _digest(payload)
+                )
+    return others
+
+
+def _digest(payload: Payload) -> int:
     state = xxhash.xxh3_64(payload.data)
     state.update(payload.meta)
-    if location.checksum:
-        return location.checksum != state.intdigest()
-    there = memoryview(bytearray(location.length))
-    (outcome,) = remote.read([Wanted(key, location, (there,))])
-    if outcome.read is not Read.HIT:
-        return False
-    described = (outcome.kind, outcome.meta_length) != (payload.kind, len(payload.meta))
-    return described or xxhash.xxh3_64_intdigest(there) != state.intdigest()
+    return state.intdigest()
 
 
-def drop_away(remote: RemoteNodes, key: Key, location: Location) -> bool:
-    """Drop it on the node of another host that has it; whether it was still there.
+def drop_away(remote: RemoteNodes, key: Key, location: Location, by: float = math.inf) -> bool:
+    """Drop it on the node of another host that has it, by then at the latest; whether it was
+    still there.
 
     Raises `NodeUnavailableError` or `DeadlineError` when that node cannot be asked.
     """
     announcement = node_of(remote, location)
     if announcement is None:
         raise NodeUnavailableError("the node of another host that has this value cannot be reached")
-    deadline = time.monotonic() + remote.timeout_s(0)
+    deadline = min(by, time.monotonic() + remote.timeout_s(0))
     try:
         answer = ask(remote.stream, announcement, [Op.DROP, 1, key], deadline)
     except PeerError:
