@@ -93,8 +93,6 @@ class RecordSigner:
 
     def right(self, key: Key, record: bytes) -> bool:
         """Whether `record` ends in the signature that it must have under `key`."""
-        if len(record) != SIGNED_RECORD_BYTES:
-            return False
         expected = self._signature(key, record[:RECORD_BYTES])
         return compare_digest(expected, record[RECORD_BYTES:])
 
@@ -106,7 +104,7 @@ class RecordSigner:
     def announced(self, raw: bytes) -> bool:
         """Whether `raw` is what `announcement` made of an object."""
         end = len(raw) - _WORD_FIELD_BYTES
-        return end > 0 and compare_digest(self._word_field(raw[:end] + b"}"), raw[end:])
+        return compare_digest(self._word_field(raw[:end] + b"}"), raw[end:])
 
     def _word_field(self, raw: bytes) -> bytes:
         state = self._start_word.copy()

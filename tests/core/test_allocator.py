@@ -13,7 +13,12 @@ from kvstore.core.granules import GRANULE_BYTES, granules_of
 from kvstore.core.slots import SlotEvent, SlotState
 from kvstore.core.space import Space
 from kvstore.errors import InternalError, UsageError
-from kvstore.limits import MOVED_BYTES_MAX
+from kvstore.limits import (
+    MOVED_BYTES_MAX,
+    SEGMENT_BYTES_MIN,
+    SLOT_BYTES_MIN,
+    SLOTS_PER_SEGMENT_MAX,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -435,3 +440,14 @@ def test_under_random_pressure_every_granule_is_accounted_for(seed):
         pool.check()
         assert all(slot.state is SlotState.RESERVED for slot in reserved), f"seed {seed}"
         assert all(slot.state is SlotState.SEALED for slot in pinned), f"seed {seed}"
+
+
+def test_a_segment_may_be_the_smallest_and_the_largest_and_begins_unused():
+    for size_bytes in (SEGMENT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN):
+        allocator = Allocator(size_bytes)
+        assert allocator.capacity_bytes == allocator.free_bytes == size_bytes
+        assert allocator.largest_free_bytes == size_bytes
+        assert (allocator.used_below, allocator.used_from) == (0, size_bytes // GRANULE_BYTES)
+    for wrong in (SEGMENT_BYTES_MIN - SLOT_BYTES_MIN, size_bytes + SLOT_BYTES_MIN):
+        with pytest.raises(UsageError, match="size_bytes"):
+            Allocator(wrong)

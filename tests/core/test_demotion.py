@@ -225,3 +225,36 @@ def test_room_is_made_for_the_largest_that_found_none_until_as_large_a_one_did(d
     cold = driven.coldest(256 << 10, at_most=1)
     assert len(cold) == 1, "at most so many"
     assert driven.coldest(256 << 10) == [], "once for each that was refused"
+
+
+def in_pieces():
+    """Half of it is free, and no two free places touch."""
+    driven = Driven()
+    for key in KEYS[:32]:
+        driven.save(key, size=64 << 10)
+    slots = sorted(driven.core.by_key.values(), key=lambda slot: slot.offset)
+    driven.ask(Drop(WRITER, 1, [slot.key for slot in slots[::2]]))
+    return driven, [slot.key for slot in slots[1::2]]
+
+
+def test_with_just_as_much_free_as_is_wanted_room_is_made_in_one_piece():
+    driven, _ = in_pieces()
+    assert driven.reserve(KEYS[50]) == [3]
+    assert len(driven.coldest(1 * MIB)) == 2
+
+
+def test_once_as_large_a_value_found_room_none_is_made_for_it():
+    driven, left = in_pieces()
+    assert driven.reserve(KEYS[50]) == [3]
+    driven.ask(Drop(WRITER, 1, left[:3]))
+    driven.save(KEYS[50])
+    assert driven.coldest(256 << 10) == []
+
+
+def test_what_leaves_already_is_not_in_the_way_of_another():
+    driven, _ = in_pieces()
+    leaving = driven.coldest(2 * MIB, at_most=4)
+    assert driven.reserve(KEYS[50]) == [3]
+    cold = driven.coldest(256 << 10)
+    assert cold
+    assert not {block.key for block in cold} & {block.key for block in leaving}

@@ -71,3 +71,17 @@ def test_it_waits_while_there_is_something_to_publish(core):
     scrub = Scrub(core)
     put(core, Namespace.named("other").block_keys(range(1), 1))
     assert scrub.next(10) == []
+
+
+def test_what_is_being_written_is_not_lost_and_what_is_repaired_is_counted(core):
+    core.handle(Reserve(1, 1, [b"w" * 32], [5], 3, [0], [0], [None], [0]), 0.0)
+    scrub = Scrub(core)
+    assert scrub.found([b"w" * 32, *KEYS[:2]], [None] * 3, {}) == 2
+    assert core.counts["repaired"] == 2
+
+
+def test_there_is_an_answer_for_each_key_or_none_is_believed(core):
+    scrub = Scrub(core)
+    for believe in (scrub.owners, lambda keys, records: scrub.found(keys, records, {})):
+        with pytest.raises(ValueError):
+            believe(KEYS[:2], [None])

@@ -3,16 +3,13 @@
 import msgpack
 import pytest
 
-from kvstore.core.namespaces import namespace_of
 from kvstore.errors import UsageError
-from kvstore.keys import Namespace
 from kvstore.limits import (
     BATCH_KEYS_MAX,
     HELD_MAX,
+    LIST_ROWS_MAX,
     META_BYTES_MAX,
     NAME_BYTES_MAX,
-    NAMESPACE_BYTES_MAX,
-    NAMESPACE_FIELDS_MAX,
     RESET_NAMESPACES_MAX,
 )
 from kvstore.protocol import control
@@ -56,7 +53,7 @@ def read(message):
         ("namespace_id", 2**32 - 1, lambda n: [Op.CLEAR, 1, n]),
         ("number", 2**63 - 1, lambda n: [Op.RESET, 1, n, [0]]),
         ("namespace_id", 2**32 - 1, lambda n: [Op.RESET, 1, 0, [n]]),
-        ("at_most", BATCH_KEYS_MAX, lambda n: [Op.LIST, 1, b"", n]),
+        ("at_most", LIST_ROWS_MAX, lambda n: [Op.LIST, 1, b"", n]),
     ],
 )
 def test_a_number_is_an_integer_from_0_to_its_largest(field, largest, message):
@@ -129,13 +126,3 @@ def test_extensions_and_keys_of_maps_that_are_no_text_end_the_connection(sent):
     unpacker.feed(msgpack.packb([int(Op.STAT), 1, sent]))
     with pytest.raises(ValueError):
         next(unpacker)
-
-
-def test_fields_of_a_namespace_are_as_many_and_as_long_as_that_at_most():
-    space = Namespace({"model": "m"})
-    raw = space.canonical()
-    assert namespace_of(raw.ljust(NAMESPACE_BYTES_MAX)) == space
-    with pytest.raises(UsageError, match=f"^fields={NAMESPACE_BYTES_MAX + 1}: "):
-        namespace_of(raw.ljust(NAMESPACE_BYTES_MAX + 1))
-    most = Namespace({str(i): i for i in range(NAMESPACE_FIELDS_MAX)})
-    assert namespace_of(most.canonical()) == most

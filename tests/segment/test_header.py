@@ -1,4 +1,5 @@
 import struct
+from zlib import crc32
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,12 @@ from kvstore.segment.header import (
     GENERATION_MAX,
     HEADER_BYTES,
     RESERVED,
+    SEALED,
     Header,
     Superblock,
+    fields,
     of_reserved,
+    of_word,
     pack,
     pack_superblock,
     unpack,
@@ -83,3 +87,16 @@ def test_a_superblock_gives_back_what_it_was_made_of_and_nothing_when_damaged():
         damaged[at] ^= 1
         assert unpack_superblock(bytes(damaged)) is None
     assert unpack_superblock(b"") is None
+
+
+@pytest.mark.parametrize("state", [FREE, SEALED])
+@pytest.mark.parametrize("generation", [0, 1, (1 << 24) - 1, 1 << 24, GENERATION_MAX])
+def test_a_word_gives_back_its_state_and_generation(state: int, generation: int) -> None:
+    assert of_word(word(state, generation)) == (state, generation)
+
+
+def test_a_header_of_another_state_is_none_though_its_checksum_is_right() -> None:
+    raw = pack((9, bytes(32), 40, 0, 1, 0, 99, 0))
+    assert fields(raw) is not None
+    freed = bytes([FREE]) + raw[1:60]
+    assert fields(freed + crc32(freed).to_bytes(4, "little")) is None

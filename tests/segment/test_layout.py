@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from stores import announcement
 
-from kvstore.limits import SEGMENT_BYTES_MIN
+from kvstore.limits import SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX
 from kvstore.segment import header
 from kvstore.segment.layout import Layout
 from kvstore.types import Location
@@ -59,3 +59,13 @@ def test_a_value_may_be_all_meta_and_no_more() -> None:
     for meta_length, seen in ((40, (1, 40, 99)), (41, None)):
         raw = header.pack((AT.generation, KEY, 40, AT.granule, 1, meta_length, 99, 0))
         assert Layout.seen(raw, KEY, AT._replace(length=40)) == seen
+
+
+def test_the_smallest_and_the_largest_segment_have_all_their_slots() -> None:
+    largest = SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
+    for size_bytes, slots in (
+        (SEGMENT_BYTES_MIN, SEGMENT_BYTES_MIN // SLOT_BYTES_MIN),
+        (largest, SLOTS_PER_SEGMENT_MAX),
+        (largest + SLOT_BYTES_MIN, 0),
+    ):
+        assert Layout(dataclasses.replace(WORD, size_bytes=size_bytes)).slots == slots
