@@ -76,6 +76,7 @@ def test_each_thing_that_happens_is_counted_once(driven):
         "in_progress": 1,
         "rejected": 3,
         "evicted": 1,
+        "moved": 0,
         "aborted": 3,
         "dropped": 3,
         "corrupt": 1,
