@@ -221,7 +221,8 @@ def nearest_tests(root: Path, path: Path) -> list[str]:
     elif "client" in path.parts:
         found = [str(Path("tests", *path.parts[1:-1], f"test_{path.stem}.py")), *READ_TESTS]
     else:
-        folders = ["core", "segment"] if path.parent.name == "core" else [path.parts[-2]]
+        core = path.parent.name == "core"
+        folders = ["core", "protocol", "segment"] if core else [path.parts[-2]]
         found = [
             str(p.relative_to(root))
             for folder in folders
