@@ -89,21 +89,21 @@ class TestRegistration:
         """Named by its module under MultiConnector, it is looked up by name for statistics."""
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        package = importlib.import_module("connector.adapters")
-        module = importlib.import_module("connector.adapters.vllm")
+        package = importlib.import_module("connector.adapters.vllm")
+        module = importlib.import_module("connector.adapters.vllm.connector")
         monkeypatch.delitem(KVConnectorFactory._registry, "KVStoreConnector")
-        monkeypatch.setattr(package, "vllm", module)
+        monkeypatch.delattr(package, "connector")
         monkeypatch.delitem(sys.modules, module.__name__)
-        fresh = importlib.import_module(module.__name__)
+        named = package.KVStoreConnector  # as vLLM takes it: importing the package does nothing
         found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
-        assert found is fresh.KVStoreConnector is not module.KVStoreConnector
+        assert found is named is not module.KVStoreConnector
 
     def test_trap_the_constructor_takes_what_vllm_passes(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         config = SimpleNamespace(**transfer())
         found = KVConnectorFactory.get_connector_class(config)
-        assert found.__module__ == "connector.adapters.vllm"
+        assert found.__module__ == "connector.adapters.vllm.connector"
 
     def test_the_entry_point_registers_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
