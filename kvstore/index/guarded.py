@@ -204,21 +204,23 @@ class GuardedIndex:
                 continue
             with self._lock:
                 probing = [side for side in waiting if side.breaker.allows(clock.monotonic())]
-            answered = self._answers()
+            why = self._why_not()
             with self._lock:
                 for side in probing:
-                    if answered:
+                    if why:
+                        side.why = why
+                        side.breaker.failed(clock.monotonic())
+                    else:
                         side.breaker.succeeded()
                         side.open = False
-                    else:
-                        side.breaker.failed(clock.monotonic())
 
-    def _answers(self) -> bool:
+    def _why_not(self) -> str:
+        """Why it does not answer now; empty when it does."""
         try:
             self._index.ping()
-        except Exception:  # whatever it is, this thread must live on, or the side stays open
-            return False
-        return True
+        except Exception as e:  # whatever it is, this thread must live on, or the side stays open
+            return str(e) or repr(e)
+        return ""
 
     def after_fork_in_child(self) -> None:
         """The prober did not come along, and the lock may be held by a thread that did not."""

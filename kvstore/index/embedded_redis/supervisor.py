@@ -34,10 +34,14 @@ POLL_S = 0.1
 RESTARTS_MAX = 3
 RESTARTS_WITHIN_S = 60.0
 """Restarts longer ago do not count: a store may live for months."""
+BACKOFF_S = (0.0, 0.5, 2.0)
+"""At least from one restart to the next, by how many there were within `RESTARTS_WITHIN_S`."""
 LOG_TAIL_BYTES = 500
 
 SOCKET, LOG, PIDS, PIDS_NEW = "redis.sock", "redis.log", "redis.json", "redis.json.new"
 FILES = (SOCKET, LOG, PIDS, PIDS_NEW)
+GIVEN_UP = "given-up"
+"""Why nobody starts Redis again, for its users; there until one that comes starts it anew."""
 START_LOCK, USERS_LOCK, SERVER_LOCK = "start.lock", "users.lock", "server.lock"
 LOCKS = (START_LOCK, USERS_LOCK, SERVER_LOCK)
 
@@ -65,9 +69,17 @@ def answers(path: Path, timeout_s: float = PING_TIMEOUT_S) -> bool:
             return False
 
 
+def given_up(path: Path) -> str:
+    """Why nobody starts the Redis of this socket again; empty when that is not so."""
+    try:
+        return path.with_name(GIVEN_UP).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def remove_files(directory: Path) -> None:
     """Leave nothing behind. Only for who holds all three locks."""
-    for name in (*FILES, *LOCKS):
+    for name in (*FILES, GIVEN_UP, *LOCKS):
         (directory / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # someone put a file of his own there
         directory.rmdir()
@@ -87,6 +99,8 @@ class Supervisor:
             return
         try:
             why = self._start()
+            if not why:
+                (self._directory / GIVEN_UP).unlink(missing_ok=True)
             say(f"error {why}" if why else "ready")
             if not why:
                 self._watch(locks)
@@ -115,16 +129,31 @@ class Supervisor:
         """Until the last user is gone, or Redis ended more than `RESTARTS_MAX` times
         within `RESTARTS_WITHIN_S`."""
         restarts: list[float] = []
+        why = ""
         while True:
             if self._redis is None or self._redis.poll() is not None:
                 now = time.monotonic()
                 restarts = [at for at in restarts if at > now - RESTARTS_WITHIN_S]
-                if len(restarts) >= RESTARTS_MAX or self._start():
+                if len(restarts) >= RESTARTS_MAX:
+                    self._give_up(why)
                     return
-                restarts.append(now)
+                if not restarts or now >= restarts[-1] + BACKOFF_S[len(restarts)]:
+                    why = self._start()
+                    if why:
+                        self._end()
+                    restarts.append(now)
             if self._unused(locks):
                 return
             time.sleep(POLL_S)
+
+    def _give_up(self, why: str) -> None:
+        code = self._redis.returncode if self._redis is not None else None
+        why = why or f"it ended with {code}: {self._log_tail()}"
+        text = f"it ended {RESTARTS_MAX + 1} times within {RESTARTS_WITHIN_S:.0f} s: {why}"
+        with contextlib.suppress(OSError):  # a full disk, say; then it is only away
+            fresh = self._directory / PIDS_NEW
+            fresh.write_text(text)
+            fresh.rename(self._directory / GIVEN_UP)
 
     def _start(self) -> str:
         """Start Redis; returns why it does not answer, empty when it does."""
@@ -171,6 +200,11 @@ class Supervisor:
         return " ".join(tail.decode(errors="replace").split())
 
     def _stop(self) -> None:
+        self._end()
+        for name in FILES:
+            (self._directory / name).unlink(missing_ok=True)
+
+    def _end(self) -> None:
         redis, self._redis = self._redis, None
         if redis is None:
             return
@@ -181,8 +215,6 @@ class Supervisor:
             redis.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 redis.wait(STOP_TIMEOUT_S)
-        for name in FILES:
-            (self._directory / name).unlink(missing_ok=True)
 
 
 def say(line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from redis.retry import Retry
 
 from kvstore import tcp
 from kvstore.errors import IndexUnavailableError
+from kvstore.index.embedded_redis.supervisor import given_up
 from kvstore.index.redis.connection import (
     FAILURES,
     Dial,
@@ -182,12 +184,22 @@ def unix_dial(target: Target) -> Dial:
 
     def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
         left = max(deadline - monotonic(), 0.001)
-        connection = _open(
-            UnixDomainSocketConnection,
-            path=target.path,
-            socket_timeout=left,
-            socket_connect_timeout=left,
-        )
+        try:
+            connection = _open(
+                UnixDomainSocketConnection,
+                path=target.path,
+                socket_timeout=left,
+                socket_connect_timeout=left,
+            )
+        except FAILURES as e:
+            why = given_up(Path(target.path))
+            if not why:
+                raise
+            raise IndexUnavailableError(
+                f"the embedded Redis at {target.label} was given up, {why}. The next process that "
+                "starts without a URL in this run directory starts it anew; to use one that stays, "
+                "set KVSTORE_URL"
+            ) from e
         return connection, hello, replies
 
     return dial
