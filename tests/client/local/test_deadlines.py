@@ -41,9 +41,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     seen: list[tuple[float, float]] = []
     connect = ControlChannel._connect
 
-    def noted(channel: ControlChannel, give_up_at: float) -> None:
+    def noted(channel: ControlChannel, give_up_at: float, *, patient: bool = False) -> None:
         seen.append((time.monotonic(), give_up_at))
-        connect(channel, give_up_at)
+        connect(channel, give_up_at, patient=patient)
 
     monkeypatch.setattr(ControlChannel, "_connect", noted)
     return seen

@@ -136,10 +136,10 @@ def test_a_client_elsewhere_that_lies_about_damage_drops_nothing(
     assert reader.get("k") == value
     remote = reader.session.remote
     (known,) = remote._known.values()
-    assert known.word is not None
+    assert known.announcement is not None
     raw_key = writer.namespace.value_key("k")
     message = [Op.SUSPECT, 0, raw_key + b"?" * 32]
-    tell(remote.stream, known.word, message, time.monotonic() + PATIENT.stream_timeout_s)
+    tell(remote.stream, known.announcement, message, time.monotonic() + PATIENT.stream_timeout_s)
     assert reader.get("k") == value, "over the same connection"
     assert corrupt(writer) == before
 
