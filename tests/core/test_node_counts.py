@@ -239,3 +239,15 @@ def test_what_is_being_written_is_not_used_by_a_touch(driven):
     driven.ask(Commit(A, 1, [(slot, generation, 0)]), 6.0)
     (row,) = driven.ask(Listing(A, 1, b"", 9), 8.0)
     assert row[6] == 7.0
+
+
+def test_an_answer_that_changes_no_record_does_not_wait_for_the_index(driven):
+    driven.put(KEYS[0])
+    for event in (
+        Stat(A, 1),
+        Listing(A, 1, b"", 9),
+        Pin(A, 1, KEYS[:1]),
+        Unpin(A, 1, [(0, 1)]),
+    ):
+        (reply,) = driven.core.handle(event, 0.0).replies
+        assert not reply.after_publish
