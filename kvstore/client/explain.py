@@ -106,7 +106,7 @@ class Explainer:
         self._run_dir = run_dir
         self._key_prefix = key_prefix
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         in_each_child(self)
         self._channels: dict[tuple[int, int], ControlChannel] = {}
         """By node id and epoch."""
@@ -142,7 +142,7 @@ class Explainer:
         return different or _never_stored(block, answers)
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()  # a thread of the parent may have had it
+        self._lock = threading.RLock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         with self._lock:

@@ -30,8 +30,9 @@ class Pins:
     def __init__(self, unpin: Callable[[Sequence[Pin]], None]) -> None:
         self._unpin = unpin
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._settling = threading.Lock()
+        # A handler of signals may close the client at any moment.
+        self._lock = threading.RLock()
+        self._settling = threading.RLock()
         self._ended: deque[Pin] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = threading.local()
@@ -94,5 +95,5 @@ class Pins:
                 self.settle()
 
     def after_fork_in_child(self) -> None:
-        self._lock, self._settling = threading.Lock(), threading.Lock()
+        self._lock, self._settling = threading.RLock(), threading.RLock()
         self._ended.clear()

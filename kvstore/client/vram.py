@@ -78,7 +78,7 @@ class VramNodes:
         self.transport = (
             None if device is None else CudaIpcTransport(device, partial(attach, run_dir))
         )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.counts = dict.fromkeys(("cuda_ipc_bytes", *_COUNTED.values()), 0)
         self._known: dict[tuple[int, int], tuple[float, Announcement | None]] = {}
         """By node id and epoch: until when it is believed, and what."""

@@ -92,7 +92,7 @@ class GuardedIndex:
         self._closed = threading.Event()
         self._reading = side()
         self._writing = side()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._probing = False
         in_each_child(self)
 
@@ -224,7 +224,7 @@ class GuardedIndex:
 
     def after_fork_in_child(self) -> None:
         """The prober did not come along, and the lock may be held by a thread that did not."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._probing = False
         for side in (self._reading, self._writing):
             if side.open:

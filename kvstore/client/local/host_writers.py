@@ -53,7 +53,8 @@ class HostWriters:
         self._start_node = start_node
         self._patient = True
         self._first_wait_s = FIRST_QUESTION_WAIT_S if start_node is None else FIRST_NODE_WAIT_S
-        self._lock = threading.Lock()
+        # A handler of signals may close the client at any moment.
+        self._lock = threading.RLock()
         in_each_child(self)
         self._closed = False
         self._by_name: dict[str, Writer] = {}
@@ -79,7 +80,14 @@ class HostWriters:
         with self._lock:
             if self._closed:
                 raise NodeUnavailableError("this client is closed")
-            return self._known() or self._look(start)
+            return self._unless_closed(self._known() or self._look(start))
+
+    def _unless_closed(self, found: tuple[Writer, ...]) -> tuple[Writer, ...]:
+        """What was just found; a handler of signals may have closed this meanwhile."""
+        if self._closed:
+            self.close()
+            raise NodeUnavailableError("this client is closed")
+        return found
 
     def _known(self) -> tuple[Writer, ...]:
         """Empty when it is time to look around, and when a node has gone."""
@@ -209,7 +217,7 @@ class HostWriters:
         return None
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()  # a thread of the parent may have had it
+        self._lock = threading.RLock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""

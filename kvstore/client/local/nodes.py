@@ -53,7 +53,8 @@ class LocalNodes:
         self._run_dir = run_dir
         self._index = index
         self._key_prefix = key_prefix
-        self._lock = threading.Lock()
+        # A handler of signals may close the client at any moment.
+        self._lock = threading.RLock()
         in_each_child(self)
         self._attached: dict[tuple[int, int], Attached] = {}
         self.mapped: tuple[Attached, ...] = ()
@@ -119,7 +120,7 @@ class LocalNodes:
     def _add(self, announcement: Announcement, directory: NodeDir) -> Attached | None:
         self.mapping()
         attached = self._map(announcement, directory)
-        if attached is not None:
+        if attached is not None and self._use:
             self._attached[announcement.node_id, announcement.epoch] = attached
             self.mapped = (attached, *self.mapped)
         return attached
@@ -209,7 +210,7 @@ class LocalNodes:
         return True
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()  # a thread of the parent may have had it
+        self._lock = threading.RLock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """From here on there are none: what another thread asks for meanwhile is not mapped."""

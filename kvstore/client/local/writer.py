@@ -73,7 +73,8 @@ class Writer:
         self._name = name
         self._timeout_s = timeout_s
         self._checksums = checksums
-        self._lock = threading.Lock()
+        # A handler of signals may close the client at any moment.
+        self._lock = threading.RLock()
         in_each_child(self)
         self._link: NodeLink | None = None
         self._search_at = 0.0
@@ -102,7 +103,7 @@ class Writer:
                 raise NodeUnavailableError("this client is closed")
             if self._link is None:
                 self._link = self._find()
-            return self._link
+            return self._unless_closed()
 
     def join(self, announcement: Announcement, directory: NodeDir) -> NodeLink:
         """`link` to this start of the node; one to a former start of it is let go."""
@@ -114,7 +115,17 @@ class Writer:
                 raise NodeUnavailableError("this client is closed")
             if self._link is None:
                 self._link = self._joined(announcement, directory)
-            return self._link
+            return self._unless_closed()
+
+    def _unless_closed(self) -> NodeLink:
+        """The link that was just made; a handler of signals may have closed this meanwhile."""
+        link = self._link
+        if self._closed and link is not None:
+            self._link = None
+            link.control.close()
+        if self._closed or link is None:
+            raise NodeUnavailableError("this client is closed")
+        return link
 
     def _find(self) -> NodeLink:
         now = time.monotonic()
@@ -463,7 +474,7 @@ class Writer:
         return list(self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body)))
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()  # a thread of the parent may have had it
+        self._lock = threading.RLock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """Give back everything but pins that somebody still has a view of: their nodes are told

@@ -115,7 +115,7 @@ class Peers:
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
         self._nixl = NixlTransport(self.stream, Layout) if NIXL in allowed else None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._known: dict[int, _Known] = {}
         self._asking = 0
         """Threads that ask a node whether it is there."""
@@ -321,7 +321,7 @@ class Peers:
         return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._asking = 0
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class RemoteWriter:
         self._readable = readable
         self._signer = signer
         self._random = random.Random()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._nodes: dict[int, Announcement] = {}
         self._sent_bytes: dict[int, int] = {}
         """Since the nodes said how much room they have."""

@@ -21,12 +21,12 @@ class ValueNames:
 
     def __init__(self, writer: HostWriter) -> None:
         self._writer = writer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         in_each_child(self)
         self._waiting: dict[Key, bytes] = {}
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()  # a thread of the parent may have had it
+        self._lock = threading.RLock()  # a thread of the parent may have had it
 
     def note(self, keys: Sequence[Key], names: Sequence[str | bytes]) -> None:
         """These values were saved. Names above `NAME_BYTES_MAX` are not told."""

@@ -53,7 +53,7 @@ class ClusterRoute:
         self._target = target
         self._timeout_s = timeout_s
         self._links_max = links_max
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
         self._shards: dict[Host, Shard] = {}
         self._away: dict[Links, Breaker] = {}
@@ -198,14 +198,17 @@ class ClusterRoute:
     def _slot_map(self, deadline: float) -> list[Links | None]:
         if self._closed:
             raise IndexUnavailableError(f"the index at {self._target.label} was closed")
-        if not self._lock.acquire(timeout=max(deadline - monotonic(), 0)):
-            raise IndexUnavailableError(f"{self._target.label}: the slot map is being fetched")
         try:
+            if not self._lock.acquire(timeout=max(deadline - monotonic(), 0)):
+                raise IndexUnavailableError(f"{self._target.label}: the slot map is being fetched")
             if not self._owner:
                 self._owner = self._fetch_slots(deadline)
             return self._owner
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105  # nothing is called before: a signal could end it there
+                self._lock.release()
+            except RuntimeError:  # it was never got
+                pass
 
     def _fetch_slots(self, deadline: float) -> list[Links | None]:
         why: Exception | None = None

@@ -43,7 +43,7 @@ class StreamTransport:
     def __init__(self, security: StreamSecurity) -> None:
         self._security = security
         self._tls = security.client_context()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pools: dict[PoolKey, Pool] = {}
         self._closed = False
         in_each_child(self)
@@ -156,7 +156,7 @@ class StreamTransport:
 
     def after_fork_in_child(self) -> None:
         """A reply does not name its blocks: it would be whoever's of the two reads first."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             pool.abandon()
@@ -168,7 +168,7 @@ class Pool:
     def __init__(self, connect: Callable[[float], Channel]) -> None:
         self._connect = connect
         self._free = threading.BoundedSemaphore(STREAM_CONNECTIONS_PER_NODE)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._idle: list[Channel] = []
         self._busy: set[Channel] = set()
         self._closed = False
@@ -229,7 +229,7 @@ class Pool:
 
     def abandon(self) -> None:
         """Close this process's descriptors of connections that are another process's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = True
         for channel in (*self._idle, *self._busy):
             channel.close()
