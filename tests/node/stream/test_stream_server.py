@@ -116,6 +116,41 @@ def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_one_se
     assert read_by(place, another(), block).read is Read.HIT
 
 
+@pytest.mark.parametrize("threads_to_give", [True, False])
+def test_a_node_that_is_stopped_while_a_connection_comes_in_ends_in_order(
+    served, monkeypatch, threads_to_give
+):
+    """What it waits for has begun: Python refuses to wait for a thread that has not."""
+    place, _ = served
+    stream = place.node._stream
+    coming, stopped, ended = (threading.Event() for _ in range(3))
+    start = threading.Thread.start
+
+    def late(thread):
+        if thread.name != "kvstore-stream":
+            return start(thread)
+        coming.set()
+        stopped.wait(0.3)
+        try:
+            if not threads_to_give:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    (guest,) = silent(place, 1)
+    guest.sendall(b"k")
+    assert coming.wait(20)
+    stream.stop()
+    stopped.set()
+    assert ended.wait(20)
+    assert hung_up(guest)
+    guest.close()
+    wait_until(lambda: threads() == 0, "its thread has ended")
+    assert not stream._threads
+
+
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "::1", "localhost"])
 def test_a_node_is_reached_at_the_address_that_it_announces(tmp_path, host):
     if ":" in host and not ipv6():
