@@ -24,9 +24,9 @@ from kvstore.segment.shm import AttachedShm
 PEER = """
 import sys
 from kvstore import nodedir
-from kvstore.core import wire
+from kvstore.protocol import control as wire
 from kvstore.segment import header, shm
-from kvstore.client import control
+from kvstore.client.local import control
 nodedir.VERSION = int(sys.argv[1])
 wire.PROTOCOL_VERSION = control.PROTOCOL_VERSION = int(sys.argv[2])
 header.LAYOUT_VERSION = int(sys.argv[3])
