@@ -132,7 +132,7 @@ def test_only_the_nodes_directory_tells_the_handle(producer, node):
 
 def test_saves_of_others_go_to_host_memory(producer, node):
     other = BlockSession(**node.client_options)
-    assert other.writer.link().word.name == "node"
+    assert other.writer.link().announcement.name == "node"
     other.close()
 
 

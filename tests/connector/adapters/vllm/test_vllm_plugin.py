@@ -205,7 +205,8 @@ def test_what_it_is_made_for_is_what_the_package_asks_for() -> None:
 def test_the_adapter_beside_another_vllm_says_which_it_is_made_for(tmp_path: Path) -> None:
     """Whoever asks for the connector there is told by name, not by a traceback out of imports."""
     write(tmp_path, {"vllm/__init__.py": "__version__ = '0.20.0'"})
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport connector.adapters.vllm"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "from connector.adapters.vllm import KVStoreConnector"
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
