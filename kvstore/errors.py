@@ -42,7 +42,8 @@ class IndexRefusedError(IndexUnavailableError):
 
 
 class IndexBreakerOpenError(IndexUnavailableError):
-    """The index was not asked: it failed lately and is being probed."""
+    """The index was not asked: it failed lately and is being probed. How it failed last is its
+    `__cause__`."""
 
 
 class NodeUnavailableError(PeerError):

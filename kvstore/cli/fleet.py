@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
-from kvstore.nodedir import sweep
+from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.abandoned import Sweeper
 
 READY_TIMEOUT_S = 300.0
 """A node clears all its memory first; at 2 GB/s this is 600 GB."""
+LATE_S = 3.0
+"""Nodes that are not ready by then are asked why, and again each time as long after."""
 RESTARTS_MAX = 5
 """In a row: a node that then ran for `STEADY_S` starts counting anew."""
 STEADY_S = 60.0
@@ -51,20 +53,40 @@ class Child:
             process_group=0,  # Ctrl-C is for us; we end the nodes
         )
 
-    def wait_ready(self, stopped: Callable[[], bool]) -> str:
-        """The line it says when it is ready, or nothing when `stopped` meanwhile."""
+    def wait_ready(
+        self, stopped: Callable[[], bool], directory: NodeDir, say: Callable[[str], None]
+    ) -> str:
+        """The line it says when it is ready, or nothing when `stopped` meanwhile. While it is
+        late, `say` is told why: once, and again when the reason is another one."""
         assert self.process is not None
         assert self.process.stdout is not None
         give_up_at = time.monotonic() + READY_TIMEOUT_S
+        ask_at = time.monotonic() + LATE_S
+        why_not = ""
         while not stopped():
             if select.select([self.process.stdout], [], [], POLL_S)[0]:
                 line = self.process.stdout.readline().decode(errors="replace").strip()
                 if line:
                     return line
                 raise NodeUnavailableError(f"node {self.name} did not start")
-            if time.monotonic() > give_up_at:
-                raise DeadlineError(f"node {self.name} was not ready in {READY_TIMEOUT_S:.0f} s")
+            now = time.monotonic()
+            if now > give_up_at:
+                raise DeadlineError(
+                    f"node {self.name} was not ready in {READY_TIMEOUT_S:.0f} s: {why_not}"
+                )
+            if now > ask_at:
+                ask_at = now + LATE_S
+                before, why_not = why_not, self._why_not_ready(directory)
+                if why_not != before:
+                    say(f"node {self.name} is not ready yet: {why_not}")
         return ""
+
+    def _why_not_ready(self, directory: NodeDir) -> str:
+        announcement = directory.announcement()
+        assert self.process is not None
+        if announcement is None or announcement.pid != self.process.pid:
+            return "it is clearing its memory"  # what lies there is of its former start
+        return directory.why_not_ready() or "it is about to be"
 
     def tend(self, say: Callable[[str], None]) -> None:
         """Start it again when it died. Raises `NodeUnavailableError` when it died too often."""
@@ -134,7 +156,7 @@ class Fleet:
         for child in self.children:
             child.start()
         for child in self.children:
-            line = child.wait_ready(stopped)
+            line = child.wait_ready(stopped, NodeDir(self._run_dir, child.name), say)
             if line:
                 say(line)
 

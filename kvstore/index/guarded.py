@@ -42,7 +42,7 @@ class GuardStats:
 class _Side:
     """One breaker with its counters. `open` is what callers look at, without a lock."""
 
-    __slots__ = ("breaker", "failures", "open", "opened", "refused", "why")
+    __slots__ = ("breaker", "failures", "last", "open", "opened", "refused")
 
     def __init__(self, breaker: Breaker) -> None:
         self.breaker = breaker
@@ -50,11 +50,16 @@ class _Side:
         self.failures = 0
         self.refused = 0
         self.opened = 0
-        self.why = ""
-        """Its last failure."""
+        self.last = IndexUnavailableError("")
+        """How it failed last, as a call or as a probe."""
 
     def stats(self) -> GuardStats:
         return GuardStats(self.breaker.state, self.failures, self.refused, self.opened)
+
+
+def _without_frames(error: IndexUnavailableError) -> IndexUnavailableError:
+    """To be kept: `error` itself keeps what the failing call had in its hands."""
+    return type(error)(str(error))
 
 
 class GuardedIndex:
@@ -146,12 +151,12 @@ class GuardedIndex:
         if side.open:
             side.refused += 1
             self._probe()
-            why = f"the index failed and is being probed (breaker open): {side.why}"
-            raise IndexBreakerOpenError(why)
+            why = f"the index failed and is being probed (breaker open): {side.last}"
+            raise IndexBreakerOpenError(why) from side.last
         try:
             answer = call(*args, **kwargs)
         except IndexUnavailableError as e:
-            side.why = str(e)
+            side.last = _without_frames(e)
             self._failed(side, hung=isinstance(e, IndexDeadlineError))
             raise
         except KVStoreError:
@@ -159,7 +164,7 @@ class GuardedIndex:
         except Exception as e:
             # Our bug, but a heartbeat or a lookup that ends with it would not be there again.
             log.exception("an index call failed in an unforeseen way")
-            side.why = repr(e)
+            side.last = IndexUnavailableError(repr(e))
             self._failed(side, hung=False)
             raise IndexUnavailableError(f"the index failed: {e!r}") from e
         # A race that resets a count one failure early or late is fine; a lock per call is not.
@@ -204,23 +209,25 @@ class GuardedIndex:
                 continue
             with self._lock:
                 probing = [side for side in waiting if side.breaker.allows(clock.monotonic())]
-            why = self._why_not()
+            failure = self._ping_failure()
             with self._lock:
                 for side in probing:
-                    if why:
-                        side.why = why
+                    if failure is not None:
+                        side.last = failure
                         side.breaker.failed(clock.monotonic())
                     else:
                         side.breaker.succeeded()
                         side.open = False
 
-    def _why_not(self) -> str:
-        """Why it does not answer now; empty when it does."""
+    def _ping_failure(self) -> IndexUnavailableError | None:
+        """None when it answers."""
         try:
             self._index.ping()
+        except IndexUnavailableError as e:
+            return _without_frames(e)
         except Exception as e:  # whatever it is, this thread must live on, or the side stays open
-            return str(e) or repr(e)
-        return ""
+            return IndexUnavailableError(repr(e))
+        return None
 
     def after_fork_in_child(self) -> None:
         """The prober did not come along, and the lock may be held by a thread that did not."""

@@ -51,6 +51,9 @@ class Readiness:
         """After each heartbeat; `error` is why it did not reach the index."""
         if error is None and not self._proved:
             error = self._prove()
+        if isinstance(error, IndexBreakerOpenError):
+            last = error.__cause__
+            error = last if isinstance(last, IndexUnavailableError) else error
         if error is None:
             first, self._proved = not self._proved, True
             self._say("")

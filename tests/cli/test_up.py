@@ -104,6 +104,26 @@ def test_restarts_in_a_row_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(said) == fleet.RESTARTS_MAX
 
 
+def test_nodes_that_redis_refuses_are_said_to_be_not_ready_soon_and_why(place: Place) -> None:
+    """And when the reason changes; then they are ready, and it goes on."""
+    with RedisServer("--requirepass", "hunter2") as redis:
+        admin = redis.admin(password="hunter2")
+        up = place.start("up", "--size", "4MiB", "--url", f"unix://:wrong-word@{redis.socket}")
+        not_ready = f"kvstore up: node node-0 is not ready yet: Redis at unix:{redis.socket}: "
+        up.wait_for(f"{not_ready}wrong user name or password")
+        admin.acl_setuser(
+            "default", enabled=True, passwords=["+wrong-word"], commands=["-@all", "+acl"]
+        )
+        up.wait_for(f"{not_ready}this user lacks a right")
+        admin.acl_setuser("default", enabled=True, commands=["+@all"])
+        admin.close()
+        output = up.wait_for("Ctrl-C ends it.")
+        assert output.count(f"{not_ready}wrong") == 1
+        assert up.end(signal.SIGTERM) == 0
+    assert "wrong-word" not in output
+    nothing_left(place)
+
+
 def test_a_password_in_the_url_is_not_shown(place: Place) -> None:
     with RedisServer("--requirepass", "hunter2") as redis:
         up = place.start("up", "--size", "4MiB", "--url", f"unix://:hunter2@{redis.socket}")

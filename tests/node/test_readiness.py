@@ -11,13 +11,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from redis_servers import RedisServer, free_port, wait_until
+from redis_servers import RedisServer, free_port, stopped, wait_until
 from stores import MIB, PATIENT
 
 from kvstore import Client
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
+from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
+from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 from kvstore.node.readiness import Readiness
 from kvstore.nodedir import NodeDir
@@ -174,6 +176,26 @@ def test_a_breaker_that_is_open_hides_no_reason(tmp_path: Path) -> None:
     readiness.beaten(IndexRefusedError("wrong password"))
     readiness.beaten(IndexBreakerOpenError("breaker open"))
     assert directory.why_not_ready() == "wrong password"
+    other = IndexBreakerOpenError("breaker open")
+    other.__cause__ = IndexRefusedError("no rights")
+    readiness.beaten(other)
+    assert directory.why_not_ready() == "no rights"
     readiness.beaten(None)
     readiness.beaten(IndexUnavailableError("away"))
     assert directory.why_not_ready() == ""
+
+
+def test_a_redis_that_comes_back_and_refuses_the_node_is_seen_behind_an_open_breaker(
+    tmp_path: Path,
+) -> None:
+    """The breaker opened while it was away, and nothing but probes reaches it since."""
+    with RedisServer() as redis:
+        index = GuardedIndex(open_index(redis.url, timeout_s=0.5, publish_timeout_s=0.5))
+        with closing(index), Node(config(tmp_path), index) as node:
+            wait_until(lambda: node.dir.why_not_ready() == "", "it is ready")
+            with stopped(redis):
+                wait_until(lambda: index._writing.open, "the breaker is open")
+                redis.kill()
+            redis._options = ("--requirepass", "another")
+            redis.start()
+            wait_until(lambda: "NOAUTH" in node.dir.why_not_ready(), "it says so", 20)
