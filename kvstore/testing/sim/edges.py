@@ -38,7 +38,7 @@ from kvstore.testing.sim import memory
 from kvstore.testing.sim.hosts import SimFormerClients, SimLease, SimSessions
 from kvstore.testing.sim.index import SimIndex
 from kvstore.testing.sim.network import SimSocket
-from kvstore.testing.sim.scheduler import FOREVER
+from kvstore.testing.sim.scheduler import FOREVER, Actor
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
@@ -68,50 +68,39 @@ class _SimEvent:
 
 
 class _SimLock:
-    """`threading.Lock`: who waits for it lets others run."""
+    """`threading.RLock`: who waits for it lets others run, and whose it is may enter again."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._held = False
+        self._owner: Actor | None = None
+        self._entered = 0
 
     def acquire(self, blocking: bool = True, timeout: float = FOREVER) -> bool:
         world = self._world
         give_up_at = world.now + timeout
-        while self._held:
+        while self._owner not in (None, world.current):
             if not blocking or world.now >= give_up_at:
                 return False
             world.wait(min(give_up_at, world.now + LOCK_POLL_S))
-        self._held = True
+        self._owner = world.current
+        self._entered += 1
         return True
 
     def release(self) -> None:
-        self._held = False
+        if not self._is_owned():
+            raise RuntimeError("cannot release un-acquired lock")
+        self._entered -= 1
+        if not self._entered:
+            self._owner = None
+
+    def _is_owned(self) -> bool:
+        return self._owner is self._world.current
 
     def __enter__(self) -> None:
         self.acquire()
 
     def __exit__(self, *exc: object) -> None:
         self.release()
-
-
-class _SimRLock(_SimLock):
-    """`threading.RLock`, of which nobody enters twice: it knows whose it is."""
-
-    _owner: object = None
-
-    def acquire(self, blocking: bool = True, timeout: float = FOREVER) -> bool:
-        if super().acquire(blocking, timeout):
-            self._owner = self._world.current
-            return True
-        return False
-
-    def release(self) -> None:
-        if not self._is_owned():
-            raise RuntimeError("cannot release un-acquired lock")
-        super().release()
-
-    def _is_owned(self) -> bool:
-        return self._held and self._owner is self._world.current
 
 
 class _SimThread:
@@ -159,19 +148,19 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         return _SimLock(world)
 
     for module in (control, host_writers, nodes, remote_writer, writer):
-        yield module, "threading", SimpleNamespace(Lock=lock, RLock=lambda: _SimRLock(world))
+        yield module, "threading", SimpleNamespace(RLock=lock)
     # Pins end by calls alone, as below: a thread of the real machine would not replay.
     no_thread = SimpleNamespace(start=lambda: None, is_alive=lambda: True)
     yield (
         pins,
         "threading",
-        SimpleNamespace(Lock=lock, local=threading.local, Thread=lambda **_: no_thread),
+        SimpleNamespace(RLock=lock, local=threading.local, Thread=lambda **_: no_thread),
     )
     yield (
         breaker,
         "threading",
         SimpleNamespace(
-            Lock=lock,
+            RLock=lock,
             Event=lambda: _SimEvent(world),
             Thread=lambda *, target, name, daemon: _SimThread(world, target, name),
         ),
