@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import socket
 import stat
 import tempfile
 import time
@@ -122,3 +123,17 @@ def socket_path(path: Path, *, field: str = "run_dir") -> Path:
             field, str(path), f"has {size} bytes, a Unix socket at most {UNIX_PATH_BYTES_MAX}"
         )
     return path
+
+
+def listens(path: Path) -> bool:
+    """Whether somebody can connect to this Unix socket: its file is there a moment before, and
+    for ever after one that was killed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # so many connect that this one would have to wait
+            return True
+        except OSError:
+            return False
+    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from kvstore.errors import DeadlineError, NodeUnavailableError, NoSpaceError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import EMBEDDED_NODE_BYTES_MIN
 from kvstore.nodedir import NodeDir
+from kvstore.rundir import listens
 from kvstore.secret import SIGNING_KEY
 from kvstore.segment.cgroup import memory_limit, size_within
 from kvstore.segment.shm import SHM_DIR, files_bytes, free_bytes
@@ -101,17 +101,4 @@ def start_embedded_node(
 
 
 def _ready(directory: NodeDir) -> bool:
-    return directory.alive() and listens(directory) and directory.announcement() is not None
-
-
-def listens(directory: NodeDir) -> bool:
-    """The socket's file is there a moment before anybody can connect to it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(directory.socket))
-        except BlockingIOError:  # so many connect that this one would have to wait
-            return True
-        except OSError:
-            return False
-    return True
+    return directory.alive() and listens(directory.socket) and directory.announcement() is not None

@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.embedded_redis import supervisor as supervisor
-from kvstore.rundir import private_dir, socket_path
+from kvstore.rundir import listens, private_dir, socket_path
 from kvstore.rundir import run_dir as default_run_dir
 
 URL_ENV = "KVSTORE_URL"
@@ -35,6 +35,9 @@ MAXMEMORY_BYTES = 256 << 20
 MAXMEMORY_POLICY = "allkeys-lru"
 ACQUIRE_TIMEOUT_S = 10.0
 """Waiting for others that start or end the server, and starting it, together."""
+JOIN_TIMEOUT_S = 5.0
+"""Of it, for a server that cannot be connected to although its supervisor lives: above how long
+a supervisor takes to end (`STOP_TIMEOUT_S` twice), and from one restart to the next."""
 _POLL_S = 0.005
 
 log = logging.getLogger("kvstore.index.embedded_redis.server")
@@ -89,8 +92,10 @@ class EmbeddedRedis:
     def acquire(cls, run_dir: str | Path | None = None) -> EmbeddedRedis:
         """Join the server of this run directory; start it when there is none.
 
-        Ends within `ACQUIRE_TIMEOUT_S`. Raises `UsageError` when the directory cannot
-        be used or no server is installed, `IndexUnavailableError` when it does not start.
+        Ends within `ACQUIRE_TIMEOUT_S` and a second. A server that hangs is joined like any
+        other, with a warning: until it answers, its users work on their own host. Raises
+        `UsageError` when the directory cannot be used or no server is installed,
+        `IndexUnavailableError` when it does not start.
         """
         directory = default_run_dir(run_dir) / "redis"
         path = socket_path(directory / supervisor.SOCKET)
@@ -99,7 +104,7 @@ class EmbeddedRedis:
         users = -1
         try:
             users = _lock(directory, supervisor.USERS_LOCK, fcntl.LOCK_SH, deadline)
-            what = "joined" if _joined(directory, path, deadline) else "started"
+            what = "joined" if _joined(directory, path) else "started"
             if what == "started":
                 _start(directory, find_server(), deadline)
             found = cls(path, users, _details(directory))
@@ -111,6 +116,14 @@ class EmbeddedRedis:
             raise
         os.close(start)
         log.info("%s embedded Redis: pid %d, socket %s", what, found.pid, path)
+        # Asked without the lock: others need not wait for it.
+        if what == "joined" and not supervisor.answers(path):
+            log.warning(
+                "the embedded Redis (pid %d) at %s does not answer: until it does, only blocks of "
+                "this host are found",
+                found.pid,
+                path,
+            )
         return found
 
     def close(self) -> None:
@@ -205,13 +218,13 @@ def _supervised(directory: Path) -> bool:
         os.close(descriptor)
 
 
-def _joined(directory: Path, path: Path, deadline: float) -> bool:
-    """Wait for the server that is there to answer; False when there is none (any more)."""
+def _joined(directory: Path, path: Path) -> bool:
+    """Whether there is a server, or a supervisor that starts it again; whether it answers is not
+    waited for: those behind us wait for start.lock."""
+    give_up_at = monotonic() + JOIN_TIMEOUT_S
     while _supervised(directory):
-        if supervisor.answers(path):
+        if listens(path) or monotonic() > give_up_at:
             return True
-        if monotonic() > deadline:
-            raise IndexUnavailableError(f"embedded Redis at {path} does not answer")
         sleep(_POLL_S)
     return False
 

@@ -200,6 +200,8 @@ class Supervisor:
         return " ".join(tail.decode(errors="replace").split())
 
     def _stop(self) -> None:
+        # First of all: whoever can connect believes that it stays.
+        (self._directory / SOCKET).unlink(missing_ok=True)
         self._end()
         for name in FILES:
             (self._directory / name).unlink(missing_ok=True)

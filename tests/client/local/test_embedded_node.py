@@ -13,10 +13,11 @@ from redis_servers import wait_until
 from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
 from kvstore.client import session as session_module
 from kvstore.client.local import host_writers
-from kvstore.client.local.embedded_node import EMBEDDED_NAME, listens, start_embedded_node
+from kvstore.client.local.embedded_node import EMBEDDED_NAME, start_embedded_node
 from kvstore.client.local.writer import NODE_SEARCH_S
 from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.nodedir import NodeDir
+from kvstore.rundir import listens
 from kvstore.testing.stopping import stop
 from kvstore.types import STORED
 
@@ -84,6 +85,7 @@ def test_the_first_put_waits_for_a_redis_that_is_late(tmp_path, monkeypatch):
 
 
 def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
+    """Where only Redis can tell that the node is ours."""
     monkeypatch.setattr(host_writers, "FIRST_NODE_WAIT_S", 0.5)
     slept = []
     monkeypatch.setattr(host_writers, "POLL_S", 0.0123)  # told from what other threads sleep
@@ -97,6 +99,7 @@ def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
 
         monkeypatch.setattr(session_module, "start_embedded_node", start_and_hang)
         with Client(run_dir=run_dir, node_size_bytes=16 << 20) as client:
+            client.session.index.identity = lambda: "another name of it"
             assert "the index cannot be asked" in client.put("k", b"1").reason
             assert 0.0123 in slept
             slept.clear()
@@ -129,8 +132,8 @@ def test_a_node_is_not_ready_while_nobody_can_connect_to_its_socket(tmp_path):
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(directory.socket))
         assert directory.socket.exists()
-        assert not listens(directory)
+        assert not listens(directory.socket)
         bound.listen(1)
-        assert listens(directory)
-        assert listens(directory)
-        assert listens(directory), "a full queue is no closed door"
+        assert listens(directory.socket)
+        assert listens(directory.socket)
+        assert listens(directory.socket), "a full queue is no closed door"

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from redis_servers import RedisServer, free_port, stopped, wait_until
-from stores import NodeProcess
+from stores import MIB, NodeProcess
 from warm_processes import WarmProcess, program
 
 from kvstore import BlockSession, Client
+from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.index.open import open_guarded
 from kvstore.limits import Limits
+from kvstore.testing.stopping import stop
 from kvstore.types import PutStatus
 
 FIRST_PUTS = """
@@ -114,6 +116,28 @@ def test_node_and_client_that_start_while_redis_is_away_work_and_publish_later(
             )
             with closing(opened):
                 wait_until(lambda: len(opened.index.match(keys)) == 8, "the node publishes", 20)
+
+
+def test_clients_without_a_url_work_on_their_host_while_the_embedded_redis_hangs(
+    run_dir: Path,
+) -> None:
+    """Those that start meanwhile too, and the node that the first of them starts."""
+    redis = EmbeddedRedis.acquire(run_dir)
+    stop(redis.pid)
+    options = {"run_dir": run_dir, "node_size_bytes": 8 * MIB, "block_tokens": 8}
+    tokens = list(range(64))
+    with Client(**options) as client, Client(**options) as other:
+        assert client.put("k", b"v" * 5000).status is PutStatus.STORED
+        assert other.get("k") == b"v" * 5000
+        assert all(client.put_blocks(tokens, [os.urandom(5000)] * 8))
+        assert other.match_prefix(tokens).tokens == 64
+        assert "did not answer" in client.health().index
+        os.kill(redis.pid, signal.SIGCONT)
+        wait_until(client.health, "all is well", 20)
+        keys = client.namespace.block_keys(tokens, 8)
+        wait_until(lambda: len(client.session.index.match(keys)) == 8, "the node publishes", 20)
+    redis.close()
+    wait_until(lambda: not (run_dir / "redis").exists(), "Redis ends with its last user", 20)
 
 
 def test_a_node_that_names_its_index_otherwise_is_asked_for(redis: RedisServer) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -358,19 +359,55 @@ def test_close_may_be_called_twice(run_dir: Path) -> None:
     other.close()
 
 
-def test_a_hanging_server_is_an_error_in_time(
+def test_a_hanging_server_is_joined_with_a_warning_and_kept_until_its_last_user_goes(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = EmbeddedRedis.acquire(run_dir)
+    stop(first.pid)
+    second = EmbeddedRedis.acquire(run_dir)
+    assert f"the embedded Redis (pid {first.pid})" in caplog.text
+    first.close()
+    os.kill(second.pid, signal.SIGCONT)
+    wait_until(lambda: supervisor.answers(second.socket), "it goes on", END_TIMEOUT_S)
+    time.sleep(3 * supervisor.POLL_S)
+    assert supervisor.answers(second.socket)
+    second.close()
+    nothing_is_left(run_dir, second.pid, second.supervisor_pid)
+
+
+def test_while_redis_hangs_those_that_join_do_not_keep_each_other_waiting(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each would wait for its own answer, and those behind it for start.lock."""
+    monkeypatch.setattr(module, "ACQUIRE_TIMEOUT_S", 3.0)
+    held = [EmbeddedRedis.acquire(run_dir)]
+    stop(held[0].pid)
+    users = [
+        threading.Thread(target=lambda: held.append(EmbeddedRedis.acquire(run_dir)))
+        for _ in range(8)
+    ]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join(END_TIMEOUT_S)
+    assert len(held) == 9
+    for one in held:
+        one.close()
+    nothing_is_left(run_dir, held[0].pid, held[0].supervisor_pid)
+
+
+def test_a_server_that_is_being_ended_is_not_joined(run_dir: Path) -> None:
+    """It hangs, so its supervisor is a while about it."""
     held = EmbeddedRedis.acquire(run_dir)
     stop(held.pid)
-    monkeypatch.setattr(module, "ACQUIRE_TIMEOUT_S", 0.5)
-    begun = time.monotonic()
-    with pytest.raises(IndexUnavailableError, match="does not answer"):
-        EmbeddedRedis.acquire(run_dir)
-    assert time.monotonic() - begun < 0.5 + 3 * supervisor.PING_TIMEOUT_S
-    os.kill(held.pid, signal.SIGCONT)
+    os.kill(held.supervisor_pid, signal.SIGTERM)
+    wait_until(lambda: not held.socket.exists(), "its supervisor ends it")
+    assert not gone(held.supervisor_pid)
+    with EmbeddedRedis.acquire(run_dir) as again:
+        assert again.pid != held.pid
+        assert supervisor.answers(again.socket)
     held.close()
-    nothing_is_left(run_dir, held.pid, held.supervisor_pid)
+    nothing_is_left(run_dir, again.pid, again.supervisor_pid)
 
 
 def test_a_hanging_redis_is_ended_too(run_dir: Path) -> None:
