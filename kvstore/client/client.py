@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -145,6 +146,8 @@ class Client:
             transports=transports,
             security=security,
         )
+        # Who never closes it has the same at its end, or at the process's.
+        weakref.finalize(self, self.session.close)
         self.session.register_namespaces([self.namespace])
         self._reader = self.session.reader
         self._writer = self.session.writer
