@@ -61,10 +61,10 @@ class Client:
     this one has reserved or pinned can at most be read in the child.
 
     With no `url` (and no KVSTORE_URL) the embedded Redis and an embedded memory
-    node of `node_size_bytes` serve all such clients of this user on this machine,
-    and end with the last of them; the largest value is a sixteenth of the node. With
-    a `url`, values are saved to the memory nodes on this host that serve the same
-    index (`node` names the one to save to).
+    node of `node_size_bytes`, one for each key prefix, serve all such clients of this
+    user on this machine, and end with the last of them; the largest value is a
+    sixteenth of the node. With a `url`, values are saved to the memory nodes on this
+    host that serve the same index (`node` names the one to save to).
 
     What is missing or cannot be reached is a miss: gets return None, puts say
     "rejected" and why. Only wrong arguments raise (`UsageError`), and calls that

@@ -10,7 +10,10 @@ import pytest
 from places import REPOSITORY, Place, clean_env, wait_until
 
 from kvstore import Client, Limits
+from kvstore.client.local.embedded_node import embedded_name
 from kvstore.nodedir import NodeDir
+
+EMBEDDED = embedded_name("kv:default")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -105,11 +108,11 @@ def test_clients_without_a_url_share_a_node_that_ends_with_the_last_of_them(plac
     out, _ = client_process(place, "end").communicate(timeout=20)
     assert out == "b'1' exists\n"
     time.sleep(1.5)
-    assert NodeDir(place.run_dir, "embedded").alive()
+    assert NodeDir(place.run_dir, EMBEDDED).alive()
     first.kill()  # no goodbye: its lease tells
     first.communicate(timeout=10)
     wait_until(lambda: not place.processes(), f"no process left: {place.processes()}", 5)
-    assert place.segments("embedded") == []
+    assert place.segments(EMBEDDED) == []
     assert place.files() == []
 
 
@@ -127,11 +130,11 @@ def test_a_client_that_comes_while_the_embedded_node_ends_gets_a_new_one(place: 
     for _ in range(2):
         with embedded_client(place) as client:
             assert client.put("a", b"1")
-            word = NodeDir(place.run_dir, "embedded").announcement()
+            word = NodeDir(place.run_dir, EMBEDDED).announcement()
             os.kill(word.pid, signal.SIGTERM)
-            wait_until(lambda: not NodeDir(place.run_dir, "embedded").socket.exists(), "hidden")
+            wait_until(lambda: not NodeDir(place.run_dir, EMBEDDED).socket.exists(), "hidden")
             assert client.put("b", b"2")
-            assert NodeDir(place.run_dir, "embedded").announcement().epoch > word.epoch
+            assert NodeDir(place.run_dir, EMBEDDED).announcement().epoch > word.epoch
 
 
 def test_a_node_whose_starter_is_gone_ends_at_once(place: Place) -> None:

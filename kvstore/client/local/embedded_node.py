@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from kvstore.errors import DeadlineError, NodeUnavailableError, NoSpaceError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import EMBEDDED_NODE_BYTES_MIN
-from kvstore.nodedir import NodeDir
+from kvstore.nodedir import VERSION, NodeDir
 from kvstore.rundir import listens
 from kvstore.secret import SIGNING_KEY
 from kvstore.segment.cgroup import memory_limit, size_within
@@ -21,7 +22,6 @@ from kvstore.segment.shm import SHM_DIR, files_bytes, free_bytes
 
 log = logging.getLogger("kvstore.client")
 
-EMBEDDED_NAME = "embedded"
 START_TIMEOUT_S = 20.0
 POLL_S = 0.01
 STEP_BYTES = 1 << 20
@@ -53,6 +53,13 @@ def fitting_bytes(where: Path, size_bytes: int) -> int:
     return fits
 
 
+def embedded_name(key_prefix: str) -> str:
+    """What the embedded node of `key_prefix` is called: those of other key prefixes, and of other
+    versions, run beside it."""
+    digest = hashlib.sha256(f"{VERSION} {key_prefix}".encode()).hexdigest()
+    return f"embedded-{digest[:8]}"
+
+
 def start_embedded_node(
     run_dir: Path, *, key_prefix: str, size_bytes: int, signing_key: bytes | None = None
 ) -> None:
@@ -62,7 +69,7 @@ def start_embedded_node(
     Redis lasts as long as the node. Where /dev/shm is too small, so is the node. Raises
     `NodeUnavailableError` with what it said when it could not start, and `NoSpaceError`.
     """
-    directory = NodeDir(run_dir, EMBEDDED_NAME)
+    directory = NodeDir(run_dir, embedded_name(key_prefix))
     if _ready(directory):
         return
     size_bytes = fitting_bytes(SHM_DIR, size_within(size_bytes, memory_limit()))
@@ -71,7 +78,7 @@ def start_embedded_node(
         env[os.fsencode(SIGNING_KEY)] = signing_key
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "kvstore.cli", "node", "--name", EMBEDDED_NAME),
+            *(sys.executable, "-m", "kvstore.cli", "node", "--name", directory.name),
             *("--run-dir", str(run_dir), "--key-prefix", key_prefix),
             *("--size", str(size_bytes)),
             *("--end-with-last-client", "--only-options"),

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from redis_servers import wait_until
 from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
 from kvstore.client import session as session_module
 from kvstore.client.local import host_writers
-from kvstore.client.local.embedded_node import EMBEDDED_NAME, start_embedded_node
+from kvstore.client.local.embedded_node import embedded_name, start_embedded_node
 from kvstore.client.local.writer import NODE_SEARCH_S
 from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.nodedir import NodeDir
@@ -43,7 +44,7 @@ def test_without_a_url_clients_of_one_machine_share_one_store_and_nothing_is_lef
     run_dir = tmp_path / "run"
     with Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=PATIENT) as client:
         assert client.put("k", b"1")
-        segment = Path(NodeDir(run_dir, EMBEDDED_NAME).announcement().data_path)
+        segment = Path(NodeDir(run_dir, embedded_name("kv:default")).announcement().data_path)
         assert segment.exists()
         other = subprocess.run(
             [sys.executable, "-c", OTHER, str(run_dir)], capture_output=True, text=True, timeout=60
@@ -66,6 +67,29 @@ def test_the_store_outlives_the_client_that_started_it_while_another_uses_it(tmp
         assert second.get("k") == b"1"
 
 
+def name_its_index_otherwise(run_dir: Path) -> None:
+    """Then only the index itself can say that the node is one of its own."""
+    directory = NodeDir(run_dir, embedded_name("kv:default"))
+    directory.announce(dataclasses.replace(directory.announcement(), index=""))
+
+
+def test_each_key_prefix_has_an_embedded_node_beside_those_of_others(tmp_path):
+    """Also when the first's is still there for a client that may come back."""
+    made = {"run_dir": tmp_path / "run", "node_size_bytes": 16 << 20, "limits": PATIENT}
+    with Client(key_prefix="a", **made) as client:
+        assert client.put("k", b"1")
+    with Client(key_prefix="b", **made) as client:
+        result = client.put("k", b"2")
+        assert result, result.reason
+        with Client(key_prefix="c", **made) as other:
+            result = other.put("k", b"3")
+            assert result, result.reason
+            assert client.get("k") == b"2"
+            assert other.get("k") == b"3"
+    with Client(key_prefix="b", **made) as client:
+        assert client.get("k") == b"2"
+
+
 def test_the_first_put_waits_for_a_redis_that_is_late(tmp_path, monkeypatch):
     """A busy machine answers late just when a process, Redis and a node start together."""
     run_dir = tmp_path / "run"
@@ -73,6 +97,7 @@ def test_the_first_put_waits_for_a_redis_that_is_late(tmp_path, monkeypatch):
 
         def start_and_stall(*args, **kwargs):
             start_embedded_node(*args, **kwargs)
+            name_its_index_otherwise(run_dir)
             stop(redis.pid)
             threading.Timer(0.5, os.kill, (redis.pid, signal.SIGCONT)).start()
 
@@ -95,6 +120,7 @@ def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
 
         def start_and_hang(*args, **kwargs):
             start_embedded_node(*args, **kwargs)
+            name_its_index_otherwise(run_dir)
             stop(redis.pid)
 
         monkeypatch.setattr(session_module, "start_embedded_node", start_and_hang)
@@ -127,7 +153,7 @@ def test_with_a_url_no_node_is_started(redis_server, tmp_path):
 
 
 def test_a_node_is_not_ready_while_nobody_can_connect_to_its_socket(tmp_path):
-    directory = NodeDir(tmp_path, EMBEDDED_NAME)
+    directory = NodeDir(tmp_path, "node")
     directory.path.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(directory.socket))
