@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+from kvstore.background import start_in_background
 from kvstore.errors import DeadlineError, NodeUnavailableError, NoSpaceError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import EMBEDDED_NODE_BYTES_MIN
@@ -76,7 +77,7 @@ def start_embedded_node(
     env = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items() if k != URL_VARIABLE}
     if signing_key is not None:
         env[os.fsencode(SIGNING_KEY)] = signing_key
-    process = subprocess.Popen(
+    process = start_in_background(
         [
             *(sys.executable, "-m", "kvstore.cli", "node", "--name", directory.name),
             *("--run-dir", str(run_dir), "--key-prefix", key_prefix),
@@ -87,7 +88,6 @@ def start_embedded_node(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        start_new_session=True,
     )
     assert process.stderr is not None
     give_up_at = time.monotonic() + START_TIMEOUT_S

@@ -24,6 +24,7 @@ from time import monotonic, sleep
 from typing import Literal
 from urllib.parse import quote
 
+from kvstore.background import start_in_background
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.embedded_redis import supervisor as supervisor
 from kvstore.rundir import listens, private_dir, socket_path
@@ -242,13 +243,12 @@ def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
     command = [sys.executable, "-I", "-S", supervisor.__file__, str(directory)]
     log.info("starting embedded Redis: %s (%s) in %s", server.path, server.source, directory)
     try:
-        process = subprocess.Popen(
+        process = start_in_background(
             command + _server_command(directory, server),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=directory,
-            start_new_session=True,
         )
     except OSError as e:
         raise IndexUnavailableError(f"embedded Redis: {command[0]}: {e.strerror}") from e

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from kvstore.background import start_in_background
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.transport.nixl.child import ERROR, HELLO, LATE, MODULES, OK, PACKET_BYTES_MAX
 
@@ -60,7 +61,7 @@ class NixlProcess:
         self._waiting: dict[int, Future[ChildAnswer]] = {HELLO: self._hello}
         with theirs:
             command = [sys.executable, "-P", str(_PROGRAM), role, str(theirs.fileno()), *arguments]
-            self._process = subprocess.Popen(
+            self._process = start_in_background(
                 command, pass_fds=(theirs.fileno(), *pass_fds), stdin=subprocess.DEVNULL
             )
         self.pid = self._process.pid
