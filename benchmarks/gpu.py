@@ -110,7 +110,7 @@ class Rig:
         from connector.copiers.base import Gather, Scatter
         from connector.copiers.cuda.copier import DeviceCopier
         from connector.copiers.cuda.kernel_plan import layout_of
-        from connector.copiers.cuda.pool import LockedPool
+        from connector.copiers.cuda.page_lock import LockedPool
         from connector.copiers.cuda.queue import Cuda, CudaDevice
         from connector.layout.geometry import KVGeometry
         from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES

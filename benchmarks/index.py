@@ -17,7 +17,7 @@ from benchmarks.report import Row, machine, median, micros, percentile, ratios, 
 from kvstore import Client
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.index import open_index
-from kvstore.index.redis.protocol import KeySpace
+from kvstore.index.redis.key_space import KeySpace
 from kvstore.types import Key
 
 KEYS = (64, 512, 4096)

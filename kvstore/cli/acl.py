@@ -15,7 +15,7 @@ from pathlib import Path
 from kvstore.cli.options import KEY_PREFIX_DEFAULT
 from kvstore.errors import UsageError
 from kvstore.index.redis.acl import AclRole, acl_rules, check_user, password_hash
-from kvstore.index.redis.protocol import check_prefix
+from kvstore.index.redis.key_space import check_prefix
 
 PASSWORD_BYTES = 32
 PASSWORD_CHARS_MIN = 16

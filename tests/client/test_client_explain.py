@@ -18,7 +18,7 @@ from stores import MIB, PATIENT, NodeProcess
 from kvstore import Explanation, MissReason, Namespace
 from kvstore.client.explanation import ABSENT_FIELD, FieldDifference, ago
 from kvstore.index.open import open_guarded
-from kvstore.index.redis.protocol import KeySpace
+from kvstore.index.redis.key_space import KeySpace
 from kvstore.node import Node, NodeConfig
 from kvstore.nodedir import NodeDir
 

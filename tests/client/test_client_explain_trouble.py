@@ -16,7 +16,7 @@ from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess
 
 from kvstore import Client, Explanation, Limits, MissReason, UsageError
-from kvstore.index.redis.protocol import KeySpace
+from kvstore.index.redis.key_space import KeySpace
 from kvstore.record import pack_record
 from kvstore.types import Location
 

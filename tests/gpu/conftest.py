@@ -20,7 +20,7 @@ def cuda() -> Any:
 
 @pytest.fixture(scope="session")
 def device(cuda: Any) -> Iterator[Any]:
-    from connector.copiers.cuda.pool import LockedPool
+    from connector.copiers.cuda.page_lock import LockedPool
     from connector.copiers.cuda.queue import CudaDevice
 
     pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)

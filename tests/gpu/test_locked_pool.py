@@ -14,7 +14,7 @@ from kv_cases import Case, Shape
 from connector.copiers.base import Gather, Scatter
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
-from connector.copiers.cuda.pool import LockedPool
+from connector.copiers.cuda.page_lock import LockedPool
 from connector.worker.vram import VramStore
 from kvstore import BlockSession, DeviceRange, PoolMapping, UsageError, cuda_device
 from kvstore.index.embedded_redis.server import find_server

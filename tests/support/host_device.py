@@ -32,7 +32,7 @@ from connector.copiers.cuda.kernel_plan import (
     apart,
 )
 from connector.copiers.cuda.nvrtc import SOURCE
-from connector.copiers.cuda.pool import address_of
+from connector.copiers.cuda.page_lock import address_of
 
 COMPILE_TIMEOUT_S = 100
 

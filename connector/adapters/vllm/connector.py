@@ -28,7 +28,7 @@ with of_vllm():
     from vllm.logger import init_logger
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from connector.adapters.vllm.core import Watcher, watch_engine_core
+    from connector.adapters.vllm.engine_hooks import Watcher, watch_engine_core
     from connector.adapters.vllm.events import VllmEvents
     from connector.adapters.vllm.launcher import in_lock_step, lockstep_side
     from connector.adapters.vllm.request import HashedRequest
@@ -252,7 +252,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         self._s.own_cache_emptied()
         return True
 
-    # What vLLM tells no connector (core.py)
+    # What vLLM tells no connector (engine_hooks.py)
 
     @contextmanager
     def own_cache_emptied(self) -> Iterator[None]:

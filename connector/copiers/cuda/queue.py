@@ -20,7 +20,7 @@ from connector.copiers.cuda.kernel_plan import (
     Launch,
 )
 from connector.copiers.cuda.nvrtc import NoKernelError, compiled
-from connector.copiers.cuda.pool import LockedPool
+from connector.copiers.cuda.page_lock import LockedPool
 from kvstore import DeviceError, cuda_device
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from connector.copiers.base import KVMemory
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
-from connector.copiers.cuda.pool import LockedPool
+from connector.copiers.cuda.page_lock import LockedPool
 from connector.copiers.cuda.torch_copier import TorchCopier
 from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
 from kvstore import KVStoreError

@@ -12,7 +12,7 @@ import re
 from hashlib import sha256
 
 from kvstore.errors import UsageError
-from kvstore.index.redis.protocol import check_prefix
+from kvstore.index.redis.key_space import check_prefix
 
 USER_CHARS_MAX = 64
 _USER = re.compile(rf"[A-Za-z0-9_.:-]{{1,{USER_CHARS_MAX}}}")

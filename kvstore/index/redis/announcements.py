@@ -15,7 +15,7 @@ from redis.crc import key_slot
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.checks import check_announcement, check_node_id
 from kvstore.index.redis.connection import LostReply, Reply
-from kvstore.index.redis.protocol import KeySpace, command
+from kvstore.index.redis.key_space import KeySpace, command
 from kvstore.index.redis.replies import Replies
 from kvstore.index.redis.route import Request, Route
 

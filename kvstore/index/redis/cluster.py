@@ -21,7 +21,7 @@ from kvstore.index.redis.connection import (
     Reply,
     refused,
 )
-from kvstore.index.redis.protocol import command
+from kvstore.index.redis.key_space import command
 from kvstore.index.redis.route import Request, Shard, host_dial
 from kvstore.index.redis.url import Host, Target
 

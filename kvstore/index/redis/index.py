@@ -23,7 +23,7 @@ from kvstore.index.redis.announcements import RedisNodes
 from kvstore.index.redis.cluster import ClusterRoute
 from kvstore.index.redis.connection import FAILURES, Dial, Links, LostReply, RefusedError, Reply
 from kvstore.index.redis.identity import identity_of
-from kvstore.index.redis.protocol import KeySpace, chunks, command
+from kvstore.index.redis.key_space import KeySpace, chunks, command
 from kvstore.index.redis.replies import Replies, banned, no_script
 from kvstore.index.redis.route import (
     Request,

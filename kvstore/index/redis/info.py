@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.redis.connection import ErrorReply, Reply
 from kvstore.index.redis.index import open_route
-from kvstore.index.redis.protocol import command
+from kvstore.index.redis.key_space import command
 from kvstore.index.redis.url import parse_url
 
 

@@ -29,7 +29,7 @@ from kvstore.index.redis.connection import (
     RefusedError,
     Reply,
 )
-from kvstore.index.redis.protocol import command
+from kvstore.index.redis.key_space import command
 from kvstore.index.redis.url import Host, Target
 
 

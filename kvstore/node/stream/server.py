@@ -19,8 +19,8 @@ from kvstore.limits import STREAM_CONNECTIONS_MAX
 from kvstore.node.config import NodeConfig
 from kvstore.node.local_session import LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
-from kvstore.node.stream.lobby import HANDSHAKE_TIMEOUT_S, Guest, Lobby
 from kvstore.node.stream.service import StreamService
+from kvstore.node.stream.unproven import HANDSHAKE_TIMEOUT_S, Guest, Unproven
 from kvstore.nodedir import Announcement
 from kvstore.protocol.stream import (
     CLIENT_HELLO_BYTES,
@@ -88,7 +88,7 @@ class StreamServer:
             self.transports[NIXL] = agent_prefix(*self._node)
         self._service = StreamService(self._shm, self._node, inside, self.nixl)
         self._lock = threading.Lock()
-        self._lobby = Lobby()
+        self._unproven = Unproven()
         self._guests: set[Guest] = set()
         """Those who have proved that they may come in."""
         self._threads: set[threading.Thread] = set()
@@ -111,7 +111,7 @@ class StreamServer:
             if self._stopping:
                 return
             self._stopping = True
-            guests, threads = [*self._guests, *self._lobby.guests], list(self._threads)
+            guests, threads = [*self._guests, *self._unproven.guests], list(self._threads)
         # A plain close would leave it open for as long as the other thread waits in it.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -162,7 +162,7 @@ class StreamServer:
             return None
         guest = Guest(connection, peer[0])
         with self._lock:
-            goes = self._lobby.enter(guest)
+            goes = self._unproven.enter(guest)
         if goes is not None:
             self._send_off(goes, poll, waiting)
         return guest
@@ -170,7 +170,7 @@ class StreamServer:
     def _send_off(self, guest: Guest, poll: select.poll, waiting: dict[int, Guest]) -> None:
         """Hang up; one that has a thread is closed by that."""
         with self._lock:
-            self._lobby.leave(guest)
+            self._unproven.leave(guest)
         if waiting.get(guest.fd) is guest:
             del waiting[guest.fd]
             poll.unregister(guest.fd)
@@ -190,13 +190,13 @@ class StreamServer:
                     return
             except RuntimeError as e:  # this host has no more threads to give
                 self._say("node %s: connection from %s: %s", self._name, guest.address, e)
-            self._lobby.leave(guest)
+            self._unproven.leave(guest)
         guest.socket.close()
 
     def _admit(self, guest: Guest) -> bool:
         """Whether there is room for one that has proved that it may come in."""
         with self._lock:
-            self._lobby.leave(guest)
+            self._unproven.leave(guest)
             if self._stopping or not self._make_room():
                 return False
             guest.idle_since = time.monotonic()
@@ -217,7 +217,7 @@ class StreamServer:
 
     def _gone(self, guest: Guest) -> None:
         with self._lock:
-            self._lobby.leave(guest)
+            self._unproven.leave(guest)
             self._guests.discard(guest)
             self._threads.discard(threading.current_thread())
         guest.socket.close()

@@ -15,7 +15,7 @@ from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.cluster import ClusterRoute
 from kvstore.index.redis.index import open_index
-from kvstore.index.redis.protocol import command
+from kvstore.index.redis.key_space import command
 
 if TYPE_CHECKING:
     from redis_servers import RedisCluster

@@ -23,7 +23,7 @@ from kvstore.index.base import KeyRecord
 from kvstore.index.open import open_guarded
 from kvstore.index.redis.acl import COMMANDS, AclRole, acl_rules, password_hash
 from kvstore.index.redis.index import RedisIndex, open_index
-from kvstore.index.redis.protocol import KeySpace
+from kvstore.index.redis.key_space import KeySpace
 from kvstore.node import Node, NodeConfig
 
 TENANT, OTHER, NESTED = "kv:a", "kv:b", "kv:a:b"

@@ -11,7 +11,7 @@ from redis_servers import wait_until
 from tls_certificate import certificate
 
 from kvstore.errors import NodeUnavailableError, UsageError
-from kvstore.node.stream import lobby, server, service
+from kvstore.node.stream import server, service, unproven
 from kvstore.protocol import stream as sw
 from kvstore.protocol.stream import SaveOffer, pack_put
 from kvstore.transport.base import Read
@@ -204,14 +204,14 @@ def hung_up(connection):
 
 
 @pytest.fixture
-def patient_lobby(monkeypatch):
+def patient_unproven(monkeypatch):
     """Nobody goes because of the time."""
-    for module in (lobby, server):
+    for module in (unproven, server):
         monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 600.0)
 
 
 def test_who_says_nothing_takes_no_thread_and_no_room_from_clients(
-    served, patient_lobby, monkeypatch
+    served, patient_unproven, monkeypatch
 ):
     monkeypatch.setattr(server, "IDLE_MIN_S", 0.0)
     place, another = served
@@ -225,16 +225,16 @@ def test_who_says_nothing_takes_no_thread_and_no_room_from_clients(
     for transport in clients:
         assert read_by(place, transport, block).read is Read.HIT
     assert read_by(place, another(), block).read is Read.HIT, "and another client comes in"
-    assert len(place.node._stream._lobby.guests) <= lobby.STREAM_UNPROVEN_PER_ADDRESS_MAX
+    assert len(place.node._stream._unproven.guests) <= unproven.STREAM_UNPROVEN_PER_ADDRESS_MAX
     for connection in crowd:
         connection.close()
 
 
-def test_the_crowd_of_one_address_pushes_out_its_own(served, patient_lobby):
+def test_the_crowd_of_one_address_pushes_out_its_own(served, patient_unproven):
     place, _ = served
     (mine,) = silent(place, 1, THERE)
     mine.sendall(b"")
-    crowd = silent(place, 2 * lobby.STREAM_UNPROVEN_MAX)
+    crowd = silent(place, 2 * unproven.STREAM_UNPROVEN_MAX)
     assert hung_up(crowd[0])
     assert not hung_up_now(mine)
     for connection in (mine, *crowd):
@@ -250,7 +250,7 @@ def hung_up_now(connection):
 
 
 def test_who_says_nothing_or_not_enough_is_hung_up_on_soon(served, monkeypatch):
-    for module in (lobby, server):
+    for module in (unproven, server):
         monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.2)
     place, _ = served
     says_nothing, begins = silent(place, 2)
@@ -258,14 +258,14 @@ def test_who_says_nothing_or_not_enough_is_hung_up_on_soon(served, monkeypatch):
     assert hung_up(says_nothing)
     assert hung_up(begins)
     wait_until(lambda: threads() == 0, "its thread has ended")
-    assert not place.node._stream._lobby.guests
+    assert not place.node._stream._unproven.guests
 
 
-def test_a_client_that_knows_the_secret_leaves_the_lobby(served):
+def test_a_client_that_knows_the_secret_is_no_longer_unproven(served):
     place, another = served
     transport = another()
     assert read_by(place, transport, place.save(b"1" * 1000)).read is Read.HIT
-    assert not place.node._stream._lobby.guests
+    assert not place.node._stream._unproven.guests
 
 
 # --- a share for each client -----------------------------------------------------------
@@ -324,16 +324,16 @@ def test_slots_are_reserved_for_little_longer_than_their_bytes_take(place, monke
 
 def test_the_limits_of_who_proves_nothing_are_small():
     """A handshake takes milliseconds; who takes longer is not worth a place."""
-    assert lobby.HANDSHAKE_TIMEOUT_S <= 2.0
-    assert lobby.STREAM_UNPROVEN_PER_ADDRESS_MAX < lobby.STREAM_UNPROVEN_MAX <= 100
+    assert unproven.HANDSHAKE_TIMEOUT_S <= 2.0
+    assert unproven.STREAM_UNPROVEN_PER_ADDRESS_MAX < unproven.STREAM_UNPROVEN_MAX <= 100
 
 
-def test_crowds_of_many_addresses_have_one_pool(served, patient_lobby):
+def test_crowds_of_many_addresses_have_one_pool(served, patient_unproven):
     place, _ = served
-    room = lobby.STREAM_UNPROVEN_PER_ADDRESS_MAX
+    room = unproven.STREAM_UNPROVEN_PER_ADDRESS_MAX
     crowds = [silent(place, room, f"127.0.0.{10 + i}") for i in range(4)]
     assert hung_up(crowds[0][0])
-    assert len(place.node._stream._lobby.guests) <= lobby.STREAM_UNPROVEN_MAX
+    assert len(place.node._stream._unproven.guests) <= unproven.STREAM_UNPROVEN_MAX
     assert not hung_up_now(crowds[-1][-1])
     for connection in [one for crowd in crowds for one in crowd]:
         connection.close()

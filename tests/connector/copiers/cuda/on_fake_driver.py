@@ -19,7 +19,7 @@ from kv_cases import Case, Shape
 from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import KERNELS, layout_of
-from connector.copiers.cuda.pool import LockedPool
+from connector.copiers.cuda.page_lock import LockedPool
 from kvstore import DeviceRange
 
 

@@ -15,7 +15,7 @@ from host_device import HostDevice
 from connector.copiers.base import KVMemory
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
-from connector.copiers.cuda.pool import LockedPool, address_of
+from connector.copiers.cuda.page_lock import LockedPool, address_of
 from connector.copiers.cuda.start import device_memory
 from connector.worker.layerwise_worker import LayerwiseWorker
 from kvstore import BlockSession

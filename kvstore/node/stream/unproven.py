@@ -26,7 +26,7 @@ class Guest:
         """None while it is asked for something, and before it has proved that it may ask."""
 
 
-class Lobby:
+class Unproven:
     """Not thread-safe."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from connector_parts import wait_for
 
 from connector.copiers.cuda.kernel_plan import HostPlace
-from connector.copiers.cuda.pool import LockedPool, address_of
+from connector.copiers.cuda.page_lock import LockedPool, address_of
 from kvstore import PoolMapping
 
 PART = 64 << 10
@@ -167,7 +167,7 @@ def test_trap_nothing_is_unlocked_under_a_copy(world: World) -> None:
 def test_it_looks_in_the_background_and_closing_unlocks_all(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connector.copiers.cuda.pool.POOL_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("connector.copiers.cuda.page_lock.POOL_LOOK_EVERY_S", 0.01)
     world.pool.start()
     world.there = [world.segment.map(writable=True)]
     wait_for(lambda: len(world.registrar.locked) == 3, "all to be locked")

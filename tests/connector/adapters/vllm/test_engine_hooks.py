@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm_model_config import BLOCK
 from vllm_model_engine import MakeEngine, expected_output, prompt
 
-from connector.adapters.vllm import core as vllm_core
+from connector.adapters.vllm import engine_hooks
 from kvstore.testing.blockstore import MemoryBlockStore
 
 TOKENS = prompt(2 * BLOCK + 5)
@@ -23,7 +23,7 @@ def core_class() -> Any:
     """vLLM's own; only scheduler and executor are stood in for."""
     from vllm.v1.engine.core import EngineCore
 
-    vllm_core.watch_engine_core()
+    engine_hooks.watch_engine_core()
     return EngineCore
 
 
@@ -53,9 +53,9 @@ def run(engine: Any, name: str) -> int:
 
 def test_every_method_that_is_wrapped_is_there(core_class: Any) -> None:
     """Of this vLLM: another one is told in the log what it goes without."""
-    assert all(hasattr(core_class, name) for name in vllm_core._AROUND)
+    assert all(hasattr(core_class, name) for name in engine_hooks._AROUND)
     before = core_class.set_weight_version
-    vllm_core.watch_engine_core()
+    engine_hooks.watch_engine_core()
     assert core_class.set_weight_version is before, "once"
 
 
@@ -86,7 +86,7 @@ def test_after_the_weights_changed_nothing_older_is_loaded(
     assert run(other, "other") == 2 * BLOCK, "who has the first weights goes on with them"
 
 
-@pytest.mark.parametrize("method", sorted(vllm_core.LEAVES_WEIGHTS_ALONE))
+@pytest.mark.parametrize("method", sorted(engine_hooks.LEAVES_WEIGHTS_ALONE))
 def test_calls_that_leave_the_weights_alone_cost_nothing(
     make: MakeEngine, core_class: Any, method: str
 ) -> None:
@@ -176,7 +176,7 @@ def test_saves_in_flight_fail_neither(
     worker = engine.worker
 
     def on_workers(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        return [[worker.end_saves(5.0)]] if method is vllm_core.end_saves else []
+        return [[worker.end_saves(5.0)]] if method is engine_hooks.end_saves else []
 
     core.model_executor.collective_rpc = on_workers
     engine.add("a", TOKENS, max_tokens=1)

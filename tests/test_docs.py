@@ -1,0 +1,86 @@
+"""The pages, and the docstrings of modules, name only files that exist."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    page
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]
+    if page.name != "CHANGELOG.md" and page.parent.name != "decisions"
+)
+MODULES = sorted(
+    module for room in ("kvstore", "connector") for module in (ROOT / room).rglob("*.py")
+)
+# A path, or the bare name of a module, as prose writes it: not inside a URL or a longer path.
+NAMED = re.compile(r"(?<![\w/.~$*{}:-])((?:[\w.-]+/)*[\w-]+\.(?:py|md|toml|cu))(?![\w/*-])")
+FOLDER = re.compile(r"`((?:kvstore|connector|tests|scripts|docs|benchmarks|examples)/[\w/.-]*)`")
+LINK = re.compile(r"\]\(([^)#\s]+)")
+NOT_OURS = frozenset({"kv.toml"})
+"""Files that a page tells its reader to write."""
+
+
+@pytest.fixture(scope="module")
+def files() -> frozenset[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return frozenset(name for name in listed.stdout.splitlines() if (ROOT / name).exists())
+
+
+def missing(text: str, home: Path, files: frozenset[str], *, prose: bool) -> list[str]:
+    """Names in `text`, written in a file of folder `home`, that lead nowhere."""
+    folders = {str(folder) for name in files for folder in Path(name).parents}
+
+    def exists(name: str) -> bool:
+        from_home = os.path.relpath(home / name, ROOT)
+        from_top = os.path.normpath(name)
+        return (
+            not {from_home, from_top}.isdisjoint(files | folders)
+            or name in NOT_OURS
+            or any(f"/{file}".endswith(f"/{name}") for file in files)
+        )
+
+    names = set(NAMED.findall(text)) | set(FOLDER.findall(text))
+    if prose:
+        names |= {link for link in LINK.findall(text) if ":" not in link}
+    return sorted(name for name in names if not exists(name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_exists(page: Path, files: frozenset[str]) -> None:
+    text = re.sub(r"```(?!mermaid).*?```", "", page.read_text(), flags=re.DOTALL)
+    assert not missing(text, page.parent, files, prose=True)
+
+
+def test_every_file_that_a_module_names_exists(files: frozenset[str]) -> None:
+    wrong = {}
+    for module in MODULES:
+        said = ast.get_docstring(ast.parse(module.read_text())) or ""
+        if lost := missing(said, module.parent, files, prose=False):
+            wrong[str(module.relative_to(ROOT))] = lost
+    assert not wrong
+
+
+def test_a_file_that_is_not_there_is_found(files: frozenset[str]) -> None:
+    text = "See `core/gone.py`, [here](nowhere/page.md), `kvstore/attic/`; core/node.py is there."
+    found = missing(text, ROOT / "docs", files, prose=True)
+    assert found == ["core/gone.py", "kvstore/attic/", "nowhere/page.md"]
+
+
+def test_each_of_the_28_questions_has_one_file() -> None:
+    rows = [line for line in (ROOT / "docs/where.md").read_text().splitlines() if "? |" in line]
+    answers = [row.split("|")[2].strip() for row in rows]
+    assert len(rows) == len(set(answers)) == 28
+    assert all(re.fullmatch(r"`(kvstore|connector)/[\w/]+\.py`", answer) for answer in answers)
