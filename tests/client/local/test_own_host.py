@@ -40,7 +40,7 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 print(*said)
 """
-PROCESSES, CLIENTS = 20, 10
+PROCESSES, CLIENTS = 4, 8
 
 
 @pytest.fixture
@@ -61,8 +61,10 @@ def options(node: NodeProcess) -> dict[str, object]:
     return {**node.client_options, "limits": Limits()}
 
 
-def test_two_hundred_clients_that_start_at_once_lose_no_first_put(redis: RedisServer) -> None:
-    with NodeProcess(redis) as node:
+def test_many_clients_that_start_at_once_lose_no_first_put(redis: RedisServer) -> None:
+    """However slow Redis is: here it does not answer at all. (Nodes that get no processor, as
+    where hundreds start: test_starved.py.)"""
+    with NodeProcess(redis) as node, stopped(redis):
         workers = [
             WarmProcess(
                 program,
@@ -74,9 +76,8 @@ def test_two_hundred_clients_that_start_at_once_lose_no_first_put(redis: RedisSe
         ]
         said = [worker.stdout.read().split() for worker in workers if worker.stdout is not None]
         for worker in workers:
-            assert worker.wait(30) == 0
-    lost = [" ".join(words) for words in said if words != ["stored"] * CLIENTS]
-    assert lost == []
+            assert worker.wait(60) == 0
+    assert said == [["stored"] * CLIENTS] * PROCESSES
 
 
 def test_a_node_whose_announcement_has_expired_is_written_to(redis: RedisServer) -> None:
