@@ -1,9 +1,35 @@
 """The scheduler side: what to load and what to save, decided per engine step.
 
-Knows no engine. Called by the engine's scheduling thread alone, so it may not
-wait: lookups run on their own thread, and a step waits for all of them together
-at most `LOOKUP_WAIT_PER_STEP_S`. One class, because loads, saves and their failures
-change the same requests: a little longer than other files.
+It knows no engine. What it keeps of a request, in `RequestState` and beside it:
+
+    lookup     none -> asked (`on_new_request`, `match`) -> answered, or too late: a miss.
+               Asked anew when older than `LOOKUP_TTL_S`, after a failed load, after `forget`
+    offer      made by `match`; ended by the next `match`, or by `allocated`, which takes it up
+    load       planned (`allocated`) -> under way (`plan_step`) -> ended (`loads_ended`), whole
+               or in part (`report`). After `LOAD_ATTEMPTS_MAX` failures nothing is offered, and
+               never again the very record that could not be loaded
+    save jobs  planned when a step completes blocks (`plan_step`) -> held back while a load of
+               their step may fail (save_gate.py, with `layerwise`) -> in flight, their engine
+               blocks pinned (ledger.py) -> ended by every worker. They outlive their request
+
+`save_barred` says that a request has KV which may not be saved: of before a reset or of other
+weights, or from somebody else's load; only a preemption, after which all of it is computed
+anew, or the request's end ends that.
+
+Only the engine's scheduling thread changes any of it, by calling; so no call may wait, but
+`match`, for lookups, at most `LOOKUP_WAIT_PER_STEP_S` in a step, and `reset`. The helper threads
+(lookup.py, explain.py, resetting.py) have queues of their own and hand back what they found.
+
+Must never happen:
+
+- KV saved that was computed on blocks which did not load (rule 1);
+- an engine block unpinned while a worker may read it, or pinned for ever: each job ends once
+  on each worker;
+- more offered than the prompt has; with `layerwise` the engine computes at least one token;
+- an exception, or a wait, because the store is away.
+
+One class, because loads, saves and their failures change the same requests: a little longer
+than other files.
 """
 
 from __future__ import annotations

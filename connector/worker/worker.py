@@ -1,8 +1,27 @@
 """The worker side: moves one worker's bytes between engine blocks and the store.
 
-Knows no engine. One thread loads, one saves; the engine's thread only hands
-jobs over and polls. Nothing that happens here may raise into the engine: a load
-that fails is a recompute, a save that fails is a future miss.
+It knows no engine. A job of the scheduler side becomes a `Load` or `Save` (transfers.py):
+
+    queued -> running -> ended -> reported, once (`poll`, `end_saves`)
+
+    queued     in one of two bounded queues; a job that finds its queue full ends at once
+    running    on the one thread that loads or the one that saves. Every copy from or to engine
+               blocks is made inside the job's copy guard (copy_guard.py)
+    ended      by its thread, or by the engine's thread when its deadline has passed, when it was
+               cancelled, or at the end: but only between two copies, by the guard. From then on
+               no copy of it starts, nothing of it is committed, and the engine may use the blocks
+    reported   a load with the first block that is not in place, a save with what is stored
+
+`_wake` guards which jobs are active and which are done; the queues are what passes from the
+engine's thread to the others. Only `_end_locked` ends a job, and only once.
+
+Must never happen:
+
+- a job reported while a copy of it runs or may start: its blocks are somebody else's by then;
+- a block counted as loaded before its view was checked after the copy (rule 4);
+- a reservation that is neither committed nor aborted;
+- an exception in the engine's thread for the store's sake: a load that fails is a recompute, a
+  save that fails is a future miss.
 """
 
 from __future__ import annotations

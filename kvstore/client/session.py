@@ -1,4 +1,31 @@
-"""`BlockSession`: the block store as connectors see it, over the index and this host's node."""
+"""`BlockSession`: the block store as connectors see it, over the index and this host's node.
+
+It decides little: which of its parts answers, and what their failures mean for the caller.
+`reader` finds and reads on this host, `remote` elsewhere; `writer` saves here, `remote_writer`
+where there is no node here; `index` says what is where. What passes through it:
+
+    a key, looked up  -> `BlockRef`: was in the index a moment ago. A hint (rule 7); plain data,
+                         may cross processes and be kept for as long as one likes.
+    a `BlockRef`      -> view: bytes in place, or fetched. Not yet a hit: who copies from it asks
+                         `valid()` afterwards, and takes False for a miss (rule 4).
+    a key, reserved   -> `Reservation`: memory to write to, until `commit` or `abort`, one of them,
+                         once. The part that granted it takes it back: `_by_place` tells which.
+
+A session is open from its making to `close`. Each part reaches its peers when it is first
+needed, and by itself again after they failed: the index behind a circuit breaker
+(index/guarded.py), a node of this host as soon as its directory shows that it lives, one of
+another host after a pause (remote/peers.py). So no call has to know what an earlier one met.
+
+Any thread may call; parts lock what they share. A thread of the session's own (`_look_after`)
+lets go of dead nodes.
+
+Must never happen:
+
+- a lookup or a read that raises because the index or a node is down, or that waits beyond its
+  deadline: it is a miss, with its reason;
+- bytes written to memory that is not reserved, or is no longer (rule 5);
+- a save acknowledged that its node has not sealed.
+"""
 
 from __future__ import annotations
 

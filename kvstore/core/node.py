@@ -1,8 +1,37 @@
 """A memory node's decisions: who gets which slot, what is sealed, what the index must learn.
 
-`NodeCore.handle(event, now) -> Effects` is the whole interface towards the
-outside, `outbox` the one towards the index. The
-daemon and the simulator drive the same code. What a slot may go through is in blocks.py.
+`NodeCore.handle(event, now) -> Effects` is the whole interface towards the outside, `outbox`
+the one towards the index. The daemon and the simulator drive the same code.
+
+What there is: slots, each in a state of slots.py, and sessions, each what one client holds:
+reservations (slots in RESERVED) and pins. blocks.py has every way from one state to the next;
+this file says who may ask for it. A reservation is of one session, and ends in one of these:
+
+    event            from                                  the slot becomes
+    Commit           its session, with its generation      SEALED; FREE if it was cleared meanwhile
+    Abort            its session, with its generation      FREE
+    SessionResumed   its session, which names what it      FREE, if it is not named
+                     holds when it connects again
+    SessionDead      the daemon, once the client's lease   FREE
+                     is free (rule 5)
+
+A value that travels in the Reserve itself is SEALED at once. Drop, Clear and Reset free what is
+SEALED (DOOMED while it is pinned, until the last unpin), and only mark what is RESERVED: its
+writer may still write, so the slot stays its own until one of the above. A pin is one of its
+session's too, and ends by Unpin, SessionResumed or SessionDead.
+
+Changed by the thread of the daemon's event loop alone, one event at a time; an event from
+another thread goes through node/local_session.py.
+
+Must never happen:
+
+- a key with two slots that are RESERVED or SEALED (`by_key` is the one list of them);
+- a slot that goes to somebody else while its writer may write to it: no time-out ends a
+  reservation, nor does a lost connection;
+- a pinned slot that is evicted, moved or given out;
+- a generation that comes twice, over restarts too;
+- a publication in `outbox` of what is not SEALED (rule 3), or effects in another order than this
+  file put them in: headers are written before anybody is answered.
 """
 
 from __future__ import annotations

@@ -4,6 +4,26 @@ A request is `[op, request, ...]`, an answer `[request, ok, body]`. `request`
 is the client's number for it; 0 asks for no answer. Per-key lists travel as one
 binary (keys) or as one integer where all entries are equal, so that a batch
 costs little more than a single key.
+
+States of a connection, at the node (node/control_server.py, node/daemon.py):
+
+    new        takes HELLO and nothing else; anything else, or a HELLO that is refused, ends it
+    known      takes every other request; of a user who may only read, `READER_OPS`.
+               A request that is refused changes nothing, and the connection goes on
+    replaced   its client has said HELLO on a newer connection: the next request ends it
+    ended      by BYE, which ends the session too; by anything else the session goes on, until
+               the client says HELLO again or its lease is free (rule 5)
+
+Numbers of a connection's requests, 0 apart, grow. One that is not larger than the last is
+passed over: to reserve or pin twice would leak, as the client hears one answer.
+
+Answers may come in another order than requests: those that tell of a block stored or dropped
+wait until the index was told, or has had its time.
+
+Must never happen: a request that is carried out in part because its later part is malformed;
+one that is carried out twice; one that reaches the core with a number, a length or a list
+beyond its limit. So `decode` looks at all of a message and returns an event, or raises
+`UsageError` and nothing has changed.
 """
 
 from __future__ import annotations

@@ -20,6 +20,23 @@ Then the client asks, one request at a time, in frames: type, length, body, tag.
     CONTROL  one message of protocol/control.py; answered by ANSWERS
     NIXL     the way into the node's memory (nixl.py); answered by ANSWERS
 
+States of a connection, the same at both ends:
+
+    greeted    each side has the other's nonce; nothing but proofs is taken
+    proven     each has seen that the other knows the secret, or that neither has one: the
+               seals exist
+    idle       between requests; only the client may begin
+    asked      one request is under way; until its answer has come whole nothing else is sent
+    ended      whatever broke a rule (`WireError`), came too late, or was given up in the middle.
+               There is no way back from the middle of a message: the next needs a connection
+
+A connection is used by one thread at a time at each end, which alone changes its state; the
+seals count what went by, so a message that is lost, repeated or out of order is a wrong tag.
+
+Must never happen: a request acted on before the client's proof was right; a byte of a payload
+that counts before the tag over it and its block's tail were right (rule 4); a length that is
+believed before it was held against its limit.
+
 Whatever breaks these rules is a `WireError`, and the connection ends.
 """
 
