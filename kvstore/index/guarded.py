@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from kvstore import clock
 from kvstore.circuit_breaker import Breaker, BreakerState
 from kvstore.errors import (
     IndexBreakerOpenError,
@@ -19,6 +17,7 @@ from kvstore.errors import (
 )
 from kvstore.fork import in_each_child
 from kvstore.index.base import Index, KeyRecord, Record
+from kvstore.machine import REAL, Machine
 from kvstore.types import Key
 
 log = logging.getLogger("kvstore.index")
@@ -80,6 +79,7 @@ class GuardedIndex:
         failures_max: int = 3,
         retry_after_s: float = 0.05,
         retry_after_max_s: float = 5.0,
+        machine: Machine = REAL,
     ) -> None:
         """Opens after `failures_max` failures in a row or a time-out; delays between pings are
         in seconds."""
@@ -94,10 +94,12 @@ class GuardedIndex:
             )
 
         self._index = index
-        self._closed = threading.Event()
+        self._machine = machine
+        self._now = machine.monotonic
+        self._closed = machine.event()
         self._reading = side()
         self._writing = side()
-        self._lock = threading.RLock()
+        self._lock = self._machine.lock()
         self._probing = False
         in_each_child(self)
 
@@ -175,7 +177,7 @@ class GuardedIndex:
     def _failed(self, side: _Side, *, hung: bool) -> None:
         with self._lock:
             side.failures += 1
-            side.breaker.failed(clock.monotonic(), hung=hung)
+            side.breaker.failed(self._now(), hung=hung)
             if side.open or side.breaker.state is BreakerState.CLOSED:
                 return
             side.open = True
@@ -188,9 +190,7 @@ class GuardedIndex:
         if self._probing or self._closed.is_set():
             return
         with suppress(RuntimeError):
-            threading.Thread(
-                target=self._probe_until_closed, name="kvstore-index-probe", daemon=True
-            ).start()
+            self._machine.start_thread(self._probe_until_closed, "kvstore-index-probe")
 
     def _probe_until_closed(self) -> None:
         with self._lock:
@@ -203,18 +203,18 @@ class GuardedIndex:
                 if not waiting:
                     self._probing = False
                     return
-                due_s = min(side.breaker.probe_at for side in waiting) - clock.monotonic()
+                due_s = min(side.breaker.probe_at for side in waiting) - self._now()
             if due_s > 0:
                 self._closed.wait(due_s)
                 continue
             with self._lock:
-                probing = [side for side in waiting if side.breaker.allows(clock.monotonic())]
+                probing = [side for side in waiting if side.breaker.allows(self._now())]
             failure = self._ping_failure()
             with self._lock:
                 for side in probing:
                     if failure is not None:
                         side.last = failure
-                        side.breaker.failed(clock.monotonic())
+                        side.breaker.failed(self._now())
                     else:
                         side.breaker.succeeded()
                         side.open = False
@@ -231,7 +231,7 @@ class GuardedIndex:
 
     def after_fork_in_child(self) -> None:
         """The prober did not come along, and the lock may be held by a thread that did not."""
-        self._lock = threading.RLock()
+        self._lock = self._machine.lock()
         self._probing = False
         for side in (self._reading, self._writing):
             if side.open:

@@ -6,17 +6,16 @@ import secrets
 import threading
 from collections.abc import Sequence
 
-from kvstore import clock
-from kvstore.clock import Clock
 from kvstore.index.base import KeyRecord, Record
 from kvstore.index.checks import check_announcement, check_keys, check_node_id, check_records
+from kvstore.machine import REAL, Clock
 from kvstore.types import Key
 
 
 class MemoryIndex:
     """An `Index` in this process. Never unavailable; forgets everything with the process."""
 
-    def __init__(self, *, now: Clock = clock.monotonic) -> None:
+    def __init__(self, *, now: Clock = REAL.monotonic) -> None:
         """`now` gives seconds and decides when announcements vanish."""
         self._now = now
         self._lock = threading.Lock()

@@ -11,10 +11,10 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import xxhash
@@ -44,6 +44,7 @@ from kvstore.errors import (
 )
 from kvstore.index.base import Index
 from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.machine import REAL, Machine
 from kvstore.node import restart
 from kvstore.node.config import NodeConfig, node_id_of
 from kvstore.node.control_server import Connection
@@ -90,8 +91,10 @@ class Node:
     takes_saves = True
     """Clients may write to it; else only its own process does."""
 
-    def __init__(self, config: NodeConfig, index: Index) -> None:
+    def __init__(self, config: NodeConfig, index: Index, *, machine: Machine = REAL) -> None:
         self.config = config
+        self.machine = machine
+        self._now = machine.monotonic
         self.index = index
         self.dir = NodeDir(config.run_dir, config.name)
         self.announcement: Announcement | None = None
@@ -177,7 +180,7 @@ class Node:
         node_id = node_id_of(config.run_dir, config.name)
         key = secret(SIGNING_KEY, config.signing_key)
         self._signer = RecordSigner(key, config.key_prefix) if key else None
-        epoch = next_epoch(config.run_dir, config.name, time.time())
+        epoch = self._next_epoch()
         make_core = partial(
             self.core_class,
             node_id=node_id,
@@ -205,16 +208,30 @@ class Node:
             index=self.index.identity(),
         )
         self._resets = ResetNews(
-            self.dir, config.run_dir, config.key_prefix, self.index, self._signer
+            self.dir,
+            config.run_dir,
+            config.key_prefix,
+            self.index,
+            self._signer,
+            machine=self.machine,
         )
         started = self._begin(announcement, make_core)
         self.core, self.segment, self.announcement, self._former = started
-        share_files(self.announcement, config.group)
+        self._share_files(self.announcement)
         assert self._loop is not None
-        self.publisher = Publisher(self.core, self.index, self._loop)
+        self.publisher = Publisher(self.core, self.index, self._loop, machine=self.machine)
         self.dir.ready_path.unlink(missing_ok=True)
         self.readiness = Readiness(self.index, self.dir, (node_id, epoch), self._try_slot)
-        self.sessions = Sessions(self.dir.leases, config.limits.clients)
+        self.sessions = self._make_sessions(self.dir.leases, config.limits.clients)
+
+    def _next_epoch(self) -> int:
+        return next_epoch(self.config.run_dir, self.config.name, self.machine.wall())
+
+    def _share_files(self, announcement: Announcement) -> None:
+        share_files(announcement, self.config.group)
+
+    def _make_sessions(self, leases: Path, clients_max: int) -> Sessions:
+        return Sessions(leases, clients_max)
 
     def _begin(
         self, announcement: Announcement, make_core: Callable[[], NodeCore]
@@ -222,7 +239,9 @@ class Node:
         """What it starts with; `announcement` says where an empty segment is to be."""
         check_limit(self.config.segment_bytes, memory_limit())
         catch_up = self._resets.catch_up
-        return restart.start(self.dir, announcement, make_core, self.config.run_dir, catch_up)
+        return restart.start(
+            self.dir, announcement, make_core, self.config.run_dir, catch_up, machine=self.machine
+        )
 
     async def _run(
         self, on_serving: Callable[[], None] | None, on_ready: Callable[[], None] | None
@@ -290,6 +309,7 @@ class Node:
             lambda incarnation: self._resets.announced(incarnation, self.core.resets),
             lambda: counts(self.core),
             self._beaten,
+            machine=self.machine,
         )
         return self._beat
 
@@ -309,18 +329,18 @@ class Node:
         if not self.takes_saves or room_bytes < TRIAL_ROOM_BYTES:
             return True
         wanted = Reserve(TRIAL, 0, [key], [len(key)], 0, [Kind.BYTES], [0], [None], [0])
-        effects = self.core.handle(wanted, time.monotonic())
+        effects = self.core.handle(wanted, self._now())
         (granted,) = effects.replies[0].body
         if not isinstance(granted, tuple):
             return False
         slot_id, generation, offset = granted
-        undone = self.core.handle(Abort(TRIAL, 0, [(slot_id, generation)]), time.monotonic())
+        undone = self.core.handle(Abort(TRIAL, 0, [(slot_id, generation)]), self._now())
         for write in (*effects.writes, Fill(offset, key)):
             self.segment.apply(write)
         same = self.segment.checksum(offset, len(key)) == xxhash.xxh3_64_intdigest(key)
         for write in undone.writes:
             self.segment.apply(write)
-        self.core.handle(SessionDead(TRIAL), time.monotonic())
+        self.core.handle(SessionDead(TRIAL), self._now())
         return same
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
@@ -422,7 +442,7 @@ class Node:
 
     def _act(self, event: Event) -> None:
         try:
-            effects = self.core.handle(event, time.monotonic())
+            effects = self.core.handle(event, self._now())
             for write in effects.writes:
                 self.segment.apply(write)
         except (InternalError, AssertionError, KeyError) as e:
@@ -486,4 +506,4 @@ class Node:
         """Counters of the core; for the thread that runs the node, and for tests after it ended."""
         if self._thread is not None and not self._thread.is_alive() and self._failure:
             raise NodeUnavailableError(f"node {self.config.name} failed: {self._failure}")
-        return stats(self.core, time.monotonic())
+        return stats(self.core, self._now())

@@ -8,11 +8,11 @@ import logging
 import random
 from collections.abc import Callable, Iterable
 
-from kvstore import clock
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import INDEX_WARNED_EVERY_S, NODE_BELIEVED_S, NODE_TTL_S
+from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.record import RecordSigner
 
@@ -39,6 +39,8 @@ class Heartbeat:
         announced: Callable[[str], None] = lambda _: None,
         counts: Callable[[], dict[str, int]] = dict,
         on_beat: Callable[[IndexUnavailableError | None], None] = lambda error: None,
+        *,
+        machine: Machine = REAL,
     ) -> None:
         """With `signer`, what is announced is signed. `news` is told what all nodes announce and
         says which resets this one knows of then; `announced` hears of every announcement, with
@@ -57,7 +59,8 @@ class Heartbeat:
         self._first = True
         """Nothing can have been published yet."""
         self._reachable = True
-        self._started_at = clock.monotonic()
+        self._now = machine.monotonic
+        self._started_at = self._now()
         self._warn_at = 0.0
 
     async def run(self) -> None:
@@ -75,7 +78,7 @@ class Heartbeat:
                 self._announcement,
                 index="",
                 free_bytes=self._free_bytes(),
-                up_s=int(clock.monotonic() - self._started_at),
+                up_s=int(self._now() - self._started_at),
                 resets=resets,
                 counts=self._counts(),
             )
@@ -87,7 +90,7 @@ class Heartbeat:
             self._index.announce(announcement.node_id, raw, ANNOUNCEMENT_TTL_S)
         except IndexUnavailableError as e:
             self._news(())
-            now = clock.monotonic()
+            now = self._now()
             if self._reachable or now >= self._warn_at:
                 self._warn_at = now + INDEX_WARNED_EVERY_S
                 log.warning(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, KeyRecord
+from kvstore.machine import REAL, Machine
 from kvstore.node.sessions import Speaker
 
 log = logging.getLogger("kvstore.node")
@@ -32,10 +32,18 @@ STOP_TIMEOUT_S = 5.0
 class Publisher:
     """Takes the outbox of `core` to `index`, batch by batch. Only the node's loop uses it."""
 
-    def __init__(self, core: NodeCore, index: Index, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        core: NodeCore,
+        index: Index,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        machine: Machine = REAL,
+    ) -> None:
         self._core = core
         self._index = index
         self._loop = loop
+        self._now = machine.monotonic
         self.away = False
         """The last publication failed: nobody waits for the next one."""
         self._held: list[tuple[Speaker, list[Any]]] = []
@@ -115,8 +123,8 @@ class Publisher:
 
         Raises `IndexUnavailableError`.
         """
-        give_up_at = time.monotonic() + STOP_TIMEOUT_S
-        while time.monotonic() < give_up_at:
+        give_up_at = self._now() + STOP_TIMEOUT_S
+        while self._now() < give_up_at:
             batch = self._core.take_published(REMOVE_BATCH)
             if not batch:
                 return

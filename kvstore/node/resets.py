@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +20,9 @@ from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import RESETS_KEPT_S, RESETS_SETTLE_S
+from kvstore.machine import REAL, Machine
 from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S
-from kvstore.nodedir import Announcement, NodeDir, node_dirs
+from kvstore.nodedir import Announcement, NodeDir
 from kvstore.record import RecordSigner
 
 log = logging.getLogger("kvstore.node")
@@ -43,7 +43,11 @@ class ResetNews:
         key_prefix: str,
         index: Index,
         signer: RecordSigner | None = None,
+        *,
+        machine: Machine = REAL,
     ) -> None:
+        self._machine = machine
+        self._now = machine.monotonic
         self._signer = signer
         self._directory = directory
         self._run_dir = run_dir
@@ -73,7 +77,7 @@ class ResetNews:
 
     def _put_in_index(self, resets: Resets) -> None:
         """Unless all of it is there."""
-        now = time.monotonic()
+        now = self._now()
         there = Resets.unpack(self._in_index())
         if not len(resets) or (not there.news(resets) and now < self._put_at + RESETS_KEPT_S / 4):
             return
@@ -101,7 +105,7 @@ class ResetNews:
 
     def _told_here(self) -> Iterable[str]:
         """By nodes of this run directory, alive or not, this one's former start among them."""
-        for directory in node_dirs(self._run_dir):
+        for directory in self._machine.node_dirs(self._run_dir):
             kept = directory.kept_resets()
             if kept.get("key_prefix") == self._key_prefix:
                 yield str(kept.get("resets", ""))
@@ -112,12 +116,12 @@ class ResetNews:
         """On record before anybody is told that this node knows of it."""
         text = resets.pack()
         if text != self._written:
-            self._write(text, time.time())
+            self._write(text, self._machine.wall())
 
     def announced(self, incarnation: str, resets: Resets) -> None:
         """The index has had a sign of life, in this incarnation of it."""
         self._incarnation = incarnation
-        self._write(resets.pack(), time.time())
+        self._write(resets.pack(), self._machine.wall())
         with suppress(IndexUnavailableError):  # then with the next one
             self._put_in_index(resets)
 
@@ -147,7 +151,7 @@ class ResetNews:
         kept = self._directory.kept_resets()
         own = Resets.unpack(str(kept.get("resets", "")))
         core.resets = own
-        deadline = time.monotonic() + RESETS_SETTLE_S
+        deadline = self._now() + RESETS_SETTLE_S
         reached = False
         while True:
             try:
@@ -159,14 +163,14 @@ class ResetNews:
                 reached = True
             for number, namespace_ids in self.unknown_to(own, told):
                 log.info("namespaces were reset while this node was down (%x)", number)
-                apply(core.handle(Reset(NOBODY, 0, number, namespace_ids), time.monotonic()))
+                apply(core.handle(Reset(NOBODY, 0, number, namespace_ids), self._now()))
             if reached and incarnation and incarnation == kept.get("incarnation"):
                 return  # it has forgotten nothing
-            if time.monotonic() >= deadline:
+            if self._now() >= deadline:
                 break
-            time.sleep(POLL_S)
+            self._machine.sleep(POLL_S)
         # Others say what they know with each heartbeat: by now they have.
-        if _counted_on(kept.get("announced_at"), time.time()):
+        if _counted_on(kept.get("announced_at"), self._machine.wall()):
             return
         if not reached:
             raise ValueError("what was reset meanwhile cannot be learned without the index")

@@ -21,7 +21,8 @@ from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
 from kvstore.filelock import fd_is_locked
-from kvstore.nodedir import Announcement, NodeDir, sweep
+from kvstore.machine import REAL, Machine
+from kvstore.nodedir import Announcement, NodeDir
 from kvstore.segment.abandoned import Sweeper, free_abandoned
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
@@ -93,22 +94,28 @@ def start(
     make_core: Callable[[], NodeCore],
     run_dir: Path,
     catch_up: Callable[[NodeCore, Callable[[Effects], None]], None],
+    *,
+    machine: Machine = REAL,
+    segment_class: type[OwnedShm] = OwnedShm,
+    clients_class: type[FormerClients] = FormerClients,
 ) -> Started:
     """Warm when the former start left a segment of this size, else with an empty one.
 
     `announcement` says where an empty segment is to be. The caller holds the node's lock.
     `catch_up` drops what may not be read any more, and raises `ValueError` when it cannot tell.
-    Raises `NoSpaceError`.
+    The classes are for tests that look on. Raises `NoSpaceError`.
     """
     directory.leases.mkdir(exist_ok=True, mode=0o700)
     former = directory.announcement()
-    warm = None if former is None else _take_over(former, announcement, make_core, catch_up)
+    warm = None
+    if former is not None:
+        warm = _take_over(former, announcement, make_core, catch_up, segment_class)
     if warm is None:
         other = directory.stranger()
         if other is not None:
             log.warning("what %s left is not taken over", other)
         directory.remove_segment()
-    clients = FormerClients(directory.leases, matter=warm is not None)
+    clients = clients_class(directory.leases, matter=warm is not None)
     try:
         if warm is not None:
             core, segment = warm
@@ -116,12 +123,12 @@ def start(
             segment.adopt()
             directory.announce(announcement)
             return Started(core, segment, announcement, clients)
-        _make_room(Path(announcement.data_path).parent, announcement, run_dir)
+        _make_room(Path(announcement.data_path).parent, announcement, run_dir, machine)
         # Written before the segment: whoever finds this directory without a
         # living owner knows which files to remove.
         directory.announce(announcement)
         base = Path(announcement.data_path).with_suffix("")
-        segment = OwnedShm(base, superblock_of(announcement), home=str(directory.path))
+        segment = segment_class(base, superblock_of(announcement), home=str(directory.path))
         return Started(make_core(), segment, announcement, clients)
     except BaseException:
         clients.close()
@@ -133,6 +140,7 @@ def _take_over(
     announcement: Announcement,
     make_core: Callable[[], NodeCore],
     catch_up: Callable[[NodeCore, Callable[[Effects], None]], None],
+    segment_class: type[OwnedShm],
 ) -> tuple[NodeCore, OwnedShm] | None:
     segment: OwnedShm | None = None
     try:
@@ -143,7 +151,7 @@ def _take_over(
         path = Path(former.data_path)
         if path.parent != Path(announcement.data_path).parent:
             raise ValueError(f"it is in {path.parent}")
-        segment = OwnedShm(path.with_suffix(""), superblock_of(announcement), reopen=True)
+        segment = segment_class(path.with_suffix(""), superblock_of(announcement), reopen=True)
         with _no_collection():
             epoch, seen = segment.seen()
             core = make_core()
@@ -194,7 +202,7 @@ def _at(announcement: Announcement, segment: OwnedShm) -> Announcement:
     return announcement.with_files(str(segment.data_path), str(segment.head_path))
 
 
-def _make_room(where: Path, announcement: Announcement, run_dir: Path) -> None:
+def _make_room(where: Path, announcement: Announcement, run_dir: Path, machine: Machine) -> None:
     """What dead nodes of this run directory could be restarted with goes first. What clients
     still map of nodes that were just killed is free a moment later."""
     try:
@@ -213,7 +221,7 @@ def _make_room(where: Path, announcement: Announcement, run_dir: Path) -> None:
         reraise=True,
     ):
         with attempt:
-            if removed := sweep(run_dir, kept=True):
+            if removed := machine.sweep(run_dir, kept=True):
                 names = ", ".join(removed)
                 log.info("removed what nodes %s left behind: its memory is needed", names)
             free_abandoned(where)

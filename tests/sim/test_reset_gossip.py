@@ -22,7 +22,7 @@ from kvstore.core.events import Reserve, Reset
 from kvstore.core.node import NOBODY, NodeCore
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex
-from kvstore.node import resets as node_resets
+from kvstore.machine import Machine
 from kvstore.node.heartbeat import HEARTBEAT_S, Heartbeat
 from kvstore.node.resets import ResetNews
 from kvstore.nodedir import NodeDir
@@ -65,6 +65,9 @@ class World:
     def __init__(self, seed: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(seed)
         self.now = 1000.0
+        self.machine = Machine()
+        self.machine.monotonic = self.machine.wall = lambda: self.now
+        self.machine.sleep = self.sleep
         self.index = Index(now=lambda: self.now)
         self.nodes = [Host(self, root / f"{seed}-{i}", i) for i in range(HOSTS)]
         self.complete_before = 0
@@ -78,7 +81,6 @@ class World:
             sleep=self.sleep,
         )
         monkeypatch.setattr(resetting, "time", time)
-        monkeypatch.setattr(node_resets, "time", time)
 
     def sleep(self, for_s: float) -> None:
         """Time goes by for all: those that live have heartbeats."""
@@ -117,7 +119,9 @@ class Host:
 
     def start(self) -> None:
         fresh = NodeCore(node_id=self.word.node_id, epoch=1, size_bytes=4 << 20)
-        self.news = ResetNews(self.directory, self.run_dir, PREFIX, self.world.index)
+        self.news = ResetNews(
+            self.directory, self.run_dir, PREFIX, self.world.index, machine=self.world.machine
+        )
         if self.core is not None:
             warm, self.core.resets = self.core, fresh.resets
             try:
@@ -136,6 +140,7 @@ class Host:
             None,
             self.hear,
             lambda incarnation: self.news.announced(incarnation, self.core.resets),  # type: ignore[union-attr]
+            machine=self.world.machine,
         )
         self.alive = self.readable = True
         self.heartbeat.beat()

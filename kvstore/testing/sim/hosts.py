@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import NodeUnavailableError, UsageError
+from kvstore.node.restart import FormerClients
 from kvstore.node.sessions import ClientSession, Sessions
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.testing.sim.scheduler import Process
@@ -128,16 +129,18 @@ class SimLease:
         self._released = True
 
 
-class SimFormerClients:
-    """`kvstore.node.restart.FormerClients`"""
+class SimFormerClients(FormerClients):
+    """Over simulated leases."""
 
-    def __init__(self, world: World, leases: Path, *, matter: bool) -> None:
-        held = [lease for lease in world.leases.values() if lease.held]
-        self._open = [lease for lease in held if matter and lease.leases == str(leases)]
+    world: World
+
+    def __init__(self, leases: Path, *, matter: bool) -> None:
+        held = [lease for lease in self.world.leases.values() if lease.held]
+        self._held = [lease for lease in held if matter and lease.leases == str(leases)]
 
     def gone(self) -> bool:
-        self._open = [lease for lease in self._open if lease.held]
-        return not self._open
+        self._held = [lease for lease in self._held if lease.held]
+        return not self._held
 
     def close(self) -> None:
         """Stop watching."""
@@ -146,7 +149,9 @@ class SimFormerClients:
 class SimSessions(Sessions):
     """`Sessions` over simulated lease files."""
 
-    world: World
+    def __init__(self, world: World, leases: Path, clients_max: int) -> None:
+        super().__init__(leases, clients_max)
+        self.world = world
 
     def _admit(self, client_id: str) -> ClientSession:
         lease = self.world.leases.get(client_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import random
 from collections import deque
 from collections.abc import Callable
@@ -13,13 +14,18 @@ from kvstore.core.events import Write
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import Slot, SlotState
 from kvstore.limits import Limits
+from kvstore.node import restart
 from kvstore.node.config import NodeConfig
 from kvstore.node.control_server import Connection
 from kvstore.node.daemon import LEASE_POLL_S, Node
 from kvstore.node.heartbeat import HEARTBEAT_S, JITTER
+from kvstore.node.restart import Started
 from kvstore.node.scrubber import SCRUB_EVERY_S
+from kvstore.node.sessions import Sessions
+from kvstore.nodedir import Announcement
 from kvstore.testing.sim.edges import guarded
-from kvstore.testing.sim.hosts import SimNodeDir
+from kvstore.testing.sim.hosts import SimFormerClients, SimNodeDir, SimSessions
+from kvstore.testing.sim.memory import SimOwned
 from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
 from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 
@@ -112,6 +118,11 @@ class SimFlag:
         return self._set
 
 
+class SimConnection(Connection):
+    def peer_uid(self) -> int:
+        return os.geteuid()
+
+
 class SimNode(Node):
     """One start of a node."""
 
@@ -126,7 +137,7 @@ class SimNode(Node):
             shm_dir=run_dir / "shm",
             keep=world.rng.random() < 0.5,
         )
-        super().__init__(config, guarded(world, LIMITS.publish_timeout_s))
+        super().__init__(config, guarded(world, LIMITS.publish_timeout_s), machine=world.machine)
         self.world = world
         self.process = Process(f"node {run_dir.name}/{name}")
         self.dir: SimNodeDir = world.dir_of(run_dir, name)
@@ -167,6 +178,27 @@ class SimNode(Node):
         self._close()
         world.end_process(self.process)
 
+    def _begin(self, announcement: Announcement, make_core: Callable[[], NodeCore]) -> Started:
+        return restart.start(
+            self.dir,
+            announcement,
+            make_core,
+            self.config.run_dir,
+            self._resets.catch_up,
+            machine=self.machine,
+            segment_class=type("Owned", (SimOwned,), {"world": self.world}),
+            clients_class=type("Former", (SimFormerClients,), {"world": self.world}),
+        )
+
+    def _next_epoch(self) -> int:
+        return self.world.next_epoch(self.config.run_dir, self.config.name, self.world.wall())
+
+    def _share_files(self, announcement: Announcement) -> None:
+        """One user has all hosts."""
+
+    def _make_sessions(self, leases: Path, clients_max: int) -> Sessions:
+        return SimSessions(self.world, leases, clients_max)
+
     def _beaten(self, error: Exception | None) -> None:
         """Readiness is for people, and its file is not of this world."""
 
@@ -183,7 +215,7 @@ class SimNode(Node):
 
     def accept(self, client: SimSocket) -> Wire:
         """A client connects: the kernel takes it at once, the daemon when it gets to it."""
-        connection = Connection(self._on_hello, self._on_request, self._on_gone)
+        connection = SimConnection(self._on_hello, self._on_request, self._on_gone)
         transport = SimTransport()
         transport.wire = Wire(self.world, client, connection, self.loop)
         self.wires.append(transport.wire)

@@ -11,6 +11,7 @@ from kvstore.testing.sim.checks import Checks
 from kvstore.testing.sim.faults import Faults
 from kvstore.testing.sim.hosts import SimLease, SimNodeDir
 from kvstore.testing.sim.index import SimServer
+from kvstore.testing.sim.machine import SimMachine
 from kvstore.testing.sim.memory import Files
 from kvstore.testing.sim.network import Wire
 from kvstore.testing.sim.scheduler import Process, Scheduler
@@ -29,6 +30,7 @@ class World(Scheduler):
     def __init__(self, seed: int, faults: Faults) -> None:
         super().__init__(seed)
         self.faults = faults
+        self.machine = SimMachine(self)
         self.wall_offset_s = WALL_START_S
         self.node_bytes = self.rng.choice(NODE_BYTES)
         """Of each node: little enough that pools are full, or enough for most."""

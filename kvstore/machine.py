@@ -1,0 +1,87 @@
+"""What the code asks of the machine it runs on: time, chance, locks and threads, sockets, files.
+
+An object is given a `Machine` and hands it on to those it makes; nobody below the command line
+asks for these things otherwise. The simulation passes a machine of its own
+(docs/decisions/0047-machine.md): a use that it does not know of is an error of types, not
+a clock that goes on in the real world.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from kvstore import nodedir
+from kvstore.nodedir import NodeDir
+
+Clock = Callable[[], float]
+"""Seconds."""
+
+
+class Lock(Protocol):
+    """A lock that its holder may enter again; what `threading.RLock` gives."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class Event(Protocol):
+    """What `threading.Event` gives."""
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+class Machine:
+    """The real one. Another overrides what it wants to decide."""
+
+    monotonic: Clock = staticmethod(time.monotonic)
+    """A clock that never runs backwards."""
+    wall: Clock = staticmethod(time.time)
+    """Seconds since 1970, as the machine believes: it may be set."""
+    sleep: Callable[[float], None] = staticmethod(time.sleep)
+
+    def random_bits(self, count: int) -> int:
+        """A number that nobody can guess."""
+        return secrets.randbits(count)
+
+    def lock(self) -> Lock:
+        return threading.RLock()
+
+    def event(self) -> Event:
+        return threading.Event()
+
+    def start_thread(self, target: Callable[[], None], name: str) -> None:
+        """In the background: it does not keep the process alive. Raises `RuntimeError` when there
+        is no room for one."""
+        threading.Thread(target=target, name=name, daemon=True).start()
+
+    def node_dirs(self, run_dir: Path) -> Iterator[NodeDir]:
+        """See `nodedir.node_dirs`."""
+        return nodedir.node_dirs(run_dir)
+
+    def sweep(self, run_dir: Path, *, kept: bool = False) -> list[str]:
+        """See `nodedir.sweep`."""
+        return nodedir.sweep(run_dir, kept=kept)
+
+
+REAL = Machine()

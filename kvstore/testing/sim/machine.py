@@ -1,0 +1,101 @@
+"""The machine that the code is given during a simulation: the world decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.machine import Machine
+from kvstore.nodedir import NodeDir
+from kvstore.testing.sim.scheduler import FOREVER, Actor
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
+
+LOCK_POLL_S = 0.02
+
+
+class SimMachine(Machine):
+    """All that a `Machine` is asked for; tests/sim holds that nothing is left out."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.monotonic = lambda: world.now
+        self.wall = world.wall
+        self.sleep = world.sleep
+
+    def random_bits(self, count: int) -> int:
+        return self.world.rng.getrandbits(count)
+
+    def lock(self) -> SimLock:
+        return SimLock(self.world)
+
+    def event(self) -> SimEvent:
+        return SimEvent(self.world)
+
+    def start_thread(self, target: Callable[[], None], name: str) -> None:
+        process = self.world.current.process
+        self.world.spawn(process, f"{process.name}/{name}", target)
+
+    def node_dirs(self, run_dir: Path) -> Iterator[NodeDir]:
+        return self.world.dirs_of(run_dir)
+
+    def sweep(self, run_dir: Path, *, kept: bool = False) -> list[str]:
+        if not kept:  # there is always room, so what waits for its next start may stay
+            self.world.sweep(run_dir)
+        return []
+
+
+class SimEvent:
+    """`threading.Event`"""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._world.wait(FOREVER if timeout is None else self._world.now + timeout)
+        return self._set
+
+
+class SimLock:
+    """`threading.RLock`: who waits for it lets others run, and whose it is may enter again."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._owner: Actor | None = None
+        self._entered = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        world = self._world
+        give_up_at = world.now + timeout if timeout >= 0 else FOREVER
+        while self._owner not in (None, world.current):
+            if not blocking or world.now >= give_up_at:
+                return False
+            world.wait(min(give_up_at, world.now + LOCK_POLL_S))
+        self._owner = world.current
+        self._entered += 1
+        return True
+
+    def release(self) -> None:
+        if not self._is_owned():
+            raise RuntimeError("cannot release un-acquired lock")
+        self._entered -= 1
+        if not self._entered:
+            self._owner = None
+
+    def _is_owned(self) -> bool:
+        return self._owner is self._world.current
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
