@@ -33,7 +33,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
     for i, (kind, style, protocol, _, address) in enumerate(found):
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError(f"no connection to {host} in time")
+            raise TimeoutError(f"timed out connecting to {host}")
         connection = None
         try:
             connection = socket.socket(kind, style, protocol)
@@ -90,7 +90,7 @@ class _Names:
     def find(self, name: tuple[str, int], deadline: float) -> _Found:
         look_up = self._look_up(name)
         if not look_up.done.wait(max(deadline - time.monotonic(), 0.0)):
-            raise TimeoutError(f"{name[0]}: the name server did not answer in time")
+            raise TimeoutError(f"{name[0]}: timed out: the name server did not answer")
         if look_up.error is not None:
             raise look_up.error
         return look_up.found

@@ -75,7 +75,9 @@ async def _patiently(engine: Engine, deadline: float, wait: Callable[[], Awaitab
         if time.monotonic() >= deadline:
             raise TooLateError(f"{engine.url} has not answered in time")
         if engine.hangs:
-            raise EngineFailedError(f"{engine.url} says nothing and fails its probes")
+            raise EngineFailedError(
+                f"{engine.url} sent nothing for {SILENT_S} s and fails its health probes"
+            )
 
 
 class Upstream:

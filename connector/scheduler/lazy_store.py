@@ -63,7 +63,9 @@ class LazyStore:
             return None
         except (KVStoreError, OSError) as e:
             if not self._told:
-                log.warning("no store yet, trying again every %g s: %s", STORE_RETRY_S, e)
+                log.warning(
+                    "the store cannot be opened, trying again every %g s: %s", STORE_RETRY_S, e
+                )
             self._told = True
             self._not_before = self._clock() + STORE_RETRY_S
             return None

@@ -66,7 +66,9 @@ class GlooExchange:
     def __call__(self, said: Any) -> list[Any]:
         raw = msgpack.packb(said)
         if len(raw) > LOCKSTEP_MESSAGE_BYTES_MAX:
-            raise InternalError(f"a message of {len(raw)} bytes, {LOCKSTEP_MESSAGE_BYTES_MAX} most")
+            raise InternalError(
+                f"{len(raw)} bytes in a message, at most {LOCKSTEP_MESSAGE_BYTES_MAX}"
+            )
         started = time.monotonic()
         try:
             return [msgpack.unpackb(one, strict_map_key=False) for one in self._gather(raw)]

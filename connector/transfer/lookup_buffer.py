@@ -103,7 +103,7 @@ class LookupBuffer:
             raise UsageError("entry", f"{size_bytes} bytes", f"at most {self._bytes_max}")
         deadline = self._deadline(timeout_s)
         if tensor_messages.until(deadline, lambda: self._has_room(size_bytes) or None) is None:
-            raise DeadlineError(f"{self._base}: full, the other end drops nothing")
+            raise DeadlineError(f"{self._base}: timed out: full, no entry was dropped")
         name = self._entry(self._next)
         body = tensor_messages.send(self._client, name, tensors, deadline)
         try:

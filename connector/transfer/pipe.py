@@ -104,7 +104,7 @@ class _Outbox:
         if size_bytes > self._bytes_max:
             raise UsageError("tensor", f"{size_bytes} bytes", f"at most {self._bytes_max}")
         if tensor_messages.until(deadline, lambda: self._has_room(size_bytes) or None) is None:
-            raise DeadlineError(f"{self._base}: no room, the other end does not receive")
+            raise DeadlineError(f"{self._base}: timed out: no room, the other end has not received")
         name = f"{self._base}/{self._next}"
         parcel = tensor_messages.send(self._client, name, tensors, deadline, note)
         self._sent.append((self._next, parcel))
@@ -166,7 +166,7 @@ class _Inbox:
             raise PipeClosedError(f"{self._base}: the other end is closed")
         content = tensor_messages.until(deadline, self._look)
         if content is None:
-            raise DeadlineError(f"{self._base}: message {self._next} did not come")
+            raise DeadlineError(f"{self._base}: timed out waiting for message {self._next}")
         self._next += 1
         self._owes_word = True
         self._say()

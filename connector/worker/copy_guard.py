@@ -53,6 +53,6 @@ class CopyGuard:
         the blocks can then neither be used nor given back.
         """
         if not self._lock.acquire(timeout=timeout_s):
-            raise InternalError(f"a copy into the engine's memory hangs for {timeout_s} s")
+            raise InternalError(f"a copy of the engine's blocks did not end within {timeout_s:g} s")
         self._ended = True
         self._lock.release()

@@ -260,7 +260,10 @@ class WorkerCore:
             try:
                 stop(None, timeout=max(0.0, deadline - self._clock()))
             except queue.Full:
-                log.warning("a transfer thread hangs at shutdown and is left behind")
+                log.warning(
+                    "a transfer thread did not end within %g s and is left behind",
+                    SHUTDOWN_TIMEOUT_S,
+                )
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
         if not any(thread.is_alive() for thread in self._threads):

@@ -81,7 +81,12 @@ class NixlSidecar:
             steady = time.monotonic() - began >= STEADY_S
             wait_s = RETRY_AFTER_S if steady or not wait_s else wait_s * 2
             wait_s = min(wait_s, NIXL_OWNER_RETRY_AFTER_MAX_S)
-            log.warning("node %s: not through NIXL for %.0f s: %s", self._word.name, wait_s, reason)
+            log.warning(
+                "node %s cannot be read through NIXL for %.0f s: %s",
+                self._word.name,
+                wait_s,
+                reason,
+            )
 
     def _live(self) -> None:
         """Start one and wait for its end. Raises `PeerError` when it does not start."""

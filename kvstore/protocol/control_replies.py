@@ -24,28 +24,28 @@ class NonsenseError(ValueError):
 def _items(body: Any, count: int | None = None, what: str = "items") -> list[Any]:
     """A list, of `count` when that is known."""
     if type(body) is not list:
-        raise NonsenseError(f"no list: {str(body)[:40]!r}")
+        raise NonsenseError(f"expected a list, got {str(body)[:40]!r}")
     if count is not None and len(body) != count:
-        raise NonsenseError(f"{len(body)} {what} of {count}")
+        raise NonsenseError(f"expected {count} {what}, got {len(body)}")
     return body
 
 
 def whole(value: Any) -> int:
     """A number from 0."""
     if type(value) is not int or value < 0:
-        raise NonsenseError(f"no number: {str(value)[:40]!r}")
+        raise NonsenseError(f"expected a number, got {str(value)[:40]!r}")
     return value
 
 
 def _kind(value: Any) -> Kind:
     if type(value) is not int or value not in KINDS:
-        raise NonsenseError(f"no kind: {str(value)[:40]!r}")
+        raise NonsenseError(f"expected a kind, got {str(value)[:40]!r}")
     return Kind(value)
 
 
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float):
-        raise NonsenseError(f"no time: {str(value)[:40]!r}")
+        raise NonsenseError(f"expected a time, got {str(value)[:40]!r}")
     return float(value)
 
 
@@ -58,7 +58,7 @@ def outcome(answer: Any) -> PutResult:
     if type(answer) is int and answer in CODES:
         return CODES[answer]
     if type(answer) is not str:
-        raise NonsenseError(f"no outcome: {str(answer)[:40]!r}")
+        raise NonsenseError(f"expected an outcome, got {str(answer)[:40]!r}")
     return rejected(answer)
 
 
@@ -84,14 +84,14 @@ def counters(body: Any) -> dict[str, int | float]:
     if type(body) is not dict or any(
         type(k) is not str or type(v) not in (int, float) for k, v in body.items()
     ):
-        raise NonsenseError("no counters")
+        raise NonsenseError("expected counters")
     return body
 
 
 def flags(body: Any) -> list[bool]:
     """DROP: what was there."""
     if type(body) is not list or any(type(flag) is not bool for flag in body):
-        raise NonsenseError("no list of true and false")
+        raise NonsenseError("expected a list of true and false")
     return body
 
 
@@ -103,7 +103,7 @@ def pins(body: Any) -> list[bytes | str | None]:
         or (type(answer) is bytes and len(answer) in (RECORD_BYTES, SIGNED_RECORD_BYTES))
         for answer in body
     ):
-        raise NonsenseError("no pins")
+        raise NonsenseError("expected pins")
     return body
 
 
@@ -129,7 +129,7 @@ def block_rows(body: Any) -> list[BlockRow]:
     for row in _items(body):
         key, length, namespace_id, pins, kind, age_s, idle_s, name = _items(row, 8, "columns")
         if type(key) is not bytes or type(name) is not bytes:
-            raise NonsenseError("no key")
+            raise NonsenseError("expected a key")
         rows.append(
             BlockRow(
                 key,
@@ -153,7 +153,7 @@ def namespaces(body: Any) -> dict[int, bytes]:
     for row in _items(rows):
         namespace_id, _, raw = _items(row, 3)
         if type(raw) is not bytes:
-            raise NonsenseError("no fields")
+            raise NonsenseError("expected fields")
         found[whole(namespace_id)] = raw
     return found
 
@@ -168,13 +168,13 @@ def explained(body: Any) -> Explained:
     (fate,) = _items(fates, 1)
     code, age_s = _items(fate, 2)
     if type(code) is not int:
-        raise NonsenseError("no code")
+        raise NonsenseError("expected a code")
     back = None if reaches_back_s is None else _seconds(reaches_back_s)
     rows = []
     for row in _items(namespaces):
         namespace_id, count, raw = _items(row, 3)
         if type(raw) is not bytes:
-            raise NonsenseError("no fields")
+            raise NonsenseError("expected fields")
         rows.append((whole(namespace_id), whole(count), raw))
     return code, _seconds(age_s), back, rows
 

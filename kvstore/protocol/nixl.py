@@ -41,7 +41,7 @@ def unpack_endpoint(answers: Sequence[Any]) -> Endpoint | None:
     if not answers:
         return None
     if len(answers) != len(Endpoint._fields):
-        raise WireError(f"a way in by NIXL of {len(answers)} fields")
+        raise WireError(f"a NIXL endpoint of {len(answers)} fields")
     way = Endpoint(*answers)
     addresses = way[2:5]
     right = (
@@ -54,5 +54,5 @@ def unpack_endpoint(answers: Sequence[Any]) -> Endpoint | None:
         and len(way.probe) == PROBE_BYTES
     )
     if not right:
-        raise WireError("a way in by NIXL that cannot be one")
+        raise WireError("an invalid NIXL endpoint")
     return way

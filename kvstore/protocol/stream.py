@@ -18,7 +18,7 @@ Then the client asks, one request at a time, in frames: type, length, body, tag.
     PUT      which blocks the client has; answered by ANSWERS. The node then takes the
              payload of each one it granted, in order, and a tag over them, and says ANSWERS again
     CONTROL  one message of protocol/control.py; answered by ANSWERS
-    NIXL     the way into the node's memory (nixl.py); answered by ANSWERS
+    NIXL     the endpoint at which to read the node's memory (nixl.py); answered by ANSWERS
 
 States of a connection, the same at both ends:
 
@@ -120,7 +120,7 @@ def _check_magic(magic: bytes, who: str) -> None:
             f"the {who} speaks version {version} of the stream's protocol, this side version "
             f"{VERSION}: run the same release of kvstore on both"
         )
-    raise WireError(f"no kvstore stream {who} speaks there")
+    raise WireError(f"the other side is not a kvstore stream {who}: is the address right?")
 
 
 class ClientHandshake:

@@ -121,7 +121,7 @@ class _Scan:
             raise DamagedSegmentError(f"slot {page}: state {state}")
         block = self._left(page)
         if block is None:
-            raise DamagedSegmentError(f"slot {page}: pinned, and nobody knows how large")
+            raise DamagedSegmentError(f"slot {page}: pinned, and its size is unknown")
         size = granules_of(block.length)
         self._found.held.append(HeldSlot(page, block.generation, block.granule, size, False))
         self._found.gone.append(block)

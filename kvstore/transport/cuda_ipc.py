@@ -169,7 +169,7 @@ class _Batch:
     def _read(self) -> None:
         while True:
             if not self.given_up and time.monotonic() >= self._deadline:
-                self.given_up = "too late"
+                self.given_up = "timed out"
             while self._queued < len(self._wanted) and len(self._windows) < WINDOWS:
                 if self.given_up:
                     break

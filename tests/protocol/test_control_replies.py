@@ -25,14 +25,14 @@ def test_words_are_why_a_block_was_rejected():
 
 @pytest.mark.parametrize("answer", [4, -1, True, 1.0, None, b"x", [1]])
 def test_what_is_neither_a_code_nor_words_is_nonsense(answer):
-    with pytest.raises(ValueError, match="no outcome"):
+    with pytest.raises(ValueError, match="expected an outcome"):
         outcome(answer)
 
 
 def test_there_is_one_outcome_for_each_block():
     assert outcomes(2, [0, "no"])[0] is STORED
     for body in ([], [0], [0, 0, 0]):
-        with pytest.raises(ValueError, match="outcomes of 2"):
+        with pytest.raises(ValueError, match="expected 2 outcomes"):
             outcomes(2, body)
 
 

@@ -27,7 +27,7 @@ def compiled(capability: tuple[int, int]) -> bytes:
 
         known = _checked(nvrtc, nvrtc.nvrtcGetSupportedArchs())
     except (ImportError, RuntimeError) as e:  # a missing library is a RuntimeError of theirs
-        raise NoKernelError(f"NVRTC is not to be had: {e}") from e
+        raise NoKernelError(f"NVRTC cannot be loaded: {e}") from e
     arch = capability[0] * 10 + capability[1]
     exact = arch in known
     target = (

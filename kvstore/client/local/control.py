@@ -417,7 +417,7 @@ class ControlChannel:
                         raise
                     continue
                 if not data:
-                    raise NodeUnavailableError(f"node {self.directory.name} hung up")
+                    raise NodeUnavailableError(f"node {self.directory.name} closed the connection")
                 for number, good, body in self._messages(data):
                     self._accept(number, good, body)
         except TimeoutError as e:
@@ -435,7 +435,7 @@ class ControlChannel:
         except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as e:
             raise NonsenseError(str(e)) from e
         if not all(type(one) is list and len(one) == 3 and type(one[0]) is int for one in found):
-            raise NonsenseError("no answers")
+            raise NonsenseError("expected a list of answers")
         return [(number, good, body) for number, good, body in found]
 
     def _accept(self, number: int, good: Any, body: Any) -> None:
@@ -457,7 +457,7 @@ class ControlChannel:
             ticket.end(None, bug)
 
     def _nonsense(self, error: Exception) -> NodeUnavailableError:
-        return NodeUnavailableError(f"node {self.directory.name} speaks no sense: {error}")
+        return NodeUnavailableError(f"node {self.directory.name} sent an invalid answer: {error}")
 
     def _too_late(self) -> DeadlineError:
         return DeadlineError(f"node {self.directory.name} did not answer in time")

@@ -125,7 +125,9 @@ class RemoteWriter:
             try:
                 return reset_number(ask(self._remote.stream, announcement, message, deadline))
             except NonsenseError as e:
-                failure = NodeUnavailableError(f"node {announcement.name} speaks no sense: {e}")
+                failure = NodeUnavailableError(
+                    f"node {announcement.name} sent an invalid answer: {e}"
+                )
             except PeerError as e:
                 self._remote.failed(announcement.node_id)
                 failure = e

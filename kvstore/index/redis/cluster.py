@@ -169,7 +169,7 @@ class ClusterRoute:
         before = breaker.state
         breaker.failed(monotonic(), hung=hung)
         if before is BreakerState.CLOSED and breaker.state is BreakerState.OPEN:
-            log.warning("a shard is away, its keys are misses: %s", why)
+            log.warning("a Redis shard does not answer, so its keys are misses: %s", why)
 
     def _raise_when_all_are_away(self) -> None:
         if all(breaker.state is not BreakerState.CLOSED for breaker in self._away.values()):

@@ -302,7 +302,7 @@ class Links:
                 f"Redis at {self.label} did not answer within {self.timeout_s * 1e3:.0f} ms"
             )
         if isinstance(error, hiredis.HiredisError):
-            return IndexUnavailableError(f"Redis at {self.label} does not speak RESP: {error}")
+            return IndexUnavailableError(f"Redis at {self.label} sent an invalid reply: {error}")
         return IndexUnavailableError(f"Redis at {self.label}: {str(error)[:ERROR_CHARS_MAX]}")
 
     def after_fork_in_child(self) -> None:

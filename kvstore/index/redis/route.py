@@ -250,5 +250,5 @@ class SentinelDial:
         if reply is None:
             return None
         if not isinstance(reply, list) or list(map(type, reply)) != [bytes, bytes]:
-            raise ValueError(f"odd answer {str(reply)[:80]!r}")
+            raise ValueError(f"invalid answer {str(reply)[:80]!r}")
         return reply[0].decode(), int(reply[1])

@@ -238,7 +238,7 @@ class StreamServer:
         except (PeerError, UsageError) as e:
             # A client that went away is nobody's fault; one that may not come in is worth a word.
             if isinstance(e, WireError):
-                self._say("node %s hangs up on %s: %s", self._name, guest.address, e)
+                self._say("node %s closes the connection of %s: %s", self._name, guest.address, e)
         except (OSError, ValueError) as e:  # of the TLS handshake; or the segment is closed
             self._say("node %s: connection from %s: %s", self._name, guest.address, e)
         finally:

@@ -106,7 +106,7 @@ class NixlProcess:
             except BlockingIOError:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not poll.poll(left_s * 1000):
-                    raise DeadlineError("its NIXL process takes no requests") from None
+                    raise DeadlineError("timed out: its NIXL process reads nothing") from None
             except OSError as e:
                 raise NodeUnavailableError(f"its NIXL process has ended: {e}") from e
 

@@ -125,7 +125,7 @@ class NixlTransport:
             proving.wait(max(deadline - time.monotonic(), 0.0))
             way_in = peer.way_in()
         if way_in is None or time.monotonic() >= deadline:
-            reason = "too late" if way_in is not None else peer.reason
+            reason = "timed out" if way_in is not None else peer.reason
             return [Outcome(Read.FAILED, reason)] * len(wanted)
         batch = NixlBatch(*way_in, self._layout_of(node), wanted, deadline)
         return batch.read(lambda reason: self._failed(peer, node, reason))
@@ -173,7 +173,7 @@ class NixlTransport:
             deadline = time.monotonic() + PROBE_TIMEOUT_S
             way = nixl_endpoint(self._stream, node, deadline)
             if way is None:
-                raise NodeUnavailableError("the node gives no way in now")
+                raise NodeUnavailableError("the node offers no NIXL endpoint now")
             if not way.agent.startswith(agent_prefix(node.node_id, node.epoch)):
                 raise WireError(f"agent {way.agent!r} is not this node's")
             reader.know(node.node_id, way.agent, way.metadata, deadline)
@@ -196,7 +196,13 @@ class NixlTransport:
             known, peer.reason = peer.reason, reason
             peer.breaker.failed(time.monotonic())
         level = logging.DEBUG if reason == known else logging.WARNING
-        log.log(level, "node %s on %s not through NIXL for now: %s", node.name, node.host, reason)
+        log.log(
+            level,
+            "node %s on %s is not read through NIXL for now: %s",
+            node.name,
+            node.host,
+            reason,
+        )
 
     # --- the process that reads ----------------------------------------------
 

@@ -61,7 +61,7 @@ class Channel:
                     self._limit(socket.SO_SNDTIMEO, timeout_s)
                     advance(left, self._socket.sendmsg(first(left, SEND_BYTES_MAX)))
         except (BlockingIOError, TimeoutError) as e:
-            raise DeadlineError("the other side takes nothing") from e
+            raise DeadlineError("timed out: the other side stopped receiving") from e
         except OSError as e:
             raise NodeUnavailableError(str(e)) from e
 
@@ -91,11 +91,11 @@ class Channel:
         try:
             count = self._receive(buffers, timeout_s)
         except (BlockingIOError, TimeoutError) as e:
-            raise DeadlineError("the other side says nothing") from e
+            raise DeadlineError("timed out: the other side sent nothing") from e
         except OSError as e:
             raise NodeUnavailableError(str(e)) from e
         if count == 0:
-            raise NodeUnavailableError("the other side hung up")
+            raise NodeUnavailableError("the other side closed the connection")
         advance(buffers, count)
 
     def _receive(self, buffers: list[memoryview], timeout_s: float) -> int:
@@ -124,7 +124,7 @@ class Channel:
     def _left(self, deadline: float) -> float:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise DeadlineError("too late")
+            raise DeadlineError("timed out")
         return max(left_s, _WAIT_MIN_S)
 
     def _limit(self, option: int, timeout_s: float) -> None:

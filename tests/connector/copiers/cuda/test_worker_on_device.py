@@ -148,7 +148,7 @@ def test_without_the_kernel_torch_copies_and_one_warning_says_so(
     from connector.copiers.cuda.nvrtc import NoKernelError
 
     def none(device: object) -> None:
-        raise NoKernelError("NVRTC is not to be had: no such library")
+        raise NoKernelError("NVRTC cannot be loaded: no such library")
 
     made: list[Any] = []
     monkeypatch.setattr("connector.copiers.cuda.queue.Cuda", none)
