@@ -9,6 +9,14 @@ Clock = Callable[[], float]
 
 LOOKUP_WAIT_PER_STEP_S = 0.003
 """How long one engine step may wait for lookups, all requests together."""
+LOOKUP_TIMEOUT_S = 1.0
+"""How long a request waits for its lookup at most, unless its user says otherwise."""
+LOOKUP_TIMEOUT_MIN_S = 0.05
+"""How long it waits however little is at stake, unless its user says less."""
+RATE_WINDOW_S = 0.25
+"""Time of steps after which an engine's rate is taken; of"""
+RATE_WINDOWS_MAX = 64
+"""such windows the best one counts."""
 LOOKUP_TTL_S = 2.0
 """Age at which an answer is asked again. An older one costs a failed load, never wrong bytes."""
 LOOKUP_QUEUE_MAX = 1024

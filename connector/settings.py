@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from connector.limits import (
     BLOCK_TOKENS_MAX,
+    LOOKUP_TIMEOUT_S,
     NODE_BYTES_MIN,
     PINNED_FRACTION_MAX,
     TIMEOUT_S_MAX,
@@ -63,8 +64,9 @@ class ConnectorSettings:
     """Tokens of one store block; None: chosen from the KV geometry."""
     tp_sizes: TpSizes = TP_SIZES_DEFAULT
     """Tensor-parallel sizes of engines whose blocks are looked for, besides this engine's own."""
-    lookup_timeout_s: Timeout = 0.05
-    """After that a lookup is a miss."""
+    lookup_timeout_s: Timeout = LOOKUP_TIMEOUT_S
+    """After that a lookup is a miss, and earlier when computing the prompt would be over by then,
+    but not before 0.05. Engines that ask for pages of their own wait `redis_timeout_s`."""
     load_timeout_s: Timeout = 5.0
     """After that the engine computes what was not loaded."""
     save_timeout_s: Timeout = 10.0
@@ -121,5 +123,7 @@ class ConnectorSettings:
                 read_settings(Limits, extra["limits"], where=f"{where}.limits")
                 bounds |= extra["limits"]
             values["limits"] = file.limits(bounds)
-        values.setdefault("lookup_timeout_s", values["limits"].redis_timeout_s)
+        redis_timeout_s = values["limits"].redis_timeout_s
+        if only or redis_timeout_s != Limits().redis_timeout_s:
+            values.setdefault("lookup_timeout_s", redis_timeout_s)
         return read_settings(cls, values, where=where)

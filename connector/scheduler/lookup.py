@@ -1,4 +1,8 @@
-"""Lookups off the engine's thread: one helper thread, a bounded queue, one deadline each."""
+"""Lookups off the engine's thread: one helper thread, a bounded queue, one deadline each.
+
+How long a request waits is decided by who asked (patience.py); here `timeout_s` bounds what the
+store is given. An answer that comes later than its request waited is good for the next to ask.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """One question. The thread fills it in, then sets `done`; nobody writes it afterwards."""
+    """One question. The thread fills it in, then sets `done`; it writes nothing afterwards."""
 
     hashes: Sequence[bytes]
     submitted_at: float
+    wanted_at: float | None = None
+    """Since when its request waits for it and for nothing else."""
+    given_up: bool = False
+    """Set by who asked, when the request does not wait any longer."""
     done: threading.Event = field(default_factory=threading.Event)
     answered_at: float = 0.0
     keys: tuple[tuple[list[Key], ...], ...] = ()
@@ -56,7 +64,7 @@ class Lookup:
 
 
 class Lookups:
-    """Answers lookups in order. One that waited past its deadline is answered "nothing"."""
+    """Answers lookups in order. One that was given up in the queue is answered "nothing"."""
 
     def __init__(
         self,
@@ -123,7 +131,7 @@ class Lookups:
             log.exception("warm-up failed")
 
     def _answer(self, lookup: Lookup) -> None:
-        deadline = lookup.submitted_at + self._timeout_s
+        deadline = self._clock() + self._timeout_s
         layout = self._layout
         per_key = layout.hashes_per_key
         blocks = min(len(lookup.hashes) // per_key, MATCH_BLOCKS_MAX)
@@ -138,6 +146,9 @@ class Lookups:
             lookup.short = MissReason.NO_STORE
             return
         if blocks == 0:
+            return
+        if lookup.given_up:
+            lookup.short = MissReason.DEADLINE
             return
         asked: list[LookupResult] = []
 

@@ -51,6 +51,7 @@ from connector.layout.block_plan import (
 )
 from connector.limits import (
     LOAD_ATTEMPTS_MAX,
+    LOOKUP_TIMEOUT_S,
     LOOKUP_TTL_S,
     LOOKUP_WAIT_PER_STEP_S,
     PINNED_FRACTION_MAX,
@@ -74,6 +75,7 @@ from connector.scheduler.events import BlockEvents
 from connector.scheduler.explain import RequestHistory
 from connector.scheduler.ledger import NoPins, SaveLedger
 from connector.scheduler.lookup import Lookup, Lookups
+from connector.scheduler.patience import ComputeRate, patience_s
 from connector.scheduler.requests import LoadUnderWay, Offer, RequestState
 from connector.scheduler.resetting import Resetter
 from connector.scheduler.save_gate import SaveGate
@@ -92,7 +94,7 @@ class SchedulerSettings:
     loads: bool = True
     saves: bool = True
     save_decode: bool = True
-    lookup_timeout_s: float = 0.05
+    lookup_timeout_s: float = LOOKUP_TIMEOUT_S
     volatile_tokens: int = 0
     """Tokens at a request's end whose KV may still change (speculative decoding)."""
     null_block_id: int | None = None
@@ -152,6 +154,7 @@ class SchedulerCore:
         )
         self._next_load_id = 0
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
+        self._rate = ComputeRate()
 
     def bind_pins(
         self,
@@ -206,8 +209,9 @@ class SchedulerCore:
             self._history.refused(request, MissReason.TOO_BUSY)
             return 0
         if not lookup.done.is_set() and not self._wait(lookup):
-            if self._clock() - lookup.submitted_at < self._settings.lookup_timeout_s:
+            if self._worth_waiting(lookup, request.num_tokens - num_computed_tokens):
                 return None
+            lookup.given_up = True
             self._history.refused(request, MissReason.DEADLINE)
             return 0
         run = usable_run(lookup.placement, state.barred, self._layout, request.num_tokens)
@@ -276,6 +280,13 @@ class SchedulerCore:
         self._wait_left_s -= self._clock() - started
         return done
 
+    def _worth_waiting(self, lookup: Lookup, tokens: int) -> bool:
+        now = self._clock()
+        if lookup.wanted_at is None:
+            lookup.wanted_at = now
+        most_s = self._settings.lookup_timeout_s
+        return now - lookup.wanted_at < patience_s(tokens, self._rate.tokens_per_s, most_s)
+
     # Saves
 
     def plan_step(
@@ -296,6 +307,7 @@ class SchedulerCore:
             if request_id in self._requests:
                 self._requests[request_id].forget_progress()
         scheduled = list(scheduled)
+        self._rate.step(self._clock(), sum(tokens for _, tokens in scheduled))
         self._computed = self._computed or bool(scheduled)
         self._bar_saves_on_others_loads(request for request, _ in scheduled)
         plan = StepPlan(

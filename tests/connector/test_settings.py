@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 
-from connector.settings import ConnectorSettings
+from connector.settings import STORE_SETTINGS, ConnectorSettings
 from kvstore import UsageError
 
 
 def test_defaults_are_good() -> None:
     config = ConnectorSettings.from_extra({})
-    assert config.lookup_timeout_s == 0.05
+    assert config.lookup_timeout_s == 1.0
     assert config.save_decode is True
+
+
+def test_engines_that_ask_for_pages_of_their_own_wait_for_redis_no_longer_than_anybody() -> None:
+    assert ConnectorSettings.from_extra({}, only=STORE_SETTINGS).lookup_timeout_s == 0.05
+    limits = {"redis_timeout_s": 0.2}
+    assert ConnectorSettings.from_extra({"limits": limits}).lookup_timeout_s == 0.2
 
 
 def test_settings_are_taken_over() -> None:
