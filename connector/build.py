@@ -1,4 +1,4 @@
-"""Puts the parts together: settings and geometry in, scheduler side or worker side out."""
+"""Builds a scheduler side or a worker side from settings and geometry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler side and the worker side tell each other.
+"""Messages between the scheduler side and the worker side: plans of a step, reports, requests.
 
 All of it is plain, picklable data: the two sides usually live in different processes.
 """

@@ -1,4 +1,4 @@
-"""What our connector counts: names and meanings for Prometheus, and the counting itself.
+"""Defines the connector's metrics for Prometheus, names and help texts, and counts them.
 
 An engine's adapter gives `METRICS` to the engine's own metrics and feeds them
 with `CountStats` that the two sides hand out; nothing else is decided there.

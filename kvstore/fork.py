@@ -1,4 +1,4 @@
-"""What a forked child must not share with its parent: connections, threads, locks, slots.
+"""Runs in each forked child what it must not share with its parent: connections, threads, locks.
 
 Two processes that read from one socket get each other's answers; a thread does not
 come along, and a lock that it held stays held. What says that the parent lives must end

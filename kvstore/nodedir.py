@@ -1,4 +1,4 @@
-"""Where nodes of this host leave word of themselves: `RUN_DIR/nodes/NAME/`.
+"""Reads and writes a node's directory, where its host finds it: `RUN_DIR/nodes/NAME/`.
 
     lock          flock held for as long as the node's process lives
     node.json     its announcement (also in the index)

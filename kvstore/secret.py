@@ -1,4 +1,4 @@
-"""Secrets that a process is given: in a variable, or in a file that others cannot read."""
+"""Reads secrets: from a variable, or from a file that others cannot read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One way to read settings: a dataclass says what there is, and this says what is wrong.
+"""Reads and checks settings: a dataclass declares them, this finds what is wrong with a value.
 
 The annotation of a field is what it may be; `Annotated[int, NumberRange(1, 8)]` bounds a number,
 `Annotated[Sequence[int], ItemsMax(8)]` a list. `check_settings` holds an instance against it,

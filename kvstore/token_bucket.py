@@ -1,4 +1,4 @@
-"""How many bytes a node checks because clients say that they are wrong.
+"""Limits how many bytes a second a node checks because clients report them as damaged.
 
 A client that sees a wrong checksum says so; the node looks itself, and only what
 it finds wrong is dropped. Looking takes its event loop's time, so there is a limit

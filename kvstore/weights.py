@@ -1,4 +1,4 @@
-"""What a model's weights are, whatever they are called and wherever they lie.
+"""Computes a fingerprint of a model's weights, whatever they are called and wherever they lie.
 
 A name or a path says nothing: another fine-tune is mounted there, or a new one is
 deployed under it. `weights_fingerprint` looks at the files: headers and indexes

@@ -1,4 +1,4 @@
-"""Which blocks to load and save: pure arithmetic over plain data."""
+"""Computes which blocks to load and save: pure arithmetic over plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine computes with, as fields of its namespace: weights and configuration."""
+"""Makes the namespace fields that say what an engine computes with: weights and configuration."""
 
 from __future__ import annotations
 

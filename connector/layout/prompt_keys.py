@@ -1,4 +1,4 @@
-"""Which keys the blocks of a prompt have in one engine, for programs that know only its tokens.
+"""Computes the keys of a prompt's blocks in one engine, for programs that know only its tokens.
 
 A router asks an engine once for its `PromptKeys` and can then look up any prompt
 of plain tokens in the index by itself.

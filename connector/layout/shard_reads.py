@@ -1,4 +1,4 @@
-"""What one worker takes from store blocks and gives to them, per KV cache group."""
+"""Maps store blocks to the parts that one worker reads and writes, per KV cache group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which KV heads each tensor-parallel worker holds, and where another engine keeps them.
+"""Computes which KV heads each tensor-parallel worker holds, and where another engine keeps them.
 
 Pure arithmetic, the same for a peer that is read directly and for blocks that a
 peer's workers have saved. Heads go to workers in order. With more workers than

@@ -1,4 +1,4 @@
-"""Blocks that an engine has locked: pinned until it unlocks them or their time is over."""
+"""Pins blocks that an engine has locked, until it unlocks them or their time is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router knows of engines, in Prometheus' text format."""
+"""Writes the router's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 

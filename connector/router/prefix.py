@@ -1,4 +1,4 @@
-"""What the store holds of a prompt: tokens to keys, keys to holders."""
+"""Looks up how much of a prompt is in the store, and on which nodes."""
 
 from __future__ import annotations
 

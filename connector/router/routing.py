@@ -1,4 +1,7 @@
-"""Which engine gets a request. Pure: no I/O, `now` is an argument, in seconds of one clock."""
+"""Decides which engine gets a request.
+
+Pure: no I/O, `now` is an argument, in seconds of one clock.
+"""
 
 from __future__ import annotations
 

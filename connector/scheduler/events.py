@@ -1,4 +1,4 @@
-"""What an engine can say to routers about blocks in the store (docs/decisions/0014).
+"""Makes the events by which an engine tells routers of blocks in the store (docs/decisions/0014).
 
 Stored: this engine saved the block, or found it there when it was about to. Not
 there: a block of which that was said could not be found by a later lookup.

@@ -1,4 +1,4 @@
-"""Why requests did not hit, for people: what happened to each, one line, a counter per reason.
+"""Explains why requests did not hit: a history of each, a log line, a counter per reason.
 
 The scheduling thread only notes things down. What must be asked (the store may
 know that a block was evicted) and what is written to the log is done by a thread

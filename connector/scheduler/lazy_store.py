@@ -1,4 +1,4 @@
-"""A store that may not be there yet: opened on a helper thread, tried again now and then."""
+"""Opens the store on a helper thread when it is first needed, and again later if that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save jobs in flight and the engine blocks they hold."""
+"""Keeps save jobs in flight, and the engine blocks pinned for each until all workers ended it."""
 
 from __future__ import annotations
 

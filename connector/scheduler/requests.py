@@ -1,4 +1,4 @@
-"""What the scheduler side remembers of each request."""
+"""Holds the scheduler side's state of each request."""
 
 from __future__ import annotations
 

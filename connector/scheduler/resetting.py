@@ -1,4 +1,4 @@
-"""A reset that an engine's user asked for: carried through in the background if need be.
+"""Carries out a reset that an engine's user asked for, in the background if it takes longer.
 
 It never fails. Until every node has confirmed it, the engine that asked loads nothing, so
 that nothing from before is loaded by it whatever the store does (docs/decisions/0029-reset.md).

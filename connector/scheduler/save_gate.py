@@ -1,4 +1,4 @@
-"""What rests on loads that are part of a step, until every worker has reported them."""
+"""Holds saves back while a load of their step, or of an earlier one, can still fail on a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many workers' reports of a step into the one that the scheduler sees."""
+"""Aggregates the reports of all workers of a step into the one that the scheduler sees."""
 
 from __future__ import annotations
 

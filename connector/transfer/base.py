@@ -1,4 +1,4 @@
-"""What a connector is to an engine: two small protocols, one for each place it lives in.
+"""Defines what an engine asks of a connector: two protocols, the scheduler's and the worker's side.
 
 The calls and their meaning are those of vLLM's `KVConnectorBase_V1`, split in
 two: its scheduler-side half and its worker-side half share nothing but a name.

@@ -1,4 +1,4 @@
-"""How an engine takes part in KV transfer: which connector, in which role, with which settings.
+"""Configures KV transfer of an engine: which connector, in which role, with which settings.
 
 The fields and their meaning are those of vLLM's `--kv-transfer-config`, so that one JSON
 document serves both; `kv_buffer_size`, `kv_rank`, `kv_parallel_size` and `kv_ip`, which vLLM no

@@ -1,4 +1,4 @@
-"""Copy blocks between two paged KV caches of one process. Imports torch when it is called."""
+"""Copies blocks between two paged KV caches of one process. Imports torch when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connectors by name, imported when they are made."""
+"""Makes connectors by name; imports each when it is made."""
 
 from __future__ import annotations
 

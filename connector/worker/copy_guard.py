@@ -1,4 +1,4 @@
-"""A transfer that can be ended from outside without racing its copies."""
+"""Lets another thread end a transfer without a race against its copies."""
 
 from __future__ import annotations
 

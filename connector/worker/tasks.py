@@ -1,4 +1,4 @@
-"""One thread that does an engine's tasks in their order, and keeps the results to be asked for."""
+"""Runs an engine's tasks in order on one thread, and keeps the results until they are asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers under way in one worker: what its engine's thread and its own threads share."""
+"""Defines the transfers of a worker (`Load`, `Save`), and copies their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store whose saves go to VRAM of this process first, and which shows blocks of VRAM in place.
+"""Wraps a store so that saves go to VRAM of this process first and are read there in place.
 
 What `buffer`s are then is a `DeviceRange`, not a memoryview: only for copiers that take
 both, which are those of KV on a CUDA device. Everything else of a `BlockStore` is as it was.

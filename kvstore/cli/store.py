@@ -1,4 +1,4 @@
-"""The store that runs already: commands that only look never start one."""
+"""Finds the store that runs already: commands that only look never start one."""
 
 from __future__ import annotations
 

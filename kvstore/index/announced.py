@@ -1,4 +1,4 @@
-"""What the index says of nodes, as far as it can be believed."""
+"""Reads the announcements of nodes in the index and checks them before anybody uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every index implementation demands of its arguments, said in one place."""
+"""Checks the arguments of index calls, the same for every implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An index behind circuit breakers: while Redis is away, every call fails at once."""
+"""Puts circuit breakers before an index: while Redis does not answer, calls fail at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a URL, or none, to an index that fails fast."""
+"""Opens the index at a URL, or the embedded one, behind circuit breakers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one node is made of, and who it is."""
+"""Settings of one node: its size, directories and address, and who may read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of one start of a node: larger than that of every start before it.
+"""Gives each start of a node its epoch: a number larger than that of every start before it.
 
 Clients remember locations over a restart, and only a new epoch makes those
 misses. The time alone is not enough: two starts may share a second, and clocks

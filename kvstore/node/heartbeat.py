@@ -1,4 +1,4 @@
-"""A node's sign of life in the index, and its watch over the index's own life (rule 7)."""
+"""Announces a node in the index, again and again, and notices an index that lost keys (rule 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an embedded node ends: with its last client, or when none comes.
+"""Ends an embedded node with its last client, or when none comes.
 
 A client whose connection is lost but whose process lives is still a client
 (rule 5): it may write. `Sessions` knows them all.

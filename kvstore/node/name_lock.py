@@ -1,4 +1,4 @@
-"""At most one process at a time is the node of a name."""
+"""Sees to it that at most one process at a time is the node of a name."""
 
 from __future__ import annotations
 

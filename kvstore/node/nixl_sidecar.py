@@ -1,4 +1,4 @@
-"""A node's memory offered through NIXL, by a process beside it.
+"""Runs the process that offers a node's memory through NIXL.
 
 It maps the segment and does nothing but let UCX work, so that whatever a reader's
 death or a forged address does to UCX is done to that process: the node goes on, its

@@ -1,4 +1,4 @@
-"""Who of this host may use a node: its own user, and one group that may read.
+"""Decides which users of this host may use a node: its own, and one group that may read.
 
 The group gets what a reader needs: to find the node, to map its segment read-only and
 to say what it used (`wire.READER_OPS`). It cannot write a byte of a block, reserve, pin

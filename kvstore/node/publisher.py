@@ -1,4 +1,4 @@
-"""What a node tells the index, and the answers to clients that wait until it is told.
+"""Publishes a node's records to the index in batches, and holds the answers that wait for it.
 
 The node's event loop waits for the index only in here, at most `publish_timeout_s` at a
 time, and behind a circuit breaker that makes a dead index cost nothing.

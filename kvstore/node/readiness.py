@@ -1,4 +1,4 @@
-"""Whether a node can do its work: a round trip through the index and through a slot.
+"""Checks whether a node is ready: a round trip through the index and one through a slot.
 
 A node serves its own host from its start, with or without an index. It is ready when it has
 published a record, found it again and taken it out, and has read back what it wrote into a slot.

@@ -1,4 +1,4 @@
-"""How a node hears of resets, tells of them, and catches up with those it has missed.
+"""Spreads resets among nodes, and lets a node catch up with those it has missed.
 
 Nodes tell each other: by their announcements in the index, and by a file each in the run
 directory, which needs no index. docs/decisions/0029-reset.md.

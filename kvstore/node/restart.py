@@ -1,4 +1,4 @@
-"""What a node finds of its former start: its segment, and the clients that may still use it.
+"""Takes over a node's former segment at its start, and watches the clients that may still use it.
 
 A segment is taken over in place. Readers that mapped it keep reading right bytes (rule 4);
 the epoch in its superblock is what makes their places misses in the end.

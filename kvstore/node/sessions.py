@@ -1,4 +1,4 @@
-"""Who the clients of a node are, over reconnects, and which of them are dead.
+"""Knows the clients of a node over reconnects, and finds out which of them are dead.
 
 A client is its lease file, whose lock its process holds. A lost connection
 says nothing (rule 5): only a free lock proves that nobody can write any more.

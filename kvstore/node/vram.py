@@ -1,4 +1,4 @@
-"""A node inside its writer's process, with its segment in VRAM (docs/decisions/0023).
+"""Runs a node inside its writer's process, with its segment in VRAM (docs/decisions/0023).
 
 To everybody else it is a node that can only be read: over CUDA IPC, on this host.
 """

@@ -1,4 +1,4 @@
-"""Segments of this user whose node is dead, in whichever run directory it was, and who frees them.
+"""Finds and frees segments of this user whose node is dead, in whichever run directory it was.
 
 A segment is worth nothing once nobody will start its node again, and worth all its blocks
 when somebody does within `RESTART_WITHIN_S`. Whoever frees one has to know both:

@@ -1,4 +1,4 @@
-"""How much memory the control groups of this process allow: shared memory counts.
+"""Reads how much memory the control groups of this process allow: shared memory counts.
 
 A container's limit below a node's size does not fail when the memory is asked for: the kernel
 kills a process of the container when it is written to.

@@ -1,4 +1,4 @@
-"""Where blocks are in a segment that is not mapped here: what a one-sided reader computes."""
+"""Computes where blocks are in a segment that is not mapped here, for one-sided readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a location to a place in a segment: what a reader may believe before it has copied."""
+"""Turns a location into a place in a mapped segment, and checks its header before the copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the slot headers of a segment say, read at once when a node is started again.
+"""Scans all slot headers of a segment when its node is started again.
 
 Headers are the truth. From the first page on: a header that says SEALED or RESERVED is that
 of a slot, and says how far it goes; those within it say FREE, or the segment is damaged.

@@ -1,4 +1,4 @@
-"""Which files a client takes for a node's segment: what a node says of itself is not enough.
+"""Decides which files a client takes for a node's segment: what its directory says is not enough.
 
 In a run directory of this user everything is this user's own word. One that another user shares
 (node/permissions.py) may name any path, also a file of the reader's: so only what lies where

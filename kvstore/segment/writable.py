@@ -1,4 +1,4 @@
-"""Memory of a segment that this process may write: a child that it forks may only read it.
+"""Maps a segment writable for this process alone: a child that it forks may only read it.
 
 The child does not keep its parent's sign of life (filelock.py), so once the parent is dead the
 slots go to others, and nobody may write to them any more (rule 5): a child that tries is

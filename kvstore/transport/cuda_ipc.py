@@ -1,4 +1,4 @@
-"""Reading from a node in VRAM on this host: its memory opened here, copies on our own stream.
+"""Reads from a node in VRAM on this host: its memory opened here, copies on our own stream.
 
 A copy needs only an address, so a destination may be memory of a device or of the host.
 The headers lie in shared memory; each is compared again after the event that says that

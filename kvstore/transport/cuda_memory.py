@@ -1,4 +1,4 @@
-"""The memory of nodes in VRAM, open in this process: once each, as long as it is used."""
+"""Opens the memory of nodes in VRAM in this process: once each, for as long as it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transport reads from a node."""
+"""Chooses the transport that reads from a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that leave VRAM for the memory of the host, before anybody has to wait for their slots."""
+"""Moves the coldest blocks from VRAM to the host's memory, before anybody has to wait for slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A producer's recent blocks in VRAM, for others on the host to pull (docs/decisions/0023)."""
+"""Keeps a producer's recent blocks in VRAM for readers on its host (docs/decisions/0023)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's engine core does and tells no connector: weights that change, and caches emptied.
+"""Hooks into vLLM's engine core for what it tells no connector: weights changed, caches emptied.
 
 Its methods are wrapped, once in a process, because vLLM 0.32 and 0.33 have no call for it. A
 version without one of them goes on without what that one is for, and says so.

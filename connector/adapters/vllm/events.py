@@ -1,4 +1,4 @@
-"""What the core says about blocks in the store, as vLLM's KV cache events."""
+"""Translates block events of the scheduler side to vLLM's KV cache events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many distinct parts a group's KV heads are in among vLLM's tensor-parallel workers.
+"""Counts the distinct parts of a group's KV heads among vLLM's tensor-parallel workers.
 
 A spec says how many heads one worker holds, and vLLM's layers hold `max(1, heads // tp_size)`. So
 the heads of the group are known from it, but for workers with one head each: that may be a head of

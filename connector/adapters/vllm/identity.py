@@ -1,4 +1,4 @@
-"""What a vLLM engine computes with: weights and configuration, as fields of the namespace."""
+"""Makes namespace fields of a vLLM engine's weights and configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's `external_launcher`: processes that somebody else starts, each with an engine."""
+"""Supports vLLM's `external_launcher`: torchrun starts the processes, each has a whole engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM request as the core sees it: its tokens hashed by store block."""
+"""Gives the scheduler side its view of a vLLM request: tokens, hashed by store block."""
 
 from __future__ import annotations
 

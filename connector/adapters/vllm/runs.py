@@ -1,4 +1,4 @@
-"""Layers of several shapes in one of vLLM's KV cache groups.
+"""Supports layers of several shapes in one of vLLM's KV cache groups.
 
 vLLM puts layers that need the same slots into one group whatever their shape: a latent and its
 indexer, layers with fewer heads. Its workers are told each layer's spec, its scheduler the first

@@ -1,4 +1,4 @@
-"""vLLM's groups of state-space layers (Mamba and its kin): their shape, and what to save."""
+"""Reads the shape of vLLM's state-space groups (Mamba and its kin), finds the states to save."""
 
 from __future__ import annotations
 

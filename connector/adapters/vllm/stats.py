@@ -1,4 +1,4 @@
-"""vLLM's statistics and Prometheus metrics, filled with what the core counts."""
+"""Feeds vLLM's statistics and Prometheus metrics with what the two sides count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request of vLLM is computed with, beyond what its namespace and vLLM's hashes say."""
+"""Adds to a vLLM request's hashes what its namespace does not say: adapters, changed weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the paged-copy kernel is told: addresses, tables and sizes. Pure arithmetic, no device."""
+"""Computes the arguments of the paged-copy kernel: addresses, tables, sizes. Needs no device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged-copy kernel for one kind of device, compiled by NVRTC when it is first needed."""
+"""Compiles the paged-copy kernel by NVRTC, once for each kind of device, when first needed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The store's shared memory, page-locked, so that a device reads and writes it by DMA.
+"""Page-locks the store's shared memory, so that a device reads and writes it by DMA.
 
-Decided apart from CUDA: `Registrar` does it. Memory that is not page-locked can be
+What to lock is decided here; `Registrar` calls CUDA. Memory that is not page-locked can be
 copied all the same, through the driver's own staging: all that is lost is speed.
 """
 

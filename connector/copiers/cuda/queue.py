@@ -1,4 +1,4 @@
-"""`Device` over CUDA: torch for memory, the store's own device for streams, the kernel and DMA.
+"""Implements `Device` over CUDA: torch for memory, `kvstore.cuda` for streams, kernel and DMA.
 
 torch and cuda.bindings are imported when a device's tensors are registered.
 """

@@ -1,4 +1,4 @@
-"""Copiers for KV on a device: the kernel's, or torch's where it cannot be compiled."""
+"""Makes the copiers for KV on a device: the kernel's, or torch's where it cannot be compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter, directories, shared memory and limits that this host gives us."""
+"""Checks the interpreter, directories, shared memory and limits of this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is there a Redis, does it answer soon, and will it keep what it is told?"""
+"""Checks that Redis is there, answers soon, and keeps what it is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages, engines and devices. Nothing heavy is imported here: other processes try it."""
+"""Checks packages, engines and devices. Nothing heavy is imported here: other processes try it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of user may do in Redis: the one place that says so.
+"""Defines what each kind of user may do in Redis.
 
 `tests/index/redis/test_redis_acl.py` records what clients, nodes and the command line
 really send and compares it with this, both ways. Redis 6 has no read-only key

@@ -1,4 +1,4 @@
-"""Which Redis a URL leads to, as far as that can be told without asking it."""
+"""Names the Redis that a URL leads to, as far as that can be told without asking it."""
 
 from __future__ import annotations
 

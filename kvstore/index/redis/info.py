@@ -1,4 +1,4 @@
-"""What the servers behind a URL say of themselves; for people, not for the load path."""
+"""Asks the servers behind a URL for INFO; for people, not for the load path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis keys and requests as bytes, built a run of equal tags at a time.
+"""Builds Redis keys and requests as bytes, a run of equal tags at a time.
 
 A block's Redis key is `PREFIX:{tag in hex}:` and the 24 raw bytes of its digest.
 All keys of an index have one length, so the framing of a whole run is one join

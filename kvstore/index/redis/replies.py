@@ -1,4 +1,4 @@
-"""What Redis' replies mean: a value, or why there is none."""
+"""Decodes Redis' replies: a value, or the error that stands in its place."""
 
 from __future__ import annotations
 

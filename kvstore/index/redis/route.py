@@ -1,4 +1,4 @@
-"""Which server answers: the one, or the master that Sentinel names (cluster.py: shards)."""
+"""Chooses the server for a request: the only one, or Sentinel's master (cluster.py: shards)."""
 
 from __future__ import annotations
 

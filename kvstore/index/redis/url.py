@@ -1,4 +1,4 @@
-"""Where Redis is, said in one URL.
+"""Parses the URL of a Redis.
 
     redis://[user:password@]host[:port][/db]         plain TCP
     rediss://...?ssl_ca_certs=/path/ca.pem           TLS; ssl_* options as in redis-py

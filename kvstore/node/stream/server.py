@@ -1,5 +1,5 @@
-"""The node's end of streams: who may connect, and a thread for each who did, so that the event
-loop never waits for a network. What they may do is in service.py."""
+"""Accepts streams from other hosts and gives each a thread, so that the node's event loop never
+waits for a network. What clients may do is in service.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node does for a client on another host, one request of a connection at a time."""
+"""Serves the requests of clients on other hosts, one of a connection at a time."""
 
 from __future__ import annotations
 

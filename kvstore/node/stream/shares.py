@@ -1,4 +1,4 @@
-"""How much of a node the saves of one client host may have reserved while they are under way."""
+"""Limits how much of a node the saves of one client host may have reserved at a time."""
 
 from __future__ import annotations
 

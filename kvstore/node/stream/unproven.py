@@ -1,5 +1,5 @@
-"""Connections to a node that have proved nothing yet: a pool of their own, so that they take no
-room from those that have, with a share for each address, and little time."""
+"""Limits connections that have not yet proved to know the secret: they have a pool of their own,
+so that they take no room from others, with a share for each address, and little time."""
 
 from __future__ import annotations
 

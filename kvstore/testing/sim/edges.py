@@ -1,4 +1,4 @@
-"""Where the real code touches the machine, and what it finds there during a simulation.
+"""Replaces what the real code calls of the machine by the simulated world.
 
 Everything between these edges runs as it is: `Client` and its control channel,
 the node's daemon and core, segments, headers, records, breakers.

@@ -1,4 +1,4 @@
-"""What luck may bring, and how much of it one seed gets.
+"""Lists the faults of the simulation, and how many of each one seed gets.
 
 Every seed draws its own weather: some faults are absent, some frequent. Bugs
 that need one fault often and another not at all are then found, too.

@@ -1,4 +1,4 @@
-"""What a host's file system says: who is a node here, and which processes live."""
+"""Models a host's file system: which nodes have a directory here, and which processes live."""
 
 from __future__ import annotations
 

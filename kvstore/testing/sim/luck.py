@@ -1,4 +1,4 @@
-"""When which fault strikes whom."""
+"""Decides by the seed when which fault strikes whom."""
 
 from __future__ import annotations
 

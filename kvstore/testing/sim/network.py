@@ -1,4 +1,4 @@
-"""The control socket as luck would have it: messages lost, doubled, out of order, late.
+"""Models the control socket with faults: messages lost, doubled, out of order, late.
 
 A real Unix socket does none of this to one connection. The protocol is held to
 it all the same, so that it may be carried by something else one day.

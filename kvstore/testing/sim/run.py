@@ -1,4 +1,4 @@
-"""One seed, from start to settled."""
+"""Runs one seed, from the start until everything has settled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs next: threads that pass one baton, a clock that nobody waits for, and death.
+"""Schedules simulated threads one at a time, over a clock that jumps, and kills processes.
 
 All code under simulation is ordinary blocking code in a thread of its own, and
 only the holder of the baton runs. Whoever reaches a point where another

@@ -1,4 +1,4 @@
-"""The parent's end of a process with a NIXL agent (child.py): ask it, or kill it."""
+"""Starts, asks and kills a process with a NIXL agent (child.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that READs for this one, and the memory it reads into.
+"""Runs the process that READs for this one, and owns the memory that it reads into.
 
 NIXL cannot cancel: bytes of a READ that was given up may still come. So nothing is
 read into a caller's memory. A READ that is late or fails makes the whole arena suspect:

@@ -1,4 +1,4 @@
-"""One batch read through NIXL: header, payload and header again of each block, then a copy."""
+"""Reads one batch through NIXL: header, payload and header again of each block, then a copy."""
 
 from __future__ import annotations
 

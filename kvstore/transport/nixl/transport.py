@@ -1,4 +1,4 @@
-"""Reading from a node on another host by RDMA, through NIXL: experimental.
+"""Reads from a node on another host by RDMA, through NIXL: experimental.
 
 A node is read like this only after a first READ of known bytes from it was right.
 That is tried in the background; until then, and for a while after anything went

@@ -1,4 +1,4 @@
-"""Where a node serves: `tcp://HOST:PORT`, or `tls://HOST:PORT` with a certificate."""
+"""Parses where a node serves: `tcp://HOST:PORT`, or `tls://HOST:PORT` with a certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads in parts that are hashed while they are still in the processor's cache."""
+"""Cuts payloads into parts that are hashed while they are still in the processor's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to a node on another host besides reading: saving, and asking about it.
+"""Sends requests other than reads to a node on another host: saves, and questions about it.
 
 Saving is offering: the node takes what it wants (rule 6).
 """

@@ -1,4 +1,4 @@
-"""What a stream is protected by: a shared secret, and TLS where both ends have certificates."""
+"""Configures what protects a stream: a shared secret, TLS where both ends have certificates."""
 
 from __future__ import annotations
 

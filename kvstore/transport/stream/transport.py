@@ -1,4 +1,4 @@
-"""Reading from a node on another host over TCP: straight into the destination, then checked."""
+"""Reads from a node on another host over TCP: straight into the destination, then checked."""
 
 from __future__ import annotations
 
