@@ -67,15 +67,13 @@ def serve(run_dir: str, ordinal: int, blocks: int, block_bytes: int, pipe: Any) 
     keys = [os.urandom(32) for _ in range(blocks)]
     zeros = [0] * blocks
 
-    def ask(make: Any) -> Any:
-        return session.ask(make, time.monotonic() + PATIENCE_S)
+    def ask(what: Any) -> Any:
+        return session.ask(what, time.monotonic() + PATIENCE_S)
 
     granted = ask(
-        lambda s, r: Reserve(
-            s, r, keys, [block_bytes] * blocks, 1, zeros, zeros, [None] * blocks, zeros
-        )
+        Reserve(0, 0, keys, [block_bytes] * blocks, 1, zeros, zeros, [None] * blocks, zeros)
     )
-    ask(lambda s, r: Commit(s, r, [(slot, generation, 0) for slot, generation, _ in granted]))
+    ask(Commit(0, 0, [(slot, generation, 0) for slot, generation, _ in granted]))
     records = index.lookup(keys)
     pipe.send([(k, unpack_record(k, r)) for k, r in zip(keys, records, strict=True) if r])
     pipe.recv()

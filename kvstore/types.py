@@ -76,3 +76,7 @@ IN_PROGRESS = PutResult(PutStatus.IN_PROGRESS)
 
 def rejected(reason: str) -> PutResult:
     return PutResult(PutStatus.REJECTED, reason)
+
+
+NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
+"""At this moment: worth another try soon."""

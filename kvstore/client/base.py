@@ -75,6 +75,10 @@ class Reservation(NamedTuple):
     generation: int
 
 
+ReserveAnswer = Reservation | PutResult
+"""For a block that is to be saved: where to write it, or what became of it already."""
+
+
 class PoolMapping(NamedTuple):
     """A segment of a node on this host as this process has mapped it, for who wants to
     page-lock or register its memory."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import xxhash
 
-from kvstore.client.base import Reservation
+from kvstore.client.base import Reservation, ReserveAnswer
 from kvstore.client.local.deadlines import connecting, in_turn
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.link import NodeLink
@@ -19,10 +19,9 @@ from kvstore.client.local.writer import Later, Writer
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.protocol.control_replies import NO_SPACE
 from kvstore.protocol.control_requests import Want
 from kvstore.segment.copying import copy
-from kvstore.types import IN_PROGRESS, Key, PutResult, rejected
+from kvstore.types import IN_PROGRESS, NO_SPACE, Key, PutResult, rejected
 
 WINDOW_BYTES = 128 << 20
 """Bytes reserved at a time by one put_many: a large batch must not hold all slots at once."""
@@ -248,9 +247,9 @@ class _Window:
         self._payloads = payloads
         self._results: list[PutResult | None] = [None] * len(wants)
         self.failure: NodeUnavailableError | None = None
-        self._commits: list[tuple[list[int], Later]] = []
+        self._commits: list[tuple[list[int], Later[PutResult]]] = []
         self._parts = self._divided(wants)
-        self._ahead: Later | None = None
+        self._ahead: Later[ReserveAnswer] | None = None
         """The answer to what was asked for and is not written yet."""
 
     def of(self, which: Sequence[int]) -> _Window:
@@ -314,7 +313,7 @@ class _Window:
         step = -(-count // parts)
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
-    def _write(self, first: int, answers: Sequence[Reservation | PutResult]) -> None:
+    def _write(self, first: int, answers: Sequence[ReserveAnswer]) -> None:
         """Copy into what was granted and send the commit on its way."""
         places: list[int] = []
         granted: list[Reservation] = []

@@ -8,26 +8,14 @@ tier itself.
 from __future__ import annotations
 
 from heapq import nsmallest
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvstore.core.answers import ColdBlock
 from kvstore.core.departures import GoneWhy
 from kvstore.core.events import Coldest, Effects, Hold, Reply, Retire, Write
 from kvstore.core.holdings import Session
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import Slot, SlotEvent, SlotState
-from kvstore.types import Key
-
-
-class ColdBlock(NamedTuple):
-    """A block that is to leave, pinned for whoever asked."""
-
-    key: Key
-    slot: int
-    generation: int
-    offset: int
-    """Of the payload, in the segment."""
-    length: int
-    namespace_id: int
 
 
 class DemotingCore(NodeCore):

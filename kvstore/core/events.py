@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from kvstore.core.answers import Answer
 from kvstore.keys import Namespace
 from kvstore.types import Key
 
@@ -171,28 +172,23 @@ class SessionDead(NamedTuple):
     session: int
 
 
-Event = (
+Request = (
     Reserve
     | Commit
     | Abort
     | Pin
     | Unpin
-    | Touch
     | Drop
     | Clear
     | Reset
     | Stat
     | Listing
     | Explain
-    | Introduce
-    | Named
-    | Suspect
     | Coldest
     | Retire
-    | Corrupt
-    | SessionResumed
-    | SessionDead
 )
+"""What has an answer (answers.py)."""
+Event = Request | Touch | Introduce | Named | Suspect | Corrupt | SessionResumed | SessionDead
 
 
 class Mark(NamedTuple):
@@ -267,7 +263,7 @@ class CheckSlot(NamedTuple):
 class Reply(NamedTuple):
     session: int
     request: int
-    body: Any
+    body: Answer
     after_publish: bool
     """Hold it until the pending index work was tried once: a put that says stored
     can be found by the next get."""

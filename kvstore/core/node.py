@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvstore.core.answers import NOT_HELD, Grant, PinAnswer, PutAnswer, ResetAnswer
 from kvstore.core.blocks import Blocks
 from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
@@ -78,15 +79,10 @@ from kvstore.core.slots import Slot, SlotState
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, MOVED_BYTES_MAX, Limits
 from kvstore.record import RecordSigner
 from kvstore.token_bucket import TokenBucket
+from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, PutResult, rejected
 
 NOBODY = -1
 """In place of a session's number: an event that no client has asked for."""
-EXISTS_CODE = 1
-IN_PROGRESS_CODE = 2
-NO_SPACE_CODE = 3
-"""Every slot that fits is reserved or pinned at this moment: worth another try soon."""
-STORED_CODE = 0
-"""Per-key answers on the wire; a string is a rejection's reason, a list a grant."""
 
 
 class NodeCore(Blocks):
@@ -152,7 +148,7 @@ class NodeCore(Blocks):
     def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
         self._may_move = MOVED_BYTES_MAX // GRANULE_BYTES
-        answers: list[Any] = []
+        answers: list[PutAnswer] = []
         used: list[Slot] = []
         sealed_any = False
         for i, key in enumerate(event.keys):
@@ -161,15 +157,15 @@ class NodeCore(Blocks):
                 answers.append(self._already(slot))
                 used.append(slot)
                 continue
-            slot_or_reason = self._take_for(session, event.sizes[i], effects.writes, now)
-            if not isinstance(slot_or_reason, Slot):
+            taken = self._take_for(session, event.sizes[i], effects.writes, now)
+            if isinstance(taken, PutResult):
                 self.counts["rejected"] += 1
-                full = slot_or_reason == NO_SPACE_CODE
+                full = taken is NO_SPACE
                 why = GoneWhy.REFUSED_SPACE if full else GoneWhy.REFUSED_SIZE
                 self.gone.note(key, why, now)
-                answers.append(slot_or_reason)
+                answers.append(taken)
                 continue
-            slot = slot_or_reason
+            slot = taken
             slot.key = key
             slot.length = event.sizes[i]
             slot.kind = event.kinds[i]
@@ -187,59 +183,59 @@ class NodeCore(Blocks):
             value = event.values[i]
             if value is None:
                 session.reserved[slot.slot_id] = slot
-                answers.append((slot.slot_id, slot.generation, slot.offset))
+                answers.append(Grant(slot.slot_id, slot.generation, slot.offset))
             else:
                 effects.writes.append(Fill(slot.offset, value))
                 self._seal(slot, event.checksums[i], effects.writes)
                 self.counts["stored"] += 1
                 used.append(slot)
                 sealed_any = True
-                answers.append(STORED_CODE)
+                answers.append(STORED)
         if len(used) > 1:
             self._used(used)
         effects.replies.append(Reply(event.session, event.request, answers, sealed_any))
 
-    def _already(self, slot: Slot) -> int:
+    def _already(self, slot: Slot) -> PutResult:
         if slot.state is SlotState.SEALED:
             self.counts["exists"] += 1
             self.allocator.used(slot)
             slot.used_at = self.now
-            return EXISTS_CODE
+            return EXISTS
         self.counts["in_progress"] += 1
-        return IN_PROGRESS_CODE
+        return IN_PROGRESS
 
     def _take_for(
         self, session: Session, length: int, writes: list[Write], now: float
-    ) -> Slot | str | int:
+    ) -> Slot | PutResult:
         """A slot in state RESERVED, or why there is none."""
         if not 0 < length <= self.allocator.value_bytes_max:
-            return f"size_bytes={length}: must be 1 to {self.allocator.value_bytes_max}"
+            return rejected(f"size_bytes={length}: must be 1 to {self.allocator.value_bytes_max}")
         if len(session.reserved) >= self.limits.reservations_per_client:
-            return (
+            return rejected(
                 f"open reservations={len(session.reserved)}: "
                 f"at most {self.limits.reservations_per_client} a client"
             )
-        return self._take(length, writes, now) or NO_SPACE_CODE
+        return self._take(length, writes, now) or NO_SPACE
 
     def _commit(self, event: Commit, effects: Effects, now: float) -> None:
         session = self._sessions.get(event.session)
-        answers: list[Any] = []
+        answers: list[PutResult] = []
         # Backwards: see `_used`.
         for slot_id, generation, checksum in reversed(event.items):
             slot = self._owned(session, slot_id, generation)
             if slot is None or session is None:
-                answers.append("not reserved by this client (any more)")
+                answers.append(NOT_HELD)
                 self.counts["rejected"] += 1
                 continue
             del session.reserved[slot_id]
             if slot.void:
                 self._release(slot, GoneWhy.CLEARED, effects.writes, now)
                 self.counts["rejected"] += 1
-                answers.append("cleared while it was being written")
+                answers.append(rejected("cleared while it was being written"))
                 continue
             self._seal(slot, checksum, effects.writes)
             self.counts["stored"] += 1
-            answers.append(STORED_CODE)
+            answers.append(STORED)
         answers.reverse()
         effects.replies.append(Reply(event.session, event.request, answers, True))
 
@@ -315,7 +311,9 @@ class NodeCore(Blocks):
             doomed = [s for s in self.by_key.values() if not of or s.namespace_id in of]
             why = GoneWhy.CLEARED
             dropped = sum(self._drop_slot(slot, why, effects.writes, now) for slot in doomed)
-        effects.replies.append(Reply(event.session, event.request, [number, dropped], True))
+        effects.replies.append(
+            Reply(event.session, event.request, ResetAnswer(number, dropped), True)
+        )
 
     def _suspect(self, event: Suspect, effects: Effects, now: float) -> None:
         """Nothing is dropped on a client's word: it may lie, or have read what was evicted."""
@@ -360,7 +358,7 @@ class NodeCore(Blocks):
 
     def _pin(self, event: Pin, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
-        answers: list[Any] = []
+        answers: list[PinAnswer] = []
         for key in event.keys:
             slot = self.by_key.get(key)
             if slot is None or slot.state is not SlotState.SEALED:

@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvstore.core.answers import BlockRow, Counters, Explained, Fate, NamespaceRow
 from kvstore.core.slots import SlotState
-from kvstore.types import Key
+from kvstore.types import Key, Kind
 
 if TYPE_CHECKING:
     from kvstore.core.node import NodeCore
 
-BlockRow = tuple[Key, int, int, int, int, float | None, float | None, bytes]
-"""(key, length in bytes, namespace id, pins, kind, seconds since it was saved and since it was
-last used, what its user calls it) of a sealed block. Times are None where they were before the
-node's start, and a name is empty where no client has told it."""
-
 UNKNOWN_CODE, SEALED_CODE, RESERVED_CODE = -1, 0, 1
 """What became of a key; further codes are those of `GoneWhy`."""
-Fate = tuple[int, float]
-"""(code, age in seconds: of the departure or the reservation, 0 where there is none)"""
-NamespaceRow = tuple[int, int, bytes]
-"""(namespace id, blocks, fields as canonical JSON; empty when no client has told)"""
-Explained = tuple[list[Fate], float | None, list[NamespaceRow]]
-"""(a fate for each key, how far back departures are known (None: to the start), namespaces)"""
 
 
-def stats(core: NodeCore, now: float) -> dict[str, int | float]:
+def stats(core: NodeCore, now: float) -> Counters:
     """Counts since the start and what is there now; sizes in bytes, times in seconds."""
     reserved = [slot for session in core.sessions() for slot in session.reserved.values()]
     former = core.former()
@@ -88,12 +78,12 @@ def listing(core: NodeCore, after: bytes, at_most: int, now: float) -> list[Bloc
     """A page of the sealed blocks behind the key `after` (listed.py)."""
     slots = (core.by_key[key] for key in core.listed.page(after, at_most))
     return [
-        (
+        BlockRow(
             slot.key,
             slot.length,
             slot.namespace_id,
             slot.pins,
-            slot.kind,
+            Kind(slot.kind),
             max(now - slot.reserved_at, 0.0) if slot.reserved_at else None,
             max(now - slot.used_at, 0.0) if slot.used_at else None,
             core.names.get(slot.key),

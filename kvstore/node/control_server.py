@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import msgpack
 
+from kvstore.core.events import Reply
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.limits import MESSAGE_BYTES_MAX
 from kvstore.node.permissions import peer_uid
 from kvstore.node.sessions import ClientSession
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello
+from kvstore.protocol.control_replies import encoded
 
 
 class Connection(asyncio.Protocol):
@@ -26,7 +28,7 @@ class Connection(asyncio.Protocol):
     def __init__(
         self,
         on_hello: Callable[[Connection, Hello], None],
-        on_request: Callable[[Connection, Any], None],
+        on_request: Callable[[Connection, object], None],
         on_gone: Callable[[Connection], None],
     ) -> None:
         self._on_hello = on_hello
@@ -55,7 +57,7 @@ class Connection(asyncio.Protocol):
         except (msgpack.UnpackException, ValueError):
             self.hang_up()
 
-    def _handle(self, message: Any) -> None:
+    def _handle(self, message: object) -> None:
         if self._carried_out(message):
             return
         try:
@@ -68,25 +70,32 @@ class Connection(asyncio.Protocol):
             if self.session is None:
                 self.hang_up()
 
-    def _carried_out(self, message: Any) -> bool:
+    def _carried_out(self, message: object) -> bool:
         """Whether this request, or one that was made after it, came before.
 
         To reserve or pin twice would leak: the client hears one answer.
         """
-        request = message[1] if isinstance(message, list) and len(message) > 1 else 0
-        if type(request) is not int or request < 1:
+        request = _number(message)
+        if request < 1:
             return False
         if request <= self._last_request:
             return True
         self._last_request = request
         return False
 
-    def _refuse(self, message: Any, error: KVStoreError) -> None:
-        request = message[1] if isinstance(message, list) and len(message) > 1 else 0
-        if type(request) is int and request:
-            self.send([request, False, str(error)])
+    def _refuse(self, message: object, error: KVStoreError) -> None:
+        request = _number(message)
+        if request:
+            self._send([request, False, str(error)])
 
-    def send(self, answer: list[Any]) -> None:
+    def welcome(self, request: int, node_id: int, epoch: int) -> None:
+        """The answer to HELLO."""
+        self._send([request, True, [node_id, epoch]])
+
+    def send(self, reply: Reply) -> None:
+        self._send([reply.request, True, encoded(reply.body)])
+
+    def _send(self, answer: list[object]) -> None:
         transport = self._transport
         if transport is None:
             return
@@ -101,3 +110,9 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._on_gone(self)
+
+
+def _number(message: object) -> int:
+    """The client's number for its request; 0 where there is none."""
+    number = message[1] if isinstance(message, list) and len(message) > 1 else 0
+    return number if type(number) is int else 0

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import xxhash
 
+from kvstore.core.answers import Grant
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -330,10 +331,10 @@ class Node:
             return True
         wanted = Reserve(TRIAL, 0, [key], [len(key)], 0, [Kind.BYTES], [0], [None], [0])
         effects = self.core.handle(wanted, self._now())
-        (granted,) = effects.replies[0].body
-        if not isinstance(granted, tuple):
+        answer = effects.replies[0].body
+        if not (isinstance(answer, list) and isinstance(answer[0], Grant)):
             return False
-        slot_id, generation, offset = granted
+        slot_id, generation, offset = answer[0]
         undone = self.core.handle(Abort(TRIAL, 0, [(slot_id, generation)]), self._now())
         for write in (*effects.writes, Fill(offset, key)):
             self.segment.apply(write)
@@ -415,9 +416,9 @@ class Node:
         if known:
             self._act(SessionResumed(session.number, hello.reserved, hello.pinned))
         assert self.announcement is not None
-        connection.send([hello.request, True, [self.announcement.node_id, self.announcement.epoch]])
+        connection.welcome(hello.request, self.announcement.node_id, self.announcement.epoch)
 
-    def _on_request(self, connection: Connection, message: Any) -> None:
+    def _on_request(self, connection: Connection, message: object) -> None:
         session = connection.session
         assert session is not None
         if session.transport is not connection:
@@ -425,14 +426,15 @@ class Node:
             # (which reservations it holds) must not be undone by older words.
             connection.hang_up()
             return
-        if isinstance(message, list) and message and message[0] == Op.BYE:
+        op: Any = message[0] if isinstance(message, list) and message else None
+        if op == Op.BYE:
             self._end(session)
             connection.session = None
             connection.hang_up()
             return
         event = control.decode(session.number, message)
-        if session.reads_only and message[0] not in control.READER_OPS:
-            raise UsageError("op", Op(message[0]).name, "this user may only read")
+        if session.reads_only and op not in control.READER_OPS:
+            raise UsageError("op", Op(op).name, "this user may only read")
         self._act(event)
 
     def _on_gone(self, connection: Connection) -> None:
@@ -464,11 +466,10 @@ class Node:
             connection = session.transport if session is not None else None
             if connection is None:
                 continue
-            answer = [reply.request, True, reply.body]
             if reply.after_publish:
-                self.publisher.answer(connection, answer)
+                self.publisher.answer(connection, reply)
             else:
-                connection.send(answer)
+                connection.send(reply)
         self.publisher.schedule()
         self._say_room()
 

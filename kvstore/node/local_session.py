@@ -11,16 +11,26 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import overload
 
-from kvstore.core.events import Event, SessionDead
+from kvstore.core.answers import Answer, ColdBlock, Counters, PutAnswer
+from kvstore.core.events import (
+    Clear,
+    Coldest,
+    Commit,
+    Event,
+    Reply,
+    Request,
+    Reserve,
+    SessionDead,
+    Stat,
+)
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.limits import TOLD_MAX
 from kvstore.node.sessions import ClientSession, Sessions
+from kvstore.types import PutResult
 
-Make = Callable[[int, int], Event]
-"""An event from a session's number and a request's."""
-TakeBack = Callable[[Any], Make]
+TakeBack = Callable[[Answer], Request]
 """From an answer that nobody waits for any more, what undoes it."""
 
 
@@ -73,7 +83,7 @@ class LocalSession:
     def __init__(self, inside: LocalSessions) -> None:
         self._inside = inside
         self._requests = itertools.count(1)
-        self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._late: dict[int, TakeBack | None] = {}
         """Requests whose answers nobody waits for any more; they are still to come."""
@@ -86,17 +96,36 @@ class LocalSession:
         """An answer is late, and so would be that to anything else."""
         return bool(self._late)
 
-    def ask(self, make: Make, deadline: float, take_back: TakeBack | None = None) -> Any:
-        """The core's answer. Raises `DeadlineError`; what was asked is carried out all the same.
+    @overload
+    def ask(
+        self, what: Reserve, deadline: float, take_back: TakeBack | None = None
+    ) -> list[PutAnswer]: ...
+    @overload
+    def ask(
+        self, what: Commit, deadline: float, take_back: TakeBack | None = None
+    ) -> list[PutResult]: ...
+    @overload
+    def ask(
+        self, what: Coldest, deadline: float, take_back: TakeBack | None = None
+    ) -> list[ColdBlock]: ...
+    @overload
+    def ask(self, what: Clear, deadline: float, take_back: TakeBack | None = None) -> int: ...
+    @overload
+    def ask(self, what: Stat, deadline: float, take_back: TakeBack | None = None) -> Counters: ...
+    @overload
+    def ask(self, what: Request, deadline: float, take_back: TakeBack | None = None) -> Answer: ...
+    def ask(self, what: Request, deadline: float, take_back: TakeBack | None = None) -> Answer:
+        """The core's answer; session and number of the request are filled in. Raises
+        `DeadlineError`; what was asked is carried out all the same.
 
         What it then grants to nobody is given back by `take_back` as soon as it is known
         (rule 5: who was told of no slot writes to none); without it, by `close`.
         """
         request = next(self._requests)
-        self._inside.call(lambda: self._post(make, request))
-        answer: list[Any] | None = None
+        self._inside.call(lambda: self._post(what, request))
+        answer: Reply | None = None
         try:
-            while answer is None or answer[0] != request:
+            while answer is None or answer.request != request:
                 answer = self._answers.get(timeout=max(deadline - time.monotonic(), 0.001))
         except BaseException as e:
             # An interrupt too: its answer must never be taken for the next one's.
@@ -104,42 +133,41 @@ class LocalSession:
             if isinstance(e, queue.Empty):
                 raise DeadlineError("the node is busy") from e
             raise
-        return answer[2]
+        return answer.body
 
     def _give_up(self, request: int, take_back: TakeBack | None) -> None:
         with self._lock:
             if self._answers.empty():
                 self._late[request] = take_back
                 return
-            body = self._answers.get()[2]  # the one that has come after all
+            body = self._answers.get().body  # the one that has come after all
         if take_back is not None:
             self.tell(take_back(body))
 
-    def tell(self, make: Make) -> None:
+    def tell(self, what: Request) -> None:
         """Have it carried out, after all that was asked before. The answer is nobody's."""
         request = next(self._requests)
         with self._lock:
             self._told.add(request)
-        self._inside.call(lambda: self._post(make, request))
+        self._inside.call(lambda: self._post(what, request))
 
-    def _post(self, make: Make, request: int) -> None:
+    def _post(self, what: Request, request: int) -> None:
         if self._session is None:
             self._session = self._inside.enter(self)
-        self._inside.act(make(self._session.number, request))
+        self._inside.act(what._replace(session=self._session.number, request=request))
 
-    def send(self, answer: list[Any]) -> None:
+    def send(self, reply: Reply) -> None:
         """Called by the event loop with what the core answers."""
-        request, _, body = answer
         with self._lock:
-            if request in self._told:
-                self._told.remove(request)
+            if reply.request in self._told:
+                self._told.remove(reply.request)
                 return
-            if request not in self._late:
-                self._answers.put(answer)
+            if reply.request not in self._late:
+                self._answers.put(reply)
                 return
-            take_back = self._late.pop(request)
+            take_back = self._late.pop(reply.request)
         if take_back is not None:
-            self.tell(take_back(body))
+            self.tell(take_back(reply.body))
 
     def hang_up(self) -> None:
         """Part of a speaker's duties; the stream server ends its connections itself."""

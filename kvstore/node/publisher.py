@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
+from kvstore.core.events import Reply
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, KeyRecord
@@ -46,16 +46,16 @@ class Publisher:
         self._now = machine.monotonic
         self.away = False
         """The last publication failed: nobody waits for the next one."""
-        self._held: list[tuple[Speaker, list[Any]]] = []
+        self._held: list[tuple[Speaker, Reply]] = []
         self._flush_due = False
         self._remove_due = False
 
-    def answer(self, to: Speaker, answer: list[Any]) -> None:
+    def answer(self, to: Speaker, reply: Reply) -> None:
         """Send it when what was sealed up to now is in the index, or will not be soon."""
         if self._core.outbox.awaited and not self.away:
-            self._held.append((to, answer))
+            self._held.append((to, reply))
         else:
-            to.send(answer)
+            to.send(reply)
 
     def schedule(self) -> None:
         """See to it that what is pending goes out soon."""
@@ -89,8 +89,8 @@ class Publisher:
             again_s = INDEX_RETRY_S
         if again_s or not outbox.awaited:
             held, self._held = self._held, []
-            for to, answer in held:
-                to.send(answer)
+            for to, reply in held:
+                to.send(reply)
         if outbox.publications_pending:
             self._loop.call_later(again_s, self._flush)
         else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from kvstore.core.events import Reply
 from kvstore.errors import UsageError
 from kvstore.filelock import fd_is_locked
 
@@ -18,7 +19,7 @@ from kvstore.filelock import fd_is_locked
 class Speaker(Protocol):
     """What a session's answers go to."""
 
-    def send(self, answer: list[Any]) -> None: ...
+    def send(self, reply: Reply) -> None: ...
 
     def hang_up(self) -> None: ...
 

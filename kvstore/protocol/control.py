@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -94,7 +94,7 @@ READER_OPS = frozenset({Op.TOUCH, Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN, Op.SUSPE
 """For users who may only read: nothing that takes, keeps or frees a slot."""
 
 
-def packed(message: Sequence[Any]) -> bytes:
+def packed(message: Sequence[object]) -> bytes:
     raw: bytes = msgpack.packb(message)
     return raw
 
@@ -117,7 +117,7 @@ def _fail(field: str, value: object, must: str) -> UsageError:
     return UsageError(field, value, must)
 
 
-def _split_keys(raw: Any) -> list[Key]:
+def _split_keys(raw: object) -> list[Key]:
     if not isinstance(raw, bytes) or len(raw) % KEY_BYTES:
         raise _fail("keys", type(raw).__name__, f"must be binary, {KEY_BYTES} bytes a key")
     if len(raw) > BATCH_KEYS_MAX * KEY_BYTES:
@@ -125,7 +125,7 @@ def _split_keys(raw: Any) -> list[Key]:
     return [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
 
 
-def _ints(field: str, raw: Any, count: int, below: int) -> Sequence[int]:
+def _ints(field: str, raw: object, count: int, below: int) -> Sequence[int]:
     """A list of `count` integers from 0 to below - 1; one integer stands for all."""
     values = [raw] * count if isinstance(raw, int) else raw
     if not isinstance(values, list) or len(values) != count:
@@ -136,12 +136,12 @@ def _ints(field: str, raw: Any, count: int, below: int) -> Sequence[int]:
     return values
 
 
-def _int(field: str, raw: Any, below: int) -> int:
+def _int(field: str, raw: object, below: int) -> int:
     """An integer from 0 to below - 1."""
     return _ints(field, [raw], 1, below)[0]
 
 
-def _tuples(field: str, raw: Any, width: int, at_most: int = BATCH_KEYS_MAX) -> list[Any]:
+def _tuples(field: str, raw: object, width: int, at_most: int = BATCH_KEYS_MAX) -> list[Any]:
     """A list of integer tuples of one width."""
     if not isinstance(raw, list) or len(raw) > at_most:
         raise _fail(field, type(raw).__name__, f"must be a list of at most {at_most}")
@@ -155,7 +155,7 @@ def _tuples(field: str, raw: Any, width: int, at_most: int = BATCH_KEYS_MAX) -> 
     return [tuple(item) for item in raw]
 
 
-def _values(raw: Any, sizes: Sequence[int]) -> Sequence[bytes | None]:
+def _values(raw: object, sizes: Sequence[int]) -> Sequence[bytes | None]:
     if raw is None:
         return [None] * len(sizes)
     if not isinstance(raw, list) or len(raw) != len(sizes):
@@ -166,7 +166,7 @@ def _values(raw: Any, sizes: Sequence[int]) -> Sequence[bytes | None]:
     return raw
 
 
-def decode(session: int, message: Any) -> Event:
+def decode(session: int, message: object) -> Event:
     """The event in a request of a known client.
 
     Raises `UsageError` that names the field; nothing was changed.
@@ -182,20 +182,19 @@ def decode(session: int, message: Any) -> Event:
     width, decode_args = decoder
     if len(args) != width:
         raise _fail("message", len(args), f"op {op} takes {width} arguments")
-    event: Event = decode_args(session, request, *args)
-    return event
+    return decode_args(session, request, *args)
 
 
 def _reserve(
     session: int,
     request: int,
-    namespace_id: Any,
-    raw_keys: Any,
-    raw_sizes: Any,
-    raw_kinds: Any,
-    raw_metas: Any,
-    raw_values: Any,
-    raw_checksums: Any,
+    namespace_id: object,
+    raw_keys: object,
+    raw_sizes: object,
+    raw_kinds: object,
+    raw_metas: object,
+    raw_values: object,
+    raw_checksums: object,
 ) -> Reserve:
     keys = _split_keys(raw_keys)
     sizes = _ints("size_bytes", raw_sizes, len(keys), 1 << 32)
@@ -212,20 +211,20 @@ def _reserve(
     )
 
 
-def _listing(session: int, request: int, after: Any, at_most: Any) -> Listing:
+def _listing(session: int, request: int, after: object, at_most: object) -> Listing:
     if not isinstance(after, bytes) or len(after) not in (0, KEY_BYTES):
         raise _fail("after", after, "must be a key or empty")
     return Listing(session, request, after, _int("at_most", at_most, LIST_ROWS_MAX + 1))
 
 
-def _introduce(session: int, request: int, namespace_id: Any, fields: Any) -> Introduce:
+def _introduce(session: int, request: int, namespace_id: object, fields: object) -> Introduce:
     namespace = namespace_of(fields)
     if namespace_id != namespace.id:
         raise _fail("namespace_id", namespace_id, f"these fields have the id {namespace.id}")
     return Introduce(session, namespace)
 
 
-def _reset(session: int, request: int, number: Any, namespace_ids: Any) -> Reset:
+def _reset(session: int, request: int, number: object, namespace_ids: object) -> Reset:
     if not isinstance(namespace_ids, list) or not 0 < len(namespace_ids) <= RESET_NAMESPACES_MAX:
         raise _fail(
             "namespace_ids", namespace_ids, f"must be a list of 1 to {RESET_NAMESPACES_MAX}"
@@ -234,7 +233,7 @@ def _reset(session: int, request: int, number: Any, namespace_ids: Any) -> Reset
     return Reset(session, request, _int("number", number, 1 << 63), ids)
 
 
-def _named(session: int, request: int, raw_keys: Any, raw_names: Any) -> Named:
+def _named(session: int, request: int, raw_keys: object, raw_names: object) -> Named:
     keys = _split_keys(raw_keys)
     if not isinstance(raw_names, list) or len(raw_names) != len(keys):
         raise _fail("names", type(raw_names).__name__, f"must be a list of {len(keys)}")
@@ -244,7 +243,7 @@ def _named(session: int, request: int, raw_keys: Any, raw_names: Any) -> Named:
     return Named(session, keys, raw_names)
 
 
-_DECODERS: dict[int, tuple[int, Any]] = {
+_DECODERS: dict[int, tuple[int, Callable[..., Event]]] = {
     Op.RESERVE: (7, _reserve),
     Op.COMMIT: (1, lambda s, r, items: Commit(s, r, _tuples("items", items, 3))),
     Op.ABORT: (1, lambda s, r, items: Abort(s, r, _tuples("items", items, 2))),
@@ -272,7 +271,7 @@ class Hello:
 
     __slots__ = ("client_id", "pinned", "request", "reserved")
 
-    def __init__(self, message: Any) -> None:
+    def __init__(self, message: object) -> None:
         if not isinstance(message, list) or len(message) != 6 or message[0] != Op.HELLO:
             raise _fail("message", type(message).__name__, "the first must be HELLO")
         _, request, version, client_id, reserved, pinned = message

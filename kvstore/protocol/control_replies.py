@@ -1,4 +1,4 @@
-"""What a node's answers must look like; whatever does not is a `NonsenseError`.
+"""A node's answers as bytes, and what they must look like: whatever does not is a `NonsenseError`.
 
 A node is of the same user and trusted, but it may be broken, or of another version. Each
 part is looked at before it is taken, and nothing is caught: what Python raises here is a bug of
@@ -7,21 +7,50 @@ ours.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
+from kvstore.core.answers import (
+    Answer,
+    BlockRow,
+    Counters,
+    Grant,
+    NamespaceRow,
+    PinAnswer,
+    PutAnswer,
+)
 from kvstore.protocol.stream import KINDS
 from kvstore.record import RECORD_BYTES, SIGNED_RECORD_BYTES
-from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Kind, PutResult, rejected
+from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Kind, PutResult, rejected
 
-NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
-CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
+OUTCOMES = (STORED, EXISTS, IN_PROGRESS, NO_SPACE)
+"""What became of a block is one byte on the wire, its place in here; anything else is a
+rejection, and travels as its reason."""
 
 
 class NonsenseError(ValueError):
     """An answer that is none: the node is broken, or no node."""
 
 
-def _items(body: Any, count: int | None = None, what: str = "items") -> list[Any]:
+def encoded(answer: Answer) -> object:
+    """What msgpack makes the answer's bytes of."""
+    if not isinstance(answer, list):
+        return answer
+    return [encoded_outcome(one) if isinstance(one, PutResult) else one for one in answer]
+
+
+def encoded_outcome(result: PutResult) -> int | str:
+    """Its code, or why it was rejected."""
+    return OUTCOMES.index(result) if result in OUTCOMES else result.reason
+
+
+def outcome(answer: object) -> PutResult:
+    """What became of a block, by its code or in words."""
+    if type(answer) is int and 0 <= answer < len(OUTCOMES):
+        return OUTCOMES[answer]
+    if type(answer) is not str:
+        raise NonsenseError(f"expected an outcome, got {str(answer)[:40]!r}")
+    return rejected(answer)
+
+
+def _items(body: object, count: int | None = None, what: str = "items") -> list[object]:
     """A list, of `count` when that is known."""
     if type(body) is not list:
         raise NonsenseError(f"expected a list, got {str(body)[:40]!r}")
@@ -30,56 +59,43 @@ def _items(body: Any, count: int | None = None, what: str = "items") -> list[Any
     return body
 
 
-def whole(value: Any) -> int:
+def whole(value: object) -> int:
     """A number from 0."""
     if type(value) is not int or value < 0:
         raise NonsenseError(f"expected a number, got {str(value)[:40]!r}")
     return value
 
 
-def _kind(value: Any) -> Kind:
+def _kind(value: object) -> Kind:
     if type(value) is not int or value not in KINDS:
         raise NonsenseError(f"expected a kind, got {str(value)[:40]!r}")
     return Kind(value)
 
 
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float):
+def _seconds(value: object) -> float:
+    if type(value) is not int and type(value) is not float:
         raise NonsenseError(f"expected a time, got {str(value)[:40]!r}")
     return float(value)
 
 
-def _seconds_or_none(value: Any) -> float | None:
+def _seconds_or_none(value: object) -> float | None:
     return None if value is None else _seconds(value)
 
 
-def outcome(answer: Any) -> PutResult:
-    """RESERVE and COMMIT: what became of a block, by its code or in words."""
-    if type(answer) is int and answer in CODES:
-        return CODES[answer]
-    if type(answer) is not str:
-        raise NonsenseError(f"expected an outcome, got {str(answer)[:40]!r}")
-    return rejected(answer)
+def grants(count: int, body: object) -> list[PutAnswer]:
+    """RESERVE: a slot, or what became of it, for each of `count` blocks."""
+    return [
+        Grant(*map(whole, _items(answer, 3))) if type(answer) is list else outcome(answer)
+        for answer in _items(body, count, "answers")
+    ]
 
 
-def grants(count: int, body: Any) -> list[tuple[int, int, int] | PutResult]:
-    """RESERVE: (slot, generation, offset), or what became of it, for each of `count` blocks."""
-    found: list[tuple[int, int, int] | PutResult] = []
-    for answer in _items(body, count, "answers"):
-        if type(answer) is list:
-            slot, generation, offset = map(whole, _items(answer, 3))
-            found.append((slot, generation, offset))
-        else:
-            found.append(outcome(answer))
-    return found
-
-
-def outcomes(count: int, body: Any) -> list[PutResult]:
+def outcomes(count: int, body: object) -> list[PutResult]:
     """COMMIT: one for each of `count` blocks."""
     return [outcome(answer) for answer in _items(body, count, "outcomes")]
 
 
-def counters(body: Any) -> dict[str, int | float]:
+def counters(body: object) -> Counters:
     """STAT: numbers by name."""
     if type(body) is not dict or any(
         type(k) is not str or type(v) not in (int, float) for k, v in body.items()
@@ -88,14 +104,14 @@ def counters(body: Any) -> dict[str, int | float]:
     return body
 
 
-def flags(body: Any) -> list[bool]:
+def flags(body: object) -> list[bool]:
     """DROP: what was there."""
     if type(body) is not list or any(type(flag) is not bool for flag in body):
         raise NonsenseError("expected a list of true and false")
     return body
 
 
-def pins(body: Any) -> list[bytes | str | None]:
+def pins(body: object) -> list[PinAnswer]:
     """PIN: a record, None where there is no such block, or why it is not pinned."""
     if type(body) is not list or not all(
         answer is None
@@ -107,23 +123,7 @@ def pins(body: Any) -> list[bytes | str | None]:
     return body
 
 
-class BlockRow(NamedTuple):
-    """One block as LIST tells of it."""
-
-    key: Key
-    size_bytes: int
-    namespace_id: int
-    pins: int
-    kind: Kind
-    age_s: float | None
-    """Since it was saved; None when that was before the node's start."""
-    idle_s: float | None
-    """Since it was last used; None when that was before the node's start."""
-    name: bytes
-    """What its user calls it; empty when the node does not know."""
-
-
-def block_rows(body: Any) -> list[BlockRow]:
+def block_rows(body: object) -> list[BlockRow]:
     """LIST: one row for each block."""
     rows = []
     for row in _items(body):
@@ -145,7 +145,7 @@ def block_rows(body: Any) -> list[BlockRow]:
     return rows
 
 
-def namespaces(body: Any) -> dict[int, bytes]:
+def namespaces(body: object) -> dict[int, bytes]:
     """EXPLAIN of no key: the fields of namespaces that have blocks there, by id; empty where no
     client has told."""
     _, _, rows = _items(body, 3)
@@ -158,11 +158,11 @@ def namespaces(body: Any) -> dict[int, bytes]:
     return found
 
 
-Explained = tuple[int, float, float | None, list[tuple[int, int, bytes]]]
+Explained = tuple[int, float, float | None, list[NamespaceRow]]
 """(code, age in seconds, how far back the node remembers, (namespace id, blocks, fields) ...)"""
 
 
-def explained(body: Any) -> Explained:
+def explained(body: object) -> Explained:
     """EXPLAIN of one key."""
     fates, reaches_back_s, namespaces = _items(body, 3)
     (fate,) = _items(fates, 1)
@@ -179,7 +179,7 @@ def explained(body: Any) -> Explained:
     return code, _seconds(age_s), back, rows
 
 
-def reset_number(body: Any) -> int:
+def reset_number(body: object) -> int:
     """RESET: the number that the node has got to."""
     number, _ = _items(body, 2)
     return whole(number)

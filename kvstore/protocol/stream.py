@@ -374,7 +374,7 @@ def unpack_put(body: bytes) -> tuple[float, int, bytes, list[SaveOffer]]:
 
 
 GRANTED = 255
-"""Among the answers to PUT: the node will take this payload. Others are codes of core/node.py
+"""Among the answers to PUT: the node will take this payload. Others are codes of control_replies.py
 or a reason."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvstore.client.base import BlockStore, Reservation
-from kvstore.core.demotion import ColdBlock
+from kvstore.core.answers import Answer, ColdBlock
 from kvstore.core.events import Coldest, Retire, Unpin
 from kvstore.cuda.base import Copy, CudaDevice, address_of, wait
 from kvstore.errors import DeadlineError, DeviceError, InternalError, KVStoreError, PeerError
@@ -20,7 +20,7 @@ from kvstore.limits import (
     LOCK_PART_BYTES,
     SLOT_BYTES_MIN,
 )
-from kvstore.node.local_session import LocalSession, Make
+from kvstore.node.local_session import LocalSession
 from kvstore.types import PutStatus
 
 log = logging.getLogger("kvstore.vram")
@@ -98,10 +98,10 @@ class Demoter:
         if self._session.busy:
             return False
         try:
-            cold: list[ColdBlock] = self._session.ask(
-                lambda s, r: Coldest(s, r, free_bytes, DEMOTE_BLOCKS_MAX),
+            cold = self._session.ask(
+                Coldest(0, 0, free_bytes, DEMOTE_BLOCKS_MAX),
                 time.monotonic() + ANSWER_TIMEOUT_S,
-                _unpin,
+                _unpin_late,
             )
         except DeadlineError as e:
             log.debug("blocks stay in VRAM for now: %s", e)
@@ -115,7 +115,7 @@ class Demoter:
 
     def _let_go(self, gone: Sequence[ColdBlock], stay: Sequence[ColdBlock]) -> None:
         free = [(block.slot, block.generation) for block in gone]
-        self._session.tell(lambda s, r: Retire(s, r, free))
+        self._session.tell(Retire(0, 0, free))
         self._session.tell(_unpin(stay))
 
     def _move(self, batch: Sequence[ColdBlock]) -> list[ColdBlock]:
@@ -188,9 +188,13 @@ def _copies(reservation: Reservation, source: int, size_bytes: int) -> Iterator[
         done += part
 
 
-def _unpin(blocks: Sequence[ColdBlock]) -> Make:
-    items = [(block.slot, block.generation) for block in blocks]
-    return lambda s, r: Unpin(s, r, items)
+def _unpin(blocks: Sequence[ColdBlock]) -> Unpin:
+    return Unpin(0, 0, [(block.slot, block.generation) for block in blocks])
+
+
+def _unpin_late(answer: Answer) -> Unpin:
+    assert isinstance(answer, list)
+    return _unpin([one for one in answer if isinstance(one, ColdBlock)])
 
 
 def _batches(cold: Sequence[ColdBlock]) -> Iterator[list[ColdBlock]]:

@@ -6,22 +6,33 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvstore.client.session import BlockSession
-from kvstore.core.events import Abort, Clear, Commit, Event, Introduce, Reserve, Stat, Touch
+from kvstore.core.answers import Answer, Grant, PutAnswer
+from kvstore.core.events import (
+    Abort,
+    Clear,
+    Commit,
+    Event,
+    Introduce,
+    Request,
+    Reserve,
+    Stat,
+    Touch,
+)
 from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.index.open import open_guarded
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, SEGMENT_BYTES_MIN
 from kvstore.node.config import NodeConfig
-from kvstore.node.local_session import Make, TakeBack
+from kvstore.node.local_session import LocalSession
 from kvstore.node.vram import VramNode
-from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Kind, PutResult, rejected
+from kvstore.types import NO_SPACE, Key, Kind, PutResult, rejected
 from kvstore.vram.demoter import Demoter
 
 TIMEOUT_S = 5.0
@@ -32,14 +43,13 @@ RESERVE_PART = 8
 """One of so many parts of the pool is kept free by the demoter."""
 DRAIN_S = 5.0
 FREE_TIMEOUT_S = 2.0
-NO_SPACE = rejected("no space in VRAM: save it to host memory")
-_CODES: dict[int, PutResult] = {0: STORED, 1: EXISTS, 2: IN_PROGRESS, 3: NO_SPACE}
+FULL = rejected("no space in VRAM: save it to host memory")
 
 
-def _give_back(granted: Sequence[Any]) -> Make:
+def _give_back(answer: Answer) -> Abort:
     """The slots in an answer to `Reserve`."""
-    items = [answer[:2] for answer in granted if isinstance(answer, tuple)]
-    return lambda s, r: Abort(s, r, items)
+    assert isinstance(answer, list)
+    return Abort(0, 0, [one[:2] for one in answer if isinstance(one, Grant)])
 
 
 class DeviceReservation(NamedTuple):
@@ -123,17 +133,16 @@ class VramPool:
             config = replace(self.node.config, name=f"vram-{os.getpid()}-{number}")
             self.node = VramNode(config, self._index.index, self.device)
 
-    def _ask(
-        self, make: Make, take_back: TakeBack | None = None, *, carry_out: bool = False
-    ) -> Any:
-        """While an answer is late nobody waits for another one; what is to be carried out in
-        any case is so nevertheless."""
+    @contextmanager
+    def _asking(self, instead: Request | None = None) -> Iterator[tuple[LocalSession, float]]:
+        """The session, for one request, and its deadline. While an answer is late nobody waits
+        for another one: then `instead` is carried out, and `DeadlineError` raised."""
         with self._lock:
-            if not self._session.busy:
-                return self._session.ask(make, time.monotonic() + TIMEOUT_S, take_back)
-            if carry_out:
-                self._session.tell(make)
-            raise DeadlineError("the node in VRAM is busy")
+            if self._session.busy:
+                if instead is not None:
+                    self._session.tell(instead)
+                raise DeadlineError("the node in VRAM is busy")
+            yield self._session, time.monotonic() + TIMEOUT_S
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
@@ -145,7 +154,7 @@ class VramPool:
         answers: list[DeviceReservation | PutResult] = []
         for start in range(0, len(keys), BATCH_KEYS_MAX):
             answers += self._reserve(keys[start : start + BATCH_KEYS_MAX], size_bytes, namespace_id)
-        if any(answer is NO_SPACE for answer in answers):
+        if any(answer is FULL for answer in answers):
             self.demoter.wake()
         return answers
 
@@ -153,53 +162,49 @@ class VramPool:
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[DeviceReservation | PutResult]:
         n = len(keys)
+        sizes, kinds, zeros = [size_bytes] * n, [Kind.BLOCK] * n, [0] * n
+        wanted = Reserve(0, 0, keys, sizes, namespace_id, kinds, zeros, [None] * n, zeros)
         try:
-            raw = self._ask(
-                lambda s, r: Reserve(
-                    s,
-                    r,
-                    keys,
-                    [size_bytes] * n,
-                    namespace_id,
-                    [Kind.BLOCK] * n,
-                    [0] * n,
-                    [None] * n,
-                    [0] * n,
-                ),
-                _give_back,
-            )
+            with self._asking() as (session, deadline):
+                answers = session.ask(wanted, deadline, _give_back)
         except PeerError as e:
             return [rejected(str(e))] * n
-        return [self._meaning(k, size_bytes, answer) for k, answer in zip(keys, raw, strict=True)]
+        return [self._meaning(key, size_bytes, one) for key, one in zip(keys, answers, strict=True)]
 
-    def _meaning(self, key: Key, size_bytes: int, answer: Any) -> DeviceReservation | PutResult:
-        if isinstance(answer, tuple):
-            slot, generation, offset = answer
-            memory = DeviceRange(self.node.address + offset, size_bytes, self.device.ordinal)
-            return DeviceReservation(key, memory, slot, generation)
-        return _CODES[answer] if isinstance(answer, int) else rejected(answer)
+    def _meaning(
+        self, key: Key, size_bytes: int, answer: PutAnswer
+    ) -> DeviceReservation | PutResult:
+        if isinstance(answer, PutResult):
+            return FULL if answer is NO_SPACE else answer
+        slot, generation, offset = answer
+        memory = DeviceRange(self.node.address + offset, size_bytes, self.device.ordinal)
+        return DeviceReservation(key, memory, slot, generation)
 
     def commit(self, reservations: Sequence[DeviceReservation]) -> list[PutResult]:
         """The bytes are in place (the work that writes them is done, not only queued): seal and
         publish. Never raises for a peer's fault: then all are rejected, but a node that is only
         late seals them when it can."""
         items = [(r.slot, r.generation, 0) for r in reservations]
+        sealing = Commit(0, 0, items)
         try:
-            raw = self._ask(lambda s, r: Commit(s, r, items), carry_out=True)
+            with self._asking(instead=sealing) as (session, deadline):
+                results = session.ask(sealing, deadline)
         except PeerError as e:
             return [rejected(str(e))] * len(items)
         self.demoter.wake()
-        return [_CODES[a] if isinstance(a, int) else rejected(a) for a in raw]
+        return results
 
     def abort(self, reservations: Sequence[DeviceReservation]) -> None:
         """Give slots back, to which nothing writes any more."""
         items = [(r.slot, r.generation) for r in reservations]
-        with suppress(PeerError):
-            self._ask(lambda s, r: Abort(s, r, items), carry_out=True)
+        giving_back = Abort(0, 0, items)
+        with suppress(PeerError), self._asking(instead=giving_back) as (session, deadline):
+            session.ask(giving_back, deadline)
 
     def clear(self, namespace_id: int) -> int:
         """Drop every block of a namespace here; returns how many. Raises `PeerError`."""
-        return int(self._ask(lambda s, r: Clear(s, r, namespace_id)))
+        with self._asking() as (session, deadline):
+            return session.ask(Clear(0, 0, namespace_id), deadline)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Say that blocks were used; those of them that are here stay longer."""
@@ -216,7 +221,9 @@ class VramPool:
 
     def stats(self) -> dict[str, int | float]:
         """Of the node and of the demoter; sizes in bytes. Raises `PeerError`."""
-        return {**self._ask(Stat), **self.demoter.counts}
+        with self._asking() as (session, deadline):
+            counters = session.ask(Stat(0, 0), deadline)
+        return {**counters, **self.demoter.counts}
 
     def stop(self, drain_s: float = DRAIN_S) -> None:
         """Move blocks to host memory for at most `drain_s`, and end. Safe to call twice.

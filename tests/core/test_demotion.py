@@ -19,6 +19,7 @@ from kvstore.core.events import (
     Touch,
 )
 from kvstore.core.slots import SlotState
+from kvstore.types import NO_SPACE, STORED
 
 MIB = 1 << 20
 KEYS = [bytes([i]) * 32 for i in range(100)]
@@ -63,8 +64,8 @@ def driven():
 
 def test_a_full_node_refuses_rather_than_evict(driven):
     driven.save(*KEYS[:8])
-    assert driven.reserve(KEYS[8]) == [3]
-    assert driven.reserve(KEYS[8], size=4096) == [3]
+    assert driven.reserve(KEYS[8]) == [NO_SPACE]
+    assert driven.reserve(KEYS[8], size=4096) == [NO_SPACE]
     assert driven.core.counts["evicted"] == 0
     assert set(driven.core.by_key) == set(KEYS[:8])
 
@@ -101,17 +102,17 @@ def test_what_is_taken_stays_readable_until_it_is_retired_and_is_then_free(drive
     driven.retire(cold)
     assert KEYS[0] not in driven.core.by_key
     assert Mark(cold[0].slot, SlotState.FREE, cold[0].generation) in driven.writes
-    assert driven.save(KEYS[8]) == [0]
+    assert driven.save(KEYS[8]) == [STORED]
 
 
 def test_what_was_dropped_meanwhile_is_freed_once(driven):
     driven.save_apart(*KEYS[:8])
     cold = driven.coldest(256 << 10)
     driven.ask(Drop(WRITER, 1, [KEYS[0]]))
-    assert driven.reserve(KEYS[9]) == [3]
+    assert driven.reserve(KEYS[9]) == [NO_SPACE]
     driven.retire(cold)
     driven.retire(cold)
-    assert driven.save(KEYS[9]) == [0]
+    assert driven.save(KEYS[9]) == [STORED]
 
 
 def test_a_demoter_that_ends_lets_go(driven):
@@ -159,11 +160,11 @@ def test_blocks_leave_when_enough_is_free_but_not_in_one_piece(driven):
     slots = sorted(driven.core.by_key.values(), key=lambda slot: slot.offset)
     driven.ask(Drop(WRITER, 1, [slot.key for slot in slots[::2]]))
     assert driven.coldest(256 << 10) == []
-    assert driven.reserve(KEYS[50]) == [3]
+    assert driven.reserve(KEYS[50]) == [NO_SPACE]
     cold = driven.coldest(256 << 10)
     assert len(cold) == 2
     driven.retire(cold)
-    assert driven.save(KEYS[50]) == [0]
+    assert driven.save(KEYS[50]) == [STORED]
     assert driven.coldest(256 << 10) == []
 
 
@@ -220,7 +221,7 @@ def test_room_is_made_for_the_largest_that_found_none_until_as_large_a_one_did(d
     slots = sorted(driven.core.by_key.values(), key=lambda slot: slot.offset)
     driven.ask(Drop(WRITER, 1, [slot.key for slot in slots[::2]]))
     for size in (256 << 10, 128 << 10):
-        assert driven.reserve(KEYS[50], size=size) == [3]
+        assert driven.reserve(KEYS[50], size=size) == [NO_SPACE]
     driven.save(KEYS[51], size=64 << 10)
     cold = driven.coldest(256 << 10, at_most=1)
     assert len(cold) == 1, "at most so many"
@@ -239,13 +240,13 @@ def in_pieces():
 
 def test_with_just_as_much_free_as_is_wanted_room_is_made_in_one_piece():
     driven, _ = in_pieces()
-    assert driven.reserve(KEYS[50]) == [3]
+    assert driven.reserve(KEYS[50]) == [NO_SPACE]
     assert len(driven.coldest(1 * MIB)) == 2
 
 
 def test_once_as_large_a_value_found_room_none_is_made_for_it():
     driven, left = in_pieces()
-    assert driven.reserve(KEYS[50]) == [3]
+    assert driven.reserve(KEYS[50]) == [NO_SPACE]
     driven.ask(Drop(WRITER, 1, left[:3]))
     driven.save(KEYS[50])
     assert driven.coldest(256 << 10) == []
@@ -254,7 +255,7 @@ def test_once_as_large_a_value_found_room_none_is_made_for_it():
 def test_what_leaves_already_is_not_in_the_way_of_another():
     driven, _ = in_pieces()
     leaving = driven.coldest(2 * MIB, at_most=4)
-    assert driven.reserve(KEYS[50]) == [3]
+    assert driven.reserve(KEYS[50]) == [NO_SPACE]
     cold = driven.coldest(256 << 10)
     assert cold
     assert not {block.key for block in cold} & {block.key for block in leaving}

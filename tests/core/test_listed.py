@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core import listed
+from kvstore.core.answers import Grant
 from kvstore.core.events import Commit, Drop, Explain, Listing, Reserve, Stat
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import SlotState
@@ -28,7 +29,7 @@ def saved(core: NodeCore, keys: list[Key], namespace_id: int = 1, size_bytes: in
         1, 1, keys, [size_bytes] * n, namespace_id, [0] * n, [0] * n, [None] * n, [0] * n
     )
     (reply,) = core.handle(event, 0.0).replies
-    core.handle(Commit(1, 2, [(a[0], a[1], 0) for a in reply.body if isinstance(a, tuple)]), 0.0)
+    core.handle(Commit(1, 2, [(a[0], a[1], 0) for a in reply.body if isinstance(a, Grant)]), 0.0)
 
 
 def page(core: NodeCore, after: bytes, at_most: int) -> list[Key]:

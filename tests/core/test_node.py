@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.core import blocks
+from kvstore.core.answers import NOT_HELD, Grant
 from kvstore.core.events import (
     Abort,
     Bounds,
@@ -23,11 +24,12 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.listed import place_of
-from kvstore.core.node import NO_SPACE_CODE, NodeCore
+from kvstore.core.node import NodeCore
 from kvstore.core.slots import SlotState
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.record import slot_of, unpack_record
+from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED
 
 ARENA = 64 << 10
 KEYS = Namespace.named("test").block_keys(range(200), 1)
@@ -83,29 +85,29 @@ def test_a_commit_seals_and_then_publishes_and_answers_after_the_publication(cor
 def test_a_small_value_is_stored_by_the_reserve_alone_in_the_right_order(core):
     effects = reserve(core, KEYS[:1], size=5, values=[b"hello"])
     assert [type(w) for w in effects.writes] == [Bounds, Mark, Fill, Seal]
-    assert body(effects) == [0]
+    assert body(effects) == [STORED]
     assert effects.replies[0].after_publish
 
 
 def test_a_key_that_exists_is_skipped_at_reserve(core):
     put(core, KEYS[:1])
-    assert body(reserve(core, KEYS[:2]))[0] == 1
+    assert body(reserve(core, KEYS[:2]))[0] is EXISTS
 
 
 def test_a_key_another_client_is_writing_is_in_progress(core):
     reserve(core, KEYS[:1], session=A)
-    assert body(reserve(core, KEYS[:1], session=B)) == [2]
+    assert body(reserve(core, KEYS[:1], session=B)) == [IN_PROGRESS]
 
 
 def test_a_key_twice_in_one_batch_is_in_progress_the_second_time(core):
     answers = body(reserve(core, [KEYS[0], KEYS[0]]))
-    assert isinstance(answers[0], tuple)
-    assert answers[1] == 2
+    assert isinstance(answers[0], Grant)
+    assert answers[1] is IN_PROGRESS
 
 
 def test_a_pool_under_pressure_rejects_nothing_that_can_be_evicted(core):
     for key in KEYS:
-        assert body(put(core, [key])) == [0]
+        assert body(put(core, [key])) == [STORED]
     assert core.counts["evicted"] == len(KEYS) - 8
     assert core.counts["rejected"] == 0
 
@@ -159,38 +161,38 @@ def test_removals_of_two_records_of_one_key_are_both_kept(core):
 def test_a_value_larger_than_the_node_is_rejected_with_the_limit_and_the_rest_is_stored(core):
     event = Reserve(A, 1, KEYS[:2], [ARENA + 1, 5], 3, [0, 0], [0, 0], [None, b"abcde"], [0, 0])
     answers = body(core.handle(event, 0.0))
-    assert str(ARENA) in answers[0]
-    assert answers[1] == 0
+    assert str(ARENA) in answers[0].reason
+    assert answers[1] is STORED
 
 
 def test_when_every_slot_is_reserved_the_answer_says_so(core):
     reserve(core, KEYS[:8])
-    assert body(reserve(core, KEYS[8:9])) == [NO_SPACE_CODE]
+    assert body(reserve(core, KEYS[8:9])) == [NO_SPACE]
 
 
 def test_a_client_may_not_reserve_beyond_its_limit():
     limits = Limits(reservations_per_client=2)
     core = NodeCore(node_id=1, epoch=1, size_bytes=ARENA, limits=limits)
     answers = body(reserve(core, KEYS[:3]))
-    assert "at most 2 a client" in answers[2]
+    assert "at most 2 a client" in answers[2].reason
 
 
 def test_a_commit_of_somebody_elses_reservation_is_refused(core):
     grants = body(reserve(core, KEYS[:1], session=A))
     (answer,) = body(commit(core, grants, session=B))
-    assert "not reserved" in answer
-    assert body(commit(core, grants, session=A)) == [0]
+    assert answer is NOT_HELD
+    assert body(commit(core, grants, session=A)) == [STORED]
 
 
 def test_a_commit_with_an_old_generation_is_refused(core):
     ((slot, generation, _),) = body(reserve(core, KEYS[:1]))
-    assert "not reserved" in body(commit(core, [(slot, generation - 1)]))[0]
+    assert body(commit(core, [(slot, generation - 1)]))[0] is NOT_HELD
 
 
 def test_a_second_commit_is_refused(core):
     grants = body(reserve(core, KEYS[:1]))
     commit(core, grants)
-    assert "not reserved" in body(commit(core, grants))[0]
+    assert body(commit(core, grants))[0] is NOT_HELD
 
 
 def test_an_abort_frees_the_slot_and_the_key(core):
@@ -198,21 +200,21 @@ def test_an_abort_frees_the_slot_and_the_key(core):
     effects = core.handle(Abort(A, 1, [(slot, generation)]), 0.0)
     assert effects.writes == [Mark(slot, SlotState.FREE, generation)]
     assert not effects.replies[0].after_publish
-    assert isinstance(body(reserve(core, KEYS[:1], session=B))[0], tuple)
+    assert isinstance(body(reserve(core, KEYS[:1], session=B))[0], Grant)
 
 
 def test_a_dead_writer_loses_its_reservations_and_nothing_was_published(core):
     reserve(core, KEYS[:8], session=A)
     core.handle(SessionDead(A), 0.0)
     assert core.outbox.publications_pending == 0
-    assert all(isinstance(a, tuple) for a in body(reserve(core, KEYS[:8], session=B)))
+    assert all(isinstance(a, Grant) for a in body(reserve(core, KEYS[:8], session=B)))
 
 
 def test_a_client_that_is_back_keeps_what_it_holds_and_loses_what_it_never_heard_of(core):
     grants = body(reserve(core, KEYS[:2]))
     core.handle(SessionResumed(A, [grants[0][:2]], []), 0.0)
-    assert body(commit(core, grants))[0] == 0
-    assert "not reserved" in body(commit(core, grants))[1]
+    assert body(commit(core, grants))[0] is STORED
+    assert body(commit(core, grants))[1] is NOT_HELD
 
 
 def test_a_client_that_is_back_keeps_as_many_pins_of_a_block_as_it_says(core):
@@ -233,7 +235,7 @@ def test_a_pinned_block_is_not_evicted(core):
     core.handle(Pin(B, 1, KEYS[:1]), 0.0)
     for key in KEYS[8:40]:
         put(core, [key])
-    assert body(reserve(core, KEYS[:1])) == [1]
+    assert body(reserve(core, KEYS[:1])) == [EXISTS]
 
 
 def test_a_pinned_block_that_is_dropped_misses_at_once_and_keeps_its_slot_until_unpinned(core):
@@ -244,7 +246,7 @@ def test_a_pinned_block_that_is_dropped_misses_at_once_and_keeps_its_slot_until_
     assert effects.writes == [Mark(slot, SlotState.FREE, generation)]
     others = [g[0] for g in body(reserve(core, KEYS[1:8]))]
     assert slot not in others
-    assert body(reserve(core, KEYS[8:9])) == [NO_SPACE_CODE]
+    assert body(reserve(core, KEYS[8:9])) == [NO_SPACE]
     core.handle(Unpin(B, 1, [(slot, generation)]), 0.0)
     assert body(reserve(core, KEYS[9:10]))[0][0] == slot
 
@@ -252,9 +254,9 @@ def test_a_pinned_block_that_is_dropped_misses_at_once_and_keeps_its_slot_until_
 def test_a_dead_clients_pins_end(core):
     put(core, KEYS[:8])
     core.handle(Pin(B, 1, KEYS[:8]), 0.0)
-    assert body(reserve(core, KEYS[8:9])) == [NO_SPACE_CODE]
+    assert body(reserve(core, KEYS[8:9])) == [NO_SPACE]
     core.handle(SessionDead(B), 0.0)
-    assert isinstance(body(reserve(core, KEYS[9:10]))[0], tuple)
+    assert isinstance(body(reserve(core, KEYS[9:10]))[0], Grant)
 
 
 def test_a_touched_block_outlives_one_that_was_not(core):
@@ -262,8 +264,8 @@ def test_a_touched_block_outlives_one_that_was_not(core):
     core.handle(Touch(B, KEYS[:1]), 0.0)
     put(core, KEYS[8:9])
     touched, untouched = body(reserve(core, KEYS[:2]))
-    assert touched == 1
-    assert isinstance(untouched, tuple)
+    assert touched is EXISTS
+    assert isinstance(untouched, Grant)
 
 
 def test_a_clear_drops_the_namespace_and_leaves_the_others(core):
@@ -284,7 +286,7 @@ def test_a_block_being_written_while_its_namespace_is_cleared_is_not_stored(core
     grants = body(reserve(core, KEYS[:1], namespace=1))
     core.handle(Clear(B, 1, 1), 0.0)
     (answer,) = body(commit(core, grants))
-    assert "cleared" in answer
+    assert "cleared" in answer.reason
     assert core.outbox.publications_pending == 0
 
 
@@ -360,7 +362,7 @@ def test_the_end_of_a_run_is_evicted_before_its_head(core, save, use):
 def test_a_reserve_evicts_nothing_of_the_run_that_it_found(core):
     put(core, KEYS[:4], size=16 << 10)
     answers = body(reserve(core, [*KEYS[:2], KEYS[9]], size=16 << 10))
-    assert answers[:2] == [1, 1]
+    assert answers[:2] == [EXISTS, EXISTS]
     assert {KEYS[0], KEYS[1]} <= set(core.by_key)
 
 

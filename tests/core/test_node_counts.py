@@ -22,6 +22,7 @@ from kvstore.core.holdings import FORMER
 from kvstore.core.node import NOBODY, NodeCore
 from kvstore.keys import Namespace
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, Limits
+from kvstore.types import EXISTS, IN_PROGRESS, STORED
 
 SIZE = 64 << 10
 KEYS = Namespace.named("test").block_keys(range(40), 1)
@@ -46,7 +47,7 @@ class Driven:
     def put(self, *keys, checksum=7, **options):
         for key in keys:
             ((slot, generation, _),) = self.reserve(key, **options)
-            assert self.ask(Commit(A, 1, [(slot, generation, checksum)])) == [0]
+            assert self.ask(Commit(A, 1, [(slot, generation, checksum)])) == [STORED]
 
 
 @pytest.fixture
@@ -56,9 +57,9 @@ def driven():
 
 def test_each_thing_that_happens_is_counted_once(driven):
     driven.put(*KEYS[:2])
-    assert driven.reserve(KEYS[0]) == [1]
+    assert driven.reserve(KEYS[0]) == [EXISTS]
     ((slot, generation, _),) = driven.reserve(KEYS[2])
-    assert driven.reserve(KEYS[2], session=B) == [2]
+    assert driven.reserve(KEYS[2], session=B) == [IN_PROGRESS]
     driven.ask(Commit(A, 1, [(slot, generation + 1, 0)]))
     driven.reserve(KEYS[3], size=SIZE + 1)
     assert driven.ask(Clear(A, 1, 3)) == 2
@@ -90,8 +91,8 @@ def test_each_thing_that_happens_is_counted_once(driven):
 def test_a_value_is_at_least_a_byte_and_at_most_what_the_node_takes(driven):
     most = driven.core.allocator.value_bytes_max
     for size in (0, most + 1):
-        (reason,) = driven.reserve(KEYS[0], size=size)
-        assert reason == f"size_bytes={size}: must be 1 to {most}"
+        (answer,) = driven.reserve(KEYS[0], size=size)
+        assert answer.reason == f"size_bytes={size}: must be 1 to {most}"
     driven.put(KEYS[0], size=1)
     driven.ask(Drop(A, 1, KEYS[:1]))
     driven.put(KEYS[1], size=most)
@@ -116,7 +117,7 @@ def test_a_client_holds_something_while_it_has_reservations_or_pins(driven):
 
 def test_a_block_that_a_save_finds_counts_as_used(driven):
     driven.put(*KEYS[:8])
-    assert driven.reserve(KEYS[0]) == [1]
+    assert driven.reserve(KEYS[0]) == [EXISTS]
     driven.put(KEYS[8])
     assert KEYS[0] in driven.core.by_key
     assert KEYS[1] not in driven.core.by_key
@@ -124,7 +125,7 @@ def test_a_block_that_a_save_finds_counts_as_used(driven):
 
 def test_of_two_blocks_that_a_save_finds_the_later_is_evicted_first(driven):
     driven.put(*KEYS[:8])
-    assert driven.reserve(KEYS[0], KEYS[1]) == [1, 1]
+    assert driven.reserve(KEYS[0], KEYS[1]) == [EXISTS, EXISTS]
     driven.put(*KEYS[8:15])
     assert KEYS[0] in driven.core.by_key
     assert KEYS[1] not in driven.core.by_key
@@ -151,10 +152,10 @@ def test_a_reset_of_some_namespaces_leaves_the_others_and_one_of_none_leaves_not
     driven.put(KEYS[0], space=3)
     driven.put(KEYS[1], space=4)
     driven.put(KEYS[2], space=5)
-    assert driven.ask(Reset(A, 1, 100, [3, 5])) == [100, 2]
+    assert driven.ask(Reset(A, 1, 100, [3, 5])) == (100, 2)
     assert set(driven.core.by_key) == {KEYS[1]}
-    assert driven.ask(Reset(NOBODY, 1, 100, [4])) == [100, 0], "it is known"
-    assert driven.ask(Reset(NOBODY, 1, 101, [])) == [101, 1]
+    assert driven.ask(Reset(NOBODY, 1, 100, [4])) == (100, 0), "it is known"
+    assert driven.ask(Reset(NOBODY, 1, 101, [])) == (101, 1)
     assert not driven.core.by_key
     number, dropped = driven.ask(Reset(A, 1, 7, [4]))
     assert (number > 101, dropped) == (True, 0)
@@ -230,7 +231,7 @@ def test_what_is_not_a_sealed_block_is_not_corrupt(driven):
     driven.ask(Corrupt(slot, generation))
     driven.ask(Corrupt(4321, 1))
     assert driven.core.counts["corrupt"] == 0
-    assert driven.ask(Commit(A, 1, [(slot, generation, 0)])) == [0]
+    assert driven.ask(Commit(A, 1, [(slot, generation, 0)])) == [STORED]
 
 
 def test_what_is_being_written_is_not_used_by_a_touch(driven):

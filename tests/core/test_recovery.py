@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepwise import StepwiseSegment
 
+from kvstore.core.answers import Grant
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -22,7 +23,7 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.holdings import FORMER
-from kvstore.core.node import NO_SPACE_CODE, NodeCore
+from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.core.slots import SlotState
 from kvstore.errors import InternalError
@@ -33,6 +34,7 @@ from kvstore.segment.header import Superblock, of_reserved, pack
 from kvstore.segment.scan import DamagedSegmentError, scan
 from kvstore.testing.sim.faults import Faults
 from kvstore.testing.sim.world import World
+from kvstore.types import NO_SPACE
 
 ARENA = 64 << 10
 SIZE = 3 * ARENA
@@ -130,7 +132,7 @@ class Clients:
         values = [b"v" * size if self.rng.random() < 0.2 else None] * n
         zeros = [0] * n
         event = Reserve(session, 1, keys, [size] * n, 3, zeros, zeros, values, zeros)
-        self.grants[session] += [a[:2] for a in self.act(event) if isinstance(a, tuple)]
+        self.grants[session] += [a[:2] for a in self.act(event) if isinstance(a, Grant)]
 
     def commit(self, session: int) -> None:
         items, self.grants[session] = self.grants[session], []
@@ -224,7 +226,7 @@ def test_a_slot_that_was_reserved_is_nobody_elses_until_its_writer_is_known_to_b
     started(host, KEYS[0], size=ARENA)
     core, clients = started(host, *KEYS[1:3], size=ARENA)
     event = Reserve(2, 1, KEYS[3:4], [ARENA], 3, [0], [0], [None], [0])
-    assert clients.act(event) == [NO_SPACE_CODE]
+    assert clients.act(event) == [NO_SPACE]
     clients.act(SessionDead(FORMER))
     assert not core.former().reserved
     assert isinstance(clients.act(event)[0], tuple)

@@ -54,15 +54,15 @@ def serve(run_dir: str, pipe) -> None:
     node = VramNode(config, index, device).start()
     session = node.session()
 
-    def ask(make):
-        return session.ask(make, time.monotonic() + STARTS_S)
+    def ask(what):
+        return session.ask(what, time.monotonic() + STARTS_S)
 
     def save(key, payload):
         ((slot, generation, offset),) = ask(
-            lambda s, r: Reserve(s, r, [key], [len(payload)], 1, [0], [0], [None], [0])
+            Reserve(0, 0, [key], [len(payload)], 1, [0], [0], [None], [0])
         )
         put(device, node.address + offset, payload)
-        ask(lambda s, r: Commit(s, r, [(slot, generation, 0)]))
+        ask(Commit(0, 0, [(slot, generation, 0)]))
         (record,) = index.lookup([key])
         return key, unpack_record(key, record)
 
@@ -74,7 +74,7 @@ def serve(run_dir: str, pipe) -> None:
                 turn += 1
                 for n in range(BLOCKS):
                     old, new = n + BLOCKS * (turn - 1), n + BLOCKS * turn
-                    ask(lambda s, r, old=old: Drop(s, r, [key_of(old)]))
+                    ask(Drop(0, 0, [key_of(old)]))
                     save(key_of(new), payload_of(new))
         elif told == "stop":
             node.stop()

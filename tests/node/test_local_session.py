@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvstore.core.events import Abort, Stat, Touch
+from kvstore.core.events import Abort, Reply, Stat, Touch
 from kvstore.errors import DeadlineError
 from kvstore.limits import TOLD_MAX
 from kvstore.node.local_session import LocalSessions
@@ -73,15 +73,16 @@ class Node:
 
     def _act(self, event):
         self.acted.append(event)
-        self._sessions.speaker.send([event.request, True, [event.request]])
+        self._sessions.speaker.send(
+            Reply(self._sessions.number, event.request, [event.request], False)
+        )
 
 
-def stat(session, request):
-    return Stat(session, request)
+stat = Stat(0, 0)
 
 
 def give_back(answer):
-    return lambda session, request: Abort(session, request, answer)
+    return Abort(0, 0, answer)
 
 
 @pytest.fixture

@@ -2,20 +2,35 @@
 
 from functools import partial
 
+import msgpack
 import pytest
 
-from kvstore.core import node
+from kvstore.core.answers import NOT_HELD, Grant
+from kvstore.protocol import control
 from kvstore.protocol import control_replies as replies
-from kvstore.protocol.control_replies import CODES, NonsenseError, outcome, outcomes
-from kvstore.types import EXISTS, IN_PROGRESS, STORED, PutStatus
+from kvstore.protocol.control_replies import (
+    OUTCOMES,
+    NonsenseError,
+    encoded,
+    encoded_outcome,
+    outcome,
+    outcomes,
+)
+from kvstore.types import EXISTS, STORED, PutStatus, rejected
 
 
-def test_every_code_of_a_node_has_its_meaning():
-    assert CODES[node.STORED_CODE] is STORED
-    assert CODES[node.EXISTS_CODE] is EXISTS
-    assert CODES[node.IN_PROGRESS_CODE] is IN_PROGRESS
-    assert "no space" in CODES[node.NO_SPACE_CODE].reason
-    assert len(CODES) == 4
+@pytest.mark.parametrize("result", [*OUTCOMES, NOT_HELD])
+def test_an_outcome_is_the_same_once_it_was_bytes(result):
+    raw = control.packed([encoded_outcome(result)])
+    (back,) = outcomes(1, msgpack.unpackb(raw))
+    assert back == result
+    assert (back is result) == (result in OUTCOMES)
+
+
+def test_a_nodes_answers_are_the_same_once_they_were_bytes():
+    answers = [Grant(1, 2, 3), EXISTS, rejected("too large")]
+    raw = control.packed([encoded(answers)])
+    assert replies.grants(3, msgpack.unpackb(raw)[0]) == answers
 
 
 def test_words_are_why_a_block_was_rejected():

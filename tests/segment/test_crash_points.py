@@ -4,6 +4,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from kvstore.core.answers import Grant
 from kvstore.core.events import Abort, Bounds, Commit, Drop, Mark, Pin, Reserve, Seal, Unpin
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
@@ -53,7 +54,7 @@ class History:
         return effects.replies[0].body
 
     def put(self, *keys: bytes, size: int = SLOT) -> None:
-        grants = [a for a in self.do(reserve(*keys, size=size)) if isinstance(a, tuple)]
+        grants = [a for a in self.do(reserve(*keys, size=size)) if isinstance(a, Grant)]
         self.do(Commit(1, 1, [(slot, generation, 9) for slot, generation, _ in grants]))
 
 

@@ -4,6 +4,7 @@ from planting import bug, bug_that_needs
 
 from kvstore.client.local import control, link
 from kvstore.core import allocator
+from kvstore.core.answers import Grant
 from kvstore.core.departures import GoneWhy
 from kvstore.core.events import Copy, Fill, SessionResumed
 from kvstore.core.granules import granules_of
@@ -26,7 +27,7 @@ def seal_before_the_copy(patch):
     def reserve(self, event, effects, now):
         real(self, event, effects, now)
         for answer in effects.replies[-1].body:
-            if isinstance(answer, tuple):
+            if isinstance(answer, Grant):
                 slot = self.allocator.slot(answer[0])
                 del self._sessions[event.session].reserved[slot.slot_id]
                 self._seal(slot, 0, effects.writes)
@@ -42,7 +43,7 @@ def publish_before_the_seal(patch):
     def reserve(self, event, effects, now):
         real(self, event, effects, now)
         for answer in effects.replies[-1].body:
-            if isinstance(answer, tuple):
+            if isinstance(answer, Grant):
                 slot = self.allocator.slot(answer[0])
                 slot.record = pack_record(slot.key, _location(self, slot))
                 self.outbox.publish(slot)

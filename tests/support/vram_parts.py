@@ -13,7 +13,7 @@ from kvstore.cuda.base import address_of, wait
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import NodeConfig
 from kvstore.node.vram import VramNode
-from kvstore.types import Kind
+from kvstore.types import STORED, Kind
 
 MIB = 1 << 20
 
@@ -27,13 +27,11 @@ class VramWriter:
         self.session = node.session()
         self.stream = device.stream()
 
-    def ask(self, make):
-        return self.session.ask(make, time.monotonic() + PATIENCE_S)
+    def ask(self, what):
+        return self.session.ask(what, time.monotonic() + PATIENCE_S)
 
     def reserve(self, key, size_bytes, kind, meta):
-        (answer,) = self.ask(
-            lambda s, r: Reserve(s, r, [key], [size_bytes], 7, [kind], [meta], [None], [0])
-        )
+        (answer,) = self.ask(Reserve(0, 0, [key], [size_bytes], 7, [kind], [meta], [None], [0]))
         return answer
 
     def fill(self, offset: int, payload: bytes) -> None:
@@ -42,10 +40,10 @@ class VramWriter:
         assert wait(self.stream.record(), time.monotonic() + PATIENCE_S)
 
     def commit(self, slot, generation):
-        return self.ask(lambda s, r: Commit(s, r, [(slot, generation, 0)]))
+        return self.ask(Commit(0, 0, [(slot, generation, 0)]))
 
     def drop(self, keys):
-        return self.ask(lambda s, r: Drop(s, r, keys))
+        return self.ask(Drop(0, 0, keys))
 
     def close(self) -> None:
         self.session.close()
@@ -72,7 +70,7 @@ class VramPlace(Place):
         key = key or fresh_key()
         slot, generation, offset = self.writer.reserve(key, len(payload), kind, meta)
         self.writer.fill(offset, payload)
-        assert self.writer.commit(slot, generation) == [0]
+        assert self.writer.commit(slot, generation) == [STORED]
         return key, self.location(key)
 
     def close(self) -> None:

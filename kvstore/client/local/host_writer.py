@@ -13,18 +13,18 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from kvstore.client.base import Reservation
+from kvstore.client.base import Reservation, ReserveAnswer
 from kvstore.client.local.deadlines import connecting, in_turn, until
 from kvstore.client.local.host_writers import HostWriters
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.writer import Later, Writer, nobody_here
 from kvstore.client.pins import Pin, Pins
 from kvstore.client.placement import Home, homes_of
+from kvstore.core.answers import BlockRow
 from kvstore.core.listed import place_of
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
-from kvstore.protocol.control_replies import BlockRow
 from kvstore.protocol.control_requests import Want
 from kvstore.record import unpack_record
 from kvstore.segment.header import KEY_PART, fields
@@ -111,10 +111,10 @@ class HostWriter(HostWriters):
             if len(raw) <= NAMESPACE_BYTES_MAX:
                 self.introductions[namespace.id] = raw
 
-    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
         """A slot, or what became of it, for each of `wants`. Raises `NodeUnavailableError` or
         `DeadlineError` when no node answered: then nothing is reserved."""
-        answers: list[Reservation | PutResult | None] = [None] * len(wants)
+        answers: list[ReserveAnswer | None] = [None] * len(wants)
         todo = list(range(len(wants)))
         without: set[NodeLink] = set()
         failure: PeerError | None = None
@@ -178,7 +178,7 @@ class HostWriter(HostWriters):
             results.update(zip(which, answer, strict=True))
         return [results[i] for i in range(len(reservations))]
 
-    def abort(self, reservations: Sequence[Any]) -> None:
+    def abort(self, reservations: Sequence[ReserveAnswer]) -> None:
         """Give slots back, of those that are `Reservation`s; what cannot be said now is said by
         the next reconnect."""
         granted = [one for one in reservations if isinstance(one, Reservation)]
@@ -363,15 +363,15 @@ class HostWriter(HostWriters):
 
 
 def _ask_all(
-    posts: Sequence[Callable[[], Later]],
-    undo: Callable[[Sequence[Any]], None],
+    posts: Sequence[Callable[[], Later[T]]],
+    undo: Callable[[Sequence[T]], None],
     timeout_s: float,
-) -> list[list[Any] | PeerError]:
+) -> list[list[T] | PeerError]:
     """Answers to requests that are all sent before any answer is waited for, or what failed.
     When that is interrupted, `undo` gets the answers that nobody else will. `timeout_s` is what
     it may take to reach all nodes."""
-    laters: list[Later | PeerError] = []
-    answers: list[list[Any] | PeerError] = []
+    laters: list[Later[T] | PeerError] = []
+    answers: list[list[T] | PeerError] = []
     try:
         for post, by in in_turn(posts, timeout_s):
             with connecting(by):
@@ -386,7 +386,7 @@ def _ask_all(
     return answers
 
 
-def _collected(later: Later | PeerError) -> list[Any] | PeerError:
+def _collected(later: Later[T] | PeerError) -> list[T] | PeerError:
     return later if isinstance(later, PeerError) else _or_failure(later)
 
 
@@ -399,7 +399,7 @@ def _or_failure(call: Callable[[], T]) -> T | NodeUnavailableError | DeadlineErr
 
 def _reserving(
     writer: Writer, wants: Sequence[Want], namespace_id: int, shares: int
-) -> Callable[[], Later]:
+) -> Callable[[], Later[ReserveAnswer]]:
     """What one request cannot carry, and what nobody else waits for, is asked and answered at
     once: then the node may also be looked for again."""
     if shares == 1 or len(wants) > BATCH_KEYS_MAX:
@@ -409,7 +409,7 @@ def _reserving(
 
 def _committing(
     writer: Writer | None, reservations: Sequence[Reservation], shares: int
-) -> Callable[[], Later]:
+) -> Callable[[], Later[PutResult]]:
     if writer is None:
         return _gone
     if shares == 1 or len(reservations) > BATCH_KEYS_MAX:
@@ -417,12 +417,12 @@ def _committing(
     return partial(writer.commit_later, reservations)
 
 
-def _at_once(call: Callable[[], list[Any]]) -> Later:
+def _at_once(call: Callable[[], list[T]]) -> Later[T]:
     answers = call()
     return lambda: answers
 
 
-def _gone() -> Later:
+def _gone() -> Later[PutResult]:
     raise NodeUnavailableError("the node that reserved these slots is gone")
 
 

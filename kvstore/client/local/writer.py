@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
-from kvstore.client.base import Reservation
-from kvstore.client.local.control import Accept, ControlChannel, Ticket, as_it_is
+from kvstore.client.base import Reservation, ReserveAnswer
+from kvstore.client.local.control import Accept, ControlChannel, Ticket
 from kvstore.client.local.link import Holdings, NodeLink
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.pins import Pin, Pins
+from kvstore.core.answers import BlockRow, Counters, PinAnswer
 from kvstore.errors import (
     IndexUnavailableError,
     NodeUnavailableError,
@@ -31,7 +32,6 @@ from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.control import Op, join_keys
 from kvstore.protocol.control_replies import (
-    BlockRow,
     NonsenseError,
     block_rows,
     counters,
@@ -50,7 +50,8 @@ NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
-Later = Callable[[], list[Any]]
+T = TypeVar("T")
+Later = Callable[[], list[T]]
 """What becomes of each of the blocks of a request that was sent."""
 
 
@@ -155,13 +156,13 @@ class Writer:
         self._nodes.segment(announcement.node_id, announcement.epoch, time.monotonic())
         return link
 
-    def _ask(self, op: Op, *args: Any, accept: Callable[[NodeLink, Any], Any] | None = None) -> Any:
+    def _ask(self, op: Op, *args: object, accept: Callable[[NodeLink, object], T]) -> T:
         """Ask the node; when it is gone, look for another one once."""
         for last in (False, True):
             link = self.link()
-            take = as_it_is if accept is None else partial(accept, link)
             try:
-                return link.control.request(op, *args, accept=take)
+                answer: T = link.control.request(op, *args, accept=partial(accept, link))
+                return answer
             except NodeUnavailableError:
                 if last:
                     raise
@@ -197,9 +198,9 @@ class Writer:
 
     # --- saving -----------------------------------------------------------
 
-    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
         """A slot, or what became of it, for each of `wants`; one request per `BATCH_KEYS_MAX`."""
-        answers: list[Reservation | PutResult] = []
+        answers: list[ReserveAnswer] = []
         try:
             for start in range(0, len(wants), BATCH_KEYS_MAX):
                 answers += self._reserve(wants[start : start + BATCH_KEYS_MAX], namespace_id)
@@ -208,12 +209,10 @@ class Writer:
             raise
         return answers
 
-    def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+    def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
         self._may_save()
         arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
-        answers: list[Reservation | PutResult] = self._ask(
-            Op.RESERVE, *arguments, accept=partial(self._granted, wants)
-        )
+        answers = self._ask(Op.RESERVE, *arguments, accept=partial(self._granted, wants))
         self._introduce(namespace_id)
         return answers
 
@@ -235,7 +234,7 @@ class Writer:
         if raw is None or link.control.say(Op.NAMESPACE, namespace_id, raw):
             link.introduced.add(namespace_id)
 
-    def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later:
+    def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later[ReserveAnswer]:
         """`reserve` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called.
 
         Call it, or the slots stay reserved; the link is not looked for again.
@@ -246,26 +245,24 @@ class Writer:
         ticket = self._post(link, Op.RESERVE, *arguments, accept=accept)
         return partial(self._reserved, link, ticket, namespace_id)
 
-    def _reserved(self, link: NodeLink, ticket: Ticket, namespace_id: int) -> Any:
-        answers = self._collect(link, ticket)
+    def _reserved(self, link: NodeLink, ticket: Ticket, namespace_id: int) -> list[ReserveAnswer]:
+        answers: list[ReserveAnswer] = self._collect(link, ticket)
         self._introduce(namespace_id)
         return answers
 
-    def _post(self, link: NodeLink, op: Op, *args: Any, accept: Accept) -> Ticket:
+    def _post(self, link: NodeLink, op: Op, *args: object, accept: Accept) -> Ticket:
         try:
             return link.control.post(op, *args, accept=accept)
         except NodeUnavailableError:
             self._drop(link)
             raise
 
-    def _granted(
-        self, wants: Sequence[Want], link: NodeLink, raw: list[Any]
-    ) -> list[Reservation | PutResult]:
+    def _granted(self, wants: Sequence[Want], link: NodeLink, raw: object) -> list[ReserveAnswer]:
         """What the node's answer means; from here on the slots count as held."""
         announcement, shm, payload = link.announcement, link.shm, link.payload
         if shm is None:
             raise NonsenseError("an answer of a node that is gone")
-        answers: list[Reservation | PutResult] = []
+        answers: list[ReserveAnswer] = []
         for want, answer in zip(wants, grants(len(wants), raw), strict=True):
             if not isinstance(answer, PutResult):
                 slot, generation, offset = answer
@@ -301,7 +298,7 @@ class Writer:
             raise
         return results
 
-    def commit_later(self, reservations: Sequence[Reservation]) -> Later:
+    def commit_later(self, reservations: Sequence[Reservation]) -> Later[PutResult]:
         """`commit` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called."""
         checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
         items = [(r.slot, r.generation, checksum(r.buffer)) for r in reservations]
@@ -350,21 +347,21 @@ class Writer:
         answer = answers[0] if answers else None
         if isinstance(answer, str):
             raise UsageError("pin", key.hex(), answer)
-        return None if answer is None else bytes(answer)
+        return answer
 
     def _pinned_now(
-        self, keys: Sequence[Key], granted: list[Pin], link: NodeLink, raw: list[Any]
-    ) -> list[Any]:
+        self, keys: Sequence[Key], granted: list[Pin], link: NodeLink, raw: object
+    ) -> list[PinAnswer]:
         """The node's answers as they are; from here on the records among them count as held, and
         are in `granted`."""
-        pinned = link.held.pinned
+        answers, pinned = pins(raw), link.held.pinned
         with self._lock:
-            for key, record in zip(keys, pins(raw), strict=False):
+            for key, record in zip(keys, answers, strict=False):
                 if isinstance(record, bytes):
                     handle = slot_of(record)
                     pinned[handle] = pinned.get(handle, 0) + 1
                     granted.append((key, record))
-        return raw
+        return answers
 
     def unpin(self, key: Key, record: bytes) -> None:
         """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
@@ -459,19 +456,19 @@ class Writer:
         return dropped
 
     def clear(self, namespace_id: int) -> int:
-        return int(self._ask(Op.CLEAR, namespace_id, accept=lambda _, body: whole(body)))
+        return self._ask(Op.CLEAR, namespace_id, accept=lambda _, body: whole(body))
 
     def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
         """Tell the node of a reset of these namespaces; the number that it got."""
         told = number, list(namespace_ids)
-        return int(self._ask(Op.RESET, *told, accept=lambda _, body: reset_number(body)))
+        return self._ask(Op.RESET, *told, accept=lambda _, body: reset_number(body))
 
-    def stats(self) -> dict[str, int | float]:
-        return dict(self._ask(Op.STAT, accept=lambda _, body: counters(body)))
+    def stats(self) -> Counters:
+        return self._ask(Op.STAT, accept=lambda _, body: counters(body))
 
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
         """A page of at most `LIST_ROWS_MAX` (core/listed.py)."""
-        return list(self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body)))
+        return self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body))
 
     def after_fork_in_child(self) -> None:
         self._lock = threading.RLock()  # a thread of the parent may have had it

@@ -12,19 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.client.base import Reservation
+from kvstore.client.base import Reservation, ReserveAnswer
 from kvstore.client.placement import RAMP_S, Candidate, two_choices
 from kvstore.client.remote.reader import RemoteNodes
+from kvstore.core.answers import NOT_HELD
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.index.announced import announced_nodes, announced_strangers
 from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
-from kvstore.protocol.control_replies import CODES, NO_SPACE, NonsenseError, reset_number
+from kvstore.protocol.control_replies import NonsenseError, reset_number
 from kvstore.record import RecordSigner, unpack_record
 from kvstore.transport.stream.requests import SavePayload, ask, put
-from kvstore.types import EXISTS, Key, Kind, PutResult, rejected
+from kvstore.types import EXISTS, NO_SPACE, Key, Kind, PutResult, rejected
 
 LOOK_AROUND_S = 5.0
 """How often the index is asked which nodes there are, and how much room they have."""
@@ -39,9 +40,6 @@ NOBODY = (
     "no memory node on this host, and none on another that can be reached: "
     "start one with `kvstore node`"
 )
-
-
-NOT_HELD = rejected("not reserved by this client (any more)")
 
 
 class RemoteWriter:
@@ -177,7 +175,7 @@ class RemoteWriter:
                 answer_by = deadline  # who comes next has just answered a question
             self._remote.succeeded(announcement.node_id)
             self._count_sent(announcement.node_id, sum(payload.size_bytes for payload in offered))
-            results |= dict(zip(left, map(_result, answers), strict=True))
+            results |= dict(zip(left, answers, strict=True))
             left = [i for i in left if results[i] is NO_SPACE]
             if not left:
                 break
@@ -221,7 +219,7 @@ class RemoteWriter:
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
-    ) -> list[Reservation | PutResult]:
+    ) -> list[ReserveAnswer]:
         """Memory for each of `keys` that cannot be read from here: a record that a dead node
         left would keep its block away for ever.
 
@@ -233,7 +231,7 @@ class RemoteWriter:
             records = self._readable(keys)
         except IndexUnavailableError:
             records = [None] * len(keys)
-        answers: list[Reservation | PutResult] = []
+        answers: list[ReserveAnswer] = []
         now = time.monotonic()
         for key, record in zip(keys, records, strict=True):
             if record is not None and not self._in_vram(key, record, now):
@@ -276,12 +274,6 @@ class RemoteWriter:
     def abort(self, reservations: Sequence[Reservation]) -> None:
         for reservation in reservations:
             self._open.pop(reservation.generation, None)
-
-
-def _result(answer: int | str) -> PutResult:
-    if isinstance(answer, str):
-        return rejected(answer)
-    return CODES.get(answer, rejected(f"answer {answer}"))
 
 
 def _batches(payloads: Sequence[SavePayload]) -> Iterator[Sequence[SavePayload]]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from kvstore.core.answers import Grant
 from kvstore.core.events import (
     Abort,
     Commit,
@@ -33,6 +34,7 @@ from kvstore.node.local_session import LocalSession, LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.stream.shares import Shares
 from kvstore.protocol import control
+from kvstore.protocol.control_replies import encoded, encoded_outcome
 from kvstore.protocol.stream import (
     GRANTED,
     Asked,
@@ -52,7 +54,7 @@ from kvstore.segment.shm import AttachedShm
 from kvstore.token_bucket import TokenBucket
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked
-from kvstore.types import Key, Location
+from kvstore.types import Key, Location, PutResult, rejected
 
 IDLE_TIMEOUT_S = 600.0
 """A connection without a request for so long is closed; clients connect again."""
@@ -68,7 +70,7 @@ CONTROL_EVENTS = (Stat, Explain, Touch, Suspect, Drop, Reset)
 """What a client on another host may ask of the core besides reading and saving."""
 Part = memoryview | bytes
 """Of what is sent."""
-CHECKSUM_WRONG = "its bytes arrived with another checksum"
+CHECKSUM_WRONG = rejected("its bytes arrived with another checksum")
 
 
 class Served(NamedTuple):
@@ -232,9 +234,9 @@ class StreamService:
         session = self._inside.open()
         try:
             answers = session.ask(
-                lambda number, request: Reserve(
-                    number,
-                    request,
+                Reserve(
+                    0,
+                    0,
                     [offer.key for offer in offers],
                     [offer.size_bytes for offer in offers],
                     namespace_id,
@@ -245,11 +247,11 @@ class StreamService:
                 ),
                 deadline,
             )
-            granted = {i: answer for i, answer in enumerate(answers) if isinstance(answer, tuple)}
-            codes = [GRANTED if i in granted else answer for i, answer in enumerate(answers)]
+            granted = {i: one for i, one in enumerate(answers) if isinstance(one, Grant)}
+            codes = [GRANTED if isinstance(one, Grant) else encoded_outcome(one) for one in answers]
             channel.send_frame(pack_answers(codes), deadline)
             taken = self._take(channel, session, offers, granted, deadline)
-            channel.send_frame(pack_answers(taken), deadline)
+            channel.send_frame(pack_answers(list(map(encoded_outcome, taken))), deadline)
         finally:
             # Nothing of this thread writes any more: what was not sealed is free.
             session.close()
@@ -259,9 +261,9 @@ class StreamService:
         channel: Channel,
         session: LocalSession,
         offers: Sequence[SaveOffer],
-        granted: dict[int, tuple[int, int, int]],
+        granted: dict[int, Grant],
         deadline: float,
-    ) -> list[int | str]:
+    ) -> list[PutResult]:
         """Receive what was granted and commit what is right; what became of each."""
         right: list[tuple[int, int, int]] = []
         wrong: list[tuple[int, int]] = []
@@ -277,12 +279,10 @@ class StreamService:
                 wrong += [(slot, generation) for slot, generation, _ in right]
                 right = []
         if wrong:
-            session.ask(lambda number, request: Abort(number, request, wrong), deadline)
+            session.ask(Abort(0, 0, wrong), deadline)
         if not right:
             return [CHECKSUM_WRONG] * len(wrong)
-        outcomes = iter(
-            session.ask(lambda number, request: Commit(number, request, right), deadline)
-        )
+        outcomes = iter(session.ask(Commit(0, 0, right), deadline))
         bad = {slot for slot, _ in wrong}
         return [
             CHECKSUM_WRONG if slot in bad else next(outcomes) for slot, _, _ in granted.values()
@@ -311,12 +311,10 @@ class StreamService:
             return
         session = self._inside.open()
         try:
-            body = session.ask(
-                lambda number, request: event._replace(session=number, request=request), deadline
-            )
+            body = session.ask(event, deadline)
         finally:
             session.close()
-        channel.send_frame(pack_answers([body]), deadline)
+        channel.send_frame(pack_answers([encoded(body)]), deadline)
 
     def _look_at(self, keys: Sequence[Key]) -> None:
         """The core judges blocks with a checksum in their header; of the others only this knows

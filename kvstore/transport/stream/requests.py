@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvstore.nodedir import Announcement
+from kvstore.protocol.control_replies import NonsenseError, outcome
 from kvstore.protocol.nixl import Endpoint, unpack_endpoint
 from kvstore.protocol.stream import (
     GRANTED,
@@ -26,7 +27,7 @@ from kvstore.protocol.stream_reply import ReadReply, heads_bytes
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked
 from kvstore.transport.stream.transport import StreamTransport, receive_frame
-from kvstore.types import Key, Location
+from kvstore.types import Key, Location, PutResult
 
 
 class SavePayload(NamedTuple):
@@ -42,10 +43,6 @@ class SavePayload(NamedTuple):
         return sum(piece.nbytes for piece in self.pieces)
 
 
-Answer = int | str
-"""A code of core/node.py, or a reason."""
-
-
 def put(
     transport: StreamTransport,
     node: Announcement,
@@ -54,7 +51,7 @@ def put(
     deadline: float,
     *,
     answer_by: float | None = None,
-) -> list[Answer]:
+) -> list[PutResult]:
     """What became of each of `payloads`, at most one batch of them. `namespace`: id and fields.
     The node has to say until `answer_by` what it takes, if that is earlier than the deadline.
 
@@ -69,19 +66,19 @@ def put(
     try:
         request = pack_put(offers, *namespace, deadline - time.monotonic())
         channel.send_frame(request, answer_by)
-        codes = _codes(channel, len(offers), answer_by)
-        granted = [i for i, code in enumerate(codes) if code == GRANTED]
+        answers = _answers(channel, len(offers), answer_by)
+        granted = [i for i, answer in enumerate(answers) if answer == GRANTED]
+        results = {i: _result(one) for i, one in enumerate(answers) if one != GRANTED}
         for i in granted:
             _send(channel, payloads[i].pieces, deadline)
         if granted:
             channel.send([channel.seals.sent.payload_tag()], deadline)
-        outcomes = _codes(channel, len(granted), deadline)
+        taken = _answers(channel, len(granted), deadline)
+        results.update(zip(granted, map(_result, taken), strict=True))
         in_step = True
     finally:
         pool.give(channel, in_step)
-    for i, outcome in zip(granted, outcomes, strict=True):
-        codes[i] = outcome
-    return codes
+    return [results[i] for i in range(len(payloads))]
 
 
 def look(
@@ -109,7 +106,9 @@ def look(
     return [i in there for i in range(len(asked))]
 
 
-def ask(transport: StreamTransport, node: Announcement, message: list[Any], deadline: float) -> Any:
+def ask(
+    transport: StreamTransport, node: Announcement, message: list[object], deadline: float
+) -> object:
     """The answer to one message of protocol/control.py, of those that are for other hosts.
 
     Raises `PeerError`.
@@ -119,7 +118,7 @@ def ask(transport: StreamTransport, node: Announcement, message: list[Any], dead
 
 
 def tell(
-    transport: StreamTransport, node: Announcement, message: list[Any], deadline: float
+    transport: StreamTransport, node: Announcement, message: list[object], deadline: float
 ) -> None:
     """Send one message of protocol/control.py that has no answer. Raises `PeerError`."""
     pool = transport.pool(node)
@@ -148,7 +147,7 @@ def _asked(
     request: Message,
     count: int | None,
     deadline: float,
-) -> list[Any]:
+) -> list[object]:
     """The answers to one frame, `count` of them if that is known."""
     pool = transport.pool(node)
     channel = pool.take(deadline)
@@ -178,15 +177,15 @@ def _offer(payload: SavePayload) -> SaveOffer:
     return SaveOffer(payload.key, payload.size_bytes, payload.kind, payload.meta_length, checksum)
 
 
-def _answers(channel: Channel, count: int | None, deadline: float) -> list[Any]:
+def _answers(channel: Channel, count: int | None, deadline: float) -> list[object]:
     answers = unpack_answers(receive_frame(channel, Frame.ANSWERS, deadline))
     if count is not None and len(answers) != count:
         raise WireError(f"{len(answers)} answers where {count} were due")
     return answers
 
 
-def _codes(channel: Channel, count: int, deadline: float) -> list[Answer]:
-    codes = _answers(channel, count, deadline)
-    if not all(type(code) in (int, str) for code in codes):
-        raise WireError("an answer that is neither a code nor a reason")
-    return codes
+def _result(answer: object) -> PutResult:
+    try:
+        return outcome(answer)
+    except NonsenseError as e:
+        raise WireError(str(e)) from e

@@ -11,6 +11,7 @@ from two_hosts import client_of, listening_node
 
 from kvstore import Client, Limits, PutStatus
 from kvstore.client.remote import writer as remote_writer
+from kvstore.types import NO_SPACE, STORED
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, (64 << 10) + 1, 3 * MIB + 7, 4 * MIB])
@@ -172,7 +173,7 @@ def test_what_finds_no_room_in_the_first_node_goes_to_the_next(
             full.append(word.node_id)
         if word.node_id != full[0]:
             return real(stream, word, payloads, *options, **more)
-        return [0 if i == 0 else 3 for i in range(len(payloads))]  # stored; no space
+        return [STORED if i == 0 else NO_SPACE for i in range(len(payloads))]
 
     monkeypatch.setattr(remote_writer, "put", put)
     with (

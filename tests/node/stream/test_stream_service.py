@@ -19,7 +19,7 @@ from kvstore.transport.base import Read
 from kvstore.transport.stream import requests
 from kvstore.transport.stream.requests import SavePayload
 from kvstore.transport.stream.transport import StreamTransport
-from kvstore.types import Kind
+from kvstore.types import EXISTS, STORED, Kind
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def put(place, values, wrong=()):
 def test_exactly_what_arrived_with_its_checksum_is_sealed_and_the_rest_is_named(place, wrong):
     values = [os.urandom(100_000) for _ in range(4)]
     keys, answers = put(place, values, wrong)
-    assert answers == [CHECKSUM_WRONG if i in wrong else 0 for i in range(4)]
+    assert answers == [CHECKSUM_WRONG if i in wrong else STORED for i in range(4)]
     records = place.index.lookup(keys)
     assert [record is None for record in records] == [i in wrong for i in range(4)]
     right = [i for i in range(4) if i not in wrong]
@@ -139,7 +139,7 @@ def test_what_is_there_already_is_not_taken_and_the_answers_stay_in_order(place)
     payloads = [SavePayload(key, (memoryview(b"2" * 1000),), Kind.BLOCK, 0) for key in keys]
     answers = requests.put(transport, place.word, payloads, (7, b""), far())
     transport.close()
-    assert answers == [0, 1, 0]
+    assert answers == [STORED, EXISTS, STORED]
     _, got = place.read((there, place.location(there)))
     assert got == [b"1" * 1000]
 
