@@ -22,21 +22,22 @@ log = logging.getLogger(__name__)
 
 class _Group:
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.connector: KVConnectorWorker | None = None
         self.config: KVTransferConfig | None = None
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """One thread makes or ends the connector; the others wait for the outcome."""
-        if not self.lock.acquire(timeout=GROUP_WAIT_S):
-            raise DeadlineError(
-                f"another thread has been starting or ending KV transfer for {GROUP_WAIT_S:g} s"
-            )
         try:
+            if not self.lock.acquire(timeout=GROUP_WAIT_S):
+                raise DeadlineError(
+                    f"another thread has been starting or ending KV transfer for {GROUP_WAIT_S:g} s"
+                )
             yield
-        finally:
-            self.lock.release()
+        finally:  # also when a handler of signals raised just when it was got
+            if self.lock._is_owned():  # type: ignore[attr-defined]
+                self.lock.release()
 
 
 _group = _Group()

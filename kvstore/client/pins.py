@@ -9,7 +9,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvstore.fork import in_each_child
@@ -27,7 +27,7 @@ class Pins:
     """Thread-safe. `unpin` is called for pins that have ended, a batch at a time, by who closes
     one or by a thread of its own: never by the garbage collector, which may run inside a lock."""
 
-    def __init__(self, unpin: Callable[[Sequence[Pin]], None]) -> None:
+    def __init__(self, unpin: Callable[[Iterable[Pin]], None]) -> None:
         self._unpin = unpin
         self._pid = os.getpid()
         # A handler of signals may close the client at any moment.
@@ -76,11 +76,15 @@ class Pins:
         if os.getpid() != self._pid:
             return
         with self._settling:
-            ended = [self._ended.popleft() for _ in range(len(self._ended))]
-            if ended:
-                with self._lock:
-                    self._open -= len(ended)
-                self._unpin(ended)
+            if self._ended:
+                self._unpin(self._taken())
+
+    def _taken(self) -> Iterator[Pin]:
+        """Each as it is let go: when a handler of signals raises, the others still wait."""
+        while self._ended:
+            with self._lock:
+                self._open -= 1
+            yield self._ended.popleft()
 
     def _run(self) -> None:
         while True:

@@ -15,6 +15,7 @@ from redis_servers import wait_until
 
 from kvstore import Client, UsageError
 from kvstore.client.local.control import ControlChannel
+from kvstore.client.pins import Pins
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -396,3 +397,21 @@ def test_a_pin_that_is_interrupted_when_it_was_granted_is_not_kept(client, monke
         with pytest.raises(KeyboardInterrupt):
             client.session.pin([key]) if many else client.pin("k")
     assert pinned(client) == 0
+
+
+def test_who_is_interrupted_while_it_lets_pins_go_lets_the_others_go_later():
+    let_go = []
+
+    def interrupted(ended):
+        let_go.append(next(iter(ended)))
+        raise KeyboardInterrupt
+
+    pins = Pins(interrupted)
+    wanted = [(bytes([i]) * 32, b"") for i in range(3)]
+    for pin in wanted:
+        pins._end(pin)
+    for _ in wanted:
+        with pytest.raises(KeyboardInterrupt):
+            pins.settle()
+    pins.settle()
+    assert let_go == wanted

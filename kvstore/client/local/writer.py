@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -403,10 +403,10 @@ class Writer:
         """Let each go once."""
         self._unpin(pinned, viewed=False)
 
-    def _unpin_viewed(self, pinned: Sequence[Pin]) -> None:
+    def _unpin_viewed(self, pinned: Iterable[Pin]) -> None:
         self._unpin(pinned, viewed=True)
 
-    def _unpin(self, pinned: Sequence[Pin], *, viewed: bool) -> None:
+    def _unpin(self, pinned: Iterable[Pin], *, viewed: bool) -> None:
         handles: dict[NodeLink, list[tuple[int, int]]] = {}
         for key, record in pinned:
             location = unpack_record(key, record)

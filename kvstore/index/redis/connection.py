@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any, Final, TypeAlias
@@ -57,7 +58,7 @@ FAILURES = (RedisError, OSError, hiredis.HiredisError, ValueError, MemoryError)
 class Link:
     """One connection. Dropped at the first thing that goes wrong, never resumed."""
 
-    __slots__ = ("_buffer", "_connection", "_dial", "_reader", "_sock", "_timeout_s")
+    __slots__ = ("__weakref__", "_buffer", "_connection", "_dial", "_reader", "_sock", "_timeout_s")
 
     def __init__(self, dial: Dial, timeout_s: float) -> None:
         self._dial = dial
@@ -197,7 +198,11 @@ class RefusedError(Exception):
 
 
 class Links:
-    """The connections to one server, at most `links_max`, the last used taken first."""
+    """The connections to one server, at most `links_max`, the last used taken first.
+
+    Who is interrupted between taking one and holding it never gives it back: what nobody holds
+    any more counts no longer, and another takes its place.
+    """
 
     def __init__(self, dial: Dial, label: str, *, timeout_s: float, links_max: int) -> None:
         self._dial = dial
@@ -210,8 +215,10 @@ class Links:
 
     def _fill(self) -> None:
         self._idle = [Link(self._dial, self.timeout_s) for _ in range(self._links_max)]
+        self._alive = weakref.WeakSet(self._idle)
         self._waiting = 0
-        self._returned = threading.Condition()
+        self._lock = threading.RLock()
+        self._returned = threading.Condition(self._lock)
 
     def run(self, request: bytes, replies: int = 1, deadline: float | None = None) -> list[Reply]:
         """One round trip on any connection.
@@ -250,13 +257,17 @@ class Links:
             return self._take_later(deadline)
 
     def _take_later(self, deadline: float) -> Link:
-        with self._returned:
+        with self._lock:  # not the condition: a handler that raises would keep it
             self._waiting += 1
             try:
                 while True:
                     try:
                         return self._idle.pop()
                     except IndexError:
+                        if len(self._alive) < self._links_max:
+                            link = Link(self._dial, self.timeout_s)
+                            self._alive.add(link)
+                            return link
                         left = deadline - monotonic()
                         if left <= 0:
                             raise IndexDeadlineError(
@@ -272,7 +283,7 @@ class Links:
             link.drop()
         self._idle.append(link)
         if self._waiting:
-            with self._returned:
+            with self._lock:
                 self._returned.notify()
 
     def drop_idle(self) -> None:

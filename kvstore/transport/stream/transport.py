@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from kvstore import tcp
@@ -162,31 +163,52 @@ class StreamTransport:
             pool.abandon()
 
 
+class _Place:
+    """One of the connections that a pool may have in use."""
+
+
 class Pool:
-    """Connections to one start of one node. Thread-safe."""
+    """Connections to one start of one node. Thread-safe.
+
+    Who is interrupted between taking one and holding it never gives it back: a place that nobody
+    holds any more is free.
+    """
 
     def __init__(self, connect: Callable[[float], Channel]) -> None:
         self._connect = connect
-        self._free = threading.BoundedSemaphore(STREAM_CONNECTIONS_PER_NODE)
         self._lock = threading.RLock()
+        self._returned = threading.Condition(self._lock)
+        self._places: weakref.WeakSet[_Place] = weakref.WeakSet()
         self._idle: list[Channel] = []
-        self._busy: set[Channel] = set()
+        self._busy: weakref.WeakKeyDictionary[Channel, _Place] = weakref.WeakKeyDictionary()
         self._closed = False
 
     def take(self, deadline: float) -> Channel:
         """A connection of one's own until `give`. Raises `PeerError` by the deadline."""
-        if not self._free.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            raise DeadlineError("all connections to the node are busy")
+        place = _Place()
         try:
+            with self._lock:
+                while len(self._places) >= STREAM_CONNECTIONS_PER_NODE:
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        raise DeadlineError("all connections to the node are busy")
+                    self._returned.wait(left_s)
+                self._places.add(place)
             channel = self._kept() or self._connect(deadline)
+            with self._lock:
+                self._busy[channel] = place
+                if self._closed:
+                    channel.break_off()
+            return channel
         except BaseException:
-            self._free.release()
+            self._leave(place)
             raise
+
+    def _leave(self, place: _Place | None) -> None:
         with self._lock:
-            self._busy.add(channel)
-            if self._closed:
-                channel.break_off()
-        return channel
+            if place is not None:
+                self._places.discard(place)
+            self._returned.notify()
 
     def _kept(self) -> Channel | None:
         while True:
@@ -208,14 +230,13 @@ class Pool:
         """
         unfit: list[Channel] = []
         with self._lock:
-            self._busy.discard(channel)
+            self._leave(self._busy.pop(channel, None))
             if not in_step or self._closed:
                 unfit, self._idle = [channel, *self._idle], []
             else:
                 self._idle.append(channel)
         for one in unfit:
             one.close()
-        self._free.release()
 
     def close(self) -> None:
         with self._lock:

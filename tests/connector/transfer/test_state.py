@@ -154,7 +154,9 @@ def test_connector_that_cannot_be_made_leaves_none() -> None:
 
 def test_wait_for_another_thread_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "GROUP_WAIT_S", 0.02)
-    state._group.lock.acquire()
+    other = threading.Thread(target=state._group.lock.acquire)
+    other.start()
+    other.join()
     with pytest.raises(DeadlineError):
         ensure_kv_transfer_initialized(config(), "engine")
     with pytest.raises(DeadlineError):
@@ -176,3 +178,27 @@ def test_forked_process_has_no_connector_and_no_held_lock() -> None:
 def test_anything_else_is_no_connector() -> None:
     assert is_v1_kv_transfer_group(Counted())
     assert not is_v1_kv_transfer_group("KVStoreConnector")
+
+
+def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it():
+    """A handler of signals raises just then: others would wait out their time for ever after."""
+    group = state._group
+    lock = group.lock
+
+    class Interrupting:
+        def acquire(self, timeout):
+            assert lock.acquire(timeout=timeout)
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name):
+            return getattr(lock, name)
+
+    group.lock = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        state.ensure_kv_transfer_shutdown()
+    group.lock = lock
+    free = []
+    other = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+    other.start()
+    other.join()
+    assert free == [True]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.errors import IndexDeadlineError
-from kvstore.index.redis.connection import Link
+from kvstore.index.redis.connection import Link, Links
 from kvstore.index.redis.index import open_index
 
 
@@ -132,3 +132,28 @@ def error_of(call: Callable[[], object]) -> BaseException | None:
     except Exception as e:
         return e
     return None
+
+
+@pytest.mark.parametrize("taken_by", ["run", "run_each"])
+def test_who_is_interrupted_just_when_it_got_a_connection_costs_no_other_one(
+    server, taken_by, monkeypatch
+):
+    """A handler of signals raised before the caller could note what it took."""
+    links = Links(server.dial, "here", timeout_s=0.05, links_max=2)
+    real = Links.take
+
+    def interrupted(self, deadline):
+        real(self, deadline)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Links, "take", interrupted)
+        for _ in range(5):
+            with pytest.raises((KeyboardInterrupt, IndexDeadlineError)):
+                getattr(links, taken_by)(*([b""] if taken_by == "run" else [iter([b""])]))
+    first, second = (links.take(time.monotonic()) for _ in range(2))
+    with pytest.raises(IndexDeadlineError, match="all 2 connections"):
+        links.take(time.monotonic())
+    links.give(first)
+    assert links.take(time.monotonic()) is first
+    links.give(second)
