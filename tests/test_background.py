@@ -12,7 +12,7 @@ from redis_servers import gone, kill, wait_until
 
 from kvstore import Client
 from kvstore.background import start_in_background
-from kvstore.client.local.embedded_node import EMBEDDED_NAME
+from kvstore.client.local.embedded_node import embedded_name
 from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.limits import Limits
 from kvstore.nodedir import NodeDir
@@ -80,7 +80,7 @@ def test_the_node_and_the_redis_of_a_bound_client_share_its_session_and_not_its_
     _, every = bound_to_one
     with Client(run_dir=tmp_path, node_size_bytes=16 << 20, limits=PATIENT) as client:
         assert client.put("k", b"1")
-        node = NodeDir(tmp_path, EMBEDDED_NAME).announcement()
+        node = NodeDir(tmp_path, embedded_name("kv:default")).announcement()
         assert node is not None
         with EmbeddedRedis.acquire(tmp_path) as redis:
             for pid in (node.pid, redis.pid, redis.supervisor_pid):
