@@ -1,0 +1,46 @@
+"""`scripts/starved`: a run too short to tell anything but that it works."""
+
+import json
+
+import pytest
+import starved
+
+from kvstore import MissReason
+
+
+@pytest.fixture(autouse=True)
+def no_url(monkeypatch):
+    monkeypatch.delenv("KVSTORE_URL", raising=False)
+
+
+def test_it_counts_every_lookup_and_its_exit_status_says_what_it_found(capsys):
+    status = starved.main(["--lookups", "3", "--busy-per-core", "1"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["busy_processes"] == report["cores"]
+    assert [report[way]["lookups"] for way in ("scheduler", "client")] == [3, 3]
+    assert (status == 0) is report["passed"]
+    assert report["scheduler"]["missed"] == 0
+
+
+def test_a_block_that_is_not_there_is_counted_as_missed_with_its_reason(monkeypatch, capsys):
+    monkeypatch.setattr(starved, "PROMPTS", 1)
+    save = starved.save
+
+    def save_another(config, client):
+        monkeypatch.setattr(starved, "prompt", lambda number: [7] * len(prompt(0)))
+        save(config, client)
+        monkeypatch.setattr(starved, "prompt", prompt)
+
+    prompt = starved.prompt
+    monkeypatch.setattr(starved, "save", save_another)
+    assert starved.main(["--lookups", "2", "--busy-per-core", "0"]) == 1
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not report["passed"]
+    for way in ("scheduler", "client"):
+        assert report[way]["reasons"] == {MissReason.ABSENT: 2}
+
+
+@pytest.mark.parametrize("wrong", [["--lookups", "0"], ["--busy-per-core", "-1"]])
+def test_numbers_that_try_nothing_are_refused(wrong):
+    with pytest.raises(SystemExit):
+        starved.main(wrong)
