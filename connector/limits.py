@@ -143,12 +143,12 @@ MULTI_CONNECTORS_MAX = 16
 COPY_BLOCKS_MAX = 1 << 20
 """Blocks in one `copy_kv_blocks`."""
 
-PARCEL_PART_BYTES = 1 << 20
+TENSOR_MESSAGE_PART_BYTES = 1 << 20
 """Tensors handed over through the store are cut into values of this size: a value has to fit
 into one node, and those of tests or demos are small."""
 TENSOR_MESSAGE_BYTES_MAX = 2 << 30
 """What one sender may hold pinned; half the pins that a client may have are parts of this."""
-PARCEL_NAME_MAX = 256
+TENSOR_MESSAGE_NAME_MAX = 256
 PIPE_MESSAGES_MAX = 64
 """Messages sent and not yet received."""
 LOOKUP_ENTRIES_MAX = 64

@@ -112,7 +112,7 @@ NIXL_REQUESTS_MAX = 4
 NIXL_QUARANTINED_MAX = 2
 """Arenas that late bytes may still come into. With so many, nothing is read through NIXL."""
 NIXL_PEERS_MAX = 256
-"""Nodes that one client knows its way into."""
+"""Nodes whose NIXL endpoints one client knows."""
 NIXL_OWNER_RETRY_AFTER_MAX_S = 60.0
 """Between two starts of a node's NIXL process when it dies again and again."""
 

@@ -26,7 +26,7 @@ class ShardRead(NamedTuple):
 
 
 class GroupReads:
-    """One worker's share of one group. Knows sizes only; the bytes are `KVBlocks`' business."""
+    """One worker's share of one group. Knows sizes only; the bytes are `KVCopier`' business."""
 
     def __init__(self, layout: GroupLayout, rank: int, block_tokens: int) -> None:
         """`rank` counts this engine's workers pipeline-major."""

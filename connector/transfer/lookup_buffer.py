@@ -1,8 +1,8 @@
 """KV of whole prompts between a producer and a consumer, found by their tokens.
 
 The older interface for disaggregated prefill: `insert` on one side, a blocking
-`drop_select` on the other. An entry is a parcel under the buffer's name and its
-number, with a small parcel beside it that holds the tokens to match.
+`drop_select` on the other. An entry is a message (tensor_messages.py) under the buffer's name
+and its number, with a small message beside it that holds the tokens to match.
 """
 
 from __future__ import annotations

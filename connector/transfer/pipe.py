@@ -1,6 +1,6 @@
 """Tensors in order from one process to another, through the store.
 
-The older, point-to-point interface: each message is a parcel under the pipe's
+The older, point-to-point interface: each message is kept under the pipe's
 name and its number. The receiver says how far it is by a value of its own, and
 the sender then drops what was received.
 """
@@ -93,7 +93,7 @@ class _Outbox:
         self._messages_max = messages_max
         self._next = 0
         self._sent: deque[tuple[int, TensorMessage]] = deque()
-        """Number and parcel of what the receiver has not yet said that it has."""
+        """Number and message of what the receiver has not yet said that it has."""
         self._bytes = 0
         self._closed = False
 
@@ -106,9 +106,9 @@ class _Outbox:
         if tensor_messages.until(deadline, lambda: self._has_room(size_bytes) or None) is None:
             raise DeadlineError(f"{self._base}: timed out: no room, the other end has not received")
         name = f"{self._base}/{self._next}"
-        parcel = tensor_messages.send(self._client, name, tensors, deadline, note)
-        self._sent.append((self._next, parcel))
-        self._bytes += parcel.size_bytes
+        message = tensor_messages.send(self._client, name, tensors, deadline, note)
+        self._sent.append((self._next, message))
+        self._bytes += message.size_bytes
         self._next += 1
 
     def _has_room(self, size_bytes: int) -> bool:
@@ -124,9 +124,9 @@ class _Outbox:
         closed = self._client.get(f"{self._base}/closed") is not None
         received = tensor_messages.newest(self._client, names) + 1
         for _ in range(len(self._sent) if closed else received):
-            _, parcel = self._sent.popleft()
-            self._bytes -= parcel.size_bytes
-            tensor_messages.release(self._client, parcel)
+            _, message = self._sent.popleft()
+            self._bytes -= message.size_bytes
+            tensor_messages.release(self._client, message)
         if closed:
             raise PipeClosedError(f"{self._base}: the other end is closed")
 

@@ -1,8 +1,8 @@
 """Tensors handed from one process to another through the store: put, kept, taken, given back.
 
-A parcel is a few tensors under one name: its parts first, then a header that
+A message is a few tensors under one name: its parts first, then a header that
 lists them, so that whoever sees the header can read the rest. The store is a
-cache and may evict what nobody holds; so a sender pins a parcel until it knows
+cache and may evict what nobody holds; so a sender pins a message until it knows
 that it was taken. Only the store's own calls are used: nothing here talks to
 Redis, and clients never write there.
 """
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from connector.limits import (
-    PARCEL_NAME_MAX,
-    PARCEL_PART_BYTES,
     POLL_MAX_S,
     POLL_MIN_S,
     TENSOR_MESSAGE_BYTES_MAX,
+    TENSOR_MESSAGE_NAME_MAX,
+    TENSOR_MESSAGE_PART_BYTES,
 )
 from kvstore import DeadlineError, PeerError, PutResult, PutStatus, UsageError
 
@@ -36,7 +36,7 @@ class MessagePin(Protocol):
 
 
 class ValueStore(Protocol):
-    """The part of `kvstore.Client` that parcels need."""
+    """The part of `kvstore.Client` that messages need."""
 
     def put_many(self, items: Iterable[tuple[str | bytes, Any]]) -> list[PutResult]: ...
     def get(self, key: str | bytes, out: Any = None) -> Any: ...
@@ -53,18 +53,20 @@ class Content(NamedTuple):
 
 @dataclass(slots=True)
 class TensorMessage:
-    """What a sender still holds of a parcel it has sent."""
+    """What a sender still holds of a message it has sent."""
 
     name: str
     size_bytes: int = 0
     pins: dict[str, MessagePin] = field(default_factory=dict)
-    """By key; every value of the parcel is pinned."""
+    """By key; every value of the message is pinned."""
 
 
 def check_name(name: str) -> str:
     """`name`, when it can be the name of a pipe or buffer; else `UsageError`."""
-    if not isinstance(name, str) or not 0 < len(name) <= PARCEL_NAME_MAX:
-        raise UsageError("name", name, f"must be a string of 1 to {PARCEL_NAME_MAX} characters")
+    if not isinstance(name, str) or not 0 < len(name) <= TENSOR_MESSAGE_NAME_MAX:
+        raise UsageError(
+            "name", name, f"must be a string of 1 to {TENSOR_MESSAGE_NAME_MAX} characters"
+        )
     return name
 
 
@@ -111,38 +113,38 @@ def until(deadline: float, probe: Callable[[], _T | None]) -> _T | None:
 def send(
     store: ValueStore, name: str, tensors: Sequence[Any], deadline: float, note: str = ""
 ) -> TensorMessage:
-    """Put a parcel and pin it. Tries again while the store declines.
+    """Put a message and pin it. Tries again while the store declines.
 
     Raises `UsageError` when the name was used before, `DeadlineError` when the
     store still declines at `deadline`, `NodeUnavailableError`; then nothing of it
     stays pinned.
     """
     described, parts = _take_apart(name, tensors)
-    parcel = TensorMessage(name, sum(part.numel() for part in parts.values()))
+    message = TensorMessage(name, sum(part.numel() for part in parts.values()))
     header = json.dumps({"note": note, "tensors": described}).encode()
     try:
-        _put_pinned(store, parcel, parts, deadline)
-        _put_pinned(store, parcel, {name: header}, deadline)
+        _put_pinned(store, message, parts, deadline)
+        _put_pinned(store, message, {name: header}, deadline)
     except BaseException:
         with suppress(PeerError):
-            release(store, parcel)
+            release(store, message)
         raise
-    return parcel
+    return message
 
 
 def hold(store: ValueStore, name: str, value: bytes) -> TensorMessage | None:
     """Put and pin one small value; None when the store declines just now."""
-    parcel = TensorMessage(name)
+    message = TensorMessage(name)
     try:
-        _put_pinned(store, parcel, {name: value}, deadline=0.0, again=True)
+        _put_pinned(store, message, {name: value}, deadline=0.0, again=True)
     except PeerError:
         return None
-    return parcel
+    return message
 
 
 def _put_pinned(
     store: ValueStore,
-    parcel: TensorMessage,
+    message: TensorMessage,
     values: Mapping[str, Any],
     deadline: float,
     *,
@@ -167,12 +169,14 @@ def _put_pinned(
             tried.add(key)
             pin = store.pin(key)
             if pin is not None:
-                parcel.pins[key] = pin
+                message.pins[key] = pin
                 del waiting[key]
         return True if not waiting else None
 
     if waiting and until(deadline, attempt) is None:
-        raise DeadlineError(f"the store did not take {len(waiting)} values of {parcel.name}: {why}")
+        raise DeadlineError(
+            f"the store did not take {len(waiting)} values of {message.name}: {why}"
+        )
 
 
 def _take_apart(name: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -189,7 +193,7 @@ def _take_apart(name: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str,
         # Bytes of any dtype; reshape first, for a scalar has no last dimension to view.
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         flat = plain.reshape(-1).view(torch.uint8)
-        for j, part in enumerate(flat.split(PARCEL_PART_BYTES) if flat.numel() else ()):
+        for j, part in enumerate(flat.split(TENSOR_MESSAGE_PART_BYTES) if flat.numel() else ()):
             parts[_part(name, i, j)] = part
     return described, parts
 
@@ -199,7 +203,7 @@ def _part(name: str, tensor: int, part: int) -> str:
 
 
 def receive(store: ValueStore, name: str) -> Content | None:
-    """A parcel's tensors, None while it is not there as a whole. It stays where it is."""
+    """A message's tensors, None while it is not there as a whole. It stays where it is."""
     header = store.get(name)
     if header is None:
         return None
@@ -218,7 +222,7 @@ def receive(store: ValueStore, name: str) -> Content | None:
         tensor = torch.empty(shape, dtype=dtype)
         tensors.append(tensor)
         flat = tensor.reshape(-1).view(torch.uint8)
-        for j, part in enumerate(flat.split(PARCEL_PART_BYTES) if flat.numel() else ()):
+        for j, part in enumerate(flat.split(TENSOR_MESSAGE_PART_BYTES) if flat.numel() else ()):
             keys.append(_part(name, i, j))
             places.append(part)
     got = store.get_many(list(keys), places)
@@ -230,24 +234,24 @@ def receive(store: ValueStore, name: str) -> Content | None:
     return Content(tensors, content["note"]) if whole else None
 
 
-def release(store: ValueStore, parcel: TensorMessage) -> None:
-    """Let a parcel go and drop it, header first. Never raises for a peer's fault."""
-    for key in reversed(parcel.pins):
+def release(store: ValueStore, message: TensorMessage) -> None:
+    """Let a message go and drop it, header first. Never raises for a peer's fault."""
+    for key in reversed(message.pins):
         try:
-            parcel.pins[key].close()
+            message.pins[key].close()
             store.delete(key)
         except PeerError as e:
             # A node that is gone holds nothing; one that hangs gives it back by itself.
             log.debug("%s was not given back: %s", key, e)
-    parcel.pins.clear()
+    message.pins.clear()
 
 
-def leave(parcel: TensorMessage) -> None:
-    """Hold a parcel no longer, but let it stay in the store until it is evicted."""
-    for pin in parcel.pins.values():
+def leave(message: TensorMessage) -> None:
+    """Hold a message no longer, but let it stay in the store until it is evicted."""
+    for pin in message.pins.values():
         with suppress(PeerError):
             pin.close()
-    parcel.pins.clear()
+    message.pins.clear()
 
 
 def newest(store: ValueStore, names: Sequence[str]) -> int:

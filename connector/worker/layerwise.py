@@ -85,7 +85,7 @@ class StepLoads:
             all_awaited = len(self._awaited) == self._layers
             whole = all_awaited and not self._late and self._in_place == self._layers
         for task, good in zip(self.tasks, self._good, strict=True):
-            task.fence.end(timeout_s)
+            task.guard.end(timeout_s)
             task.loaded = good if whole else 0
             if not all_awaited:
                 task.why = metrics.INCOMPLETE

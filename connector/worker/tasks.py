@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 IDLE_EVERY_S = 1.0
-"""How often an idle thread does its upkeep."""
+"""How often an idle thread cleans up."""
 
 
 class Results(Generic[R]):
@@ -47,8 +47,8 @@ class Results(Generic[R]):
 class TaskThread:
     """Thread-safe. Every task that was submitted ends: done, failed, or refused at once."""
 
-    def __init__(self, name: str, upkeep: Callable[[], None]) -> None:
-        self._upkeep = upkeep
+    def __init__(self, name: str, clean_up: Callable[[], None]) -> None:
+        self._clean_up = clean_up
         self._wake = threading.Condition()
         self._tasks: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._closing = False
@@ -94,19 +94,19 @@ class TaskThread:
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
-        upkeep_at = time.monotonic() + IDLE_EVERY_S
+        clean_up_at = time.monotonic() + IDLE_EVERY_S
         while True:
             with self._wake:
                 if not self._tasks and not self._closing:
-                    self._wake.wait(max(0.0, upkeep_at - time.monotonic()))
+                    self._wake.wait(max(0.0, clean_up_at - time.monotonic()))
                 if self._closing:
                     return
                 task, failed = self._tasks.popleft() if self._tasks else (None, None)
             if task is not None and failed is not None:
                 self._run(task, failed)
-            if time.monotonic() >= upkeep_at:
-                self._run(self._upkeep, _nothing)
-                upkeep_at = time.monotonic() + IDLE_EVERY_S
+            if time.monotonic() >= clean_up_at:
+                self._run(self._clean_up, _nothing)
+                clean_up_at = time.monotonic() + IDLE_EVERY_S
 
     @staticmethod
     def _run(task: Callable[[], None], failed: Callable[[], None]) -> None:

@@ -27,14 +27,14 @@ class Load:
     """`loaded` counts blocks that were copied and checked. `ready` stands for the work before
     it, which may still use the blocks; see `KVCopier.wait_ready`."""
 
-    __slots__ = ("deadline", "ended", "fence", "job", "loaded", "ready", "started_at", "why")
+    __slots__ = ("deadline", "ended", "guard", "job", "loaded", "ready", "started_at", "why")
 
     def __init__(self, job: LoadJob, deadline: float, started_at: float, ready: Any = None) -> None:
         self.job = job
         self.deadline = deadline
         self.started_at = started_at
         self.ready = ready
-        self.fence = CopyGuard()
+        self.guard = CopyGuard()
         self.loaded = 0
         self.ended = False
         self.why: str = MissReason.DEADLINE
@@ -44,14 +44,14 @@ class Load:
 class Save:
     """`ready` stands for the work that fills the blocks; see `KVCopier.wait_ready`."""
 
-    __slots__ = ("deadline", "ended", "fence", "job", "ready", "started_at", "stored", "why")
+    __slots__ = ("deadline", "ended", "guard", "job", "ready", "started_at", "stored", "why")
 
     def __init__(self, job: SaveJob, deadline: float, started_at: float, ready: Any = None) -> None:
         self.job = job
         self.deadline = deadline
         self.started_at = started_at
         self.ready = ready
-        self.fence = CopyGuard()
+        self.guard = CopyGuard()
         self.ended = False
         self.stored: set[Key] = set()
         """Of this worker's shard, what is in the store: saved or found there. May hold more
@@ -105,7 +105,7 @@ def gather_all(
         tasks = {entry.task for entry in batch}
         for task in tasks:
             blocks.wait_ready(task.ready)
-        allowed = {task: task.fence.enter() for task in tasks}
+        allowed = {task: task.guard.enter() for task in tasks}
         try:
             now = clock()
             for task in tasks:
@@ -119,7 +119,7 @@ def gather_all(
                 )
         finally:
             for task in tasks:
-                task.fence.leave()
+                task.guard.leave()
         filled += copied
     return filled
 
@@ -133,7 +133,7 @@ def scatter_all(
 
     One batch. What belongs to a load that has ended is not copied and not right.
     """
-    allowed = {task: task.fence.enter() for task in {task for task, _, _ in opened}}
+    allowed = {task: task.guard.enter() for task in {task for task, _, _ in opened}}
     try:
         items = [
             Scatter(view.buffer, block.skip, block.block_ids, part)
@@ -145,7 +145,7 @@ def scatter_all(
             blocks.scatter_many(items, layer)
     finally:
         for task in allowed:
-            task.fence.leave()
+            task.guard.leave()
     return [allowed[task] and all(view.valid() for view, _ in views) for task, _, views in opened]
 
 

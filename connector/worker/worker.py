@@ -197,7 +197,7 @@ class WorkerCore:
             saves = [task for task in self._active if isinstance(task, Save)]
         for task in saves:
             try:
-                task.fence.end(max(0.0, give_up_at - self._clock()))
+                task.guard.end(max(0.0, give_up_at - self._clock()))
             except InternalError as e:
                 log.warning("a save goes on: %s", e)
                 continue
@@ -223,7 +223,7 @@ class WorkerCore:
             now = self._clock()
             late = [task for task in self._active if now >= task.deadline]
             for task in late:
-                if task.fence.try_end():
+                if task.guard.try_end():
                     task.why = task.why or MissReason.DEADLINE
                     self._end_locked(task)
             done, self._done = self._done, []
@@ -255,7 +255,7 @@ class WorkerCore:
         with self._wake:
             tasks = list(self._active)
         for task in tasks:
-            task.fence.try_end()
+            task.guard.try_end()
         for stop in (self._load_queue.put, self._save_queue.put):
             try:
                 stop(None, timeout=max(0.0, deadline - self._clock()))
@@ -306,12 +306,12 @@ class WorkerCore:
             views = store.views(found_in(self._groups, window), self._staging, timeout_s)
             for batch in alike(window, self._blocks[0].batch_blocks):
                 # A block after a failed one is of no use: the engine recomputes from there.
-                if task.fence.ended or self._clock() >= task.deadline:
+                if task.guard.ended or self._clock() >= task.deadline:
                     return
                 loaded = transfers.load_blocks(self._groups, self._blocks, task, batch, views)
                 task.loaded += loaded
                 if loaded < len(batch):
-                    if not task.fence.ended and self._clock() < task.deadline:
+                    if not task.guard.ended and self._clock() < task.deadline:
                         task.why = MissReason.LOAD_FAILED
                     return
         self._touch(task, store)
@@ -409,7 +409,7 @@ class WorkerCore:
     ) -> list[Reserved]:
         """Slots for those of the blocks that the store does not have; one request."""
         wanted = {
-            block.keys[group.shard]: (task, block) for task, block in blocks if not task.fence.ended
+            block.keys[group.shard]: (task, block) for task, block in blocks if not task.guard.ended
         }
         if not wanted:
             return []
@@ -428,14 +428,14 @@ class WorkerCore:
         return reserved
 
     def _commit(self, store: BlockStore, filled: Sequence[Reserved], tasks: Iterable[Save]) -> None:
-        """Commit under the fences: a job that was reported as ended publishes nothing later.
+        """Commit under the copy guards: a job that was reported as ended publishes nothing later.
 
         A reset relies on it: it clears the store once no job is in flight. `tasks` learn
         what is in the store then: some may save the same blocks.
         """
         with ExitStack() as stack:
             filling = {entry.task for entry in filled}
-            alive = {t for t in filling if stack.enter_context(t.fence.copying())}
+            alive = {t for t in filling if stack.enter_context(t.guard.copying())}
             dropped = [entry.reservation for entry in filled if entry.task not in alive]
             kept = [entry.reservation for entry in filled if entry.task in alive]
             if dropped:

@@ -44,7 +44,7 @@ class NixlSidecar:
         self.starts = 0
 
     def start(self) -> None:
-        """Returns at once: until it is ready there is no way in."""
+        """Returns at once: until it is ready there is no endpoint."""
         self._thread.start()
 
     @property
@@ -53,7 +53,7 @@ class NixlSidecar:
         return process.pid if process is not None else None
 
     def way(self) -> list[Any]:
-        """What `unpack_endpoint` of protocol/nixl.py takes; empty while there is no way in."""
+        """What `unpack_endpoint` of protocol/nixl.py takes; empty while there is no endpoint."""
         process = self._process
         if process is None:
             return []

@@ -7,7 +7,7 @@ when somebody does within `RESTART_WITHIN_S`. Whoever frees one has to know both
    however that ends. The lock is free: the owner is dead.
 2. A node that may come back sets the time of the header file every few seconds. Lock free and
    time older than `RESTART_WITHIN_S`: nobody is expected back, and every process of this
-   user may free it, from any run directory. The other nodes, `kvstore up` and the upkeep of
+   user may free it, from any run directory. The other nodes, `kvstore up` and the reaper of
    clients do, every `Limits.sweep_every_s`.
 3. Whoever frees takes the lock, looks at the time again and that the name still leads to the
    file it has locked, and keeps the lock until payload and headers are gone. A node that

@@ -6,7 +6,7 @@ from kvstore.protocol.stream import WireError
 WAY = Endpoint("0000000000000007#5.1", b"metadata", 1 << 40, 1 << 41, 1 << 42, bytes(PROBE_BYTES))
 
 
-def test_a_way_in_is_read_as_it_was_sent_and_none_is_none() -> None:
+def test_an_endpoint_is_read_as_it_was_sent_and_none_is_none() -> None:
     assert unpack_endpoint(list(WAY)) == WAY
     assert unpack_endpoint([]) is None
 
@@ -30,7 +30,7 @@ def test_a_way_in_is_read_as_it_was_sent_and_none_is_none() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_a_way_in_is_refused(lie: dict[str, object]) -> None:
+def test_what_cannot_be_an_endpoint_is_refused(lie: dict[str, object]) -> None:
     with pytest.raises(WireError):
         unpack_endpoint(list(WAY._replace(**lie)))
 

@@ -91,10 +91,10 @@ class Device(Protocol):
 
 
 class DeviceCopier:
-    """Implements `KVBlocks`. Used by two threads, one that gathers and one that scatters.
+    """Implements `KVCopier`. Used by two threads, one that gathers and one that scatters.
 
     A call returns when the bytes are where they belong, and not before nothing
-    of it runs any more, whatever it raises: the caller's fence (nobody writes
+    of it runs any more, whatever it raises: the caller's copy guard (nobody writes
     after having reported) needs that.
     """
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class TorchCopier:
-    """Implements `KVBlocks` where no kernel can be compiled: a stream of its own, staging
+    """Implements `KVCopier` where no kernel can be compiled: a stream of its own, staging
     through one pinned host block, payload after payload.
 
     Every call returns only when the bytes are where they belong: the caller's
-    fence (nobody writes after having reported) needs that. Used by two threads,
+    copy guard (nobody writes after having reported) needs that. Used by two threads,
     one that gathers and one that scatters: each has its own staging.
     """
 

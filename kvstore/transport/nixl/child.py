@@ -40,7 +40,7 @@ PROBE_BYTES = 4096
 IDLE_POLL_S = 0.02
 """How often an owner lets UCX work when nobody is about to connect: 0.4% of a core."""
 EAGER_S = 2.0
-"""How long it does so all the time after somebody asked for the way in."""
+"""How long it does so all the time after somebody asked for the endpoint."""
 EAGER_POLL_S = 0.0005
 SPIN_S = 0.002
 """How long a reader looks for the end of a READ without a pause."""

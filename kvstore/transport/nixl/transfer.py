@@ -84,12 +84,12 @@ class NixlBatch:
     def __init__(
         self,
         reader: NixlReader,
-        way: Endpoint,
+        endpoint: Endpoint,
         layout: RemoteLayout,
         wanted: Sequence[Wanted],
         deadline: float,
     ) -> None:
-        self._reader, self._way, self._layout = reader, way, layout
+        self._reader, self._endpoint, self._layout = reader, endpoint, layout
         self._deadline = deadline
         self._blocks = [_Block(one) for one in wanted]
         self._outcomes: list[Outcome | None] = [None] * len(wanted)
@@ -138,7 +138,7 @@ class NixlBatch:
         now = time.monotonic()
         try:
             stages = self._stages(chunks, part)
-            future = self._reader.read(self._way.agent, part, stages, self._deadline)
+            future = self._reader.read(self._endpoint.agent, part, stages, self._deadline)
         except BaseException:
             self._reader.give(part)
             raise
@@ -182,15 +182,15 @@ class NixlBatch:
     def _stages(self, chunks: Sequence[_Chunk], part: Part) -> list[bytes]:
         """Headers, payload, headers: in this order, so that the last say whether the payload was
         the block's all along (rule 4)."""
-        way, size_bytes = self._way, self._layout.header_bytes
+        endpoint, size_bytes = self._endpoint, self._layout.header_bytes
         before, payload, after = [], [], []
         to, heads = part.start, part.start + NIXL_REQUEST_BYTES_MAX
         for chunk in chunks:
-            head_at = way.head_at + chunk.head_at
+            head_at = endpoint.head_at + chunk.head_at
             before.append(_PIECE.pack(head_at, heads, size_bytes))
             after.append(_PIECE.pack(head_at, heads + size_bytes, size_bytes))
             if chunk.size_bytes:
-                payload.append(_PIECE.pack(way.data_at + chunk.data_at, to, chunk.size_bytes))
+                payload.append(_PIECE.pack(endpoint.data_at + chunk.data_at, to, chunk.size_bytes))
             heads += 2 * size_bytes
             to += chunk.size_bytes
         return [b"".join(stage) for stage in (before, payload, after) if stage]

@@ -34,7 +34,7 @@ log = logging.getLogger("kvstore.nixl")
 
 NAME = "nixl"
 PROBE_TIMEOUT_S = 3.0
-"""For the way in and the first READ; a connection over RDMA takes up to 0.1 s."""
+"""For the endpoint and the first READ; a connection over RDMA takes up to 0.1 s."""
 PEER_RETRY_AFTER_S = 1.0
 PEER_RETRY_AFTER_MAX_S = 60.0
 START_RETRY_AFTER_S = 1.0
@@ -62,14 +62,14 @@ class _Peer:
         """Set when the attempt under way has ended."""
         self.reason = "it has not been tried"
 
-    def way_in(self) -> tuple[NixlReader, Endpoint] | None:
+    def usable(self) -> tuple[NixlReader, Endpoint] | None:
         proved = self.proved
         return proved if proved is not None and proved[0].usable else None
 
 
 class NixlTransport:
-    """Implements `Transport`. `stream` brings the nodes' ways in; `layout_of` says how the segment
-    of an announced node is divided."""
+    """Implements `Transport`. `stream` brings the nodes' endpoints; `layout_of` says how the
+    segment of an announced node is divided."""
 
     name = NAME
 
@@ -104,7 +104,7 @@ class NixlTransport:
     def ready(self, node: Announcement) -> bool:
         """Whether a read can begin now; if not, it is tried in the background when it is time."""
         peer = self._peer(node)
-        if peer.way_in() is not None:
+        if peer.usable() is not None:
             return True
         self._prove_soon(peer, node)
         return False
@@ -120,14 +120,14 @@ class NixlTransport:
             reason = f"node {node.name} offers no NIXL that this client may use"
             return [Outcome(Read.FAILED, reason)] * len(wanted)
         peer = self._peer(node)
-        way_in = peer.way_in()
-        if way_in is None and (proving := self._prove_soon(peer, node)) is not None:
+        proved = peer.usable()
+        if proved is None and (proving := self._prove_soon(peer, node)) is not None:
             proving.wait(max(deadline - time.monotonic(), 0.0))
-            way_in = peer.way_in()
-        if way_in is None or time.monotonic() >= deadline:
-            reason = "timed out" if way_in is not None else peer.reason
+            proved = peer.usable()
+        if proved is None or time.monotonic() >= deadline:
+            reason = "timed out" if proved is not None else peer.reason
             return [Outcome(Read.FAILED, reason)] * len(wanted)
-        batch = NixlBatch(*way_in, self._layout_of(node), wanted, deadline)
+        batch = NixlBatch(*proved, self._layout_of(node), wanted, deadline)
         return batch.read(lambda reason: self._failed(peer, node, reason))
 
     @property
@@ -171,18 +171,18 @@ class NixlTransport:
         try:
             reader = self._ready_reader()
             deadline = time.monotonic() + PROBE_TIMEOUT_S
-            way = nixl_endpoint(self._stream, node, deadline)
-            if way is None:
+            endpoint = nixl_endpoint(self._stream, node, deadline)
+            if endpoint is None:
                 raise NodeUnavailableError("the node offers no NIXL endpoint now")
-            if not way.agent.startswith(agent_prefix(node.node_id, node.epoch)):
-                raise WireError(f"agent {way.agent!r} is not this node's")
-            reader.know(node.node_id, way.agent, way.metadata, deadline)
-            _probe(reader, way, deadline)
+            if not endpoint.agent.startswith(agent_prefix(node.node_id, node.epoch)):
+                raise WireError(f"agent {endpoint.agent!r} is not this node's")
+            reader.know(node.node_id, endpoint.agent, endpoint.metadata, deadline)
+            _probe(reader, endpoint, deadline)
         except PeerError as e:
             self._failed(peer, node, str(e))
         else:
             with self._lock:
-                peer.proved = (reader, way)
+                peer.proved = (reader, endpoint)
                 peer.breaker.succeeded()
             log.info("node %s on %s is read through NIXL", node.name, node.host)
         finally:
@@ -257,7 +257,7 @@ class NixlTransport:
 _PIECE = struct.Struct("<QQQ")
 
 
-def _probe(reader: NixlReader, way: Endpoint, deadline: float) -> None:
+def _probe(reader: NixlReader, endpoint: Endpoint, deadline: float) -> None:
     """READ what the node says it has there, and compare. Raises `PeerError`."""
     part = reader.take(deadline)
     if part is None:
@@ -265,14 +265,17 @@ def _probe(reader: NixlReader, way: Endpoint, deadline: float) -> None:
     part.memory[:PROBE_BYTES] = bytes(PROBE_BYTES)
     try:
         future = reader.read(
-            way.agent, part, [_PIECE.pack(way.probe_at, part.start, PROBE_BYTES)], deadline
+            endpoint.agent,
+            part,
+            [_PIECE.pack(endpoint.probe_at, part.start, PROBE_BYTES)],
+            deadline,
         )
     except PeerError:
         reader.give(part)
         raise
     try:
         wait_for(future, deadline, "the first READ did not end in time")
-        if part.memory[:PROBE_BYTES] != way.probe:
+        if part.memory[:PROBE_BYTES] != endpoint.probe:
             raise WireError("the first READ brought other bytes than the node has there")
     except DeadlineError:
         reader.retire()

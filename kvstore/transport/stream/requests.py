@@ -134,7 +134,7 @@ def tell(
 def nixl_endpoint(
     transport: StreamTransport, node: Announcement, deadline: float
 ) -> Endpoint | None:
-    """How to read the node's memory through NIXL; None when it has no way in now.
+    """How to read the node's memory through NIXL; None when it has no endpoint now.
 
     Raises `PeerError`.
     """

@@ -178,7 +178,7 @@ def test_what_waits_when_the_thread_is_closed_fails() -> None:
     assert ended == ["failed", "too late"]
 
 
-def test_an_idle_thread_does_its_upkeep() -> None:
+def test_an_idle_thread_cleans_up() -> None:
     ran = threading.Event()
     thread = TaskThread("t", ran.set)
     assert ran.wait(PATIENCE_S)

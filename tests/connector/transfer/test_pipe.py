@@ -14,7 +14,7 @@ from fake_values import FakeValues
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.limits import PARCEL_PART_BYTES, TENSOR_MESSAGE_BYTES_MAX
+from connector.limits import TENSOR_MESSAGE_BYTES_MAX, TENSOR_MESSAGE_PART_BYTES
 from connector.transfer import tensor_messages
 from connector.transfer.pipe import Pipe, PipeClosedError
 from kvstore import Client, DeadlineError, UsageError
@@ -103,7 +103,7 @@ def test_strided_tensor_arrives_with_its_values() -> None:
 def test_tensor_larger_than_one_part_is_cut_and_joined() -> None:
     store = FakeValues()
     sender, receiver = pair(store)
-    sent = torch.randint(0, 256, (2 * PARCEL_PART_BYTES + 17,), dtype=torch.uint8)
+    sent = torch.randint(0, 256, (2 * TENSOR_MESSAGE_PART_BYTES + 17,), dtype=torch.uint8)
     sender.send_tensor(sent)
     assert len(store.values) == 3 + 1
     assert torch.equal(receiver.recv_tensor(), sent)

@@ -63,8 +63,8 @@ def test_a_worker_loads_what_another_host_has_one_batch_a_window(
     monkeypatch.setattr(worker_module, "LOAD_STAGING_BYTES", window_blocks * block_bytes)
     other = Worker(far, seed=2)
     batches = []
-    submit = far.remote.stream.submit
-    far.remote.stream.submit = lambda *args: batches.append(args) or submit(*args)
+    read = far.remote.stream.read
+    far.remote.stream.read = lambda *args: batches.append(args) or read(*args)
     other.core.start_loads([load_job(far, 4)])
     report = loaded(other)
     assert report.invalid_block_ids == set()

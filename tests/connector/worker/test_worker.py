@@ -1,4 +1,4 @@
-"""The worker side against the model of a store: bytes, reports, deadlines, fences."""
+"""The worker side against the model of a store: bytes, reports, deadlines, copy guards."""
 
 from __future__ import annotations
 
@@ -236,7 +236,9 @@ class TestLoadDeadline:
         hold.release()
         worker.core.close()
 
-    def test_the_fence_nothing_is_written_after_the_report(self, store: MemoryBlockStore) -> None:
+    def test_the_copy_guard_nothing_is_written_after_the_report(
+        self, store: MemoryBlockStore
+    ) -> None:
         clock = Clock()
         worker = Worker(store, clock=clock, timeout_s=5.0)
         save(worker, save_job(1))
@@ -254,7 +256,9 @@ class TestLoadDeadline:
         assert torch.equal(bits(worker.kv)[:, 11:13], before[:, 11:13])
         worker.core.close()
 
-    def test_the_fence_no_report_while_a_copy_is_running(self, store: MemoryBlockStore) -> None:
+    def test_the_copy_guard_no_report_while_a_copy_is_running(
+        self, store: MemoryBlockStore
+    ) -> None:
         clock = Clock()
         worker = Worker(store, clock=clock, timeout_s=5.0)
         save(worker, save_job(1))

@@ -1,4 +1,4 @@
-"""The worker side's saves against the model of a store: drops, fences, batches."""
+"""The worker side's saves against the model of a store: drops, copy guards, batches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_error_while_copying_gives_the_slots_back(
     assert store.sealed() == []
 
 
-def test_the_fence_a_save_past_its_deadline_reads_and_publishes_nothing(
+def test_the_copy_guard_a_save_past_its_deadline_reads_and_publishes_nothing(
     store: MemoryBlockStore,
 ) -> None:
     clock = Clock()

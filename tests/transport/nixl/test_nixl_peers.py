@@ -294,7 +294,7 @@ def test_bytes_that_are_not_those_of_the_checksum_are_a_miss(place):
     ],
     ids=["probe", "metadata", "agent", "addresses"],
 )
-def test_a_node_that_lies_about_its_way_in_is_left_alone(place, monkeypatch, lie, reason):
+def test_a_node_that_lies_about_its_endpoint_is_left_alone(place, monkeypatch, lie, reason):
     block = place.save(b"1" * 100_000)
     real = nixl_module.nixl_endpoint
 
@@ -327,7 +327,7 @@ def test_large_blocks_are_read_in_parts(place, monkeypatch):
 # --- who may ----------------------------------------------------------------------
 
 
-def test_the_way_in_is_not_in_the_announcement(place):
+def test_the_endpoint_is_not_in_the_announcement(place):
     way = place.sidecar.way()
     (told,) = (place.word.transports[name] for name in place.word.transports if name == "nixl")
     assert way[0].startswith(told)
