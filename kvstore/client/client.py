@@ -18,34 +18,23 @@ from kvstore.client.health import Health, ask_index
 from kvstore.client.local.reader import Place
 from kvstore.client.miss_query import about_block, about_value
 from kvstore.client.pinned import Pinned, TokenMatch
-from kvstore.client.put_pipeline import check_wanted, save
 from kvstore.client.remote.values import RemoteBlock, fetch_values
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.values import tensors
-from kvstore.client.values.existing import drop_away, node_of, others_away, told_apart
+from kvstore.client.values.existing import node_of
 from kvstore.client.values.out import Out
-from kvstore.client.values.tensors import Payload
-from kvstore.errors import (
-    DeadlineError,
-    NodeUnavailableError,
-    NoSpaceError,
-    PeerError,
-    UsageError,
-)
+from kvstore.client.values.saving import ValueSaver
+from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.index.redis.url import parse_url
 from kvstore.keys import SALT_FIELD, Namespace
-from kvstore.limits import REPLACE_TRIES, RESET_TIMEOUT_S, Limits
+from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy
-from kvstore.transport.stream import requests
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Key, Kind, Location, PutResult, PutStatus, rejected
+from kvstore.types import Key, Kind, PutResult
 
 log = logging.getLogger("kvstore.client")
-
-DROP_PART_S_MIN = 0.1
-"""What a node of another host has to say that it dropped a value, while there is time left."""
 
 # To a type checker a dict[str, int] is no Mapping[str | bytes, int].
 Items = (
@@ -153,6 +142,7 @@ class Client:
         self._writer = self.session.writer
         self._nodes = self.session.nodes
         self._verify = verify == "always"
+        self._saver = ValueSaver(self.session, namespace.id)
         self._explained: dict[str, int] = {}
         self._counts = {"hits": 0, "misses": 0, "hit_bytes": 0, "stored": 0, "not_stored": 0}
         self._away_counts = {"hits": 0, "hit_bytes": 0}
@@ -190,7 +180,7 @@ class Client:
                 f"{len(tokens)} tokens fill {len(keys)} of {self.block_tokens}",
             )
         payloads = [tensors.encode_block(block) for block in blocks]
-        return self._counted(self._save(keys[: len(blocks)], payloads))
+        return self._counted(self._saver.save(keys[: len(blocks)], payloads))
 
     def _save_values(
         self, pairs: Sequence[tuple[str | bytes, Any]], replace: bool
@@ -198,95 +188,15 @@ class Client:
         self._check_open()
         keys = [self._value_key(name) for name, _ in pairs]
         payloads = [tensors.encode(value) for _, value in pairs]
-        if replace:
-            results = self._replace(keys, payloads)
-        else:
-            results = self._told_apart(keys, payloads, self._save(keys, payloads))
+        results = (self._saver.replace if replace else self._saver.put)(keys, payloads)
         self.session.value_names.note(keys, [name for name, _ in pairs])
         return self._counted(results)
-
-    def _replace(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
-        last = dict(zip(keys, payloads, strict=True))
-        results: dict[Key, PutResult] = {}
-        todo = list(last)
-        for _ in range(REPLACE_TRIES):
-            # Elsewhere too: whoever reads there would go on finding the old one.
-            away = self._reader.search(todo).away
-            blocks = [(todo[i], at, last[todo[i]]) for i, at in away.items()]
-            is_other = others_away(self.session.remote, blocks)
-            others = {
-                key: at for (key, at, _), other in zip(blocks, is_other, strict=True) if other
-            }
-            undropped = self._drop_each(others)
-            todo = [key for key in todo if key not in undropped]
-            results.update(undropped)
-            payloads = [last[key] for key in todo]
-            told = self._told_apart(todo, payloads, self._save(todo, payloads))
-            results.update(zip(todo, told, strict=True))
-            todo = [key for key in todo if results[key].status is PutStatus.DIFFERS]
-            undropped = self._drop_each(dict.fromkeys(todo))
-            results.update(undropped)
-            todo = [key for key in todo if key not in undropped]
-            if not todo:
-                break
-        return [results[key] for key in keys]
-
-    def _told_apart(
-        self, keys: Sequence[Key], payloads: Sequence[Payload], results: Sequence[PutResult]
-    ) -> list[PutResult]:
-        return told_apart(self._reader, self.session.remote, keys, payloads, results)
-
-    def _drop_each(self, there: Mapping[Key, Location | None]) -> dict[Key, PutResult]:
-        """Why it could not be done, of those that could not be dropped where they are."""
-        undropped: dict[Key, PutResult] = {}
-        away = {location.node_id for location in there.values() if location is not None}
-        left_s = self.session.remote.timeout_s(0)
-        """One deadline for all nodes of other hosts that are silent: each takes its part of it."""
-        for key, location in there.items():
-            began = time.monotonic()
-            try:
-                if location is None:
-                    self._delete(key)
-                else:
-                    self._reader.forget(key)
-                    part_s = max(left_s / max(len(away), 1), min(left_s, DROP_PART_S_MIN))
-                    drop_away(self.session.remote, key, location, began + part_s)
-            except PeerError as e:
-                if location is not None:
-                    away.discard(location.node_id)
-                    left_s = max(left_s - (time.monotonic() - began), 0.0)
-                undropped[key] = rejected(f"the value that is there cannot be dropped: {e}")
-        return undropped
-
-    def _save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
-        away = self.session.no_local_node()
-        if away is None:
-            return save(self._writer, self.namespace.id, keys, payloads, checksums=self._verify)
-        if isinstance(away.__cause__, NoSpaceError):
-            # Nobody else will say it: this client was to start the node.
-            raise NoSpaceError(str(away)) from away
-        return self._save_away(keys, payloads, str(away))
 
     def _counted(self, results: list[PutResult]) -> list[PutResult]:
         stored = sum(map(bool, results))
         self._counts["stored"] += stored
         self._counts["not_stored"] += len(results) - stored
         return results
-
-    def _save_away(
-        self, keys: Sequence[Key], payloads: Sequence[Payload], here: str
-    ) -> list[PutResult]:
-        """To another host's node; `here` says why not to this one's."""
-        check_wanted()
-        away = [
-            requests.SavePayload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
-            for key, p in zip(keys, payloads, strict=True)
-        ]
-        try:
-            fields = self._writer.introductions.get(self.namespace.id, b"")
-            return self.session.remote_writer.save(away, (self.namespace.id, fields))
-        except PeerError as e:
-            return [rejected(f"{here}; elsewhere: {e}")] * len(keys)
 
     # --- getting ----------------------------------------------------------
 
@@ -510,18 +420,7 @@ class Client:
         Raises `NodeUnavailableError` or `DeadlineError` when a node that may have it cannot
         be asked.
         """
-        return self._delete(self._value_key(key))
-
-    def _delete(self, key: Key) -> bool:
-        location = self._reader.search((key,)).away.get(0)
-        self._reader.forget(key)
-        try:
-            here = self._writer.drop([key])[0]
-        except NodeUnavailableError:
-            if location is None:
-                raise
-            here = False
-        return (location is not None and drop_away(self.session.remote, key, location)) or here
+        return self._saver.delete(self._value_key(key))
 
     def clear(self, timeout_s: float = RESET_TIMEOUT_S) -> ResetResult:
         """Drop all values and blocks of this client's namespace, on every node of every host.

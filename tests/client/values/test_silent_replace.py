@@ -13,8 +13,7 @@ from stores import announcement
 from two_hosts import SECURITY
 
 from kvstore import Client, Limits, PutStatus
-from kvstore.client import client as client_module
-from kvstore.client.values import existing
+from kvstore.client.values import existing, saving
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.index import open_index
 from kvstore.record import pack_record
@@ -61,4 +60,4 @@ def test_all_that_are_silent_cost_one_deadline_together(
     results = client.put_many(dict.fromkeys(NAMES, b"v"), replace=True)
     assert {result.status for result in results} == {PutStatus.REJECTED}
     assert waited_s
-    assert sum(waited_s) <= TIMEOUT_S + client_module.DROP_PART_S_MIN
+    assert sum(waited_s) <= TIMEOUT_S + saving.DROP_PART_S_MIN

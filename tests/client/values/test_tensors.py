@@ -98,7 +98,7 @@ def test_a_damaged_description_is_a_miss(client, meta):
     value = numpy.arange(2, dtype="<f4")
     payload = tensors.encode(value)._replace(meta=tensors.msgpack.packb(meta))
     key = client.namespace.value_key("k")
-    assert client._save([key], [payload]) == [("stored", "")]
+    assert client._saver.save([key], [payload]) == [("stored", "")]
     assert client.get("k") is None
     assert client.stats()["missed"]["load-failed"] > 0
 

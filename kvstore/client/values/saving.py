@@ -1,0 +1,127 @@
+"""Saving values of callers: to this host's nodes or another's, with a word about what is there.
+
+What becomes of the bytes on the way is put_pipeline.py's business, on this host, and
+remote/writer.py's where there is no node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from kvstore.client.put_pipeline import check_wanted, save
+from kvstore.client.session import BlockSession
+from kvstore.client.values.existing import drop_away, others_away, told_apart
+from kvstore.client.values.tensors import Payload
+from kvstore.errors import NodeUnavailableError, NoSpaceError, PeerError
+from kvstore.limits import REPLACE_TRIES
+from kvstore.transport.stream.requests import SavePayload
+from kvstore.types import Key, Location, PutResult, PutStatus, rejected
+
+DROP_PART_S_MIN = 0.1
+"""What a node of another host has to say that it dropped a value, while there is time left."""
+
+
+class ValueSaver:
+    """Puts, replaces and deletes under keys of one namespace. Thread-safe."""
+
+    def __init__(self, session: BlockSession, namespace_id: int) -> None:
+        """`session` is its caller's, who closes it, and has told it of the namespace."""
+        self._session = session
+        self._reader = session.reader
+        self._writer = session.writer
+        self._namespace_id = namespace_id
+
+    def put(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
+        """Save what is not there; DIFFERS where another value is."""
+        results = self.save(keys, payloads)
+        return told_apart(self._reader, self._session.remote, keys, payloads, results)
+
+    def replace(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
+        """`put` in place of other values; of several for one key the last counts."""
+        last = dict(zip(keys, payloads, strict=True))
+        results: dict[Key, PutResult] = {}
+        todo = list(last)
+        for _ in range(REPLACE_TRIES):
+            # Elsewhere too: whoever reads there would go on finding the old one.
+            away = self._reader.search(todo).away
+            blocks = [(todo[i], at, last[todo[i]]) for i, at in away.items()]
+            is_other = others_away(self._session.remote, blocks)
+            others = {
+                key: at for (key, at, _), other in zip(blocks, is_other, strict=True) if other
+            }
+            undropped = self._drop_each(others)
+            todo = [key for key in todo if key not in undropped]
+            results.update(undropped)
+            told = self.put(todo, [last[key] for key in todo])
+            results.update(zip(todo, told, strict=True))
+            todo = [key for key in todo if results[key].status is PutStatus.DIFFERS]
+            undropped = self._drop_each(dict.fromkeys(todo))
+            results.update(undropped)
+            todo = [key for key in todo if key not in undropped]
+            if not todo:
+                break
+        return [results[key] for key in keys]
+
+    def save(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
+        """Save what is not there, whatever is.
+
+        Raises `NoSpaceError` where the node that this client is to start finds no room.
+        """
+        away = self._session.no_local_node()
+        if away is None:
+            checksums = self._session.verify == "always"
+            return save(self._writer, self._namespace_id, keys, payloads, checksums=checksums)
+        if isinstance(away.__cause__, NoSpaceError):
+            # Nobody else will say it: this client was to start the node.
+            raise NoSpaceError(str(away)) from away
+        return self._save_away(keys, payloads, str(away))
+
+    def delete(self, key: Key) -> bool:
+        """As `Client.delete`."""
+        location = self._reader.search((key,)).away.get(0)
+        self._reader.forget(key)
+        try:
+            here = self._writer.drop([key])[0]
+        except NodeUnavailableError:
+            if location is None:
+                raise
+            here = False
+        return (location is not None and drop_away(self._session.remote, key, location)) or here
+
+    def _drop_each(self, there: Mapping[Key, Location | None]) -> dict[Key, PutResult]:
+        """Why it could not be done, of those that could not be dropped where they are."""
+        undropped: dict[Key, PutResult] = {}
+        away = {location.node_id for location in there.values() if location is not None}
+        left_s = self._session.remote.timeout_s(0)
+        """One deadline for all nodes of other hosts that are silent: each takes its part of it."""
+        for key, location in there.items():
+            began = time.monotonic()
+            try:
+                if location is None:
+                    self.delete(key)
+                else:
+                    self._reader.forget(key)
+                    part_s = max(left_s / max(len(away), 1), min(left_s, DROP_PART_S_MIN))
+                    drop_away(self._session.remote, key, location, began + part_s)
+            except PeerError as e:
+                if location is not None:
+                    away.discard(location.node_id)
+                    left_s = max(left_s - (time.monotonic() - began), 0.0)
+                undropped[key] = rejected(f"the value that is there cannot be dropped: {e}")
+        return undropped
+
+    def _save_away(
+        self, keys: Sequence[Key], payloads: Sequence[Payload], here: str
+    ) -> list[PutResult]:
+        """To another host's node; `here` says why not to this one's."""
+        check_wanted()
+        away = [
+            SavePayload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
+            for key, p in zip(keys, payloads, strict=True)
+        ]
+        try:
+            fields = self._writer.introductions.get(self._namespace_id, b"")
+            return self._session.remote_writer.save(away, (self._namespace_id, fields))
+        except PeerError as e:
+            return [rejected(f"{here}; elsewhere: {e}")] * len(keys)
