@@ -1,7 +1,19 @@
-"""Every limit that holds, in one place and by name (rule 9).
+"""Limits that several modules share, or that a user may move, by name (rule 9).
 
-Sizes in bytes, times in seconds. A limit that a user may move is a field of
-`Limits`; the rest is part of the protocol and is a constant.
+Sizes in bytes, times in seconds. A limit that a user may move is a field of `Limits`; what both
+ends of a protocol must agree on, and what several modules share, is a constant here.
+
+Elsewhere stands, as a named constant at the head of the one module that uses it, what nobody
+else has to know:
+
+- the pace of its own work: how often it polls, tries again, looks around, at how much at a time;
+- the deadline of a step that only it takes (a handshake, the start of a process);
+- room that only it has (a cache, a pool of connections);
+- sizes that are a format and no limit: headers, keys, digests, versions.
+
+So whoever reviews what one peer can cost another reads this file, and whoever tunes one part
+reads that part. `grep -rnE "^_?[A-Z_]+_(MAX|S|BYTES) =" kvstore connector` lists all of them.
+Connectors have theirs in connector/limits.py, the router in its own modules.
 """
 
 from __future__ import annotations
