@@ -165,7 +165,7 @@ class Allocator:
             return None
         if small and start < self.used_from:
             self.used_from = start
-        elif not small and self.used_below < start + size <= self.used_from:
+        elif self.used_below < start + size <= self.used_from:
             self.used_below = start + size
         return self._add(start, size)
 
@@ -187,8 +187,6 @@ class Allocator:
 
     def became_busy(self, slot: Slot) -> None:
         """Reserved, or pinned for the first time: not evictable."""
-        self._tick += 1
-        slot.last_use = self._tick
         self._evictable.remove(slot.slot_id)
 
     def became_evictable(self, slot: Slot) -> None:
@@ -201,8 +199,7 @@ class Allocator:
         """Aborted, evicted, dropped or unpinned after it was dropped."""
         if not was_busy:
             self._evictable.remove(slot.slot_id)
-        if self._spare is not None:
-            self._join_spare()
+        self._join_spare()
         self._spare = slot
 
     def used(self, slot: Slot) -> None:

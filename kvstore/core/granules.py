@@ -25,8 +25,8 @@ def granules_of(length: int) -> int:
 
 
 def aligned(size: int) -> bool:
-    """Whether a slot of so many granules begins where a page does."""
-    return size % PAGE == 0 and size >= PAGED
+    """Whether a slot of so many granules, as `granules_of` counts, begins where a page does."""
+    return size >= PAGED
 
 
 def within(page: int, granule: int, size: int, size_bytes: int) -> bool:

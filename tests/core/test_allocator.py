@@ -265,6 +265,25 @@ class TestMoves:
         assert pool.moved == []
         assert pool.evicted == []
 
+    def test_blocks_left_of_a_hole_are_moved_where_those_on_its_right_must_stay(self):
+        pool, slots = self.holes()
+        pool.drop(slots[20])  # the largest hole
+        for slot in slots[21:]:
+            pool.pin(slot)
+        assert pool.allocator.take(40 * KIB) is None
+        moves = pool.allocator.moves(40 * KIB, 1 << 30)
+        assert [move.old for move in moves] == [slots[19]]
+
+    def test_nothing_is_moved_while_more_than_the_promised_part_is_in_use(self):
+        size = 160 * KIB
+        for free, moved in ((4, True), (3, False)):  # of 20: a fifth is enough
+            pool = Pool(size)
+            slots = sorted((pool.put(8192) for _ in range(20)), key=lambda slot: slot.offset)
+            for slot in slots[: 2 * free : 2]:
+                pool.drop(slot)
+            assert pool.allocator.take(16384) is None
+            assert bool(pool.allocator.moves(16384, 1 << 30)) == moved
+
 
 class TestEviction:
     def test_there_is_space_while_anything_that_fits_is_evictable(self):
@@ -346,6 +365,30 @@ class TestEviction:
             pool.put(100 * KIB)
         assert not set(pool.evicted) & set(slots[:64])
 
+    def test_the_coldest_goes_where_it_has_the_size_though_less_would_make_room(self):
+        pool = Pool(64 * KIB)
+        slots = sorted((pool.put(8192) for _ in range(8)), key=lambda slot: slot.offset)
+        pool.drop(slots[4])
+        assert pool.put(4096) is not None  # beside 4 KiB that are free
+        for slot in slots[:4]:
+            pool.allocator.used(slot)
+        coldest = slots[5]
+        assert pool.allocator.in_the_way(8192) == [coldest]
+
+    def test_where_the_coldest_are_no_help_the_coldest_of_all_other_windows_goes(self):
+        """Eight single blocks between pins are the coldest; of what is left the colder half is
+        at the end."""
+        pool = Pool(MIB)
+        slots = sorted((pool.put(8192) for _ in range(128)), key=lambda slot: slot.offset)
+        for slot in slots[:18:2]:
+            pool.pin(slot)
+        for slot in (*slots[73:], *slots[18:72]):
+            pool.allocator.used(slot)
+        pool.pin(slots[72])
+        victims = pool.allocator.in_the_way(256 * KIB)
+        assert len(victims) == 32
+        assert all(slot.offset > slots[72].offset for slot in victims)
+
     def test_a_pool_that_does_not_evict_names_no_victims(self):
         pool = Pool(64 * KIB)
         pool.allocator.evicts = False
@@ -370,7 +413,76 @@ class TestEviction:
         assert len(pool.evicted) == 1
 
 
+class TestBounds:
+    @pytest.mark.parametrize("seed", range(4))
+    def test_between_the_bounds_lies_just_what_was_never_used(self, seed):
+        """Large values come from one end and small ones from the other, until they meet."""
+        rng, pool = random.Random(seed), Pool(64 * MIB)
+        allocator, size = pool.allocator, 64 * 1024
+        low, high = 0, size
+        while pool.used < 0.97:
+            length = rng.choice([4096, 9000, 40_000, MIB, 5 * MIB])
+            slot = allocator.take(length)
+            if slot is None:
+                break
+            if slot.size < size // 1024:
+                high = min(high, slot.start)
+            else:
+                low = max(low, slot.start + slot.size)
+            assert low <= high
+            assert (allocator.used_below, allocator.used_from) == (low, high)
+
+    def test_a_value_of_a_thousandth_is_large_and_one_below_it_is_small(self):
+        size = 64 * MIB
+        assert Pool(size).put(size // 1024).offset == 0
+        assert Pool(size).put(size // 1024 - 4096).offset > size // 2
+
+    def test_large_values_to_the_last_granule_leave_nothing_between_the_bounds(self):
+        pool = Pool(MIB)
+        for _ in range(4):
+            pool.put(256 * KIB)
+        assert pool.allocator.used_below == pool.allocator.used_from == 1024
+
+
 class TestSpace:
+    def test_what_was_freed_last_is_what_the_next_of_its_size_gets(self):
+        pool = Pool(MIB)
+        slots = [pool.put(8192) for _ in range(6)]
+        pool.drop(slots[1])
+        pool.drop(slots[3])
+        assert pool.allocator.take(8192) is slots[3]
+
+    def test_a_full_pool_has_no_room_at_all(self):
+        pool = Pool(64 * KIB)
+        pool.put(64 * KIB)
+        assert pool.allocator.largest_free_bytes == 0
+
+    def test_a_slot_on_free_granules_is_found(self):
+        pool = Pool(64 * KIB)
+        slot = pool.put(8192)
+        pool.allocator._space.give(slot.start, slot.size)
+        with pytest.raises(InternalError, match="is free and of slot"):
+            list(pool.allocator.extents())
+
+    def test_granules_that_are_nobodys_are_found(self):
+        pool = Pool(64 * KIB)
+        pool.allocator._space.take(8, high=False)
+        with pytest.raises(InternalError, match="granule 0 is neither free nor of a slot"):
+            list(pool.allocator.extents())
+
+    def test_what_is_restored_was_used_in_the_order_that_is_told(self):
+        allocator = Allocator(64 * KIB)
+        allocator.restore([(start, 8) for start in range(0, 64, 8)], 64, 64)
+        slots = sorted(allocator.slots(), key=lambda slot: -slot.start)
+        allocator.restored(slots)
+        assert sorted({slot.last_use for slot in slots}) == [slot.last_use for slot in slots]
+
+    def test_what_is_restored_to_the_last_granule_leaves_no_free_extent(self):
+        allocator = Allocator(64 * KIB)
+        allocator.restore([(0, 64)], 64, 64)
+        assert [(e.start, e.size, e.slot is None) for e in allocator.extents()] == [(0, 64, False)]
+        assert list(allocator._space) == []
+
     def test_a_value_of_all_there_is_fits(self):
         pool = Pool(MIB)
         assert pool.put(MIB).offset == 0

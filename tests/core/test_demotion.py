@@ -259,3 +259,29 @@ def test_what_leaves_already_is_not_in_the_way_of_another():
     cold = driven.coldest(256 << 10)
     assert cold
     assert not {block.key for block in cold} & {block.key for block in leaving}
+
+
+def test_what_was_never_refused_and_what_found_room_since_makes_nothing_leave(driven):
+    driven.save_apart(*KEYS[:4])
+    assert driven.coldest(4096) == []
+    driven.save_apart(*KEYS[4:8])
+    assert driven.reserve(KEYS[8]) == [NO_SPACE]
+    driven.ask(Drop(WRITER, 1, KEYS[:2]))
+    assert driven.save(KEYS[8]) == [STORED]
+    assert driven.coldest(4096) == []
+
+
+def test_a_refusal_makes_blocks_leave_once(driven):
+    driven.save_apart(*KEYS[:8])
+    driven.ask(Drop(WRITER, 1, [KEYS[1], KEYS[3]]))
+    assert driven.reserve(KEYS[8], size=512 << 10) == [NO_SPACE]
+    assert driven.coldest(4096)
+    assert driven.coldest(4096) == []
+
+
+@pytest.mark.parametrize(
+    "event", [Coldest(DEMOTER, 3, MIB, 1), Retire(DEMOTER, 3, [])], ids=["coldest", "retire"]
+)
+def test_the_demoter_is_answered_without_waiting_for_the_index(driven, event):
+    (reply,) = driven.core.handle(event, 0.0).replies
+    assert (reply.session, reply.request, reply.after_publish) == (DEMOTER, 3, False)
