@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from itertools import zip_longest
@@ -12,8 +12,9 @@ from typing import TypeVar
 import xxhash
 
 from kvstore.client.base import Reservation, ReserveAnswer
-from kvstore.client.local.deadlines import connecting, in_turn
+from kvstore.client.local.deadlines import connecting, each_within, in_turn
 from kvstore.client.local.host_writer import HostWriter
+from kvstore.client.local.host_writers import ROUNDS
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.writer import Later, Writer
 from kvstore.client.values.tensors import Payload
@@ -36,10 +37,6 @@ PART_BYTES_MIN = 4 << 20
 NO_SPACE_TRIES = 6
 NO_SPACE_WAIT_S = 0.002
 """Before the second try; doubles with each further one."""
-
-ROUNDS = 2
-"""A node that is gone or silent is one that was not known to be: what was meant for it is asked
-of the others once."""
 
 _GONE = (NodeUnavailableError, DeadlineError)
 R = TypeVar("R")
@@ -78,6 +75,7 @@ def save(
     results: list[PutResult] = [IN_PROGRESS] * len(keys)
     todo = list(range(len(keys)))
     without: set[NodeLink] = set()
+    each_s = 0.0
     for _ in range(ROUNDS):
         blocks = [(keys[i], payloads[i].size_bytes) for i in todo]
         try:
@@ -90,7 +88,9 @@ def save(
             _Share(link, writer, namespace_id, [todo[i] for i in which], keys, payloads, checksums)
             for writer, link, which in plan
         ]
-        _run(shares, host.timeout_s)
+        each_s = each_s or host.each_s()
+        with each_within(each_s):
+            _run(shares, host.timeout_s)
         todo = []
         for share in shares:
             for i, result in zip_longest(share.which, share.results):
@@ -144,7 +144,7 @@ class _Share:
         """The numbers of its keys in the call."""
         self.results: list[PutResult | None] = []
         """What became of the first of them; None as in `_Window`, as it is for the others."""
-        self.failure: NodeUnavailableError | None = None
+        self.failure: PeerError | None = None
         self._writer = writer
         self._namespace_id = namespace_id
         self._keys = [keys[i] for i in which]
@@ -164,11 +164,8 @@ class _Share:
         self._window = _Window(self._writer, self._namespace_id, wants, payloads)
         try:
             self._window.begin()
-        except NodeUnavailableError as e:
+        except _GONE as e:
             self.failure, self._window = e, None
-        except DeadlineError as e:
-            self.results += [rejected(str(e))] * len(wants)
-            self._window = None
         return True
 
     def finish(self) -> None:
@@ -246,7 +243,7 @@ class _Window:
         self._wants = wants
         self._payloads = payloads
         self._results: list[PutResult | None] = [None] * len(wants)
-        self.failure: NodeUnavailableError | None = None
+        self.failure: PeerError | None = None
         self._commits: list[tuple[list[int], Later[PutResult]]] = []
         self._parts = self._divided(wants)
         self._ahead: Later[ReserveAnswer] | None = None
@@ -262,7 +259,7 @@ class _Window:
         try:
             self.begin()
         except _GONE as e:
-            self._failed(e, range(len(self._wants)))
+            self.failure = e
             return self._results
         return self.finish()
 
@@ -272,8 +269,8 @@ class _Window:
         self._ahead = self._writer.reserve_later(self._wants[self._parts[0]], self._namespace_id)
 
     def finish(self) -> list[PutResult | None]:
-        """What became of each; None where the node went away, and it may be saved elsewhere."""
-        done = 0
+        """What became of each; None where the node went away or hangs: what it may still take is
+        saved elsewhere too."""
         try:
             for i, part in enumerate(self._parts):
                 assert self._ahead is not None
@@ -283,20 +280,12 @@ class _Window:
                     wants = self._wants[self._parts[i + 1]]
                     self._ahead = self._writer.reserve_later(wants, self._namespace_id)
                 self._write(part.start, answers)
-                done = part.stop
         except _GONE as e:
-            self._failed(e, range(done, len(self._wants)))
+            self.failure = e
         finally:
             self.close()
         self._collect()
         return self._results
-
-    def _failed(self, error: NodeUnavailableError | DeadlineError, which: Iterable[int]) -> None:
-        if isinstance(error, NodeUnavailableError):
-            self.failure = error
-        else:  # it may still take them
-            for i in which:
-                self._results[i] = rejected(str(error))
 
     def close(self) -> None:
         """Give back what was asked for and not written."""
@@ -345,4 +334,4 @@ class _Window:
                 for i, outcome in zip(places, outcomes(), strict=True):
                     self._results[i] = outcome
             except _GONE as e:
-                self._failed(e, places)
+                self.failure = e

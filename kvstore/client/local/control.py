@@ -141,7 +141,8 @@ class ControlChannel:
         `accept` is called before anyone can connect again: what it notes down as
         held is part of what the next connection says is held (rule 5).
         """
-        give_up_at = min(time.monotonic() + self._timeout_s, deadlines.give_up_at())
+        timeout_s = min(self._timeout_s, deadlines.each_s())
+        give_up_at = min(time.monotonic() + timeout_s, deadlines.give_up_at())
         self._check_outside()
         try:
             self._acquire(give_up_at)
@@ -154,7 +155,7 @@ class ControlChannel:
                 patient = not probes and self._has_all_the_time(now)
                 self._connect(min(give_up_at, soon, deadlines.connected_by()), patient=patient)
                 if patient:  # what was waited for so far is no time of this request
-                    give_up_at = time.monotonic() + self._timeout_s
+                    give_up_at = time.monotonic() + timeout_s
                 return self._send([op, self._number(), *args], give_up_at, accept)
             except (DeadlineError, NodeUnavailableError):
                 self._failed()
@@ -230,7 +231,7 @@ class ControlChannel:
         it runs or stands in line for a processor."""
         now = time.monotonic()
         wanted_s, before_s = processor_wanted_s(connection), self._wanted_s
-        step_s = self._timeout_s * STARVED_STEP
+        step_s = min(self._timeout_s, deadlines.each_s()) * STARVED_STEP
         hurried = now >= self._patient_until or deadlines.give_up_at() != math.inf
         if wanted_s is None or hurried:
             return False

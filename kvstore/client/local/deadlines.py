@@ -17,6 +17,7 @@ class _Call(threading.local):
 
     give_up_at = math.inf
     connected_by = math.inf
+    each_s = math.inf
 
 
 _call = _Call()
@@ -30,6 +31,11 @@ def give_up_at() -> float:
 def connected_by() -> float:
     """When a node must have answered this thread's HELLO; infinity outside `connecting`."""
     return _call.connected_by
+
+
+def each_s() -> float:
+    """How long one request of this thread may take; infinity outside `each_within`."""
+    return _call.each_s
 
 
 @contextlib.contextmanager
@@ -52,6 +58,18 @@ def connecting(when: float) -> Iterator[None]:
         yield
     finally:
         _call.connected_by = before
+
+
+@contextlib.contextmanager
+def each_within(seconds: float) -> Iterator[None]:
+    """Each request of this thread in here takes that long at most: others are to be tried when
+    a node hangs."""
+    before = _call.each_s
+    try:
+        _call.each_s = min(before, seconds)
+        yield
+    finally:
+        _call.each_s = before
 
 
 def in_turn(nodes: Sequence[T], timeout_s: float) -> Iterator[tuple[T, float]]:

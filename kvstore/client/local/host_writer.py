@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from kvstore.client.base import Reservation, ReserveAnswer
-from kvstore.client.local.deadlines import connecting, in_turn, until
-from kvstore.client.local.host_writers import HostWriters
+from kvstore.client.local.deadlines import connecting, each_within, in_turn, until
+from kvstore.client.local.host_writers import ROUNDS, HostWriters
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.writer import Later, Writer, nobody_here
 from kvstore.client.pins import Pin, Pins
@@ -32,8 +32,6 @@ from kvstore.types import Key, PutResult, rejected
 
 ROOM_BELIEVED_S = 0.05
 """How long what nodes said of their room is used, less what was sent there since."""
-ROUNDS = 2
-"""What a node that went away was asked for is asked of the others once."""
 HIGHEST = frozenset({"largest_free_bytes", "oldest_reservation_s", "value_bytes_max"})
 """Counters of nodes that are not added up."""
 
@@ -118,6 +116,7 @@ class HostWriter(HostWriters):
         todo = list(range(len(wants)))
         without: set[NodeLink] = set()
         failure: PeerError | None = None
+        each_s = 0.0
         try:
             for _ in range(ROUNDS):
                 blocks = [(wants[i].key, wants[i].size_bytes) for i in todo]
@@ -128,23 +127,21 @@ class HostWriter(HostWriters):
                     break
                 shares = [(writer, link, [todo[i] for i in which]) for writer, link, which in plan]
                 todo = []
-                asked = _ask_all(
-                    [
-                        _reserving(writer, [wants[i] for i in which], namespace_id, len(shares))
-                        for writer, _, which in shares
-                    ],
-                    self.abort,
-                    self.timeout_s,
-                )
+                each_s = each_s or self.each_s()
+                posts = [
+                    _reserving(writer, [wants[i] for i in which], namespace_id, len(shares))
+                    for writer, _, which in shares
+                ]
+                with each_within(each_s):
+                    asked = _ask_all(posts, self.abort, self.timeout_s)
                 for (_, link, which), answer in zip(shares, asked, strict=True):
                     if not isinstance(answer, PeerError):
                         for i, one in zip(which, answer, strict=True):
                             answers[i] = one
                         continue
                     failure = answer
-                    if isinstance(answer, NodeUnavailableError):
-                        without.add(link)
-                        todo += which
+                    without.add(link)
+                    todo += which
                 if not todo:
                     break
         except BaseException:

@@ -21,6 +21,9 @@ from kvstore.fork import in_each_child
 from kvstore.limits import FIRST_NODE_WAIT_S, FIRST_QUESTION_WAIT_S
 from kvstore.nodedir import Announcement, NodeDir
 
+ROUNDS = 3
+"""What was meant for a node that turns out to be gone, or hangs, is asked of others: this many
+nodes in all."""
 START_AGAIN_AFTER_S = 5.0
 """After an embedded node could not be started."""
 LOOK_AROUND_S = 0.5
@@ -192,6 +195,15 @@ class HostWriters:
         if not found:
             raise NodeUnavailableError(nobody_here(self._name))
         return found
+
+    def each_s(self) -> float:
+        """How long a request to save may take, so that there is time to ask another node."""
+        links = [w.linked for w in self._found if w.linked is not None]
+        healthy = sum(
+            self._name in (None, link.announcement.name) and not link.control.silent
+            for link in links
+        )
+        return self.timeout_s / max(1, min(ROUNDS, healthy))
 
     def link(self, *, start: bool = True) -> NodeLink:
         """To one of those that may be saved to."""

@@ -12,7 +12,7 @@ import pytest
 from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
-from kvstore import BlockSession, Client
+from kvstore import BlockSession, Client, Limits
 from kvstore.client.base import Reservation
 from kvstore.protocol.control import Op
 
@@ -213,6 +213,54 @@ def test_a_node_that_hangs_costs_one_deadline_and_then_no_put(
                 assert client.put(f"c{i}", b"v" * 40_000)
         finally:
             pair[1].signal(signal.SIGCONT)
+
+
+SOON = Limits(redis_timeout_s=5.0, request_timeout_s=0.6)
+NAMES = [f"name{number}" for number in range(100)]
+
+
+def first_asked(session: BlockSession, key: bytes, size_bytes: int) -> str:
+    ((_, link, _),) = session.writer.plan([(key, size_bytes)])
+    return link.announcement.name
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "fresh"])
+@pytest.mark.parametrize("size_bytes", [100, 100_000], ids=["inline", "in slots"])
+def test_a_put_whose_first_node_hangs_goes_to_a_healthy_one(
+    pair: tuple[NodeProcess, NodeProcess], connected: bool, size_bytes: int
+) -> None:
+    with Client(**{**pair[0].client_options, "limits": SOON}) as client:
+        key_of = client.namespace.value_key
+        name = next(
+            n for n in NAMES if first_asked(client.session, key_of(n), size_bytes) == "node"
+        )
+        if connected:
+            for writer in client.session.writer.writers():
+                writer.stats()
+        pair[0].signal(signal.SIGSTOP)
+        try:
+            result = client.put(name, b"v" * size_bytes)
+            assert result, result.reason
+            assert client.get(name) == b"v" * size_bytes
+        finally:
+            pair[0].signal(signal.SIGCONT)
+        assert client.put(name, b"v" * size_bytes).status.value == "exists"
+
+
+def test_a_reservation_whose_first_node_hangs_is_granted_by_a_healthy_one(
+    pair: tuple[NodeProcess, NodeProcess],
+) -> None:
+    with closing(BlockSession(**{**pair[0].client_options, "limits": SOON})) as session:
+        keys = (os.urandom(32) for _ in range(100))
+        key = next(key for key in keys if first_asked(session, key, 1000) == "node")
+        pair[0].signal(signal.SIGSTOP)
+        try:
+            (granted,) = reserved(session, [key])
+            assert granted.node_id == pair[1].directory.announcement().node_id
+        finally:
+            pair[0].signal(signal.SIGCONT)
+        assert all(session.commit([granted]))
+        wait_until(lambda: stats_of(pair[0])["reserved"] == 0, "what it granted is given back")
 
 
 def test_a_node_that_comes_later_is_used_and_one_that_ended_is_not(
