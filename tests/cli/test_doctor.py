@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest  # noqa: TC002  # as in every other test
 from places import REPOSITORY, Place, clean_env
-from redis_servers import RedisServer, stopped
+from redis_servers import RedisServer, stopped, wait_until
 from stores import PATIENT
 
 import kvstore
@@ -212,6 +212,39 @@ def test_a_file_that_another_user_put_there_is_named_and_passed_over(
         assert planted.is_symlink()
     finally:
         planted.unlink()
+
+
+def test_a_node_that_gets_no_processor_is_told_of(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told of it as of one of three processes that are busy on one core."""
+    monkeypatch.setattr(machine, "STARVED_S", 0.2)
+    monkeypatch.setattr(machine, "STARVED_RATIO", 0.5)
+    core = min(os.sched_getaffinity(0))
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        for process in busy:
+            os.sched_setaffinity(process.pid, {core})
+        wait_until(lambda: machine.starved(busy[0].pid) != "", "it is starved")
+        assert "stood in line for a processor for" in machine.starved(busy[0].pid)
+        node = place.node()
+        starved = machine.starved
+        as_starved = {node.process.pid: busy[0].pid}
+        monkeypatch.setattr(machine, "starved", lambda pid: starved(as_starved[pid]))
+        (found,) = machine.nodes(context(run_dir=place.run_dir))
+        assert (found.level, found.do) == (Level.WARN, machine.STARVED_REMEDY)
+        assert "stood in line" in found.found
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_a_process_that_is_gone_or_sleeps_is_not_starved() -> None:
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        assert machine.starved(sleeper.pid) == ""
+        sleeper.kill()
+    assert machine.starved(sleeper.pid) == ""
 
 
 def test_a_node_that_hangs_is_a_failure_in_time(

@@ -27,6 +27,14 @@ PYTHON_MIN, PYTHON_BELOW = (3, 11), (3, 15)
 SHM_BYTES_MIN = 32 << 20
 """Below this no node is of any use."""
 SWEEPERS = "nodes, `kvstore up` and clients free it within a minute, or `kvstore node --clean` now"
+STARVED_S = 10.0
+"""Less is what a busy start takes."""
+STARVED_RATIO = 3.0
+"""Beside engines that keep every core busy a node gets half of one when it wants it."""
+STARVED_REMEDY = (
+    "leave it a core, or start it in the session or the control group of what keeps the machine "
+    "busy: the kernel gives each session its share, and one process in its own got 3%"
+)
 THP_FILE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
@@ -176,6 +184,18 @@ def _ways(announcement: Announcement) -> list[str]:
     return ["shm", *(f"{way} {at}" for way, at in announcement.transports.items())]
 
 
+def starved(pid: int) -> str:
+    """How a process stood in line for a processor, where that was most of its time; else empty,
+    as on a kernel that does not tell."""
+    figures = read_text(f"/proc/{pid}/schedstat").split()
+    if len(figures) < 2:
+        return ""
+    ran_s, waited_s = (int(figure) / 1e9 for figure in figures[:2])
+    if waited_s < STARVED_S or waited_s < STARVED_RATIO * ran_s:
+        return ""
+    return f"it ran for {ran_s:.1f} s and stood in line for a processor for {waited_s:.1f} s"
+
+
 def nodes(context: Context) -> list[Finding]:
     findings = []
     for other in strangers(run_dir(context.run_dir), None):
@@ -204,6 +224,10 @@ def nodes(context: Context) -> list[Finding]:
             findings.append(
                 Finding(Level.WARN, f"{found}, {stats['unpublished']} not in the index", do)
             )
+            continue
+        why = starved(said.pid)
+        if why:
+            findings.append(Finding(Level.WARN, f"{found}; {why}", STARVED_REMEDY))
             continue
         findings.append(Finding(Level.OK, found))
     none = "none on this host; `kvstore up` or `kvstore node` starts one"
