@@ -1,4 +1,7 @@
-"""Limits of the transfer package, by name (rule 9). Times in seconds, sizes as named."""
+"""Limits of connectors that several modules share, by name (rule 9).
+
+Times in seconds, sizes as named. What stands in a single module is said in kvstore/limits.py.
+"""
 
 from __future__ import annotations
 
