@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.limits import META_BYTES_MAX
 from kvstore.protocol import stream_reply as sr
 from kvstore.protocol.stream import WireError
 from kvstore.protocol.stream_reply import Head, ReadReply, Sent, Tail
-from kvstore.protocol.stream_seal import PLAIN
+from kvstore.protocol.stream_seal import PLAIN, TAG_BYTES, Mac, keyed
 
 
 def heads(*heads):
@@ -50,6 +51,58 @@ def test_blocks_are_judged_group_by_group():
     assert [r is not None for r in reply.replies] == [True, True, False]
     reply.tails(tails((Sent.GOOD, 7)), PLAIN)
     assert reply.done
+
+
+@given(st.integers(0, 300))
+def test_heads_and_tails_take_whole_cache_lines_just_enough_for_them_and_their_tags(blocks):
+    head, tail = sr._HEAD.size, sr._TAIL.size
+    for size, need in (
+        (sr.heads_bytes(blocks), blocks * head + TAG_BYTES),
+        (sr.tails_bytes(blocks), blocks * tail + 2 * TAG_BYTES),
+    ):
+        assert size % 64 == 0
+        assert need <= size < need + 64
+    assert len(heads(*[GOOD] * blocks)) == sr.heads_bytes(blocks)
+    assert len(tails(*[(Sent.GOOD, 1)] * blocks)) == sr.tails_bytes(blocks)
+
+
+@pytest.mark.parametrize("part", ["heads", "tails"])
+def test_a_reply_with_one_bit_changed_is_refused(part):
+    good = {"heads": heads(GOOD), "tails": tails((Sent.GOOD, 1))}
+    for bit in range(len(good[part]) * 8):
+        said = dict(good)
+        raw = bytearray(said[part])
+        raw[bit // 8] ^= 1 << bit % 8
+        said[part] = bytes(raw)
+        reply = ReadReply([10])
+        if part == "tails":
+            reply.heads(said["heads"], PLAIN)
+        with pytest.raises(WireError, match="damaged"):
+            getattr(reply, part)(said[part], PLAIN)
+
+
+@pytest.mark.parametrize("length", [5, 1 << 20])
+def test_meta_may_be_all_of_a_block_up_to_the_limit(length):
+    meta = min(length, META_BYTES_MAX, 255)
+    reply = ReadReply([length])
+    assert reply.heads(heads((Sent.GOOD, 1, meta)), PLAIN) == [[0]]
+
+
+def test_payloads_with_another_tag_are_no_blocks():
+    """Nothing was called off: so somebody changed them."""
+    ours, theirs = keyed(Mac.BLAKE3, b"1" * 32, b"2" * 32), keyed(Mac.BLAKE3, b"2" * 32, b"1" * 32)
+    reply = ReadReply([10, 10])
+    reply.heads(sr.pack_heads([Head(Sent.GOOD), Head(Sent.GOOD)], theirs.sent), ours.received)
+    theirs.sent.update(memoryview(b"what was sent"))
+    ours.received.update(memoryview(b"what arrived!"))
+    raw = sr.pack_tails([Tail(Sent.GOOD, 1), Tail(Sent.GOOD, 2)], theirs.sent)
+    reply.tails(raw, ours.received)
+    assert reply.replies == [sr.BlockReply(False, damaged=True)] * 2
+
+
+def test_a_block_of_no_bytes_begins_a_group_of_its_own_after_a_full_one():
+    assert sr.grouped([(0, sr.GROUP_BYTES), (1, 0), (2, 1)]) == [[0, 1], [2]]
+    assert sr.grouped([(0, 0)]) == [[0]]
 
 
 @given(st.lists(st.integers(0, 2 * sr.GROUP_BYTES), max_size=20))

@@ -3,14 +3,27 @@
 import contextlib
 import os
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.limits import STREAM_BLOCKS_MAX, STREAM_FRAME_BYTES_MAX
+from kvstore.limits import (
+    META_BYTES_MAX,
+    NAMESPACE_BYTES_MAX,
+    STREAM_BLOCKS_MAX,
+    STREAM_FRAME_BYTES_MAX,
+)
 from kvstore.protocol import stream as sw
 from kvstore.protocol.stream import ClientHandshake, Frame, NodeHandshake, SaveOffer, WireError
-from kvstore.protocol.stream_seal import PLAIN, Blake3Seal, GmacSeal, Mac, PlainSeal
+from kvstore.protocol.stream_seal import (
+    PLAIN,
+    TAG_BYTES,
+    Blake3Seal,
+    GmacSeal,
+    Mac,
+    PlainSeal,
+)
 from kvstore.types import Location
 
 NODE = (0x1234567890ABCDEF, 77)
@@ -76,6 +89,30 @@ def test_nobody_is_talked_out_of_seals():
         sealed(frozenset(), ALL)
     with pytest.raises(WireError, match="seal"):
         sealed(ONLY, frozenset({Mac.GMAC}))
+
+
+def test_a_node_seals_with_one_of_the_macs_that_were_offered_and_no_other():
+    client = ClientHandshake(SECRET, nonce(), NODE, macs=ONLY)
+    server = NodeHandshake(SECRET, nonce(), NODE, macs=ALL)
+    hello = bytearray(server.answer(client.hello))
+    hello[len(b"kvstream3")] = 1 | 1 << Mac.GMAC
+    with pytest.raises(WireError, match="would not seal"):
+        client.prove(bytes(hello))
+
+
+def test_without_a_secret_a_hello_offers_nothing_and_a_node_chooses_nothing():
+    client = ClientHandshake(None, nonce(), NODE)
+    assert client.hello[len(b"kvstream3")] == 0
+    offering = bytearray(client.hello)
+    offering[len(b"kvstream3")] = 1 << Mac.BLAKE3
+    server = NodeHandshake(None, nonce(), NODE)
+    assert server.answer(bytes(offering))[len(b"kvstream3")] == 0
+
+
+def test_what_is_no_stream_at_all_is_asked_for_its_address():
+    server = NodeHandshake(SECRET, nonce(), NODE)
+    with pytest.raises(WireError, match="is the address right"):
+        server.answer(b"GET / HTTP/1.1\r\n".ljust(sw.CLIENT_HELLO_BYTES, b" "))
 
 
 def test_abilities_that_were_changed_on_the_way_fail_the_proof():
@@ -196,6 +233,60 @@ def test_the_largest_requests_fit_a_frame():
         assert len(framed(message)) < STREAM_FRAME_BYTES_MAX
     with pytest.raises(WireError, match="blocks"):
         sw.unpack_read(sw.pack_read([*asked, asked[0]], 1.0)[1], 1)
+
+
+def test_a_request_has_from_one_block_to_as_many_as_are_allowed():
+    asked = [(bytes([i % 256]) * 32, LOCATION) for i in range(STREAM_BLOCKS_MAX)]
+    assert sw.unpack_read(sw.pack_read(asked, 1.0)[1], NODE[0])[1] == asked
+    with pytest.raises(WireError, match="0 bytes of blocks"):
+        sw.unpack_read(sw.pack_read([], 1.0)[1], NODE[0])
+
+
+@pytest.mark.parametrize("size_bytes", [TAG_BYTES, STREAM_FRAME_BYTES_MAX])
+def test_a_frame_is_as_small_as_its_tag_and_as_large_as_the_limit(size_bytes):
+    head = sw._FRAME.pack(Frame.LOOK, size_bytes)
+    assert sw.frame_head(head) == (Frame.LOOK, size_bytes)
+    beyond = size_bytes - 1 if size_bytes == TAG_BYTES else size_bytes + 1
+    with pytest.raises(WireError, match=f"a frame of {beyond} bytes"):
+        sw.frame_head(sw._FRAME.pack(Frame.LOOK, beyond))
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "said_ms"),
+    [(-1.0, 1), (0.0, 1), (0.001, 1), (0.0025, 2), (1.5, 1500), (5e6, (1 << 32) - 1)],
+)
+def test_time_is_told_in_whole_milliseconds_from_one_to_what_fits(timeout_s, said_ms):
+    _, body = sw.pack_read([(bytes(32), LOCATION)], timeout_s)
+    assert sw.unpack_read(body, NODE[0])[0] == said_ms / 1000
+
+
+def test_a_namespace_has_as_many_bytes_as_the_limit_and_no_more():
+    offers = [SaveOffer(bytes(32), 1, 0, 0, 0)]
+    fields = bytes(NAMESPACE_BYTES_MAX)
+    assert sw.unpack_put(sw.pack_put(offers, 1, fields, 1.0)[1])[2] == fields
+    with pytest.raises(WireError, match="a namespace of"):
+        sw.unpack_put(sw.pack_put(offers, 1, fields + b"x", 1.0)[1])
+
+
+@pytest.mark.parametrize("size_bytes", [5, 1 << 20])
+def test_an_offers_kind_is_known_and_its_meta_fits_the_block_and_the_limit(size_bytes):
+    meta = min(size_bytes, META_BYTES_MAX, 255)
+    fits = SaveOffer(bytes(32), size_bytes, 1, meta, 0)
+    assert sw.unpack_put(sw.pack_put([fits], 1, b"", 1.0)[1])[3] == [fits]
+    refused = [fits._replace(kind=77), fits._replace(kind=77, meta_length=0)]
+    if meta < 255:
+        refused.append(fits._replace(meta_length=meta + 1))
+    for offer in refused:
+        with pytest.raises(WireError, match="bytes of meta"):
+            sw.unpack_put(sw.pack_put([offer], 1, b"", 1.0)[1])
+
+
+def test_answers_are_a_list_of_whatever_the_caller_checks():
+    answers = [1, "no", [2], {3: 4}, None]
+    assert sw.unpack_answers(sw.pack_answers(answers)[1]) == answers
+    for body in (b"\x01", msgpack.packb({1: 2}), msgpack.packb([msgpack.ExtType(1, b"x")])):
+        with pytest.raises(WireError, match="answers that"):
+            sw.unpack_answers(body)
 
 
 def test_a_frame_with_one_bit_changed_is_refused():
