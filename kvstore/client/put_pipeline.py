@@ -276,9 +276,13 @@ class _Window:
                 assert self._ahead is not None
                 ahead, self._ahead = self._ahead, None
                 answers = ahead()
-                if i + 1 < len(self._parts):
-                    wants = self._wants[self._parts[i + 1]]
-                    self._ahead = self._writer.reserve_later(wants, self._namespace_id)
+                try:
+                    if i + 1 < len(self._parts):
+                        wants = self._wants[self._parts[i + 1]]
+                        self._ahead = self._writer.reserve_later(wants, self._namespace_id)
+                except BaseException:
+                    self._writer.abort([a for a in answers if isinstance(a, Reservation)])
+                    raise
                 self._write(part.start, answers)
         except _GONE as e:
             self.failure = e

@@ -219,6 +219,36 @@ def test_an_answer_nobody_waited_for_leaves_nothing_reserved(writer):
     assert writer.stats()["reserved"] == 0
 
 
+def test_slots_granted_before_a_request_that_fails_are_given_back(writer, monkeypatch):
+    """The next part of a window is asked for before what was granted is written."""
+    one = writer.writers()[0]
+    reserve_later = one.reserve_later
+    asked = []
+
+    def only_once(wants, namespace_id):
+        asked.append(wants)
+        if len(asked) > 1:
+            raise DeadlineError("late")
+        return reserve_later(wants, namespace_id)
+
+    monkeypatch.setattr(one, "reserve_later", only_once)
+    payloads = [encode(bytes(4 * MIB)) for _ in range(2)]
+    results = put_pipeline.save(writer, NAMESPACE, [key(1), key(2)], payloads, checksums=False)
+    assert [bool(result) for result in results] == [False, False]
+    assert len(asked) == 2
+    assert writer.stats()["reserved"] == 0
+    assert not writer.link().held
+
+
+def test_a_commit_with_slots_of_a_former_start_gives_back_the_others(writer):
+    one = writer.writers()[0]
+    (mine,) = one.reserve([want(1)], NAMESPACE)
+    former = mine._replace(epoch=mine.epoch - 1)
+    with pytest.raises(NodeUnavailableError):
+        one.commit_later([former, mine])
+    assert writer.stats()["reserved"] == 0
+
+
 def test_of_a_run_that_took_several_requests_the_end_is_evicted_before_the_head(node, writer):
     run = [key(i) for i in range(12)]
     payloads = [encode(bytes([i]) * MIB) for i in range(12)]

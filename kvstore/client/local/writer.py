@@ -306,6 +306,7 @@ class Writer:
         self._forget(reservations)
         link = self.link()
         if len(_of_node(link, reservations)) < len(reservations):
+            self.abort(reservations)  # those of this start, which nobody holds any more
             raise NodeUnavailableError("the node that reserved these slots is gone")
         ticket = self._post(link, Op.COMMIT, items, accept=partial(outcomes, len(items)))
         return partial(self._collect, link, ticket)
