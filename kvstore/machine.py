@@ -8,15 +8,18 @@ a clock that goes on in the real world.
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from kvstore import nodedir
+from kvstore import filelock, nodedir
 from kvstore.nodedir import NodeDir
 
 Clock = Callable[[], float]
@@ -51,6 +54,15 @@ class Event(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
+class HeldFile(Protocol):
+    """What `filelock.FileLock` gives."""
+
+    @property
+    def fd(self) -> int: ...
+
+    def release(self) -> None: ...
+
+
 class Machine:
     """The real one. Another overrides what it wants to decide."""
 
@@ -74,6 +86,22 @@ class Machine:
         """In the background: it does not keep the process alive. Raises `RuntimeError` when there
         is no room for one."""
         threading.Thread(target=target, name=name, daemon=True).start()
+
+    def when_dropped(self, owner: object, call: Callable[[], None]) -> None:
+        """Do `call` when nobody has `owner` any more, or when the process ends."""
+        weakref.finalize(owner, call)
+
+    def unix_socket(self) -> socket.socket:
+        """A fresh one for a stream, not connected yet."""
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def lock_file(self, path: Path) -> HeldFile | None:
+        """See `filelock.try_lock`."""
+        return filelock.try_lock(path)
+
+    def may_write(self, path: Path) -> bool:
+        """Whether this user may write to that file."""
+        return os.access(path, os.W_OK)
 
     def node_dirs(self, run_dir: Path) -> Iterator[NodeDir]:
         """See `nodedir.node_dirs`."""

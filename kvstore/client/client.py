@@ -6,8 +6,6 @@ One class, so that all it can do is on one page: longer than other files.
 from __future__ import annotations
 
 import logging
-import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -61,6 +59,8 @@ class Client:
     (`NodeUnavailableError`, `DeadlineError`), and a put where /dev/shm has no room for
     the node that this client is to start (`NoSpaceError`).
     """
+
+    _session_class: type[BlockSession] = BlockSession
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Client:
         self.namespace = namespace
         self.block_tokens = block_tokens
         self._closed = False
-        self.session = BlockSession(
+        self.session = self._session_class(
             url,
             key_prefix=key_prefix,
             node=node,
@@ -136,8 +136,9 @@ class Client:
             security=security,
         )
         # Who never closes it has the same at its end, or at the process's.
-        weakref.finalize(self, self.session.close)
+        self.session.machine.when_dropped(self, self.session.close)
         self.session.register_namespaces([self.namespace])
+        self._now = self.session.machine.monotonic
         self._reader = self.session.reader
         self._writer = self.session.writer
         self._nodes = self.session.nodes
@@ -236,7 +237,7 @@ class Client:
         return next((i for i, value in enumerate(got) if value is None), len(got))
 
     def _get(self, key: Key, out: Any) -> Any:
-        now = time.monotonic()
+        now = self._now()
         place = self._reader.remembered(key)
         if place is not None:
             self._nodes.check(now)
@@ -252,7 +253,7 @@ class Client:
         return value
 
     def _get_all(self, keys: Sequence[Key], out: Sequence[Any] | None) -> list[Any]:
-        now = time.monotonic()
+        now = self._now()
         self._nodes.check(now)
         values: list[Any] = [None] * len(keys)
         unknown: list[int] = []

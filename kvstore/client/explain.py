@@ -7,8 +7,6 @@ own, so that a node that hangs here costs saves nothing.
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +34,7 @@ from kvstore.fork import in_each_child
 from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.base import Index, Record
 from kvstore.keys import SALT_FIELD, Namespace
+from kvstore.machine import REAL, Machine
 from kvstore.nodedir import LOCK, Announcement, NodeDir, node_dirs, stranger, strangers
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import NonsenseError, explained
@@ -99,14 +98,18 @@ class Explainer:
         key_prefix: str,
         timeout_s: float,
         signer: RecordSigner | None = None,
+        *,
+        machine: Machine = REAL,
     ) -> None:
+        self._machine = machine
+        self._now = machine.monotonic
         self._signer = signer
         self._index = index
         self._remote = remote
         self._run_dir = run_dir
         self._key_prefix = key_prefix
         self._timeout_s = timeout_s
-        self._lock = threading.RLock()
+        self._lock = self._machine.lock()
         in_each_child(self)
         self._channels: dict[tuple[int, int], ControlChannel] = {}
         """By node id and epoch."""
@@ -142,7 +145,7 @@ class Explainer:
         return different or _never_stored(block, answers)
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()  # a thread of the parent may have had it
+        self._lock = self._machine.lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         with self._lock:
@@ -165,7 +168,7 @@ class Explainer:
 
     def _ask(self, key: Key) -> tuple[list[_Answer], list[str]]:
         """What each node of this host says, and the names of those that did not answer."""
-        give_up_at = time.monotonic() + self._timeout_s
+        give_up_at = self._now() + self._timeout_s
         answers: list[_Answer] = []
         silent: list[str] = []
         living = list(self._living())[:NODES_ASKED_MAX]
@@ -179,8 +182,8 @@ class Explainer:
                 silent.append(directory.name)  # gone, hung, or of an older version
         here = {announcement.node_id for _, announcement in living}
         for announcement in self._elsewhere(here)[: NODES_ASKED_MAX - len(living)]:
-            deadline = time.monotonic() + self._timeout_s / 2
-            if time.monotonic() > give_up_at or not self._remote.allows(announcement.node_id):
+            deadline = self._now() + self._timeout_s / 2
+            if self._now() > give_up_at or not self._remote.allows(announcement.node_id):
                 silent.append(f"{announcement.name} on {announcement.host}")
                 continue
             try:
@@ -199,7 +202,7 @@ class Explainer:
             words = announced_nodes(self._index, self._signer).values()
         except IndexUnavailableError:
             return []
-        now = time.monotonic()
+        now = self._now()
         return [
             announcement
             for announcement in words
@@ -222,7 +225,7 @@ class Explainer:
             for name, directory in names.items():
                 if name not in self._channels:
                     self._channels[name] = ControlChannel(
-                        directory, name, self._timeout_s, lambda: ((), ())
+                        directory, name, self._timeout_s, lambda: ((), ()), machine=self._machine
                     )
             channels = [self._channels[name] for name in names]
         for channel in gone:
@@ -247,7 +250,7 @@ class Explainer:
                 return Missing(
                     block=block, reason=MissReason.NODE_DEAD, detail=detail, node=announcement.name
                 )
-        now = time.monotonic()
+        now = self._now()
         if self._remote.node(location.node_id, location.epoch, now) is not None:
             return None
         return self._away(block, location)

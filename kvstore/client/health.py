@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.limits import INDEX_LOOKED_AFTER_EVERY_S, INDEX_WARNED_EVERY_S
+from kvstore.machine import REAL, Clock
 from kvstore.types import KEY_BYTES
 
 log = logging.getLogger("kvstore.client")
@@ -47,8 +47,9 @@ class IndexWatch:
     """Warns of an index that cannot be asked, also when nobody asks it: a get is then a miss
     and a put is found by nobody else, and neither says so."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, now: Clock = REAL.monotonic) -> None:
         self._index = index
+        self._now = now
         self._look_at = 0.0
         self._warn_at = 0.0
         self._failing = False
@@ -74,7 +75,7 @@ class IndexWatch:
 
     def failed(self, error: IndexUnavailableError) -> None:
         """Say it, once every `INDEX_WARNED_EVERY_S`."""
-        now = time.monotonic()
+        now = self._now()
         self._failing = True
         if now < self._warn_at or self._closed:
             return

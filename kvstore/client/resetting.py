@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +15,8 @@ from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageErr
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import RESET_LISTENS_S, RESET_NAMESPACES_MAX
-from kvstore.nodedir import Announcement, node_dirs
+from kvstore.machine import REAL, Machine
+from kvstore.nodedir import Announcement
 from kvstore.record import RecordSigner
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
@@ -35,16 +34,17 @@ def reset_everywhere(
     *,
     alone: bool = False,
     signer: RecordSigner | None = None,
+    machine: Machine = REAL,
 ) -> ResetResult:
     """Tell a node, of this host if there is one, which tells all others; wait until they have
     confirmed it. `alone`: all nodes are in this run directory.
 
     Raises `NodeUnavailableError` or `DeadlineError` when there are nodes and none could be told.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = machine.monotonic() + timeout_s
     if not namespace_ids:
         raise UsageError("namespace_ids", namespace_ids, "must be at least one")
-    where = _Where(index, run_dir, key_prefix, alone, signer)
+    where = _Where(index, run_dir, key_prefix, alone, signer, machine)
 
     def tell(number: int, some: Sequence[int]) -> int:
         try:
@@ -54,7 +54,7 @@ def reset_everywhere(
             return away.reset(number, some, deadline)
 
     try:
-        numbers = _tell_all(tell, namespace_ids)
+        numbers = _tell_all(tell, namespace_ids, machine)
     except NodeUnavailableError:
         seen = _confirmed(where, [], deadline)
         if seen and not seen.confirmed:
@@ -64,7 +64,7 @@ def reset_everywhere(
     if seen.vram:
         # A block on its way from VRAM to host memory may have come after its node was reset,
         # and have left before the pool was.
-        seen = _confirmed(where, _tell_all(tell, namespace_ids), deadline)
+        seen = _confirmed(where, _tell_all(tell, namespace_ids, machine), deadline)
     return seen.plain()
 
 
@@ -75,6 +75,7 @@ class _Where:
     key_prefix: str
     alone: bool
     signer: RecordSigner | None
+    machine: Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,13 @@ class _Seen(ResetResult):
         return ResetResult(self.confirmed, self.unconfirmed, self.index_answered)
 
 
-def _tell_all(tell: Callable[[int, Sequence[int]], int], namespace_ids: Sequence[int]) -> list[int]:
+def _tell_all(
+    tell: Callable[[int, Sequence[int]], int], namespace_ids: Sequence[int], machine: Machine
+) -> list[int]:
     """The numbers that the resets got."""
     numbers: list[int] = []
     for start in range(0, len(namespace_ids), RESET_NAMESPACES_MAX):
-        wanted = time.time_ns() // 1_000_000 << RANDOM_BITS | secrets.randbits(RANDOM_BITS)
+        wanted = int(machine.wall() * 1000) << RANDOM_BITS | machine.random_bits(RANDOM_BITS)
         numbers.append(tell(wanted, namespace_ids[start : start + RESET_NAMESPACES_MAX]))
     return numbers
 
@@ -99,12 +102,14 @@ def _confirmed(where: _Where, numbers: Sequence[int], deadline: float) -> _Seen:
     listening = _Listening(where.index)
     while True:
         seen = _look(where, numbers)
-        heard = where.alone or listening.long_enough(time.monotonic(), answered=seen.index_answered)
+        heard = where.alone or listening.long_enough(
+            where.machine.monotonic(), answered=seen.index_answered
+        )
         if seen and heard:
             return seen
-        if time.monotonic() >= deadline:
+        if where.machine.monotonic() >= deadline:
             return replace(seen, index_answered=seen.index_answered and heard)
-        time.sleep(POLL_S)
+        where.machine.sleep(POLL_S)
 
 
 class _Listening:
@@ -146,7 +151,7 @@ def _look(where: _Where, numbers: Sequence[int]) -> _Seen:
     for announcement in announced:
         if announcement.key_prefix == where.key_prefix:
             note(announcement, announcement.resets)
-    for announcement, resets in _here(where.run_dir, where.key_prefix):
+    for announcement, resets in _here(where):
         note(announcement, resets)
     return _Seen(
         tuple(sorted(name for name, done in known.values() if done)),
@@ -156,9 +161,13 @@ def _look(where: _Where, numbers: Sequence[int]) -> _Seen:
     )
 
 
-def _here(run_dir: Path, key_prefix: str) -> Iterator[tuple[Announcement, str]]:
+def _here(where: _Where) -> Iterator[tuple[Announcement, str]]:
     """Living nodes of this host: one may be there that the index has forgotten."""
-    for directory in node_dirs(run_dir):
+    for directory in where.machine.node_dirs(where.run_dir):
         announcement = directory.announcement()
-        if announcement is not None and announcement.key_prefix == key_prefix and directory.alive():
+        if (
+            announcement is not None
+            and announcement.key_prefix == where.key_prefix
+            and directory.alive()
+        ):
             yield announcement, str(directory.kept_resets().get("resets", ""))

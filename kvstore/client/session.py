@@ -30,7 +30,6 @@ Must never happen:
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -70,6 +69,7 @@ from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.keys import Namespace
 from kvstore.limits import LOCK_PART_BYTES, RESET_TIMEOUT_S, Limits
+from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control_requests import Want
 from kvstore.record import RecordSigner
@@ -138,6 +138,7 @@ class BlockSession:
         security: StreamSecurity | None = None,
         device: CudaDevice | None = None,
         sees_vram: bool = False,
+        machine: Machine = REAL,
     ) -> None:
         arguments.session_settings(
             url=url,
@@ -150,22 +151,22 @@ class BlockSession:
             transports=transports,
             security=security,
         )
+        self.machine = machine
+        self._now = machine.monotonic
         key = secret(SIGNING_KEY, signing_key)
         self.limits = limits or read_config().limits()
         self.run_dir = default_run_dir(run_dir)
         self.verify = verify
         self.key_prefix = key_prefix
-        self._opened: OpenedIndex = open_guarded(
-            url, key_prefix=key_prefix, run_dir=self.run_dir, limits=self.limits
-        )
+        self._opened: OpenedIndex = self._open_index(url)
         self.index: Index = self._opened.index
         self.url: str = self._opened.url
         self.embedded: bool = self._opened.embedded
         self.transports = allowed(transports)
         self.viewed = {"hits": 0, "hit_bytes": 0}
         """Blocks of this host that `views` has handed out."""
-        self._watch = IndexWatch(self.index)
-        self._upkeep = Reaper(self._look_after)
+        self._watch = IndexWatch(self.index, machine.monotonic)
+        self._upkeep = self._reaper()
         self._sweeper = Sweeper(self.run_dir, every_s=self.limits.sweep_every_s)
         self.nodes = LocalNodes(
             self.run_dir,
@@ -173,6 +174,7 @@ class BlockSession:
             key_prefix,
             use=SHM in self.transports,
             mapping=self._upkeep.start,
+            machine=machine,
         )
         self._signer = signer = RecordSigner(key, key_prefix) if key else None
         self.remote = RemoteNodes(
@@ -184,7 +186,7 @@ class BlockSession:
             signer,
             Silenced(self.run_dir),
         )
-        suspicion = CorruptionReporter(self.limits.request_timeout_s)
+        suspicion = CorruptionReporter(self.limits.request_timeout_s, machine=machine)
         self.reader = Reader(
             self.index,
             self.nodes,
@@ -209,8 +211,17 @@ class BlockSession:
             key_prefix,
             self.limits.request_timeout_s,
             signer,
+            machine=machine,
         )
         self._upkeep.start()
+
+    def _open_index(self, url: str | None) -> OpenedIndex:
+        return open_guarded(
+            url, key_prefix=self.key_prefix, run_dir=self.run_dir, limits=self.limits
+        )
+
+    def _reaper(self) -> Reaper:
+        return Reaper(self._look_after)
 
     def _vram_nodes(
         self, key_prefix: str, device: CudaDevice | None, sees_vram: bool
@@ -232,8 +243,8 @@ class BlockSession:
     def _look_after(self) -> None:
         """Warn of an index that fails. Keep nothing of dead nodes: their next start may need the
         room in /dev/shm."""
-        self._watch.look(time.monotonic())
-        now = time.monotonic()
+        self._watch.look(self._now())
+        now = self._now()
         self.nodes.check(now)
         self.reader.let_go()
         self.writer.let_go()
@@ -246,7 +257,7 @@ class BlockSession:
         with a `timeout_s` shorter than what it took, the answer counts as too late: a miss.
         While the index is away, another `redis_timeout_s` at most goes into this host's segments.
         """
-        started = time.monotonic()
+        started = self._now()
         try:
             records = self.reader.indexed_run(keys)
         except IndexUnavailableError as e:
@@ -255,7 +266,7 @@ class BlockSession:
             return run
         genuine = self.reader.genuine_count(keys, records)
         readable = self.reader.readable_count(records[:genuine])
-        if timeout_s is not None and time.monotonic() - started > timeout_s:
+        if timeout_s is not None and self._now() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
             return PrefixMatch(short=MissReason.DEADLINE)
         run = PrefixMatch(map(BlockRef, keys, records[:readable]))
@@ -270,7 +281,7 @@ class BlockSession:
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         """See `BlockStore.lookup`; its deadline is that of `match`."""
-        started = time.monotonic()
+        started = self._now()
         try:
             records = self.reader.readable(keys)
         except IndexUnavailableError as e:
@@ -278,7 +289,7 @@ class BlockSession:
             answers += [None] * (len(keys) - len(answers))
             answers.short = self._short(e, missed=None in answers)
             return answers
-        if timeout_s is not None and time.monotonic() - started > timeout_s:
+        if timeout_s is not None and self._now() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
             return LookupResult([None] * len(keys), short=MissReason.DEADLINE)
         return LookupResult(
@@ -291,10 +302,10 @@ class BlockSession:
     ) -> Iterator[BlockRef | None]:
         """What can be found without the index, in what is left of the time."""
         if timeout_s is None:
-            give_up_at = time.monotonic() + self.limits.redis_timeout_s
+            give_up_at = self._now() + self.limits.redis_timeout_s
         else:
             give_up_at = started + timeout_s
-        return found_here(self.nodes, self._signer, keys, give_up_at)
+        return found_here(self.nodes, self._signer, keys, give_up_at, self._now)
 
     def _short(self, error: IndexUnavailableError, *, missed: bool) -> MissReason | None:
         """Why not all was found: the index was not there to be asked."""
@@ -310,7 +321,7 @@ class BlockSession:
     ) -> Iterator[BlockView | None]:
         """See `BlockStore.views`. Blocks of other hosts come when the first of them is asked for,
         in one batch per node; without `staging` into memory of their own."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else self._now() + timeout_s
         fetched: dict[int, BlockView] | None = None
         for i, one in enumerate(found):
             place = self.reader.place(one.key, one.record)
@@ -353,7 +364,7 @@ class BlockSession:
         return vram.view(announcement, found.key, location)
 
     def _in_vram(self, location: Location) -> tuple[VramNodes, Announcement] | None:
-        vram, now = self.remote.vram, time.monotonic()
+        vram, now = self.remote.vram, self._now()
         announcement = None if vram is None else vram.node(location.node_id, location.epoch, now)
         return None if vram is None or announcement is None else (vram, announcement)
 
@@ -367,7 +378,7 @@ class BlockSession:
         Raises `UsageError` for pieces of another size, and `InternalError` when the device
         hangs: then the pieces can neither be used nor given back.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._now() + timeout_s
         read = [False] * len(found)
         by_node: dict[tuple[int, int], list[tuple[int, WantedAnywhere]]] = {}
         for i, one in enumerate(found):
@@ -423,7 +434,7 @@ class BlockSession:
             self.writer.abort(here)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        self.writer.touch(keys, time.monotonic())
+        self.writer.touch(keys, self._now())
 
     def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
         records = self.writer.pin_many(keys)
@@ -451,6 +462,7 @@ class BlockSession:
             timeout_s,
             alone=self.embedded,
             signer=self._signer,
+            machine=self.machine,
         )
 
     def read_bytes(self) -> Mapping[str, int]:

@@ -53,7 +53,7 @@ def connection_kept_that_did_not_answer(patch):
     """What the node granted meanwhile is nobody's: it leaks."""
 
     def failed(self):
-        self._breaker.failed(control.time.monotonic())
+        self._breaker.failed(self._now())
 
     patch(control.ControlChannel, "_failed", failed)
 

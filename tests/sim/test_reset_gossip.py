@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,13 +73,6 @@ class World:
         """Blocks saved before this number must be nowhere."""
         self.saved = 0
         self.counts: Counter[str] = Counter()
-        time = SimpleNamespace(
-            monotonic=lambda: self.now,
-            time=lambda: self.now,
-            time_ns=lambda: int(self.now * 1e9),
-            sleep=self.sleep,
-        )
-        monkeypatch.setattr(resetting, "time", time)
 
     def sleep(self, for_s: float) -> None:
         """Time goes by for all: those that live have heartbeats."""
@@ -204,7 +196,14 @@ def step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         away: Any = None
         place: Any = node
         result = resetting.reset_everywhere(
-            place, away, world.index, node.run_dir, PREFIX, [7], rng.choice([0.0, 4.0])
+            place,
+            away,
+            world.index,
+            node.run_dir,
+            PREFIX,
+            [7],
+            rng.choice([0.0, 4.0]),
+            machine=world.machine,
         )
         world.counts["complete" if result else "incomplete"] += 1
         if result:
@@ -242,7 +241,7 @@ def test_who_was_down_learns_of_it_when_all_who_knew_are_gone(
     monkeypatch.setattr(resetting, "_here", lambda *_: one.here())
     place: Any = one
     assert resetting.reset_everywhere(
-        place, place, world.index, one.run_dir, PREFIX, [7], timeout_s=5.0
+        place, place, world.index, one.run_dir, PREFIX, [7], timeout_s=5.0, machine=world.machine
     )
     one.kill()
     two.kill()

@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
 import socket
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +17,7 @@ import msgpack
 
 from kvstore.circuit_breaker import Breaker, BreakerState
 from kvstore.client.local import deadlines
-from kvstore.client.local.lease import Lease, lease_at
+from kvstore.client.local.lease import Lease, fresh_id, lease_at
 from kvstore.client.local.starved import processor_wanted_s
 from kvstore.errors import (
     DeadlineError,
@@ -31,6 +28,7 @@ from kvstore.errors import (
 )
 from kvstore.fork import in_each_child
 from kvstore.limits import FIRST_ANSWER_WAIT_S
+from kvstore.machine import REAL, Machine
 from kvstore.nodedir import NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import PROTOCOL_VERSION, Op
@@ -97,14 +95,18 @@ class ControlChannel:
         node: tuple[int, int],
         timeout_s: float,
         held: Callable[[], Held],
+        *,
+        machine: Machine = REAL,
     ) -> None:
         """`node` is the (node id, epoch) to talk to: a restarted node is another one."""
         self.directory = directory
+        self._machine = machine
+        self._now = machine.monotonic
         self._node = list(node)
         self._timeout_s = timeout_s
         self._held = held
         # It knows whose it is, so that a handler of signals can raise or close at any moment.
-        self._lock = threading.RLock()
+        self._lock = self._machine.lock()
         self._lease: Lease | None = None
         self._client_id = ""
         self._socket: socket.socket | None = None
@@ -118,7 +120,7 @@ class ControlChannel:
         """Somebody gave up, and the node may believe that this client holds more than it
         does: connect again."""
         self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
-        self._patient_until = time.monotonic() + max(FIRST_ANSWER_WAIT_S, timeout_s)
+        self._patient_until = self._now() + max(FIRST_ANSWER_WAIT_S, timeout_s)
         """Until the first answer, or failure, a starved node is waited for beyond the deadline:
         a client that begins loses more by giving up. `-inf` from then on."""
         self._wanted_s: float | None = None
@@ -129,7 +131,7 @@ class ControlChannel:
     def silent(self) -> bool:
         """The node did not answer lately, and is not to be asked yet."""
         breaker = self._breaker
-        return breaker.state is not BreakerState.CLOSED and time.monotonic() < breaker.probe_at
+        return breaker.state is not BreakerState.CLOSED and self._now() < breaker.probe_at
 
     def request(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Any:
         """The node's answer, as `accept` makes it."""
@@ -142,11 +144,11 @@ class ControlChannel:
         held is part of what the next connection says is held (rule 5).
         """
         timeout_s = min(self._timeout_s, deadlines.each_s())
-        give_up_at = min(time.monotonic() + timeout_s, deadlines.give_up_at())
+        give_up_at = min(self._now() + timeout_s, deadlines.give_up_at())
         self._check_outside()
         try:
             self._acquire(give_up_at)
-            now = time.monotonic()
+            now = self._now()
             if not self._breaker.allows(now):
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
             probes = self._breaker.state is BreakerState.HALF_OPEN
@@ -155,7 +157,7 @@ class ControlChannel:
                 patient = not probes and self._has_all_the_time(now)
                 self._connect(min(give_up_at, soon, deadlines.connected_by()), patient=patient)
                 if patient:  # what was waited for so far is no time of this request
-                    give_up_at = time.monotonic() + timeout_s
+                    give_up_at = self._now() + timeout_s
                 return self._send([op, self._number(), *args], give_up_at, accept)
             except (DeadlineError, NodeUnavailableError):
                 self._failed()
@@ -205,9 +207,9 @@ class ControlChannel:
         """What raises in here may have the lock or not: give it back where it is this thread's."""
         try:
             until = give_up_at
-            if self._has_all_the_time(time.monotonic()):
+            if self._has_all_the_time(self._now()):
                 until = max(until, self._patient_until)
-            if self._lock.acquire(timeout=max(until - time.monotonic(), 0.0)):
+            if self._lock.acquire(timeout=max(until - self._now(), 0.0)):
                 return
         except BaseException:
             self._out_of_step = True
@@ -229,7 +231,7 @@ class ControlChannel:
     def _is_starved(self, connection: socket.socket, ticket: Ticket) -> bool:
         """Whether the node, late with its first answer, is waited for a little longer: as long as
         it runs or stands in line for a processor."""
-        now = time.monotonic()
+        now = self._now()
         wanted_s, before_s = processor_wanted_s(connection), self._wanted_s
         step_s = min(self._timeout_s, deadlines.each_s()) * STARVED_STEP
         hurried = now >= self._patient_until or deadlines.give_up_at() != math.inf
@@ -245,7 +247,7 @@ class ControlChannel:
     def _failed(self) -> None:
         self._patient_until = NEVER
         self._disconnect()
-        self._breaker.failed(time.monotonic())
+        self._breaker.failed(self._now())
 
     def say(self, op: Op, *args: Any) -> bool:
         """One way: False when it could not be said now. Waits at most `SAY_CONNECT_TIMEOUT_S`,
@@ -278,7 +280,7 @@ class ControlChannel:
                 pass
 
     def _connect_to_say(self) -> bool:
-        now = time.monotonic()
+        now = self._now()
         if self._pid != os.getpid():
             return False  # the connection is the parent's, which may be in the middle of a message
         if self._socket is not None:
@@ -289,7 +291,7 @@ class ControlChannel:
             self._connect(now + SAY_CONNECT_TIMEOUT_S)
         except PeerError:
             self._disconnect()
-            self._breaker.failed(time.monotonic())
+            self._breaker.failed(self._now())
             return False
         self._breaker.succeeded()
         return True
@@ -324,7 +326,7 @@ class ControlChannel:
                 self._lease.release()
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()  # a thread of the parent may have had it
+        self._lock = self._machine.lock()  # a thread of the parent may have had it
         if self._socket is not None:
             self._socket.close()  # else the node does not hear of the parent's end
 
@@ -347,10 +349,10 @@ class ControlChannel:
         if self._socket is not None:
             return
         if not self._client_id:
-            self._lease = lease_at(self.directory.leases)
-            self._client_id = self._lease.client_id if self._lease else secrets.token_hex(16)
+            self._lease = lease_at(self.directory.leases, self._machine)
+            self._client_id = self._lease.client_id if self._lease else fresh_id(self._machine)
         self._unpacker = control.unpacker()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = self._machine.unix_socket()
         try:
             self._dial(connection, give_up_at)
         except OSError as e:
@@ -370,13 +372,13 @@ class ControlChannel:
         """Wait for a place in the node's queue of connections: a Unix socket whose queue is full
         refuses at once, and many engines may start together."""
         while True:
-            connection.settimeout(max(give_up_at - time.monotonic(), 0.001))
+            connection.settimeout(max(give_up_at - self._now(), 0.001))
             try:
                 connection.connect(str(self.directory.socket))
             except BlockingIOError:
-                if time.monotonic() >= give_up_at:
+                if self._now() >= give_up_at:
                     raise
-                time.sleep(QUEUE_POLL_S)
+                self._machine.sleep(QUEUE_POLL_S)
             else:
                 return
 
@@ -395,7 +397,7 @@ class ControlChannel:
         assert connection is not None
         ticket = Ticket(give_up_at, accept)
         try:
-            connection.settimeout(max(give_up_at - time.monotonic(), 0.001))
+            connection.settimeout(max(give_up_at - self._now(), 0.001))
             connection.sendall(control.packed(message))
         except TimeoutError as e:
             raise self._too_late() from e
@@ -410,7 +412,7 @@ class ControlChannel:
         try:
             while not ticket.done:
                 assert connection is not None  # without one, every ticket has ended
-                connection.settimeout(max(ticket.give_up_at - time.monotonic(), 0.001))
+                connection.settimeout(max(ticket.give_up_at - self._now(), 0.001))
                 try:
                     data = connection.recv(RECV_BYTES)
                 except TimeoutError:

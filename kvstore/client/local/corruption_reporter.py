@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 
 from kvstore.client.local.control import ControlChannel
 from kvstore.client.local.nodes import Attached
 from kvstore.errors import PeerError
+from kvstore.machine import REAL, Machine
 from kvstore.protocol.control import Op
 from kvstore.types import Key
 
@@ -19,18 +19,21 @@ class CorruptionReporter:
     """One message, one way, over a connection of its own: the block may be of any node here,
     and this is rare. The node looks for itself before it drops anything (rule 2)."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, machine: Machine = REAL) -> None:
         self._timeout_s = timeout_s
+        self._machine = machine
         self._not_before = 0.0
 
     def report(self, attached: Attached, key: Key) -> None:
         """Never raises for a peer's fault; what could not be said now, the next reader says."""
-        now = time.monotonic()
+        now = self._machine.monotonic()
         if now < self._not_before:
             return
         announcement = attached.announcement
         node = (announcement.node_id, announcement.epoch)
-        channel = ControlChannel(attached.directory, node, self._timeout_s, lambda: ((), ()))
+        channel = ControlChannel(
+            attached.directory, node, self._timeout_s, lambda: ((), ()), machine=self._machine
+        )
         try:
             said = channel.say(Op.SUSPECT, key)
         except PeerError:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
+
+from kvstore.machine import REAL, Clock
 
 T = TypeVar("T")
 
@@ -72,10 +73,12 @@ def each_within(seconds: float) -> Iterator[None]:
         _call.each_s = before
 
 
-def in_turn(nodes: Sequence[T], timeout_s: float) -> Iterator[tuple[T, float]]:
+def in_turn(
+    nodes: Sequence[T], timeout_s: float, now: Clock = REAL.monotonic
+) -> Iterator[tuple[T, float]]:
     """Each of `nodes`, and until when it may be asked: one that hangs leaves the others their
     equal part of `timeout_s`, one that answers leaves them what it did not need."""
-    over_at = time.monotonic() + timeout_s
+    over_at = now() + timeout_s
     for i, node in enumerate(nodes):
-        now = time.monotonic()
-        yield node, now + max(over_at - now, 0.0) / (len(nodes) - i)
+        began = now()
+        yield node, began + max(over_at - began, 0.0) / (len(nodes) - i)

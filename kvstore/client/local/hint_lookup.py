@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.client.base import BlockRef
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.index.base import Record
+from kvstore.machine import REAL, Clock
 from kvstore.record import RecordSigner, pack_place
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.segment.locate import offset_of
@@ -18,19 +18,23 @@ KEYS_AT_ONCE = 64
 
 
 def found_here(
-    nodes: LocalNodes, signer: RecordSigner | None, keys: Sequence[Key], give_up_at: float
+    nodes: LocalNodes,
+    signer: RecordSigner | None,
+    keys: Sequence[Key],
+    give_up_at: float,
+    now: Clock = REAL.monotonic,
 ) -> Iterator[BlockRef | None]:
     """Each of `keys` with the record that its node would publish; None when it is not found here.
 
-    Ends early at `give_up_at` (`time.monotonic`). Headers are found by the tables of hints,
+    Ends early at `give_up_at` of the clock `now`. Headers are found by the tables of hints,
     which forget some keys: such a block is a miss until the index answers. Records are for
     processes that may be others; whoever reads the block looks at its header (rule 4).
     """
-    now = time.monotonic()
-    nodes.check(now)
-    nodes.map_all(now)
+    began = now()
+    nodes.check(began)
+    nodes.map_all(began)
     for i, key in enumerate(keys):
-        if i % KEYS_AT_ONCE == 0 and time.monotonic() >= give_up_at:
+        if i % KEYS_AT_ONCE == 0 and now() >= give_up_at:
             return
         record = _record(nodes, key)
         if record is None:

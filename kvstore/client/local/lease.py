@@ -15,20 +15,24 @@ write holds it, and nobody else:
 from __future__ import annotations
 
 import contextlib
-import secrets
 from pathlib import Path
 
 from kvstore.errors import NodeUnavailableError
-from kvstore.filelock import FileLock, try_lock
+from kvstore.machine import REAL, HeldFile, Machine
 
 
-def lease_at(leases: Path) -> Lease | None:
+def fresh_id(machine: Machine) -> str:
+    """A name that no other client has, and that nobody can guess."""
+    return f"{machine.random_bits(128):032x}"
+
+
+def lease_at(leases: Path, machine: Machine = REAL) -> Lease | None:
     """A lease, None for a user who may only read there: who cannot write needs none.
 
     Raises `NodeUnavailableError`.
     """
     try:
-        return Lease(leases)
+        return Lease(leases, machine)
     except NodeUnavailableError as e:
         if isinstance(e.__cause__, PermissionError):
             return None
@@ -38,15 +42,15 @@ def lease_at(leases: Path) -> Lease | None:
 class Lease:
     """Held from construction to `release`, or to the end of this process."""
 
-    def __init__(self, leases: Path) -> None:
-        self.client_id = secrets.token_hex(16)
+    def __init__(self, leases: Path, machine: Machine = REAL) -> None:
+        self.client_id = fresh_id(machine)
         self._path = leases / self.client_id
         try:
-            lock = try_lock(self._path)
+            lock = machine.lock_file(self._path)
         except OSError as e:
             raise NodeUnavailableError(f"no lease at {leases}: {e.strerror}") from e
         assert lock is not None, "a fresh random name cannot be locked by another"
-        self._lock: FileLock = lock
+        self._lock: HeldFile = lock
 
     def release(self) -> None:
         if self._lock.fd < 0:

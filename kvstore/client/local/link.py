@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from kvstore.client.local.control import ControlChannel, Held
+from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.segment.shm import AttachedShm
 from kvstore.segment.trusted_files import files_of
@@ -49,12 +48,19 @@ def _less(counts: dict[tuple[int, int], int], handle: tuple[int, int]) -> None:
 class NodeLink:
     """The connection to one start of one node, with its segment mapped for writing."""
 
-    def __init__(self, announcement: Announcement, control: ControlChannel, held: Holdings) -> None:
+    def __init__(
+        self,
+        announcement: Announcement,
+        control: ControlChannel,
+        held: Holdings,
+        *,
+        machine: Machine = REAL,
+    ) -> None:
         self.announcement = announcement
         self.control = control
         self.held = held
         files = files_of(control.directory, announcement)
-        self.reads_only = not (files.may_write and os.access(files.data, os.W_OK))
+        self.reads_only = not (files.may_write and machine.may_write(files.data))
         """This user is of the node's group (node/permissions.py)."""
         self.shm: AttachedShm | None = AttachedShm(
             files.data, files.head, writable=not self.reads_only, owner=files.owner

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import IndexUnavailableError
 from kvstore.fork import in_each_child
 from kvstore.index.base import Index
-from kvstore.nodedir import Announcement, NodeDir, Stranger, node_dirs, strangers, sweep
+from kvstore.machine import REAL, Machine
+from kvstore.nodedir import Announcement, NodeDir, Stranger, strangers
 from kvstore.segment.shm import AttachedShm
 from kvstore.segment.trusted_files import files_of
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
@@ -45,16 +45,18 @@ class LocalNodes:
         *,
         use: bool = True,
         mapping: Callable[[], None] = lambda: None,
+        machine: Machine = REAL,
     ) -> None:
         """With `use` false there are none: what a client does that is to use other transports.
         `mapping` is called before a segment is mapped: from then on somebody must `check`."""
         self.mapping = mapping
+        self.machine = machine
         self._use = use
         self._run_dir = run_dir
         self._index = index
         self._key_prefix = key_prefix
         # A handler of signals may close the client at any moment.
-        self._lock = threading.RLock()
+        self._lock = self.machine.lock()
         in_each_child(self)
         self._attached: dict[tuple[int, int], Attached] = {}
         self.mapped: tuple[Attached, ...] = ()
@@ -78,7 +80,7 @@ class LocalNodes:
     def _attach(self, node_id: int, epoch: int, now: float) -> Attached | None:
         if not self._use or self._absent.get((node_id, epoch), 0.0) > now:
             return None
-        for directory in node_dirs(self._run_dir):
+        for directory in self.machine.node_dirs(self._run_dir):
             announcement = directory.announcement()
             if announcement is None or (announcement.node_id, announcement.epoch) != (
                 node_id,
@@ -86,7 +88,7 @@ class LocalNodes:
             ):
                 continue
             if not directory.alive():
-                sweep(self._run_dir)
+                self.machine.sweep(self._run_dir)
                 break
             attached = self._add(announcement, directory)
             if attached is not None:
@@ -106,7 +108,7 @@ class LocalNodes:
         with self._lock:
             self._looked_around_at = now
             before = self.mapped
-            for directory in node_dirs(self._run_dir):
+            for directory in self.machine.node_dirs(self._run_dir):
                 announcement = directory.announcement()
                 if (
                     announcement is not None
@@ -155,7 +157,7 @@ class LocalNodes:
             self.mapped = tuple(a for a in self.mapped if not a.gone)
             self.gone += len(dead)
         if dead:
-            sweep(self._run_dir)
+            self.machine.sweep(self._run_dir)
 
     def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
         """The first of `writables`, or the one called `name`; raises as they do."""
@@ -172,14 +174,14 @@ class LocalNodes:
         """
         found: list[tuple[Announcement, NodeDir]] = []
         unanswered: IndexUnavailableError | None = None
-        for directory in node_dirs(self._run_dir) if self._use else ():
+        for directory in self.machine.node_dirs(self._run_dir) if self._use else ():
             announcement = directory.announcement()
             if announcement is None or announcement.key_prefix != self._key_prefix:
                 continue
             if CUDA_IPC in announcement.transports:
                 continue  # its own process alone writes to it
             if not directory.alive():
-                sweep(self._run_dir)
+                self.machine.sweep(self._run_dir)
                 continue
             try:
                 if self._is_ours(announcement):
@@ -210,7 +212,7 @@ class LocalNodes:
         return True
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()  # a thread of the parent may have had it
+        self._lock = self.machine.lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """From here on there are none: what another thread asks for meanwhile is not mapped."""
@@ -220,4 +222,4 @@ class LocalNodes:
                 attached.gone = True
             self._attached.clear()
             self.mapped = ()
-        sweep(self._run_dir)
+        self.machine.sweep(self._run_dir)

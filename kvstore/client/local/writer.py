@@ -146,10 +146,14 @@ class Writer:
         self._nodes.mapping()
         held = Holdings()
         control = ControlChannel(
-            directory, (announcement.node_id, announcement.epoch), self._timeout_s, held.said
+            directory,
+            (announcement.node_id, announcement.epoch),
+            self._timeout_s,
+            held.said,
+            machine=self._nodes.machine,
         )
         try:
-            link = NodeLink(announcement, control, held)
+            link = NodeLink(announcement, control, held, machine=self._nodes.machine)
         except (OSError, ValueError) as e:
             raise NodeUnavailableError(f"segment of node {announcement.name}: {e}") from e
         # Known to be a node of this index: its blocks can be read without asking the index.

@@ -55,6 +55,8 @@ class Checks:
         self._epochs: dict[int, int] = {}
         self._removing: list[tuple[Key, Record]] = []
         self._generations: dict[tuple[int, int], int] = {}
+        self._sealed: dict[tuple[int, int], tuple[int, Key, float]] = {}
+        """What a slot of a node held last, of which generation, and until when."""
 
     # --- what is saved, and what is read --------------------------------------
 
@@ -88,8 +90,18 @@ class Checks:
                 continue
             if unpack_record(key, record) is None:
                 self._world.fail(f"a match has somebody else's record in place {i}")
-            if index.last_seen.get(key, -FOREVER) < since:
+            if index.last_seen.get(key, -FOREVER) < since and not self._was_here(
+                key, record, since
+            ):
                 self._world.fail(f"a match of {len(found)} blocks has a hole at {i}")
+
+    def _was_here(self, key: Key, record: Record, since: float) -> bool:
+        """Whether its slot held it at some time after `since`: found there without the index."""
+        location = unpack_record(key, record)
+        if location is None:
+            return False
+        was = self._sealed.get((location.node_id, location.slot))
+        return was is not None and was[:2] == (location.generation, key) and was[2] >= since
 
     # --- before a node writes to its segment ------------------------------------
 
@@ -121,6 +133,12 @@ class Checks:
     def after_write(self, segment: SimOwned, write: Write) -> None:
         if isinstance(write, Mark):
             self._generations[segment.address, write.slot_id] = write.generation
+        if isinstance(write, Mark | Seal):
+            place = (segment.superblock.node_id, write.slot_id)
+            if isinstance(write, Seal):
+                self._sealed[place] = (write.generation, write.key, FOREVER)
+            elif place in self._sealed and self._sealed[place][2] == FOREVER:
+                self._sealed[place] = (*self._sealed[place][:2], self._world.now)
 
     def _may_be_reused(self, segment: SimOwned, slot_id: int) -> None:
         block = segment.superblock

@@ -17,6 +17,7 @@ from kvstore.limits import Limits
 from kvstore.record import unpack_record
 from kvstore.testing.sim import memory
 from kvstore.testing.sim.scheduler import Process
+from kvstore.testing.sim.session import client_class
 from kvstore.types import Key, Location, PutStatus
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class SimClient:
 
     def live(self) -> None:
         world = self.world
-        client = self.client = Client(
+        client = self.client = client_class(world)(
             URL,
             namespace=self.rng.choice(NAMESPACES),
             run_dir=self._run_dir,

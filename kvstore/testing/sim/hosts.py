@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import NodeUnavailableError, UsageError
+from kvstore.errors import UsageError
 from kvstore.node.restart import FormerClients
 from kvstore.node.sessions import ClientSession, Sessions
 from kvstore.nodedir import Announcement, NodeDir
@@ -21,6 +22,9 @@ class _Folder(PurePosixPath):
 
     def mkdir(self, *, exist_ok: bool, mode: int) -> None:
         """It is."""
+
+    def unlink(self) -> None:
+        """Of a lease: the world forgets none."""
 
 
 class _KeepFile:
@@ -105,17 +109,21 @@ class SimNodeDir(NodeDir):
 
 
 class SimLease:
-    """`kvstore.client.local.lease.Lease`"""
+    """The locked file of a lease (`kvstore.client.local.lease.Lease`)."""
 
-    def __init__(self, world: World, leases: Path) -> None:
+    def __init__(self, world: World, path: Path) -> None:
+        """Raises `FileNotFoundError` when there is no such node."""
         world.pause()
-        if str(leases.parent / "control.sock") not in world.listening:
-            raise NodeUnavailableError(f"no lease at {leases}")
-        self.leases = str(leases)
-        self.client_id = f"{world.rng.getrandbits(128):032x}"
+        if str(path.parent.with_name("control.sock")) not in world.listening:
+            raise FileNotFoundError(errno.ENOENT, "no node", str(path))
+        self.leases = str(path.parent)
         self._holder = world.current.process
         self._released = False
-        world.leases[self.client_id] = self
+        world.leases[path.name] = self
+
+    @property
+    def fd(self) -> int:
+        return -1 if self._released else 0
 
     @property
     def held(self) -> bool:

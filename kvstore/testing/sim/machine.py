@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.machine import Machine
 from kvstore.nodedir import NodeDir
+from kvstore.testing.sim.hosts import SimLease
+from kvstore.testing.sim.network import SimSocket
 from kvstore.testing.sim.scheduler import FOREVER, Actor
 
 if TYPE_CHECKING:
@@ -37,6 +39,18 @@ class SimMachine(Machine):
     def start_thread(self, target: Callable[[], None], name: str) -> None:
         process = self.world.current.process
         self.world.spawn(process, f"{process.name}/{name}", target)
+
+    def when_dropped(self, owner: object, call: Callable[[], None]) -> None:
+        """Never: the collector of garbage comes when it likes, and a run must replay."""
+
+    def unix_socket(self) -> Any:
+        return SimSocket(self.world, self.world.current.process)
+
+    def lock_file(self, path: Path) -> SimLease:
+        return SimLease(self.world, path)
+
+    def may_write(self, path: Path) -> bool:
+        return True
 
     def node_dirs(self, run_dir: Path) -> Iterator[NodeDir]:
         return self.world.dirs_of(run_dir)

@@ -144,6 +144,9 @@ class SimSocket:
         self._closed = False
         self._waiting: Actor | None = None
 
+    def getsockopt(self, level: int, option: int, size_bytes: int) -> bytes:
+        raise OSError("nobody can tell whose process is at the other end")
+
     def settimeout(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 

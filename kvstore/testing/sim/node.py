@@ -23,11 +23,11 @@ from kvstore.node.restart import Started
 from kvstore.node.scrubber import SCRUB_EVERY_S
 from kvstore.node.sessions import Sessions
 from kvstore.nodedir import Announcement
-from kvstore.testing.sim.edges import guarded
 from kvstore.testing.sim.hosts import SimFormerClients, SimNodeDir, SimSessions
 from kvstore.testing.sim.memory import SimOwned
 from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
 from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
+from kvstore.testing.sim.session import guarded
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World

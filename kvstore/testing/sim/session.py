@@ -1,0 +1,47 @@
+"""A client's session in the simulated world."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvstore.client.client import Client
+from kvstore.client.local.reaper import Reaper
+from kvstore.client.session import BlockSession
+from kvstore.index.guarded import GuardedIndex
+from kvstore.index.open import OpenedIndex
+from kvstore.testing.sim.index import SimIndex
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim.world import World
+
+
+def guarded(world: World, timeout_s: float) -> GuardedIndex:
+    return GuardedIndex(SimIndex(world, timeout_s), machine=world.machine)
+
+
+class _NoReaper(Reaper):
+    """Dead nodes are found by calls alone: what looks for abandoned segments looks for real."""
+
+    def start(self) -> None:
+        """Not here."""
+
+
+class SimSession(BlockSession):
+    """Of a client process."""
+
+    world: World
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, machine=self.world.machine, **options)
+
+    def _open_index(self, url: str | None) -> OpenedIndex:
+        return OpenedIndex(guarded(self.world, self.limits.redis_timeout_s), str(url), None)
+
+    def _reaper(self) -> Reaper:
+        return _NoReaper(self._look_after)
+
+
+def client_class(world: World) -> type[Client]:
+    """`Client` in `world`."""
+    session_class = type("Session", (SimSession,), {"world": world})
+    return type("Client", (Client,), {"_session_class": session_class})
