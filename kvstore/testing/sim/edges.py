@@ -23,6 +23,7 @@ from kvstore.client.local import (
     writer,
 )
 from kvstore.client.remote import writer as remote_writer
+from kvstore.client.values import saving
 from kvstore.node import restart
 from kvstore.segment import shm
 from kvstore.testing.sim import memory
@@ -46,6 +47,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
             reader,
             remote_writer,
             put_pipeline,
+            saving,
             writer,
         ),
     ):
