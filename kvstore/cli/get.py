@@ -13,7 +13,6 @@ from kvstore.cli.options import add_store, run_dir_of
 from kvstore.cli.store import open_client
 from kvstore.client.client import Client
 from kvstore.errors import IndexUnavailableError, UsageError
-from kvstore.transport.base import Read, Wanted
 from kvstore.types import Kind
 
 _LIBRARIES = {Kind.NUMPY: "a numpy array", Kind.TORCH: "a torch tensor"}
@@ -55,26 +54,15 @@ def read_raw(client: Client, key: str) -> tuple[bytes, str] | None:
     Not `Client.get`: that makes an array or a tensor, and needs numpy or torch for it.
     """
     reader = client.session.reader
-    raw_key = client.namespace.value_key(key)
-    found = reader.search((raw_key,))
-    (place,) = found.places
-    if place is not None:
-        payload, kind, meta_length = bytes(place.payload), place.kind, place.meta_length
-        if not place.valid():
-            return None
-    elif found.away:
-        location = found.away[0]
-        target = bytearray(location.length)
-        wanted = Wanted(raw_key, location, (memoryview(target),))
-        (outcome,) = client.session.remote.read([wanted])
-        if outcome.read is not Read.HIT:
-            return None
-        payload, kind, meta_length = bytes(target), outcome.kind, outcome.meta_length
-    elif reader.index_failures:
-        raise IndexUnavailableError("Redis did not answer")
-    else:
+    found = reader.search((client.namespace.value_key(key),))
+    (view,) = reader.read(found)
+    if view is None:
+        if found == [None] and reader.index_failures:
+            raise IndexUnavailableError("Redis did not answer")
         return None
-    data_bytes = len(payload) - meta_length
+    payload, kind, data_bytes = bytes(view.buffer), view.kind, view.size_bytes
+    if not view.valid():
+        return None
     what = _LIBRARIES.get(Kind(kind))
     if what is None:
         return payload[:data_bytes], ""

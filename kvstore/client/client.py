@@ -13,24 +13,21 @@ from typing import Any, Self
 from kvstore.client import arguments
 from kvstore.client.explanation import Explanation, Missing, MissReason
 from kvstore.client.health import Health, ask_index
-from kvstore.client.local.reader import Place
 from kvstore.client.miss_query import about_block, about_value
 from kvstore.client.pinned import Pinned, TokenMatch
-from kvstore.client.remote.values import RemoteBlock, fetch_values
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.values import tensors
 from kvstore.client.values.existing import node_of
-from kvstore.client.values.out import Out
+from kvstore.client.values.getting import ValueGetter
 from kvstore.client.values.saving import ValueSaver
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.index.redis.url import parse_url
 from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
-from kvstore.segment.copying import copy
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Key, Kind, PutResult
+from kvstore.types import Key, PutResult
 
 log = logging.getLogger("kvstore.client")
 
@@ -138,16 +135,13 @@ class Client:
         # Who never closes it has the same at its end, or at the process's.
         self.session.machine.when_dropped(self, self.session.close)
         self.session.register_namespaces([self.namespace])
-        self._now = self.session.machine.monotonic
         self._reader = self.session.reader
         self._writer = self.session.writer
-        self._nodes = self.session.nodes
+        self._getter = ValueGetter(self.session)
         self._verify = verify == "always"
         self._saver = ValueSaver(self.session, namespace.id)
         self._explained: dict[str, int] = {}
-        self._counts = {"hits": 0, "misses": 0, "hit_bytes": 0, "stored": 0, "not_stored": 0}
-        self._away_counts = {"hits": 0, "hit_bytes": 0}
-        """Those of `_counts` that came from other hosts."""
+        self._counts = {"stored": 0, "not_stored": 0}
 
     # --- putting ----------------------------------------------------------
 
@@ -211,7 +205,7 @@ class Client:
         as it has of a value that was put as bytes, and is the answer itself. Raises
         `UsageError` when the value does not fit; `out` is then unchanged.
         """
-        return self._get(self._value_key(key), out)
+        return self._getter.get(self._value_key(key), out)
 
     def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> list[Any]:
         """`get` for each of `keys`, with one index round trip for all that were not seen before.
@@ -223,7 +217,8 @@ class Client:
             raise UsageError(
                 "out", f"{len(out)} buffers", f"must be one for each of {len(keys)} keys"
             )
-        return self._get_all([self._value_key(key) for key in keys], out)
+        raw_keys = [self._value_key(key) for key in keys]
+        return self._getter.get_many(raw_keys, [None] * len(keys) if out is None else out)
 
     def get_blocks(self, tokens: Sequence[int], out: Sequence[Any]) -> int:
         """Read the KV blocks at the head of `tokens` into the buffers in `out`, in order.
@@ -233,143 +228,12 @@ class Client:
         arrays or tensors have a dtype and a shape.
         """
         keys = self._block_keys(tokens)[: len(arguments.several("out", out, "buffers"))]
-        got = self._get_all(keys, [out[i] for i in range(len(keys))])
+        got = self._getter.get_many(keys, [out[i] for i in range(len(keys))])
         return next((i for i, value in enumerate(got) if value is None), len(got))
-
-    def _get(self, key: Key, out: Any) -> Any:
-        now = self._now()
-        place = self._reader.remembered(key)
-        if place is not None:
-            self._nodes.check(now)
-            value = self._read(key, place, out)
-            if value is not None:
-                self._writer.touch((key,), now)
-                return value
-        (value,) = self._look((key,), None if out is None else (out,))
-        if value is None:
-            self._counts["misses"] += 1
-        else:
-            self._writer.touch((key,), now)
-        return value
-
-    def _get_all(self, keys: Sequence[Key], out: Sequence[Any] | None) -> list[Any]:
-        now = self._now()
-        self._nodes.check(now)
-        values: list[Any] = [None] * len(keys)
-        unknown: list[int] = []
-        for i, key in enumerate(keys):
-            place = self._reader.remembered(key)
-            if place is not None:
-                values[i] = self._read(key, place, out[i] if out is not None else None)
-            if values[i] is None:
-                unknown.append(i)
-        if unknown:
-            outs = None if out is None else [out[i] for i in unknown]
-            for i, value in zip(unknown, self._look([keys[i] for i in unknown], outs), strict=True):
-                values[i] = value
-        missed = sum(value is None for value in values)
-        self._counts["misses"] += missed
-        if missed < len(values):
-            self._writer.touch([k for k, v in zip(keys, values, strict=True) if v is not None], now)
-        return values
-
-    def _look(
-        self, keys: Sequence[Key], out: Sequence[Any] | None, *, again: bool = True
-    ) -> list[Any]:
-        """Search and read; what was remembered on another host and has gone, once more: not a
-        third time, however often other threads remember it meanwhile."""
-        found = self._reader.search(keys)
-        values: list[Any] = [
-            None if place is None else self._read(keys[i], place, None if out is None else out[i])
-            for i, place in enumerate(found.places)
-        ]
-        if not found.away:
-            return values
-        stale: list[int] = []
-        aways = [
-            RemoteBlock(keys[i], at, None if out is None else out[i])
-            for i, at in found.away.items()
-        ]
-        try:
-            fetched = self._fetch(aways)
-        except UsageError:  # an `out` is too small, perhaps for what is there no more
-            if not (self._reader.forget_away([away.key for away in aways]) and again):
-                raise
-            return self._look(keys, out, again=False)
-        for i, away, value in zip(found.away, aways, fetched, strict=True):
-            values[i] = value
-            if value is not None:
-                self._reader.seen_away(away.key, away.location)
-            elif self._reader.is_remembered_away(away.key):
-                self._reader.forget(away.key)
-                stale.append(i)
-        if stale and again:
-            outs = None if out is None else [out[i] for i in stale]
-            anew = self._look([keys[i] for i in stale], outs, again=False)
-            for i, value in zip(stale, anew, strict=True):
-                values[i] = value
-        return values
-
-    def _read(self, key: Key, place: Place, out: Any) -> Any:
-        """Copy, then check (rule 4): the value, or None and the place is forgotten."""
-        data = place.data
-        data_bytes = len(data)
-        value: Any
-        target: memoryview | bytes
-        if out is not None:
-            to, value = Out(out), None
-            try:
-                to.check(place.kind, bytes(place.payload[data_bytes:]), data_bytes)
-            except ValueError as e:
-                # It may be wrong for what was there before and right for what is there now.
-                if isinstance(e, UsageError) and place.valid():
-                    raise
-            else:
-                target = to.room[:data_bytes]
-                copy(target, data)
-                value = to.answer(data_bytes)
-        elif place.kind in (Kind.BYTES, Kind.BLOCK):
-            value = target = data.tobytes()
-        else:
-            try:
-                value, target = tensors.make(
-                    place.kind, bytes(place.payload[data_bytes:]), data_bytes
-                )
-            except UsageError:  # it needs a library
-                if place.valid():
-                    raise
-                value = None
-            except ValueError:
-                value = None  # damaged, or the slot was reused while its meta was read
-            else:
-                copy(target, data)
-        if value is None or not place.valid():
-            if self._verify and value is None and not self._reader.verified(key, place):
-                return None
-            self._reader.forget(key)
-            self._reader.missed(MissReason.LOAD_FAILED)
-            return None
-        if self._verify and not self._reader.verified(key, place, target):
-            return None
-        self._counts["hits"] += 1
-        self._counts["hit_bytes"] += data_bytes
-        return value
-
-    def _fetch(self, aways: Sequence[RemoteBlock]) -> list[Any]:
-        """Values of other hosts, counted as `_read` counts those of this one."""
-        values = fetch_values(self.session.remote, aways)
-        for away, value in zip(aways, values, strict=True):
-            if value is None:
-                self._reader.missed(MissReason.LOAD_FAILED)
-            else:
-                for counts in (self._counts, self._away_counts):
-                    counts["hits"] += 1
-                    counts["hit_bytes"] += away.location.length
-        return values
 
     def exists(self, key: str | bytes) -> bool:
         """Whether a get would have hit a moment ago."""
-        return self._reader.search((self._value_key(key),)).present(0)
+        return self._reader.search((self._value_key(key),)) != [None]
 
     def match_prefix(self, tokens: Sequence[int]) -> TokenMatch:
         """The longest leading run of full blocks of `tokens` in the store; one round trip."""
@@ -458,7 +322,7 @@ class Client:
             detail = f"{len(tokens)} tokens do not fill one block of {self.block_tokens}"
             return 0, Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
         found = self._reader.search(keys)
-        hit = next((i for i in range(len(keys)) if not found.present(i)), len(keys))
+        hit = found.index(None) if None in found else len(keys)
         if hit == len(keys):
             return hit, None
         question = about_block(hit, keys[hit], tokens, self.namespace, self.block_tokens)
@@ -467,7 +331,7 @@ class Client:
     def explain_key(self, key: str | bytes) -> Missing | None:
         """Why a get of `key` would miss now; None when it would hit. As `explain` otherwise."""
         raw_key = self._value_key(key)
-        if self._reader.search((raw_key,)).present(0):
+        if self._reader.search((raw_key,)) != [None]:
             return None
         missing = self.session.why_missing(about_value(key, self.namespace))
         self._count_reason(missing)
@@ -503,7 +367,7 @@ class Client:
         "explained" by calls of `explain`.
         """
         self._check_open()
-        client: dict[str, int | float] = dict(self._counts)
+        client: dict[str, int | float] = {**self._getter.counts, **self._counts}
         client["index_failures"] = self._reader.index_failures
         try:
             node = self._writer.stats()
@@ -518,11 +382,10 @@ class Client:
         }
 
     def _by_transport(self) -> dict[str, int | float]:
-        viewed = self.session.viewed
-        local = {what: self._counts[what] - self._away_counts[what] for what in self._away_counts}
+        viewed, gets, away = self.session.viewed, self._getter.counts, self._getter.remote_counts
         return {
-            "shm_hits": local["hits"] + viewed["hits"],
-            "shm_bytes": local["hit_bytes"] + viewed["hit_bytes"],
+            "shm_hits": gets["hits"] - away["hits"] + viewed["hits"],
+            "shm_bytes": gets["hit_bytes"] - away["hit_bytes"] + viewed["hit_bytes"],
             **self.session.remote.counts,
         }
 

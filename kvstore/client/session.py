@@ -52,15 +52,16 @@ from kvstore.client.local.embedded_node import start_embedded_node
 from kvstore.client.local.hint_lookup import found_here, leading
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.reader import Reader
+from kvstore.client.local.reader import Place, Reader
 from kvstore.client.local.reaper import Reaper
+from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.remote.silenced import Silenced
-from kvstore.client.remote.values import fetch_blocks
 from kvstore.client.remote.writer import AWAY_SLOT, RemoteWriter
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.resetting import reset_everywhere
 from kvstore.client.values.names import ValueNames
+from kvstore.client.values.out import Out
 from kvstore.client.vram import VramNodes
 from kvstore.config_file import read_config
 from kvstore.cuda.base import CudaDevice
@@ -104,6 +105,22 @@ def _by_place(
     this host came or went between two reserves."""
     away = [r for r in reservations if r.slot == AWAY_SLOT]
     return [r for r in reservations if r.slot != AWAY_SLOT] if away else list(reservations), away
+
+
+def _divided(staging: memoryview, refs: list[Place | RemoteBlock | None]) -> list[Out | None]:
+    """Room in `staging` for those of other hosts, one after the other; what finds none is taken
+    out of `refs`."""
+    into: list[Out | None] = [None] * len(refs)
+    start = 0
+    for i, ref in enumerate(refs):
+        if isinstance(ref, RemoteBlock):
+            end = start + ref.location.length
+            if end > staging.nbytes:
+                refs[i] = None
+            else:
+                into[i] = Out(staging[start:end])
+                start = end
+    return into
 
 
 class BlockSession:
@@ -319,39 +336,21 @@ class BlockSession:
     def views(
         self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
     ) -> Iterator[BlockView | None]:
-        """See `BlockStore.views`. Blocks of other hosts come when the first of them is asked for,
-        in one batch per node; without `staging` into memory of their own."""
+        """See `BlockStore.views`. Those of other hosts come when the first of them is asked for."""
         deadline = None if timeout_s is None else self._now() + timeout_s
-        fetched: dict[int, BlockView] | None = None
-        for i, one in enumerate(found):
-            place = self.reader.place(one.key, one.record)
-            if place is not None:
-                good = self.verify == "never" or self.reader.verified(one.key, place)
-                if good:
-                    self.viewed["hits"] += 1
-                    self.viewed["hit_bytes"] += len(place.payload)
-                yield place if good else None
-                continue
-            if fetched is None:
-                fetched = self._fetch(found, i, staging, deadline)
-            yield fetched.get(i)
-
-    def _fetch(
-        self,
-        found: Sequence[BlockRef],
-        first: int,
-        staging: memoryview | None,
-        deadline: float | None,
-    ) -> dict[int, BlockView]:
-        """Those of `found[first:]` that nodes on other hosts have, by number."""
-        away = {
-            i: location
-            for i in range(first, len(found))
-            if (location := self.reader.away(found[i].key, found[i].record)) is not None
-        }
-        return fetch_blocks(
-            self.remote, {i: (found[i].key, where) for i, where in away.items()}, staging, deadline
-        )
+        refs = [self.reader.resolve(one.key, one.record) for one in found]
+        into = None if staging is None else _divided(staging, refs)
+        fetched: Sequence[BlockView | None] = ()
+        for i, (one, ref) in enumerate(zip(found, refs, strict=True)):
+            if isinstance(ref, RemoteBlock):
+                fetched = fetched or self.reader.read(refs, into, deadline)
+                yield fetched[i]
+            elif ref is None or (self.verify != "never" and not self.reader.verified(one.key, ref)):
+                yield None
+            else:
+                self.viewed["hits"] += 1
+                self.viewed["hit_bytes"] += len(ref.payload)
+                yield ref
 
     def device_view(self, found: BlockRef) -> DeviceBlock | None:
         """A block of this host's VRAM in place, for kernels of the caller's; close it. None for

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvstore.core.granules import GRANULE_BYTES, PAGE
 from kvstore.limits import SLOT_BYTES_MIN
-from kvstore.segment.header import Fields, fields
+from kvstore.segment.header import KEY_PART, Fields, fields
 from kvstore.segment.shm import AttachedHeads
 from kvstore.types import Key, Location
 
@@ -35,6 +35,14 @@ def locate(shm: AttachedHeads, key: Key, location: Location) -> Spot | None:
         return None
     offset = offset_of(shm.superblock.size_bytes, location.slot, header)
     return None if offset is None else Spot(location.slot, image, header, offset)
+
+
+def hinted(shm: AttachedHeads, key: Key) -> Spot | None:
+    """None unless a hint leads to a SEALED header of that key."""
+    slot_id, image = shm.hinted(key)
+    header = fields(image) if image[KEY_PART] == key else None
+    offset = None if header is None else offset_of(shm.superblock.size_bytes, slot_id, header)
+    return None if header is None or offset is None else Spot(slot_id, image, header, offset)
 
 
 def sealed_as(image: bytes, key: Key, location: Location) -> Fields | None:

@@ -24,7 +24,14 @@ ROOT = Path(__file__).parents[2]
 ACCEPTED = Path("tests/mutants_accepted.toml")
 JOBS, SIM_SEEDS = 2, 50
 PYTEST_TIMEOUT_S = 60
-READ_PATH = ("local/reader", "locator", "local/hint_lookup", "remote/values", "pins")
+READ_PATH = (
+    "local/reader",
+    "locator",
+    "local/hint_lookup",
+    "remote/fetch",
+    "values/getting",
+    "pins",
+)
 READ_TESTS = tuple(
     f"tests/client/{name}.py"
     for name in (

@@ -8,7 +8,7 @@ from kvstore.segment.header import fields
 
 def flip(writer: Client, raw_key: bytes, rng: random.Random) -> int:
     """Flip one bit of a block; its place. Only a writer's mapping can."""
-    (place,) = writer.session.reader.find([raw_key])
+    (place,) = writer.session.reader.search([raw_key])
     start = place.slot_id * 4096 + fields(place.image)[3] * 1024
     at = start + rng.randrange(len(place.payload))
     writer.session.writer.link().payload[at] ^= 1 << rng.randrange(8)

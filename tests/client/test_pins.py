@@ -375,7 +375,7 @@ def test_values_cross_between_numpy_and_torch_where_both_have_the_dtype(client):
 def test_a_pin_of_a_block_has_its_dtype_and_shape(client):
     client.put_blocks(range(256), [TENSORS["bfloat16"]])
     (key,) = client.namespace.block_keys(range(256), 256)
-    (place,) = client.session.reader.find([key])
+    (place,) = client.session.reader.search([key])
     assert place.meta_length > 0
 
 

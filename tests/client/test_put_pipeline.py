@@ -69,7 +69,7 @@ def test_a_batch_of_any_sizes_is_stored_whole_and_in_order(writer, nodes, index)
     sizes = [MIB, 1, 40_000, 0, 3 * MIB, 32 << 10, 5000, 2 * MIB, MIB] * 2
     values = [bytes([i]) * size for i, size in enumerate(sizes)]
     assert all(r.status is PutStatus.STORED for r in save(writer, values))
-    places = Reader(index, nodes).find([key(i) for i in range(len(values))])
+    places = Reader(index, nodes).search([key(i) for i in range(len(values))])
     assert [bytes(place.data) for place in places] == values
 
 

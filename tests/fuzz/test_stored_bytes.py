@@ -131,7 +131,7 @@ def test_any_record_over_any_header_is_a_place_inside_the_segment_or_none(
     hints = owned._hints
     hints[header.hint_of(KEY, len(hints))] = at if agree else hint % (SLOTS + len(hints))
     try:
-        places = [reader.place(KEY, pack_record(KEY, location)), *reader.find([KEY])]
+        places = [reader.place(KEY, pack_record(KEY, location)), *reader.search([KEY])]
         for place in places:
             if place is not None:
                 assert len(place.payload) == seen[2] <= 2 * HALF_BYTES

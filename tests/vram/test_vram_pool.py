@@ -182,8 +182,8 @@ def test_what_is_below_already_is_only_dropped(producer, consumer):
     wait_until(lambda: counts["already_below"] == 1, "it is seen to be below")
     wait_until(lambda: producer.pool.stats()["evicted"] > 0, "it was dropped")
     # The index may have forgotten it with the record of VRAM, until the node looks.
-    wait_until(lambda: consumer.reader.find([key_of(0)])[0], "it is found below")
-    assert bytes(consumer.reader.find([key_of(0)])[0].buffer) == payload_of(0)
+    wait_until(lambda: consumer.reader.search([key_of(0)]).places[0], "it is found below")
+    assert bytes(consumer.reader.search([key_of(0)]).places[0].buffer) == payload_of(0)
 
 
 def test_without_a_node_on_its_host_blocks_go_down_to_another_host(

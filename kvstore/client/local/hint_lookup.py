@@ -9,8 +9,7 @@ from kvstore.client.local.nodes import LocalNodes
 from kvstore.index.base import Record
 from kvstore.machine import REAL, Clock
 from kvstore.record import RecordSigner, pack_place
-from kvstore.segment.header import KEY_PART, fields
-from kvstore.segment.locate import offset_of
+from kvstore.segment.locate import hinted
 from kvstore.types import Key
 
 KEYS_AT_ONCE = 64
@@ -53,19 +52,17 @@ def leading(found: Iterable[BlockRef | None]) -> Iterator[BlockRef]:
 
 def _record(nodes: LocalNodes, key: Key) -> Record | None:
     for attached in nodes.mapped:
-        shm = attached.shm
-        slot_id, image = shm.hinted(key)
-        header = fields(image) if image[KEY_PART] == key else None
-        if header is None or offset_of(shm.superblock.size_bytes, slot_id, header) is None:
+        spot = hinted(attached.shm, key)
+        if spot is None:
             continue
-        generation, _, length, granule, _, _, checksum, _ = header
+        generation, _, length, granule, _, _, checksum, _ = spot.header
         announcement = attached.announcement
         return pack_place(
             key,
             announcement.node_id,
             announcement.epoch,
             0,
-            slot_id,
+            spot.slot_id,
             generation,
             granule,
             length,

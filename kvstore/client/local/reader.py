@@ -1,4 +1,7 @@
-"""Reading blocks in place: location -> slot -> bytes, checked after reading (rule 4)."""
+"""Where blocks are, and reading them: in place on this host, fetched from another.
+
+Whoever copies from a place checks it afterwards (rule 4).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -14,13 +17,15 @@ from kvstore.client.explanation import MissReason, reason_of
 from kvstore.client.health import IndexWatch
 from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.nodes import Attached, LocalNodes
+from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock, fetch
 from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.values.out import Out
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from kvstore.record import RecordSigner, unpack_record
-from kvstore.segment.header import KEY_PART, Fields, fields
-from kvstore.segment.locate import locate, offset_of
+from kvstore.segment.header import Fields
+from kvstore.segment.locate import hinted, locate
 from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.client")
@@ -55,6 +60,17 @@ class Place:
     """The whole payload, value and meta, read-only."""
     data: memoryview
     """The value alone."""
+    written_bytes = 0
+    """Of it, those that are in the caller's memory already."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the value alone."""
+        return len(self.data)
+
+    @property
+    def meta(self) -> memoryview:
+        return self.payload[len(self.data) :]
 
     @property
     def buffer(self) -> memoryview:
@@ -77,16 +93,16 @@ class Place:
         return xxhash.xxh3_64_intdigest(copied) == self.checksum
 
 
-class Search(NamedTuple):
-    """Where blocks are."""
+class Search(list[Place | RemoteBlock | None]):
+    """Where each block that was looked for is: in this host's memory, on another host, nowhere."""
 
-    places: list[Place | None]
-    """In this host's memory; None where a block is not there."""
-    away: dict[int, Location]
-    """Of those, the ones that nodes on other hosts have: the number of the key, and where."""
+    @property
+    def places(self) -> list[Place | None]:
+        return [ref if isinstance(ref, Place) else None for ref in self]
 
-    def present(self, i: int) -> bool:
-        return self.places[i] is not None or i in self.away
+    @property
+    def away(self) -> dict[int, Location]:
+        return {i: ref.location for i, ref in enumerate(self) if isinstance(ref, RemoteBlock)}
 
 
 class Reader:
@@ -110,7 +126,8 @@ class Reader:
         self._remote = remote
         self._signer = signer
         self._suspicion = suspicion
-        self._places: dict[Key, Place] = {}
+        self.remembered: dict[Key, Place] = {}
+        """Where blocks were seen in this host's memory: to be used without looking for them."""
         self._away: dict[Key, Location] = {}
         """Where blocks were read on other hosts."""
         self.index_failures = 0
@@ -144,12 +161,8 @@ class Reader:
             self._suspicion.report(place.attached, key)
         return False
 
-    def remembered(self, key: Key) -> Place | None:
-        """Where `key` was seen before, without asking anyone."""
-        return self._places.get(key)
-
     def forget(self, key: Key) -> None:
-        self._places.pop(key, None)
+        self.remembered.pop(key, None)
         self._away.pop(key, None)
 
     def let_go(self) -> None:
@@ -158,63 +171,88 @@ class Reader:
         if gone == self._gone_seen:
             return
         self._gone_seen = gone
-        for key, place in list(self._places.items()):
+        for key, place in list(self.remembered.items()):
             if place.attached.gone:
-                self._places.pop(key, None)
+                self.remembered.pop(key, None)
 
-    def find(self, keys: Sequence[Key]) -> list[Place | None]:
-        """Where each of `keys` is in this host's memory; None where it is not."""
-        return self.search(keys).places
-
-    def search(self, keys: Sequence[Key]) -> Search:
+    def search(self, keys: Sequence[Key], *, remembered: bool = False) -> Search:
         """Where each of `keys` is, here or on other hosts.
 
-        This host's segments are searched first; the index is asked for the rest.
+        This host's segments are searched first; the index is asked for the rest. With
+        `remembered`, what was seen in them before is not searched for: it may have left.
         """
-        self._nodes.check(time.monotonic())
-        places = [self._local(key) for key in keys]
         now = time.monotonic()
-        away = {
-            i: location
-            for i, key in enumerate(keys if self._away else ())
-            if places[i] is None
-            and (location := self._away.get(key)) is not None
-            and self._reached(location, now)
-        }
-        unknown = [i for i, place in enumerate(places) if place is None and i not in away]
+        self._nodes.check(now)
+        seen = self.remembered if remembered else {}
+        found = Search([seen.get(key) or self._local(key) for key in keys])
+        unknown: list[int] = []
+        for i, place in enumerate(found):
+            if place is None:
+                location = self._away.get(keys[i])
+                if location is not None and self._reached(location, now):
+                    found[i] = RemoteBlock(keys[i], location, remembered=True)
+                else:
+                    unknown.append(i)
         try:
             for start in range(0, len(unknown), BATCH_KEYS_MAX):
                 wanted = unknown[start : start + BATCH_KEYS_MAX]
                 batch = [keys[i] for i in wanted]
                 records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
                 for i, key, record in zip(wanted, batch, records, strict=False):
-                    if record is None or not self._genuine(key, record):
-                        continue
-                    location = unpack_record(key, record)
-                    if location is None:
-                        continue
-                    places[i] = self._found(key, location)
-                    if places[i] is None and self._is_away(location, now):
-                        away[i] = location
+                    if record is not None:
+                        found[i] = self.resolve(key, record)
         except IndexUnavailableError as e:
             if self._nodes.map_all(now):
-                places = [place or self._local(keys[i]) for i, place in enumerate(places)]
+                for i in unknown:
+                    found[i] = found[i] or self._local(keys[i])
             self.index_failed(e)
-        return Search(places, away)
+        return found
+
+    def resolve(self, key: Key, record: Record) -> Place | RemoteBlock | None:
+        """Where a record says that the block is: in this host's memory, where its header is SEALED
+        and says the same, or on another host that can be reached."""
+        if not self._genuine(key, record):
+            return None
+        location = unpack_record(key, record)
+        if location is None:
+            return None
+        now = time.monotonic()
+        attached = self._nodes.segment(location.node_id, location.epoch, now)
+        if attached is None:
+            return RemoteBlock(key, location) if self._reached(location, now) else None
+        # A segment that is mapped here has the last word on what is in it.
+        spot = locate(attached.shm, key, location)
+        return None if spot is None else self._place(attached, *spot)
+
+    def read(
+        self,
+        refs: Sequence[Place | RemoteBlock | None],
+        into: Sequence[Out | None] | None = None,
+        deadline: float | None = None,
+    ) -> list[Place | FetchedBlock | None]:
+        """Each of `refs` as it can be read now, None for what cannot.
+
+        What is on this host is read in place. Blocks of other hosts come in one batch per node,
+        into `into` as far as it has room, else into memory of their own; `deadline`, in seconds
+        of `time.monotonic`, bounds that beside the deadlines of streams. Raises `UsageError`
+        for an `out` that is too small for such a block.
+        """
+        away = {i: ref for i, ref in enumerate(refs) if isinstance(ref, RemoteBlock)}
+        views: list[Any] = list(refs)
+        if away and self._remote is not None:
+            fetched = fetch(self._remote, away, into, deadline)
+            for i in away:
+                views[i] = fetched.get(i)
+        return views
 
     def away(self, key: Key, record: Record) -> Location | None:
         """Where a record says that a node on another host has the block, when it can be reached."""
         if self._signer is not None and not self._signer.right(key, record):
-            return None  # `place` has counted it
-        location = unpack_record(key, record)
-        if location is None or not self._is_away(location, time.monotonic()):
+            return None  # `resolve` has counted it
+        location, now = unpack_record(key, record), time.monotonic()
+        if location is None or self._nodes.segment(location.node_id, location.epoch, now):
             return None
-        return location
-
-    def _is_away(self, location: Location, now: float) -> bool:
-        # A segment that is mapped here has the last word on what is in it.
-        local = self._nodes.segment(location.node_id, location.epoch, now)
-        return local is None and self._reached(location, now)
+        return location if self._reached(location, now) else None
 
     def _reached(self, location: Location, now: float) -> bool:
         """Also that it can be: a reader makes room for all of a block before it asks its node."""
@@ -236,37 +274,18 @@ class Reader:
         """Whether one of them was remembered on another host."""
         return sum(self._away.pop(key, None) is not None for key in keys) > 0
 
-    def is_remembered_away(self, key: Key) -> bool:
-        return key in self._away
-
     def _local(self, key: Key) -> Place | None:
         """The place of `key` in a segment that is mapped already, by its table of hints."""
         for attached in self._nodes.mapped:
-            slot_id, image = attached.shm.hinted(key)
-            if image[KEY_PART] == key:
-                header = fields(image)
-                if header is not None:
-                    return self._seen(attached, slot_id, image, header)
+            spot = hinted(attached.shm, key)
+            if spot is not None:
+                return self._place(attached, *spot)
         return None
 
     def place(self, key: Key, record: Record) -> Place | None:
-        """The place a record names, None unless its header is SEALED and says the same."""
-        if not self._genuine(key, record):
-            return None
-        location = unpack_record(key, record)
-        return self._found(key, location) if location is not None else None
-
-    def _found(self, key: Key, location: Location) -> Place | None:
-        attached = self._nodes.segment(location.node_id, location.epoch, time.monotonic())
-        spot = locate(attached.shm, key, location) if attached is not None else None
-        if attached is None or spot is None:
-            return None
-        return self._place(attached, *spot)
-
-    def _seen(self, attached: Attached, slot_id: int, image: bytes, header: Fields) -> Place | None:
-        """The place that a header describes, None unless it lies in the segment."""
-        offset = offset_of(attached.shm.superblock.size_bytes, slot_id, header)
-        return None if offset is None else self._place(attached, slot_id, image, header, offset)
+        """`resolve`, for what is in this host's memory."""
+        ref = self.resolve(key, record)
+        return ref if isinstance(ref, Place) else None
 
     def _place(
         self, attached: Attached, slot_id: int, image: bytes, header: Fields, offset: int
@@ -279,11 +298,11 @@ class Reader:
         place.kind, place.meta_length, place.checksum = kind, meta_length, checksum
         place.payload = shm.payload[offset : offset + length]
         place.data = place.payload[: length - meta_length] if meta_length else place.payload
-        if len(self._places) >= PLACES_KEPT_MAX:
-            _drop_oldest(self._places)
-        self._places[key] = place
+        if len(self.remembered) >= PLACES_KEPT_MAX:
+            _drop_oldest(self.remembered)
+        self.remembered[key] = place
         if attached.gone:  # meanwhile: `let_go` may have passed by already
-            self._places.pop(key, None)
+            self.remembered.pop(key, None)
         return place
 
     def indexed_run(self, keys: Sequence[Key]) -> list[Record]:
@@ -369,7 +388,7 @@ class Reader:
         return self._remote is not None and self._remote.node(node_id, epoch, now) is not None
 
     def close(self) -> None:
-        self._places.clear()
+        self.remembered.clear()
         self._away.clear()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client import client, pins, put_pipeline
+from kvstore.client import pins, put_pipeline
 from kvstore.client.local import (
     host_writer,
     host_writers,
@@ -23,7 +23,7 @@ from kvstore.client.local import (
     writer,
 )
 from kvstore.client.remote import writer as remote_writer
-from kvstore.client.values import saving
+from kvstore.client.values import getting, saving
 from kvstore.node import restart
 from kvstore.segment import shm
 from kvstore.testing.sim import memory
@@ -77,7 +77,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield restart, "check_room", lambda *_: None
     yield memory.SimOwned, "world", world
     yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
-    for module in (put_pipeline, client):
+    for module in (put_pipeline, getting):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
 
 

@@ -63,7 +63,7 @@ def save(segment, slot_id, key, value=VALUE, granule=0):
 
 def test_a_sealed_block_is_found_without_the_index(owned, reader):
     save(owned, 3, key_of(9))
-    (place,) = reader.find([key_of(9)])
+    (place,) = reader.search([key_of(9)])
     assert bytes(place.payload) == VALUE
     assert place.valid()
     assert reader._index.asked == 0
@@ -71,7 +71,7 @@ def test_a_sealed_block_is_found_without_the_index(owned, reader):
 
 def test_the_index_is_asked_for_what_is_not_here(owned, reader):
     save(owned, 3, key_of(9))
-    places = reader.find([key_of(9), key_of(10)])
+    places = reader.search([key_of(9), key_of(10)])
     assert [place is not None for place in places] == [True, False]
     assert reader._index.asked == 1
 
@@ -79,13 +79,13 @@ def test_the_index_is_asked_for_what_is_not_here(owned, reader):
 def test_the_hint_of_a_block_that_is_gone_leads_nowhere(owned, reader):
     save(owned, 3, key_of(9))
     owned.apply(Mark(3, 0, 1))
-    assert reader.find([key_of(9)]) == [None]
+    assert reader.search([key_of(9)]) == [None]
 
 
 def test_two_keys_with_one_hint_are_both_found(owned, reader):
     save(owned, 3, key_of(9, b"a"), b"a" * 1000)
     save(owned, 4, key_of(9, b"b"), b"b" * 1000)
-    found = reader.find([key_of(9, b"a"), key_of(9, b"b")])
+    found = reader.search([key_of(9, b"a"), key_of(9, b"b")])
     assert [bytes(place.payload[:1]) for place in found] == [b"a", b"b"]
     assert reader._index.asked == 0
 
@@ -94,7 +94,7 @@ def test_more_keys_with_one_hint_are_never_taken_for_each_other(owned, reader):
     names = [b"a", b"b", b"c", b"d"]
     for slot_id, name in enumerate(names):
         save(owned, slot_id, key_of(9, name), name * 1000)
-    found = reader.find([key_of(9, name) for name in names])
+    found = reader.search([key_of(9, name) for name in names])
     assert [bytes(p.payload[:1]) if p else None for p in found] == [b"a", None, None, b"d"]
 
 
@@ -103,11 +103,11 @@ def test_the_place_of_a_key_that_is_gone_is_used_again(owned, reader):
     owned.apply(Mark(3, 0, 1))
     save(owned, 4, key_of(9, b"b"))
     save(owned, 5, key_of(9, b"c"))
-    assert all(reader.find([key_of(9, b"b"), key_of(9, b"c")]))
+    assert all(reader.search([key_of(9, b"b"), key_of(9, b"c")]))
 
 
 def test_the_first_slot_is_no_block_while_nothing_was_saved(reader):
-    assert reader.find([key_of(0)]) == [None]
+    assert reader.search([key_of(0)]) == [None]
 
 
 @pytest.mark.parametrize("offset", range(0, 64, 4))
@@ -115,23 +115,23 @@ def test_a_damaged_header_is_a_miss(owned, reader, offset):
     save(owned, 3, key_of(9))
     start = 4096 + 3 * 64 + offset
     owned._head[start] ^= 0x40
-    assert reader.find([key_of(9)]) == [None]
+    assert reader.search([key_of(9)]) == [None]
 
 
 @pytest.mark.parametrize("granule", [4, 255])
 def test_a_block_that_would_leave_the_segment_is_a_miss(owned, reader, granule):
     save(owned, 3, key_of(9), granule=granule)
-    assert reader.find([key_of(9)]) == [None]
+    assert reader.search([key_of(9)]) == [None]
 
 
 def test_a_hint_beyond_the_segment_leads_nowhere(owned, reader):
     owned._hints[hint_of(key_of(9), len(owned._hints))] = 1 << 31
-    assert reader.find([key_of(9)]) == [None]
+    assert reader.search([key_of(9)]) == [None]
 
 
 def test_a_remembered_place_ends_with_its_block(owned, reader):
     save(owned, 3, key_of(9))
-    (place,) = reader.find([key_of(9)])
+    (place,) = reader.search([key_of(9)])
     owned.apply(Mark(3, 0, 1))
     assert not place.valid()
 
@@ -149,5 +149,5 @@ def test_a_full_memory_of_places_may_change_while_the_oldest_is_looked_for(
 
     monkeypatch.setattr("kvstore.client.local.reader.PLACES_KEPT_MAX", 1)
     save(owned, 3, key_of(9))
-    reader._places = Changing({b"o" * 32: None})
-    assert reader.find([key_of(9)])[0] is not None
+    reader.remembered = Changing({b"o" * 32: None})
+    assert reader.search([key_of(9)])[0] is not None

@@ -13,7 +13,7 @@ from stores import MIB, NodeProcess
 from two_hosts import listening_node
 
 from kvstore import Client, UsageError
-from kvstore.client.remote import values as fetching
+from kvstore.client.remote import fetch as fetching
 from kvstore.limits import CLAIMED_BYTES_MAX
 from kvstore.record import pack_record, unpack_record
 from kvstore.transport.base import Outcome, Wanted

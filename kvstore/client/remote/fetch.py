@@ -1,0 +1,134 @@
+"""Payloads of other hosts into this process's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.values.out import Out
+from kvstore.limits import CLAIMED_BYTES_MAX, META_BYTES_MAX
+from kvstore.transport.base import Read, Wanted
+from kvstore.types import Key, Location
+
+
+class RemoteBlock(NamedTuple):
+    """A block that a node on another host has, which can be reached."""
+
+    key: Key
+    location: Location
+    remembered: bool = False
+    """It was there when it was last read; nobody was asked whether it still is."""
+
+
+class FetchedBlock(NamedTuple):
+    """Implements `BlockView`: a block of another host, in this process's memory and checked.
+
+    Its payload is in two parts, of which one may be empty.
+    """
+
+    location: Location
+    there: memoryview
+    """What was read straight into the caller's memory."""
+    aside: memoryview
+    """What follows it."""
+    kind: int
+    meta_length: int
+
+    @property
+    def buffer(self) -> memoryview:
+        """All of it, where it is in one part."""
+        return (self.there or self.aside).toreadonly()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the value alone."""
+        return self.location.length - self.meta_length
+
+    @property
+    def written_bytes(self) -> int:
+        """Of the value, those at its head that need no copy. May end behind it, in its description:
+        only where that is asked for by nobody, since bytes go to plain bytes."""
+        return self.there.nbytes
+
+    @property
+    def data(self) -> memoryview:
+        """The rest of the value."""
+        return self.aside[: max(self.size_bytes - self.there.nbytes, 0)]
+
+    @property
+    def meta(self) -> memoryview:
+        return self.aside[self.aside.nbytes - self.meta_length :]
+
+    def valid(self) -> bool:
+        return True
+
+
+def fetch(
+    remote: RemoteNodes,
+    blocks: Mapping[int, RemoteBlock],
+    outs: Sequence[Out | None] | None,
+    deadline: float | None,
+) -> dict[int, FetchedBlock]:
+    """Those of `blocks` that could be read, by the same numbers, all in one batch per node: into
+    `outs`, by these numbers too, as far as that can be, the rest into memory of their own.
+
+    Raises `UsageError` for an `out` that is too small; nothing is then written into any.
+    """
+    began = time.monotonic()
+    its = {i: None if outs is None else outs[i] for i in blocks}
+    parts = {i: _parts(blocks[i].location, its[i]) for i in _believed(remote, blocks, its)}
+    wanted = [
+        Wanted(blocks[i].key, blocks[i].location, [part for part in its_parts if part.nbytes])
+        for i, its_parts in parts.items()
+    ]
+    # What was asked before is part of the same call.
+    give_up_at = began + remote.timeout_s(sum(one.location.length for one in wanted))
+    deadline = give_up_at if deadline is None else min(deadline, give_up_at)
+    outcomes = remote.read(wanted, deadline) if wanted else []
+    return {
+        i: FetchedBlock(blocks[i].location, *parts[i], outcome.kind, outcome.meta_length)
+        for i, outcome in zip(parts, outcomes, strict=True)
+        if outcome.read is Read.HIT
+    }
+
+
+def _believed(
+    remote: RemoteNodes, blocks: Mapping[int, RemoteBlock], outs: Mapping[int, Out | None]
+) -> list[int]:
+    """The numbers of the `blocks` that are worth memory of their own.
+
+    A record can lie about a length, and neither memory nor time nor an error is due to a lie:
+    the nodes are asked about those that fit no `out`, and about all that claim too much.
+    """
+    beyond = {
+        i: block.location.length - (0 if (out := outs[i]) is None else out.room.nbytes)
+        for i, block in blocks.items()
+    }
+    if sum(max(size_bytes, 0) for size_bytes in beyond.values()) > CLAIMED_BYTES_MAX:
+        doubted = list(blocks)
+    else:
+        doubted = [i for i in blocks if outs[i] is not None and beyond[i] > META_BYTES_MAX]
+    there = remote.there([blocks[i][:2] for i in doubted]) if doubted else []
+    lies = {i for i, answer in zip(doubted, there, strict=True) if not answer}
+    return [i for i in blocks if i not in lies]
+
+
+def _parts(location: Location, out: Out | None) -> tuple[memoryview, memoryview]:
+    """The caller's memory when all of it fits there. The last bytes may be the value's description,
+    for which a larger `out` is no place; and what is not plain bytes must not be written before
+    the description was seen."""
+    length = location.length
+    sure = 0
+    room = memoryview(b"")
+    if out is not None:
+        room = out.room
+        value_min = max(length - META_BYTES_MAX, 0)
+        if out.plain and room.nbytes == length:
+            sure = length
+        elif out.plain and room.nbytes > length:
+            sure = value_min
+        else:
+            out.check_room(value_min)
+    return room[:sure], memoryview(bytearray(length - sure))

@@ -1,0 +1,153 @@
+"""Values out of the store: found, read, and made anew of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.client.explanation import MissReason
+from kvstore.client.local.reader import Place
+from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
+from kvstore.client.session import BlockSession
+from kvstore.client.values import tensors
+from kvstore.client.values.out import Out
+from kvstore.errors import UsageError
+from kvstore.segment.copying import copy
+from kvstore.types import Key, Kind
+
+
+class ValueGetter:
+    """Gets values for `Client`. Thread-safe, as the session is."""
+
+    def __init__(self, session: BlockSession) -> None:
+        self._session = session
+        self._now = session.machine.monotonic
+        self._reader = session.reader
+        self._verify = session.verify == "always"
+        self.counts = {"hits": 0, "misses": 0, "hit_bytes": 0}
+        self.remote_counts = {"hits": 0, "hit_bytes": 0}
+        """Those of `counts` that came from other hosts."""
+
+    def get(self, key: Key, out: Any) -> Any:
+        """As `get_many`, of which one that was seen in this host's memory needs nothing."""
+        now = self._now()
+        value = None
+        place = self._reader.remembered.get(key)
+        if place is not None:
+            self._session.nodes.check(now)
+            value = self._value(key, place, None if out is None else Out(out))
+        if value is None:
+            (value,) = self._look((key,), (out,))
+        if value is None:
+            self.counts["misses"] += 1
+        else:
+            self._session.writer.touch((key,), now)
+        return value
+
+    def get_many(self, keys: Sequence[Key], outs: Sequence[Any]) -> list[Any]:
+        """The values, None for each that is missing; `outs` has None where there is no `out`.
+
+        Raises `UsageError` for an `out` that does not fit; it is then unchanged.
+        """
+        now = self._now()
+        values = self._look(keys, outs)
+        missed = sum(value is None for value in values)
+        self.counts["misses"] += missed
+        if missed < len(values):
+            got = [key for key, value in zip(keys, values, strict=True) if value is not None]
+            self._session.writer.touch(got, now)
+        return values
+
+    def _look(self, keys: Sequence[Key], outs: Sequence[Any], *, again: bool = True) -> list[Any]:
+        """Find and read; what is no more where it was, once more: not a third time, however often
+        other threads remember it meanwhile."""
+        refs = self._reader.search(keys, remembered=True)
+        into = [
+            None if ref is None or out is None else Out(out)
+            for ref, out in zip(refs, outs, strict=True)
+        ]
+        try:
+            views = self._reader.read(refs, into)
+            values = [
+                None if view is None else self._value(key, view, out)
+                for key, view, out in zip(keys, views, into, strict=True)
+            ]
+        except UsageError:  # an `out` is too small, perhaps for what is there no more
+            if again and self._reader.forget_away(keys):
+                return self._look(keys, outs, again=False)
+            raise
+        lost = [i for i, ref in enumerate(refs) if ref is not None and values[i] is None]
+        for i in lost:
+            if views[i] is None:
+                self._lost(keys[i])
+        stale = [i for i in lost if again and _is_stale(refs[i])]
+        if stale:
+            anew = self._look([keys[i] for i in stale], [outs[i] for i in stale], again=False)
+            for i, value in zip(stale, anew, strict=True):
+                values[i] = value
+        return values
+
+    def _value(self, key: Key, view: Place | FetchedBlock, out: Out | None) -> Any:
+        """Copy, then check (rule 4): the value, or None and where it was is forgotten."""
+        value: Any = None
+        copied: memoryview | bytes | None = None
+        try:
+            if out is None and view.kind in (Kind.BYTES, Kind.BLOCK):
+                value = copied = view.data.tobytes()
+            else:
+                value, copied = _made(view, out)
+        except UsageError:
+            # It may be wrong for what was there before and right for what is there now.
+            if view.valid():
+                raise
+        except ValueError:
+            pass  # damaged, or the slot was reused while its description was read
+        if value is not None and not view.valid():
+            value = None
+        elif self._verify and not self._is_right(key, view, copied):
+            return None
+        if value is None:
+            self._lost(key)
+            return None
+        size_bytes = len(view.data)
+        if isinstance(view, FetchedBlock):
+            size_bytes = view.location.length
+            self.remote_counts["hits"] += 1
+            self.remote_counts["hit_bytes"] += size_bytes
+            self._reader.seen_away(key, view.location)
+        self.counts["hits"] += 1
+        self.counts["hit_bytes"] += size_bytes
+        return value
+
+    def _is_right(
+        self, key: Key, view: Place | FetchedBlock, copied: memoryview | bytes | None
+    ) -> bool:
+        """What came from another host was compared with its checksum on the way."""
+        return isinstance(view, FetchedBlock) or self._reader.verified(key, view, copied)
+
+    def _lost(self, key: Key) -> None:
+        self._reader.forget(key)
+        self._reader.missed(MissReason.LOAD_FAILED)
+
+
+def _made(view: Place | FetchedBlock, out: Out | None) -> tuple[Any, memoryview]:
+    """The value, and its bytes as they were copied: in `out`, or an array or tensor.
+
+    Raises `UsageError` when it does not fit `out`, which is then unchanged, or when the library
+    that it needs is missing, `ValueError` when its description is none.
+    """
+    if out is not None:
+        size_bytes = view.size_bytes
+        out.check(view.kind, bytes(view.meta), size_bytes)
+        target = out.room[:size_bytes]
+        copy(target[view.written_bytes :], view.data)
+        return out.answer(size_bytes), target
+    value, target = tensors.make(view.kind, bytes(view.meta), view.size_bytes)
+    copy(target, view.data)
+    return value, target
+
+
+def _is_stale(ref: Place | RemoteBlock | None) -> bool:
+    """Whether what could not be read may be elsewhere: it left while it was read, or nobody was
+    asked where it is."""
+    return ref.remembered if isinstance(ref, RemoteBlock) else ref is not None and not ref.valid()
