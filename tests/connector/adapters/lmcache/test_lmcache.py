@@ -26,7 +26,7 @@ pytestmark = pytest.mark.lmcache
 
 PATIENCE_S = 20.0
 SIZE = 64 << 10
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def spec(node: NodeProcess, **params: Any) -> dict[str, Any]:
