@@ -126,6 +126,18 @@ def test_two_pins_of_one_value_end_one_by_one(client):
     assert pinned(client) == 0
 
 
+def test_a_pin_that_ends_over_a_new_connection_takes_no_other_pin_with_it(client):
+    """The HELLO of that connection says how many there are, the request how many end."""
+    client.put("k", VALUE)
+    first, second = client.pin("k"), client.pin("k")
+    (link,) = client.session.writer.links()
+    link.control._out_of_step = True
+    first.close()
+    assert pinned(client) == 1
+    second.close()
+    assert pinned(client) == 0
+
+
 @pytest.mark.parametrize("case", VIEWS)
 def test_a_closed_client_keeps_the_memory_of_its_views_and_their_pins(node, client, case):
     with Client(**node.client_options) as other:

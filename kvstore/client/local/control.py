@@ -133,15 +133,29 @@ class ControlChannel:
         breaker = self._breaker
         return breaker.state is not BreakerState.CLOSED and self._now() < breaker.probe_at
 
-    def request(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Any:
+    def request(
+        self,
+        op: Op,
+        *args: Any,
+        accept: Accept = as_it_is,
+        before: Callable[[], None] | None = None,
+    ) -> Any:
         """The node's answer, as `accept` makes it."""
-        return self.collect(self.post(op, *args, accept=accept))
+        return self.collect(self.post(op, *args, accept=accept, before=before))
 
-    def post(self, op: Op, *args: Any, accept: Accept = as_it_is) -> Ticket:
+    def post(
+        self,
+        op: Op,
+        *args: Any,
+        accept: Accept = as_it_is,
+        before: Callable[[], None] | None = None,
+    ) -> Ticket:
         """Send a request; `collect` gets its answer, in any order.
 
         `accept` is called before anyone can connect again: what it notes down as
-        held is part of what the next connection says is held (rule 5).
+        held is part of what the next connection says is held (rule 5). `before` is called once
+        a connection stands, right before the request: what it takes off what is held was
+        part of what that connection said. It is not called when none can be had.
         """
         timeout_s = min(self._timeout_s, deadlines.each_s())
         give_up_at = min(self._now() + timeout_s, deadlines.give_up_at())
@@ -158,6 +172,8 @@ class ControlChannel:
                 self._connect(min(give_up_at, soon, deadlines.connected_by()), patient=patient)
                 if patient:  # what was waited for so far is no time of this request
                     give_up_at = self._now() + timeout_s
+                if before is not None:
+                    before()
                 return self._send([op, self._number(), *args], give_up_at, accept)
             except (DeadlineError, NodeUnavailableError):
                 self._failed()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -413,20 +414,34 @@ class Writer:
 
     def _unpin(self, pinned: Iterable[Pin], *, viewed: bool) -> None:
         handles: dict[NodeLink, list[tuple[int, int]]] = {}
-        for key, record in pinned:
-            location = unpack_record(key, record)
-            if location is None:
-                continue
-            handle = (location.slot, location.generation)
-            with self._lock:
-                link = self._link_of(location)
-                if link is not None:
-                    link.held.unpin(handle, viewed=viewed)
-            if link is not None and not link.retired:
-                handles.setdefault(link, []).append(handle)
-        for link, items in handles.items():
-            self._give_back(link, Op.UNPIN, items)
+        try:
+            for key, record in pinned:
+                location = unpack_record(key, record)
+                link = None if location is None else self._link_of(location)
+                if location is not None and link is not None:
+                    handles.setdefault(link, []).append((location.slot, location.generation))
+        finally:  # what was taken so far is let go, whoever interrupts
+            for link, items in handles.items():
+                for start in range(0, len(items), BATCH_KEYS_MAX):
+                    self._let_go(link, items[start : start + BATCH_KEYS_MAX], viewed)
         self._settle()
+
+    def _let_go(self, link: NodeLink, items: Sequence[tuple[int, int]], viewed: bool) -> None:
+        """Count pins down here and at the node as one: a HELLO in between would say the smaller
+        number, and the UNPIN behind it would take a pin that somebody still has."""
+        waiting = deque(items)
+
+        def forget() -> None:
+            with self._lock:
+                while waiting:
+                    link.held.unpin(waiting.popleft(), viewed=viewed)
+
+        try:
+            if not link.retired:
+                with suppress(PeerError):
+                    link.control.request(Op.UNPIN, items, before=forget)
+        finally:
+            forget()
 
     def _link_of(self, location: Location) -> NodeLink | None:
         """The connection to the start of the node that a location is of."""
