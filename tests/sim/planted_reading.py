@@ -10,7 +10,7 @@ from kvstore.core.node import NodeCore
 from kvstore.core.outbox import Outbox
 from kvstore.core.scrub import Scrub
 from kvstore.index.memory import MemoryIndex
-from kvstore.segment import shm
+from kvstore.segment import locate, shm
 from kvstore.segment.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -40,18 +40,25 @@ def no_generation_check(patch):
 def index_believed_over_header(patch):
     """A stale or lying record decides what the bytes are (rule 7)."""
 
-    def place(self, key, record):
+    real = reader.Reader.resolve
+
+    def resolve(self, key, record):
         location = reader.unpack_record(key, record)
         if location is None:
             return None
         attached = self._nodes.segment(location.node_id, location.epoch, 0.0)
         if attached is None or location.slot >= attached.shm.slots:
-            return None
+            return real(self, key, record)
         image = attached.shm.header(location.slot)
         header = (0, key, location.length, location.granule, 1, 0, 0, 0)
-        return self._seen(attached, location.slot, image, header)
+        return placed(self, attached, location.slot, image, header)
 
-    patch(reader.Reader, "place", place)
+    patch(reader.Reader, "resolve", resolve)
+
+
+def placed(self, attached, slot_id, image, header):
+    offset = locate.offset_of(attached.shm.superblock.size_bytes, slot_id, header)
+    return None if offset is None else self._place(attached, slot_id, image, header, offset)
 
 
 @bug
@@ -61,9 +68,9 @@ def hint_believed_over_header(patch):
     def local(self, key):
         for attached in self._nodes.mapped:
             slot_id, image = attached.shm.hinted(key)
-            header = reader.fields(image)
+            header = locate.fields(image)
             if header is not None:
-                return self._seen(attached, slot_id, image, (header[0], key, *header[2:]))
+                return placed(self, attached, slot_id, image, (header[0], key, *header[2:]))
         return None
 
     patch(reader.Reader, "_local", local)
@@ -82,13 +89,13 @@ def half_written_header_trusted(patch):
         self._hint(write.key, write.slot_id)
 
     patch(shm.OwnedShm, "_seal", seal)
-    real = reader.fields
+    real = locate.fields
 
     def fields(raw):
         whole = pack((int.from_bytes(raw[:8], "little") >> SHIFT, *_body(raw)))
         return real(raw[:60] + whole[60:])
 
-    patch(reader, "fields", fields)
+    patch(locate, "fields", fields)
 
 
 SHIFT = pack((1, b"", 0, 0, 0, 0, 0, 0))[:8].index(1) * 8
@@ -121,7 +128,7 @@ def get_blocks_counts_all_hits(patch):
 
     def get_blocks(self, tokens, out):
         keys = self.namespace.block_keys(tokens, self.block_tokens)[: len(out)]
-        return sum(value is not None for value in self._get_all(keys, out[: len(keys)]))
+        return sum(value is not None for value in self._getter.get_many(keys, out[: len(keys)]))
 
     patch(client.Client, "get_blocks", get_blocks)
 
