@@ -120,10 +120,10 @@ def test_settings_of_the_wrong_type_are_refused(node, parameter):
         Client(**{**node.client_options, parameter: wrong[parameter]})
 
 
-# `device` and `sees_vram` are objects of the engine's own, not settings of a user.
+# `device`, `sees_vram` and `machine` are objects of the engine and of tests, no settings of a user.
 @pytest.mark.parametrize(
     "parameter",
-    [p for p in parameters(BlockSession.__init__) if p not in ("device", "sees_vram")],
+    [p for p in parameters(BlockSession.__init__) if p not in ("device", "sees_vram", "machine")],
 )
 def test_a_session_takes_a_setting_or_names_it_in_a_usage_error(
     node, parameter, monkeypatch, tmp_path

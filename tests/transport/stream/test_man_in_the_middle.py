@@ -25,7 +25,7 @@ from kvstore.transport.stream import requests
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.requests import SavePayload
 from kvstore.transport.stream.transport import NAME, StreamTransport
-from kvstore.types import Kind
+from kvstore.types import STORED, Kind
 
 SIZE = 70_000
 NAMESPACE = (7, b"")
@@ -362,7 +362,7 @@ def test_an_offer_of_before_is_not_taken_again(place, between):
         refused.append(True)
 
     key, answer = put_through(between(act), payload)
-    assert answer == 0
+    assert answer == STORED
     give_up_at = time.monotonic() + 10
     while not refused and time.monotonic() < give_up_at:
         time.sleep(0.01)
