@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from kvstore.machine import REAL, Clock
@@ -39,38 +40,30 @@ def each_s() -> float:
     return _call.each_s
 
 
-@contextlib.contextmanager
-def until(when: float) -> Iterator[None]:
+def until(when: float) -> AbstractContextManager[None]:
     """Requests of this thread in here end then, or when the call around them has to."""
-    before = _call.give_up_at
-    try:
-        _call.give_up_at = min(before, when)
-        yield
-    finally:
-        _call.give_up_at = before
+    return _at_most("give_up_at", when)
 
 
-@contextlib.contextmanager
-def connecting(when: float) -> Iterator[None]:
+def connecting(when: float) -> AbstractContextManager[None]:
     """Requests of this thread in here are sent by then."""
-    before = _call.connected_by
-    try:
-        _call.connected_by = min(before, when)
-        yield
-    finally:
-        _call.connected_by = before
+    return _at_most("connected_by", when)
 
 
-@contextlib.contextmanager
-def each_within(seconds: float) -> Iterator[None]:
+def each_within(seconds: float) -> AbstractContextManager[None]:
     """Each request of this thread in here takes that long at most: others are to be tried when
     a node hangs."""
-    before = _call.each_s
+    return _at_most("each_s", seconds)
+
+
+@contextlib.contextmanager
+def _at_most(bound: str, value: float) -> Iterator[None]:
+    before = getattr(_call, bound)
     try:
-        _call.each_s = min(before, seconds)
+        setattr(_call, bound, min(before, value))
         yield
     finally:
-        _call.each_s = before
+        setattr(_call, bound, before)
 
 
 def in_turn(
