@@ -1,125 +1,23 @@
-"""Space: extents, windows, eviction. `Pool` plays the caller, which frees and reserves."""
+"""Extents of a segment: fill, windows, eviction."""
 
-import itertools
-import math
 import random
 
 import pytest
+from allocator_pool import MIXES, Pool, lognormal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.allocator import Allocator, move_cost
-from kvstore.core.granules import GRANULE_BYTES, granules_of
-from kvstore.core.slots import SlotEvent, SlotState
-from kvstore.core.space import Space
-from kvstore.errors import InternalError, UsageError
+from kvstore.core.allocator import Allocator
+from kvstore.core.granules import GRANULE_BYTES
+from kvstore.core.slots import SlotState
+from kvstore.errors import UsageError
 from kvstore.limits import (
-    MOVED_BYTES_MAX,
     SEGMENT_BYTES_MIN,
     SLOT_BYTES_MIN,
     SLOTS_PER_SEGMENT_MAX,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-class Pool:
-    def __init__(self, size_bytes: int) -> None:
-        self.allocator = Allocator(size_bytes)
-        self.size_bytes = size_bytes
-        self.sealed = {}
-        self.evicted = []
-        self.moved = []
-        self.may_move = MOVED_BYTES_MAX // GRANULE_BYTES
-        self.evictions = []
-        """(request in granules, sizes of what was evicted for it)"""
-
-    def put(self, length: int, *, seal: bool = True):
-        slot = self.allocator.take(length)
-        if slot is None:
-            for old, new in self.allocator.moves(length, self.may_move):
-                self.move(old, new)
-            slot = self.allocator.take(length)
-        if slot is None:
-            victims = self.allocator.victims(length)
-            if not victims:
-                return None
-            for victim in victims:
-                assert victim.state is SlotState.SEALED
-                assert not victim.pins
-                self.drop(victim)
-                self.evicted.append(victim)
-            self.evictions.append((granules_of(length), [v.size for v in victims]))
-            slot = self.allocator.take(length)
-        assert slot.state is SlotState.FREE
-        slot.length = length
-        slot.move(SlotEvent.RESERVE)
-        self.allocator.became_busy(slot)
-        if seal:
-            self.seal(slot)
-        return slot
-
-    def move(self, old, new) -> None:
-        assert (old.state, old.pins, old.size) == (SlotState.SEALED, 0, new.size)
-        assert new.state is SlotState.FREE
-        new.length = old.length
-        new.move(SlotEvent.RESERVE)
-        self.allocator.became_busy(new)
-        self.seal(new)
-        self.drop(old)
-        self.moved.append(new)
-
-    def drop(self, slot) -> None:
-        slot.move(SlotEvent.EVICT)
-        self.allocator.became_free(slot, was_busy=False)
-        del self.sealed[id(slot)]
-
-    def seal(self, slot) -> None:
-        slot.move(SlotEvent.COMMIT)
-        self.allocator.became_evictable(slot)
-        self.sealed[id(slot)] = slot
-
-    def pin(self, slot) -> None:
-        self.allocator.became_busy(slot)
-        slot.pins += 1
-
-    def unpin(self, slot) -> None:
-        slot.pins -= 1
-        self.allocator.became_evictable(slot)
-
-    @property
-    def used(self) -> float:
-        return 1 - self.allocator.free_bytes / self.size_bytes
-
-    def check(self) -> None:
-        """Every granule is free or of one slot, and no two free extents touch."""
-        extents = list(self.allocator.extents())
-        assert sum(e.size for e in extents) * GRANULE_BYTES == self.size_bytes
-        for one, other in itertools.pairwise(extents):
-            assert one.slot is not None or other.slot is not None
-        free = [e for e in extents if e.slot is None or e.slot.state is SlotState.FREE]
-        assert sum(e.size for e in free) * GRANULE_BYTES == self.allocator.free_bytes
-        for extent in extents:
-            if extent.slot is not None and extent.slot.state is not SlotState.FREE:
-                assert extent.size * GRANULE_BYTES >= extent.slot.length
-
-
-def lognormal(rng: random.Random, most: int) -> int:
-    """Median 60 KB."""
-    while (length := int(rng.lognormvariate(math.log(60_000), 1.5))) > most or length < 1:
-        pass
-    return length
-
-
-def uniform(rng: random.Random, most: int) -> int:
-    return rng.randint(1, most)
-
-
-def any_magnitude(rng: random.Random, most: int) -> int:
-    return int(math.exp(rng.uniform(0, math.log(most))))
-
-
-MIXES = (lognormal, uniform, any_magnitude)
 
 
 class TestUniform:
@@ -179,110 +77,6 @@ class TestFill:
         for length in lengths:
             pool.put(max(1, min(int(length * scale), size * MIB // 64)))
         assert pool.evicted == []
-
-
-class TestChurn:
-    """Values that are dropped in any order, so that the segment never fills by itself."""
-
-    def first_evictions(self, mix, part: int, fill: float, seed: int) -> list[float]:
-        """The fill at each eviction, while drops keep it at `fill` at most."""
-        size = 256 * MIB
-        rng, pool, seen = random.Random(seed), Pool(size), []
-        for _ in range(5000):
-            length = mix(rng, size // part)
-            while pool.sealed and pool.used + granules_of(length) * GRANULE_BYTES / size > fill:
-                pool.drop(rng.choice(list(pool.sealed.values())))
-            used, evictions = pool.used, len(pool.evictions)
-            assert pool.put(length) is not None
-            if len(pool.evictions) > evictions:
-                seen.append(used)
-        pool.check()
-        return seen
-
-    @pytest.mark.parametrize("seed", range(3))
-    @pytest.mark.parametrize("mix", MIXES)
-    @pytest.mark.parametrize(("part", "fill"), [(64, 0.80), (16, 0.65)])
-    def test_nothing_is_evicted_below_the_promised_fill(self, mix, part, fill, seed):
-        assert self.first_evictions(mix, part, fill, seed) == [], f"seed {seed}"
-
-
-class TestMoves:
-    """Every second of 128 blocks is dropped, so that half of the segment is free in small holes."""
-
-    def holes(self, evicts: bool = True):
-        pool = Pool(MIB)
-        pool.allocator.evicts = evicts
-        slots = sorted((pool.put(8192) for _ in range(128)), key=lambda slot: slot.offset)
-        for slot in slots[::2]:
-            pool.drop(slot)
-        return pool, slots[1::2]
-
-    def test_room_is_made_of_holes_without_an_eviction(self):
-        pool, slots = self.holes()
-        assert pool.put(64 * KIB) is not None
-        assert pool.evicted == []
-        assert len(pool.moved) == 4
-        assert len(pool.sealed) == len(slots) + 1
-        pool.check()
-
-    def test_no_more_is_moved_than_the_caller_allows(self):
-        pool, slots = self.holes()
-        cost = move_cost(slots[0])
-        assert pool.allocator.take(64 * KIB) is None
-        assert pool.allocator.moves(64 * KIB, 4 * cost - 1) == []
-        assert len(pool.allocator.moves(64 * KIB, 4 * cost)) == 4
-
-    def test_nothing_reserved_or_pinned_is_moved(self):
-        pool, slots = self.holes()
-        for slot in slots[8:]:
-            pool.pin(slot)
-        assert pool.put(64 * KIB) is not None
-        assert pool.evicted == []
-        assert len(pool.moved) == 4
-        assert all(pool.sealed.get(id(slot)) is slot for slot in slots[8:])
-
-    def test_where_not_every_block_finds_another_place_nothing_is_changed(self):
-        pool = Pool(MIB)
-        slots = [pool.put(length * KIB) for length in (200, 256, 200, 368)]
-        pool.drop(slots[0])
-        pool.drop(slots[2])
-        assert pool.allocator.take(300 * KIB) is None
-        before = list(pool.allocator.extents())
-        assert pool.allocator.moves(300 * KIB, 1 << 30) == []
-        assert list(pool.allocator.extents()) == before
-
-    def test_a_pool_that_does_not_evict_moves_nothing(self):
-        pool, _ = self.holes(evicts=False)
-        assert pool.put(64 * KIB) is None
-        assert pool.moved == []
-
-    def test_blocks_of_one_size_are_never_moved(self):
-        rng, pool = random.Random(1), Pool(MIB)
-        for _ in range(2000):
-            pool.put(24 * KIB)
-            while pool.sealed and pool.used > 0.7:
-                pool.drop(rng.choice(list(pool.sealed.values())))
-        assert pool.moved == []
-        assert pool.evicted == []
-
-    def test_blocks_left_of_a_hole_are_moved_where_those_on_its_right_must_stay(self):
-        pool, slots = self.holes()
-        pool.drop(slots[20])  # the largest hole
-        for slot in slots[21:]:
-            pool.pin(slot)
-        assert pool.allocator.take(40 * KIB) is None
-        moves = pool.allocator.moves(40 * KIB, 1 << 30)
-        assert [move.old for move in moves] == [slots[19]]
-
-    def test_nothing_is_moved_while_more_than_the_promised_part_is_in_use(self):
-        size = 160 * KIB
-        for free, moved in ((4, True), (3, False)):  # of 20: a fifth is enough
-            pool = Pool(size)
-            slots = sorted((pool.put(8192) for _ in range(20)), key=lambda slot: slot.offset)
-            for slot in slots[: 2 * free : 2]:
-                pool.drop(slot)
-            assert pool.allocator.take(16384) is None
-            assert bool(pool.allocator.moves(16384, 1 << 30)) == moved
 
 
 class TestEviction:
@@ -442,87 +236,6 @@ class TestBounds:
         for _ in range(4):
             pool.put(256 * KIB)
         assert pool.allocator.used_below == pool.allocator.used_from == 1024
-
-
-class TestSpace:
-    def test_what_was_freed_last_is_what_the_next_of_its_size_gets(self):
-        pool = Pool(MIB)
-        slots = [pool.put(8192) for _ in range(6)]
-        pool.drop(slots[1])
-        pool.drop(slots[3])
-        assert pool.allocator.take(8192) is slots[3]
-
-    def test_a_full_pool_has_no_room_at_all(self):
-        pool = Pool(64 * KIB)
-        pool.put(64 * KIB)
-        assert pool.allocator.largest_free_bytes == 0
-
-    def test_a_slot_on_free_granules_is_found(self):
-        pool = Pool(64 * KIB)
-        slot = pool.put(8192)
-        pool.allocator._space.give(slot.start, slot.size)
-        with pytest.raises(InternalError, match="is free and of slot"):
-            list(pool.allocator.extents())
-
-    def test_granules_that_are_nobodys_are_found(self):
-        pool = Pool(64 * KIB)
-        pool.allocator._space.take(8, high=False)
-        with pytest.raises(InternalError, match="granule 0 is neither free nor of a slot"):
-            list(pool.allocator.extents())
-
-    def test_what_is_restored_was_used_in_the_order_that_is_told(self):
-        allocator = Allocator(64 * KIB)
-        allocator.restore([(start, 8) for start in range(0, 64, 8)], 64, 64)
-        slots = sorted(allocator.slots(), key=lambda slot: -slot.start)
-        allocator.restored(slots)
-        assert sorted({slot.last_use for slot in slots}) == [slot.last_use for slot in slots]
-
-    def test_what_is_restored_to_the_last_granule_leaves_no_free_extent(self):
-        allocator = Allocator(64 * KIB)
-        allocator.restore([(0, 64)], 64, 64)
-        assert [(e.start, e.size, e.slot is None) for e in allocator.extents()] == [(0, 64, False)]
-        assert list(allocator._space) == []
-
-    def test_a_value_of_all_there_is_fits(self):
-        pool = Pool(MIB)
-        assert pool.put(MIB).offset == 0
-        assert pool.put(MIB) is not None
-        assert len(pool.evicted) == 1
-
-    def test_large_values_have_whole_pages_and_no_two_slots_begin_in_one(self):
-        rng, pool = random.Random(1), Pool(8 * MIB)
-        slots = [pool.put(rng.choice([900, 5000, 9000, 15_000, 16_384, 70_000])) for _ in range(90)]
-        assert len({slot.slot_id for slot in slots}) == len(slots)
-        for slot in slots:
-            if slot.length >= 16_384:
-                assert slot.offset % 4096 == 0
-
-    @pytest.mark.parametrize("size_bytes", [0, 1000, 60 << 10, (64 << 10) + 1, 1 << 60])
-    def test_a_size_that_is_no_number_of_pages_in_range_is_refused_by_name(self, size_bytes):
-        with pytest.raises(UsageError, match="size_bytes"):
-            Allocator(size_bytes)
-
-    def test_slots_that_overlap_are_not_restored(self):
-        with pytest.raises(InternalError, match="overlap"):
-            Allocator(64 * KIB).restore([(0, 8), (7, 4)], 64, 64)
-
-    @settings(max_examples=60)
-    @given(st.integers(0, 2**32))
-    def test_what_is_given_back_is_one_extent_in_the_end(self, seed):
-        rng, space = random.Random(seed), Space(1024)
-        taken = []
-        for _ in range(100):
-            size = rng.choice([4, 5, 7, 16, 20, 64])
-            at = space.take(size, high=rng.random() < 0.5)
-            if at is not None:
-                taken.append((at, size))
-            elif taken:
-                space.give(*taken.pop(rng.randrange(len(taken))))
-            assert space.free + sum(size for _, size in taken) == 1024, f"seed {seed}"
-        rng.shuffle(taken)
-        for at, size in taken:
-            space.give(at, size)
-        assert list(space) == [(0, 1024)], f"seed {seed}"
 
 
 @settings(max_examples=60)

@@ -1,0 +1,115 @@
+"""Blocks are moved where holes together are room enough, and nothing is evicted for it."""
+
+import random
+
+import pytest
+from allocator_pool import MIXES, Pool
+
+from kvstore.core.allocator import move_cost
+from kvstore.core.granules import GRANULE_BYTES, granules_of
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class TestChurn:
+    """Values that are dropped in any order, so that the segment never fills by itself."""
+
+    def first_evictions(self, mix, part: int, fill: float, seed: int) -> list[float]:
+        """The fill at each eviction, while drops keep it at `fill` at most."""
+        size = 256 * MIB
+        rng, pool, seen = random.Random(seed), Pool(size), []
+        for _ in range(5000):
+            length = mix(rng, size // part)
+            while pool.sealed and pool.used + granules_of(length) * GRANULE_BYTES / size > fill:
+                pool.drop(rng.choice(list(pool.sealed.values())))
+            used, evictions = pool.used, len(pool.evictions)
+            assert pool.put(length) is not None
+            if len(pool.evictions) > evictions:
+                seen.append(used)
+        pool.check()
+        return seen
+
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("mix", MIXES)
+    @pytest.mark.parametrize(("part", "fill"), [(64, 0.80), (16, 0.65)])
+    def test_nothing_is_evicted_below_the_promised_fill(self, mix, part, fill, seed):
+        assert self.first_evictions(mix, part, fill, seed) == [], f"seed {seed}"
+
+
+class TestMoves:
+    """Every second of 128 blocks is dropped, so that half of the segment is free in small holes."""
+
+    def holes(self, evicts: bool = True):
+        pool = Pool(MIB)
+        pool.allocator.evicts = evicts
+        slots = sorted((pool.put(8192) for _ in range(128)), key=lambda slot: slot.offset)
+        for slot in slots[::2]:
+            pool.drop(slot)
+        return pool, slots[1::2]
+
+    def test_room_is_made_of_holes_without_an_eviction(self):
+        pool, slots = self.holes()
+        assert pool.put(64 * KIB) is not None
+        assert pool.evicted == []
+        assert len(pool.moved) == 4
+        assert len(pool.sealed) == len(slots) + 1
+        pool.check()
+
+    def test_no_more_is_moved_than_the_caller_allows(self):
+        pool, slots = self.holes()
+        cost = move_cost(slots[0])
+        assert pool.allocator.take(64 * KIB) is None
+        assert pool.allocator.moves(64 * KIB, 4 * cost - 1) == []
+        assert len(pool.allocator.moves(64 * KIB, 4 * cost)) == 4
+
+    def test_nothing_reserved_or_pinned_is_moved(self):
+        pool, slots = self.holes()
+        for slot in slots[8:]:
+            pool.pin(slot)
+        assert pool.put(64 * KIB) is not None
+        assert pool.evicted == []
+        assert len(pool.moved) == 4
+        assert all(pool.sealed.get(id(slot)) is slot for slot in slots[8:])
+
+    def test_where_not_every_block_finds_another_place_nothing_is_changed(self):
+        pool = Pool(MIB)
+        slots = [pool.put(length * KIB) for length in (200, 256, 200, 368)]
+        pool.drop(slots[0])
+        pool.drop(slots[2])
+        assert pool.allocator.take(300 * KIB) is None
+        before = list(pool.allocator.extents())
+        assert pool.allocator.moves(300 * KIB, 1 << 30) == []
+        assert list(pool.allocator.extents()) == before
+
+    def test_a_pool_that_does_not_evict_moves_nothing(self):
+        pool, _ = self.holes(evicts=False)
+        assert pool.put(64 * KIB) is None
+        assert pool.moved == []
+
+    def test_blocks_of_one_size_are_never_moved(self):
+        rng, pool = random.Random(1), Pool(MIB)
+        for _ in range(2000):
+            pool.put(24 * KIB)
+            while pool.sealed and pool.used > 0.7:
+                pool.drop(rng.choice(list(pool.sealed.values())))
+        assert pool.moved == []
+        assert pool.evicted == []
+
+    def test_blocks_left_of_a_hole_are_moved_where_those_on_its_right_must_stay(self):
+        pool, slots = self.holes()
+        pool.drop(slots[20])  # the largest hole
+        for slot in slots[21:]:
+            pool.pin(slot)
+        assert pool.allocator.take(40 * KIB) is None
+        moves = pool.allocator.moves(40 * KIB, 1 << 30)
+        assert [move.old for move in moves] == [slots[19]]
+
+    def test_nothing_is_moved_while_more_than_the_promised_part_is_in_use(self):
+        size = 160 * KIB
+        for free, moved in ((4, True), (3, False)):  # of 20: a fifth is enough
+            pool = Pool(size)
+            slots = sorted((pool.put(8192) for _ in range(20)), key=lambda slot: slot.offset)
+            for slot in slots[: 2 * free : 2]:
+                pool.drop(slot)
+            assert pool.allocator.take(16384) is None
+            assert bool(pool.allocator.moves(16384, 1 << 30)) == moved

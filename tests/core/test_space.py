@@ -1,0 +1,95 @@
+"""Free extents: what was given back is found, and what overlaps is refused."""
+
+import random
+
+import pytest
+from allocator_pool import Pool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.core.allocator import Allocator
+from kvstore.core.space import Space
+from kvstore.errors import InternalError, UsageError
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class TestSpace:
+    def test_what_was_freed_last_is_what_the_next_of_its_size_gets(self):
+        pool = Pool(MIB)
+        slots = [pool.put(8192) for _ in range(6)]
+        pool.drop(slots[1])
+        pool.drop(slots[3])
+        assert pool.allocator.take(8192) is slots[3]
+
+    def test_a_full_pool_has_no_room_at_all(self):
+        pool = Pool(64 * KIB)
+        pool.put(64 * KIB)
+        assert pool.allocator.largest_free_bytes == 0
+
+    def test_a_slot_on_free_granules_is_found(self):
+        pool = Pool(64 * KIB)
+        slot = pool.put(8192)
+        pool.allocator._space.give(slot.start, slot.size)
+        with pytest.raises(InternalError, match="is free and of slot"):
+            list(pool.allocator.extents())
+
+    def test_granules_that_are_nobodys_are_found(self):
+        pool = Pool(64 * KIB)
+        pool.allocator._space.take(8, high=False)
+        with pytest.raises(InternalError, match="granule 0 is neither free nor of a slot"):
+            list(pool.allocator.extents())
+
+    def test_what_is_restored_was_used_in_the_order_that_is_told(self):
+        allocator = Allocator(64 * KIB)
+        allocator.restore([(start, 8) for start in range(0, 64, 8)], 64, 64)
+        slots = sorted(allocator.slots(), key=lambda slot: -slot.start)
+        allocator.restored(slots)
+        assert sorted({slot.last_use for slot in slots}) == [slot.last_use for slot in slots]
+
+    def test_what_is_restored_to_the_last_granule_leaves_no_free_extent(self):
+        allocator = Allocator(64 * KIB)
+        allocator.restore([(0, 64)], 64, 64)
+        assert [(e.start, e.size, e.slot is None) for e in allocator.extents()] == [(0, 64, False)]
+        assert list(allocator._space) == []
+
+    def test_a_value_of_all_there_is_fits(self):
+        pool = Pool(MIB)
+        assert pool.put(MIB).offset == 0
+        assert pool.put(MIB) is not None
+        assert len(pool.evicted) == 1
+
+    def test_large_values_have_whole_pages_and_no_two_slots_begin_in_one(self):
+        rng, pool = random.Random(1), Pool(8 * MIB)
+        slots = [pool.put(rng.choice([900, 5000, 9000, 15_000, 16_384, 70_000])) for _ in range(90)]
+        assert len({slot.slot_id for slot in slots}) == len(slots)
+        for slot in slots:
+            if slot.length >= 16_384:
+                assert slot.offset % 4096 == 0
+
+    @pytest.mark.parametrize("size_bytes", [0, 1000, 60 << 10, (64 << 10) + 1, 1 << 60])
+    def test_a_size_that_is_no_number_of_pages_in_range_is_refused_by_name(self, size_bytes):
+        with pytest.raises(UsageError, match="size_bytes"):
+            Allocator(size_bytes)
+
+    def test_slots_that_overlap_are_not_restored(self):
+        with pytest.raises(InternalError, match="overlap"):
+            Allocator(64 * KIB).restore([(0, 8), (7, 4)], 64, 64)
+
+    @settings(max_examples=60)
+    @given(st.integers(0, 2**32))
+    def test_what_is_given_back_is_one_extent_in_the_end(self, seed):
+        rng, space = random.Random(seed), Space(1024)
+        taken = []
+        for _ in range(100):
+            size = rng.choice([4, 5, 7, 16, 20, 64])
+            at = space.take(size, high=rng.random() < 0.5)
+            if at is not None:
+                taken.append((at, size))
+            elif taken:
+                space.give(*taken.pop(rng.randrange(len(taken))))
+            assert space.free + sum(size for _, size in taken) == 1024, f"seed {seed}"
+        rng.shuffle(taken)
+        for at, size in taken:
+            space.give(at, size)
+        assert list(space) == [(0, 1024)], f"seed {seed}"
