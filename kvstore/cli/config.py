@@ -12,6 +12,7 @@ from typing import Any
 from kvstore.cli.node_table import VARIABLES, node_table
 from kvstore.cli.options import no_password
 from kvstore.config_file import CONFIG, ConfigFile, SecurityFiles, read_config
+from kvstore.index.redis.url import redacted
 from kvstore.settings import allowed_in
 
 FOR_ENGINES = ("connector", "transfer")
@@ -77,4 +78,6 @@ def _toml(value: Any) -> str:
         return f"{{ {inside} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str) and "://" in value:
+        value = redacted(value)  # what engines read may name a Redis too
     return json.dumps(value if isinstance(value, bool | int | float) else str(value))

@@ -74,6 +74,16 @@ def test_a_variable_that_wins_is_named_and_its_password_is_not_shown() -> None:
     assert "hunter2" not in said
 
 
+def test_a_password_in_what_engines_read_is_not_shown(path) -> None:
+    url = "redis://u:hunter2@127.0.0.1:1/0"
+    extra = f'kv_connector_extra_config = {{ connectors = [{{ url = "{url}" }}] }}'
+    path.write_text(f'[connector]\nurl = "{url}"\n[transfer]\n{extra}\n')
+    said = kvstore("config", "--config", str(path)).stdout.decode()
+    assert 'url = "redis://127.0.0.1:1"' in said
+    assert "hunter2" not in said
+    assert tomllib.loads(said)["transfer"]
+
+
 def test_a_wrong_name_is_wrong_use(path) -> None:
     path.write_text("[node]\nsise = '4MiB'\n")
     for command in (("config",), ("node",)):
