@@ -33,9 +33,12 @@ def _on_all_processors() -> Iterator[None]:
     """For this thread and what it starts meanwhile: an engine binds its workers to one core
     each, and what these start would share it with the forward. The kernel takes out what the
     cgroup does not allow. A kernel or a sandbox that forbids it leaves things as they are."""
-    bound_to = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):
+    try:
+        bound_to = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(CPUS_MAX))
+    except OSError:
+        yield
+        return
     try:
         yield
     finally:
