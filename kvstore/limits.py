@@ -12,7 +12,7 @@ else has to know:
 - sizes that are a format and no limit: headers, keys, digests, versions.
 
 So whoever reviews what one peer can cost another reads this file, and whoever tunes one part
-reads that part. `grep -rnE "^_?[A-Z_]+_(MAX|S|BYTES) =" kvstore connector` lists all of them.
+reads that part. `grep -rnE "^_?[A-Z_]+_(MAX|S|BYTES) =" kvstore connector` lists most of them.
 Connectors have theirs in connector/limits.py, the router in its own modules.
 """
 
