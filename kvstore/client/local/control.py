@@ -275,7 +275,8 @@ class ControlChannel:
                 return False
             if self._awaited or not self._connect_to_say():
                 return False
-            assert self._socket is not None
+            if self._socket is None:  # as in `_send`
+                return False
             message = control.packed([op, 0, *args])
             try:
                 self._socket.settimeout(0.0)
@@ -410,8 +411,10 @@ class ControlChannel:
 
     def _send(self, message: list[Any], give_up_at: float, accept: Accept) -> Ticket:
         connection = self._socket
-        assert connection is not None
+        if connection is None:  # a handler of signals has just closed it
+            raise NodeUnavailableError(f"node {self.directory.name}: this channel is closed")
         ticket = Ticket(give_up_at, accept)
+        self._awaited[message[1]] = ticket  # first: whoever disconnects ends it
         try:
             connection.settimeout(max(give_up_at - self._now(), 0.001))
             connection.sendall(control.packed(message))
@@ -419,7 +422,6 @@ class ControlChannel:
             raise self._too_late() from e
         except OSError as e:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
-        self._awaited[message[1]] = ticket
         return ticket
 
     def _receive(self, ticket: Ticket, *, patient: bool = True) -> None:
