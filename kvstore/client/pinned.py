@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Self
 
 from kvstore.client.base import BlockRef
 from kvstore.client.local.host_writer import HostWriter
-from kvstore.client.local.reader import Place
 from kvstore.client.pins import Pin
+from kvstore.client.reader import Place
 from kvstore.client.values.dtypes import Described, described
 from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError

@@ -52,8 +52,8 @@ from kvstore.client.local.embedded_node import start_embedded_node
 from kvstore.client.local.hint_lookup import found_here, leading
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.reader import Place, Reader
 from kvstore.client.local.reaper import Reaper
+from kvstore.client.reader import Place, Reader
 from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.remote.silenced import Silenced

@@ -1,5 +1,5 @@
 """How bytes travel between a node's memory and a reader's or writer's.
 
 `base` is the contract and `select` chooses per node. On one host a reader mostly looks at the
-node's segment in place (client/local/reader.py); transports are for what must travel.
+node's segment in place (client/reader.py); transports are for what must travel.
 """

@@ -25,7 +25,7 @@ ACCEPTED = Path("tests/mutants_accepted.toml")
 JOBS, SIM_SEEDS = 2, 50
 PYTEST_TIMEOUT_S = 60
 READ_PATH = (
-    "local/reader",
+    "reader",
     "locator",
     "local/hint_lookup",
     "remote/fetch",

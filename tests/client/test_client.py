@@ -7,7 +7,7 @@ import pytest
 from redis_servers import wait_until
 
 from kvstore import AsyncClient, Client, Namespace, PutStatus, UsageError
-from kvstore.client.local.reader import Place
+from kvstore.client.reader import Place
 
 MIB = 1 << 20
 

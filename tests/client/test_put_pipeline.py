@@ -8,7 +8,7 @@ import pytest
 from kvstore.client import put_pipeline
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.reader import Reader
+from kvstore.client.reader import Reader
 from kvstore.client.values.tensors import encode
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.index.memory import MemoryIndex

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seeds import fuzz
 
 from kvstore.client.local.nodes import Attached
-from kvstore.client.local.reader import Reader
+from kvstore.client.reader import Reader
 from kvstore.client.values import tensors
 from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import NodeDir

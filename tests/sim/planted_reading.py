@@ -4,8 +4,7 @@ import struct
 
 from planting import bug, bug_that_needs
 
-from kvstore.client import client
-from kvstore.client.local import reader
+from kvstore.client import client, reader
 from kvstore.core.node import NodeCore
 from kvstore.core.outbox import Outbox
 from kvstore.core.scrub import Scrub

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvstore.client.local.reader import Place, Reader
+from kvstore.client.reader import Place, Reader
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import NodeUnavailableError, PeerError

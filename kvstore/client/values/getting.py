@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.client.explanation import MissReason
-from kvstore.client.local.reader import Place
+from kvstore.client.reader import Place
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.session import BlockSession
 from kvstore.client.values import tensors

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client import pins, put_pipeline
+from kvstore.client import pins, put_pipeline, reader
 from kvstore.client.local import (
     host_writer,
     host_writers,
     link,
     nodes,
-    reader,
     writer,
 )
 from kvstore.client.remote import writer as remote_writer

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.client.local.reader import Reader
+from kvstore.client.reader import Reader
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.errors import IndexUnavailableError
 from kvstore.segment.header import Superblock, hint_of
@@ -147,7 +147,7 @@ def test_a_full_memory_of_places_may_change_while_the_oldest_is_looked_for(
             super().__setitem__(bytes(32), None)
             return found
 
-    monkeypatch.setattr("kvstore.client.local.reader.PLACES_KEPT_MAX", 1)
+    monkeypatch.setattr("kvstore.client.reader.PLACES_KEPT_MAX", 1)
     save(owned, 3, key_of(9))
     reader.remembered = Changing({b"o" * 32: None})
     assert reader.search([key_of(9)])[0] is not None

@@ -13,7 +13,7 @@ from stores import announcement
 
 from kvstore.client.local.hint_lookup import found_here
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.reader import Reader
+from kvstore.client.reader import Reader
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.filelock import try_lock
 from kvstore.index.base import KeyRecord
