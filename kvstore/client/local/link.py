@@ -37,6 +37,33 @@ class Holdings:
         self.pinned = dict(self.viewed)
 
 
+class Granted:
+    """The slots that the answer to one request grants, until its caller has the answer.
+
+    Another thread may take the answer while the caller gives up; then nobody would own the slots,
+    and each HELLO would claim them. Whichever of the two comes second takes them off again.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Holdings, tuple[int, int]]] = []
+        self._refused = False
+
+    def note(self, held: Holdings, handle: tuple[int, int]) -> None:
+        """It is part of what the next HELLO says, unless the caller has given up."""
+        held.reserved.add(handle)
+        self._noted.append((held, handle))
+        if self._refused:
+            held.reserved.discard(handle)
+
+    def refuse(self) -> list[tuple[Holdings, tuple[int, int]]]:
+        """The caller does not get the answer: nothing of it is held. What was noted so far."""
+        self._refused = True
+        noted = list(self._noted)
+        for held, handle in noted:
+            held.reserved.discard(handle)
+        return noted
+
+
 def _less(counts: dict[tuple[int, int], int], handle: tuple[int, int]) -> None:
     count = counts.get(handle, 0)
     if count <= 1:

@@ -18,12 +18,13 @@ import xxhash
 
 from kvstore.client.base import Reservation, ReserveAnswer
 from kvstore.client.local.control import Accept, ControlChannel, Ticket
-from kvstore.client.local.link import Holdings, NodeLink
+from kvstore.client.local.link import Granted, Holdings, NodeLink
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.pins import Pin, Pins
 from kvstore.core.answers import BlockRow, Counters, PinAnswer
 from kvstore.errors import (
     IndexUnavailableError,
+    KVStoreError,
     NodeUnavailableError,
     PeerError,
     UsageError,
@@ -217,9 +218,16 @@ class Writer:
     def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
         self._may_save()
         arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
-        answers = self._ask(Op.RESERVE, *arguments, accept=partial(self._granted, wants))
-        self._introduce(namespace_id)
-        return answers
+        granted = Granted()
+        try:
+            answers = self._ask(
+                Op.RESERVE, *arguments, accept=partial(self._granted, granted, wants)
+            )
+            self._introduce(namespace_id)
+            return answers
+        except BaseException as e:
+            self._refuse(granted, e)
+            raise
 
     def _may_save(self) -> NodeLink:
         link = self.link()
@@ -246,14 +254,30 @@ class Writer:
         """
         link = self._may_save()
         arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
-        accept = partial(self._granted, wants, link)
+        granted = Granted()
+        accept = partial(self._granted, granted, wants, link)
         ticket = self._post(link, Op.RESERVE, *arguments, accept=accept)
-        return partial(self._reserved, link, ticket, namespace_id)
+        return partial(self._reserved, granted, link, ticket, namespace_id)
 
-    def _reserved(self, link: NodeLink, ticket: Ticket, namespace_id: int) -> list[ReserveAnswer]:
-        answers: list[ReserveAnswer] = self._collect(link, ticket)
-        self._introduce(namespace_id)
-        return answers
+    def _reserved(
+        self, granted: Granted, link: NodeLink, ticket: Ticket, namespace_id: int
+    ) -> list[ReserveAnswer]:
+        try:
+            answers: list[ReserveAnswer] = self._collect(link, ticket)
+            self._introduce(namespace_id)
+            return answers
+        except BaseException as e:
+            self._refuse(granted, e)
+            raise
+
+    def _refuse(self, granted: Granted, why: BaseException) -> None:
+        """Nobody gets the answer. After an error of ours or the node's the channel connects again
+        and says what is held; after an interruption the node has to be told."""
+        noted = granted.refuse()
+        if noted and not isinstance(why, KVStoreError):
+            for link in self.links():
+                items = [handle for held, handle in noted if held is link.held]
+                self._give_back(link, Op.ABORT, items)
 
     def _post(self, link: NodeLink, op: Op, *args: object, accept: Accept) -> Ticket:
         try:
@@ -262,7 +286,9 @@ class Writer:
             self._drop(link)
             raise
 
-    def _granted(self, wants: Sequence[Want], link: NodeLink, raw: object) -> list[ReserveAnswer]:
+    def _granted(
+        self, granted: Granted, wants: Sequence[Want], link: NodeLink, raw: object
+    ) -> list[ReserveAnswer]:
         """What the node's answer means; from here on the slots count as held."""
         announcement, shm, payload = link.announcement, link.shm, link.payload
         if shm is None:
@@ -273,7 +299,6 @@ class Writer:
                 slot, generation, offset = answer
                 if offset + want.size_bytes > len(payload):
                     raise NonsenseError("a slot outside the segment")
-                link.held.reserved.add((slot, generation))
                 shm.populate(offset, want.size_bytes)
                 buffer = payload[offset : offset + want.size_bytes]
                 answers.append(
@@ -283,6 +308,8 @@ class Writer:
                 )
             else:
                 answers.append(answer)
+        for slot, generation in _of_node(link, [a for a in answers if isinstance(a, Reservation)]):
+            granted.note(link.held, (slot, generation))
         return answers
 
     def _collect(self, link: NodeLink, ticket: Ticket) -> Any:

@@ -13,7 +13,8 @@ from stores import NodeProcess
 
 from kvstore import BlockSession, Client, DeadlineError, NodeUnavailableError, PutResult
 from kvstore.client.base import Reservation
-from kvstore.client.local.link import Holdings
+from kvstore.client.local.control import ControlChannel, Ticket
+from kvstore.client.local.link import Granted, Holdings
 from kvstore.client.local.writer import Want
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.protocol.control import Op
@@ -159,6 +160,36 @@ def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
         signal.signal(signal.SIGALRM, before)
         lasting.signal(signal.SIGCONT)
     assert reserved(patient, KEYS[1])
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_answer_that_is_interrupted_on_its_way_to_the_caller_is_nobodys(
+    lasting: NodeProcess, patient: BlockSession, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    patient.abort([reserved(patient, KEYS[0])])
+    (writer,) = patient.writer.writers()
+    collect = ControlChannel.collect
+
+    def interrupted(self: ControlChannel, ticket: Ticket) -> object:
+        collect(self, ticket)
+        raise KeyboardInterrupt
+
+    wants = [Want(key, LENGTH, 0, 0, None, 0) for key in KEYS]
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlChannel, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.reserve_later(wants, 7)() if later else writer.reserve(wants, 7)
+    assert open_reservations(lasting) == 0
+    assert reserved(patient, KEYS[1])
+
+
+def test_what_comes_when_the_caller_has_given_up_is_not_held() -> None:
+    """Another thread takes the answer, before, while or after the caller gives up."""
+    held, granted = Holdings(), Granted()
+    granted.note(held, (1, 1))
+    granted.refuse()
+    granted.note(held, (2, 1))
+    assert held.reserved == set()
 
 
 def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(
