@@ -11,8 +11,8 @@ from kvstore.client.reader import Place
 from kvstore.client.values.dtypes import Described, described
 from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
+from kvstore.segment.attached import private_pages
 from kvstore.segment.copying import address_of
-from kvstore.segment.shm import private_pages
 from kvstore.types import Key, Kind
 
 

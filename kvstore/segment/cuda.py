@@ -18,8 +18,9 @@ from pathlib import Path
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import InternalError
 from kvstore.filelock import FileLock, fd_is_locked
+from kvstore.segment.attached import AttachedHeads
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock
-from kvstore.segment.shm import AttachedHeads, OwnedHeads, check_free, header_file_bytes
+from kvstore.segment.shm import OwnedHeads, check_free, header_file_bytes
 
 WIPE_BYTES = 1 << 20
 READERS_POLL_S = 0.02

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from kvstore.core.granules import GRANULE_BYTES, PAGE
 from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.segment.attached import AttachedHeads
 from kvstore.segment.header import KEY_PART, Fields, fields
-from kvstore.segment.shm import AttachedHeads
 from kvstore.types import Key, Location
 
 

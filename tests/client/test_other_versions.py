@@ -18,7 +18,7 @@ from stores import MIB, PATIENT, NodeProcess
 from kvstore import BlockSession, Client, MissReason, NodeUnavailableError
 from kvstore.nodedir import VERSION, NodeDir, stranger, sweep
 from kvstore.segment import header
-from kvstore.segment.shm import AttachedShm
+from kvstore.segment.attached import AttachedShm
 
 # A release that has changed what the version stands for: everything else is as it is here.
 PEER = """

@@ -21,8 +21,9 @@ from kvstore.index.memory import MemoryIndex
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import NodeDir
 from kvstore.record import RecordSigner, pack_record
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import Superblock
-from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.segment.shm import OwnedShm
 from kvstore.types import Key, Location
 
 KEY = b"k" * 32

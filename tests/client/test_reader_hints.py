@@ -7,8 +7,9 @@ import pytest
 from kvstore.client.reader import Reader
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.errors import IndexUnavailableError
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import Superblock, hint_of
-from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.segment.shm import OwnedShm
 
 SIZE_BYTES = 128 << 10
 VALUE = b"v" * 1000

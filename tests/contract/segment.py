@@ -7,8 +7,9 @@ import random
 import pytest
 
 from kvstore.core.events import Copy, Fill, Mark, Seal
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import FREE, RESERVED, Superblock, unpack
-from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.segment.shm import OwnedShm
 
 BLOCK = Superblock(7, 3, 0, 128 << 10)
 KEY = bytes(range(32))

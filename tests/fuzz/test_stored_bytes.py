@@ -17,8 +17,9 @@ from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import NodeDir
 from kvstore.record import RecordSigner, pack_record, unpack_record
 from kvstore.segment import header
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import Superblock
-from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.segment.shm import OwnedShm
 from kvstore.types import Kind, Location
 
 KEY = bytes(range(32))

@@ -5,9 +5,10 @@ import pytest
 
 from kvstore.core.events import Fill, Seal
 from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import SUPERBLOCK_BYTES, Superblock, pack
 from kvstore.segment.locate import locate, sealed_as
-from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.segment.shm import OwnedShm
 from kvstore.types import Location
 
 KEY = bytes(range(32))

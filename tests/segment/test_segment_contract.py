@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from contract.segment import BLOCK, Pair, SegmentContract
 
-from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.segment.attached import AttachedShm
+from kvstore.segment.shm import OwnedShm
 
 
 class TestShm(SegmentContract):

@@ -6,8 +6,9 @@ import pytest
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.errors import NoSpaceError
 from kvstore.segment import shm
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import FREE, RESERVED, SEALED, Superblock, unpack
-from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.segment.shm import OwnedShm
 
 KEY = bytes(range(32))
 BLOCK = Superblock(7, 3, 0, 128 << 10)

@@ -9,7 +9,7 @@ import pytest
 from stores import announcement
 
 from kvstore.nodedir import NodeDir
-from kvstore.segment.shm import _map
+from kvstore.segment.attached import _map
 from kvstore.segment.trusted_files import files_of
 
 OTHER = os.geteuid() + 1

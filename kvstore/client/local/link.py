@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore.client.local.control import ControlChannel, Held
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
-from kvstore.segment.shm import AttachedShm
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.trusted_files import files_of
 
 

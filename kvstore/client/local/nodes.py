@@ -10,7 +10,7 @@ from kvstore.fork import in_each_child
 from kvstore.index.base import Index
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement, NodeDir, Stranger, strangers
-from kvstore.segment.shm import AttachedShm
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.trusted_files import files_of
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 

@@ -29,7 +29,7 @@ from kvstore.protocol.stream import (
     NodeHandshake,
     WireError,
 )
-from kvstore.segment.shm import AttachedShm
+from kvstore.segment.attached import AttachedShm
 from kvstore.transport.nixl.child import INSTALL
 from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NAME as NIXL

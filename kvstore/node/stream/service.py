@@ -48,9 +48,9 @@ from kvstore.protocol.stream import (
 )
 from kvstore.protocol.stream_reply import Head, Sent, Tail, grouped, pack_heads, pack_tails
 from kvstore.protocol.stream_seal import TAG_BYTES, matches
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import fields
 from kvstore.segment.locate import Spot, locate
-from kvstore.segment.shm import AttachedShm
 from kvstore.token_bucket import TokenBucket
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked

@@ -24,7 +24,7 @@ from kvstore.client.local import (
 from kvstore.client.remote import writer as remote_writer
 from kvstore.client.values import getting, saving
 from kvstore.node import restart
-from kvstore.segment import shm
+from kvstore.segment import attached, shm
 from kvstore.testing.sim import memory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     yield nodes, "AttachedShm", memory.SimAttached
     yield link, "AttachedShm", memory.SimAttached
     yield shm, "_create", world.files.create
-    yield shm, "_map", world.files.map
+    yield attached, "_map", world.files.map
     yield shm, "check_room", lambda *_: None
     yield shm, "_reopen", world.files.reopen
     # The lock of the node's directory says the same: nobody sweeps by segment here.

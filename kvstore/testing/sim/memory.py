@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.core.events import Copy, Write
 from kvstore.errors import NoSpaceError
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import Superblock
-from kvstore.segment.shm import AttachedShm, OwnedShm
+from kvstore.segment.shm import OwnedShm
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World

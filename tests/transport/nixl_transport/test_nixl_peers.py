@@ -19,8 +19,8 @@ from kvstore.errors import UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig
 from kvstore.node import nixl_sidecar as sidecar_module
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.layout import Layout
-from kvstore.segment.shm import AttachedShm
 from kvstore.testing.stopping import stop
 from kvstore.transport.base import Read
 from kvstore.transport.nixl import process as nixl_process

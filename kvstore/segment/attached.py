@@ -1,0 +1,207 @@
+"""Segments that others own, mapped here: headers read-only, payload as far as it may be written."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from kvstore.limits import LOCK_PART_BYTES, SLOT_BYTES_MIN
+from kvstore.segment.header import (
+    HEADER_BYTES,
+    KEY_PART,
+    LAYOUT_VERSION,
+    SUPERBLOCK_BYTES,
+    layout_of,
+    newest_superblock,
+)
+from kvstore.segment.shm import header_file_bytes, hints_in
+from kvstore.segment.writable import WritableMap
+from kvstore.types import Key
+
+MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
+POPULATE_BYTES_MIN = 64 << 10
+"""A fault maps up to as much by itself."""
+POPULATE_AHEAD_BYTES = 16 << 30
+"""Of one mapping; its page tables then take 32 MiB. What lies beyond is mapped when used."""
+POPULATE_STEP_BYTES = 1 << 20
+POPULATE_PAUSE_S = 1e-4
+"""The thread holds the GIL while it maps, 0.2 ms a step: others must get their turn."""
+
+
+class AttachedHeads:
+    """The header file of somebody else's segment, mapped read-only.
+
+    Raises `FileNotFoundError` when it is not on this host (any more) and
+    `ValueError` when it is not of this layout.
+    """
+
+    def __init__(self, head_path: Path, *, owner: int | None = None) -> None:
+        """With `owner`, the file must be a plain one of that user's."""
+        self._head = _map(head_path, writable=False, owner=owner)
+        superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
+        if superblock is None or len(self._head) != header_file_bytes(superblock.size_bytes):
+            layout = layout_of(self._head[:SUPERBLOCK_BYTES])
+            self._head.close()
+            if layout not in (None, LAYOUT_VERSION):
+                raise ValueError(
+                    f"{head_path} has segment layout version {layout}, this side {LAYOUT_VERSION}"
+                )
+            raise ValueError(f"{head_path} is no whole segment header file")
+        self.superblock = superblock
+        self.slots = superblock.size_bytes // SLOT_BYTES_MIN
+        self._hints = hints_in(self._head, superblock)
+        self._hint_mask = len(self._hints) - 1
+
+    def header(self, slot_id: int) -> bytes:
+        start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
+        return self._head[start : start + HEADER_BYTES]
+
+    def hinted(self, key: Key) -> tuple[int, bytes]:
+        """The slot that may hold `key` and its header, which says whether it does."""
+        place = int.from_bytes(key[8:12], "little") & self._hint_mask  # hint_of, at its fastest
+        slot_id = self._hints[place]
+        start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
+        image = self._head[start : start + HEADER_BYTES]
+        if image[KEY_PART] != key:
+            slot_id = self._hints[place ^ 1]
+            start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
+            image = self._head[start : start + HEADER_BYTES]
+        return slot_id, image
+
+    def close(self) -> None:
+        """Unmap."""
+        self._hints.release()
+        self._head.close()
+
+
+class AttachedShm(AttachedHeads):
+    """Somebody else's segment, mapped read-only; `writable` is for a same-host writer.
+
+    Raises like `AttachedHeads`.
+    """
+
+    def __init__(
+        self,
+        data_path: Path,
+        head_path: Path,
+        *,
+        writable: bool = False,
+        owner: int | None = None,
+    ) -> None:
+        super().__init__(head_path, owner=owner)
+        superblock = self.superblock
+        try:
+            self._data = _map(data_path, writable=writable, owner=owner)
+        except BaseException:
+            super().close()
+            raise
+        if len(self._data) != superblock.size_bytes:
+            super().close()
+            self._data.close()
+            raise ValueError(f"{data_path} does not have the size its header file says")
+        self.payload = memoryview(self._data)
+        self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
+        self._populated: set[int] = set()
+        """Parts of `LOCK_PART_BYTES` whose pages are all mapped."""
+        self._ahead: threading.Thread | None = None
+
+    def populate(self, offset: int, size_bytes: int) -> None:
+        """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""
+        if size_bytes < POPULATE_BYTES_MIN:
+            return
+        first, last = offset // LOCK_PART_BYTES, (offset + size_bytes - 1) // LOCK_PART_BYTES
+        if first in self._populated and last in self._populated:
+            return
+        if self._ahead is not None and self._ahead.is_alive():
+            # A whole part takes milliseconds, and that thread is about to do it.
+            start = offset & -mmap.PAGESIZE
+            self._advise(start, offset + size_bytes - start)
+            return
+        for part in range(first, last + 1):
+            if part not in self._populated:
+                self._populated.add(part)
+                self._advise(*self._part(part))
+
+    def _part(self, part: int) -> tuple[int, int]:
+        """(start, bytes)"""
+        start = part * LOCK_PART_BYTES
+        return start, min(LOCK_PART_BYTES, self.superblock.size_bytes - start)
+
+    def populate_ahead(self) -> None:
+        """Map the first `POPULATE_AHEAD_BYTES` in a thread, so that no copy has to wait for it."""
+        self._ahead = threading.Thread(
+            target=self._populate_ahead, name="kvstore-populate", daemon=True
+        )
+        self._ahead.start()
+
+    def _populate_ahead(self) -> None:
+        size_bytes = min(self.superblock.size_bytes, POPULATE_AHEAD_BYTES)
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            for part in range(-(-size_bytes // LOCK_PART_BYTES)):
+                first, part_bytes = self._part(part)
+                for start in range(first, first + part_bytes, POPULATE_STEP_BYTES):
+                    self._advise(start, min(POPULATE_STEP_BYTES, first + part_bytes - start))
+                    time.sleep(POPULATE_PAUSE_S)
+                self._populated.add(part)
+
+    def _advise(self, start: int, size_bytes: int) -> None:
+        try:
+            self._data.madvise(self._populate, start, size_bytes)
+        except OSError as e:
+            # Linux before 5.14 has no such advice; pages then come one fault at a time.
+            if e.errno != errno.EINVAL:
+                raise
+
+    def close(self) -> None:
+        """Unmap; views handed out keep the memory until they are gone."""
+        self.payload.release()
+        super().close()
+        # A caller may still hold a view: the mapping then goes with the last one.
+        with contextlib.suppress(BufferError):
+            self._data.close()
+
+
+def _map(path: Path, *, writable: bool, owner: int | None = None) -> mmap.mmap:
+    # Not waiting for the other end: what is named may be a pipe.
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
+    try:
+        status = os.fstat(fd)
+        if owner is not None and (status.st_uid != owner or not stat.S_ISREG(status.st_mode)):
+            raise ValueError(f"{path} is no plain file of user {owner}")
+        size_bytes = status.st_size
+        if size_bytes == 0:
+            raise ValueError(f"{path} is empty")
+        if writable:
+            return WritableMap(fd, size_bytes)
+        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def private_pages(path: str, offset: int, size_bytes: int) -> Any:
+    """A part of a segment as a ctypes array of this caller alone: what it writes to nobody sees.
+
+    What it has not written to is the segment's as it is now. Raises `OSError` and `ValueError`
+    when there is no such part.
+    """
+    start = offset & -mmap.PAGESIZE
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        length = offset - start + size_bytes
+        pages = mmap.mmap(fd, length, mmap.MAP_PRIVATE, offset=start)
+    finally:
+        os.close(fd)
+    if size_bytes >= POPULATE_BYTES_MIN:
+        with contextlib.suppress(OSError):
+            pages.madvise(MADV_POPULATE_READ)
+    return (ctypes.c_ubyte * size_bytes).from_buffer(pages, offset - start)
