@@ -22,6 +22,8 @@ Must never happen:
 - a reservation that is neither committed nor aborted;
 - an exception in the engine's thread for the store's sake: a load that fails is a recompute, a
   save that fails is a future miss.
+
+One class, because loads and saves end by the same few lines under the same lock.
 """
 
 from __future__ import annotations

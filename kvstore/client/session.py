@@ -25,6 +25,8 @@ Must never happen:
   deadline: it is a miss, with its reason;
 - bytes written to memory that is not reserved, or is no longer (rule 5);
 - a save acknowledged that its node has not sealed.
+
+One class, because it is the contract `BlockStore` on one page; most calls are a few lines.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ from kvstore.record import RecordSigner
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
-from kvstore.segment.shm import AttachedShm
+from kvstore.segment.attached import AttachedShm
 from kvstore.transport.base import Read
 from kvstore.transport.cuda_ipc import Piece, WantedAnywhere
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC

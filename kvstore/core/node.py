@@ -32,6 +32,8 @@ Must never happen:
 - a generation that comes twice, over restarts too;
 - a publication in `outbox` of what is not SEALED (rule 3), or effects in another order than this
   file put them in: headers are written before anybody is answered.
+
+One class, because each event is a method of a few lines; a longer file for the table above.
 """
 
 from __future__ import annotations

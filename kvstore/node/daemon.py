@@ -1,6 +1,7 @@
 """A memory node at work: the core's decisions carried out on shared memory, sockets and the index.
 
-One event loop does everything, so headers have one writer (rule 2).
+One event loop does everything, so headers have one writer (rule 2). In one file because the
+order in which an event's effects are carried out is what rule 3 rests on.
 """
 
 from __future__ import annotations

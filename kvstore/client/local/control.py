@@ -2,6 +2,9 @@
 
 Several may be on their way at once, so that the node works while a client copies.
 Whoever waits reads the answers of all.
+
+In one file because connecting, sending and reading are done by each caller for all the others,
+under one lock.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Where a new block goes is decided in client/placement.py. What is about a block that is there
 (pins, deletions, touches) goes to whoever has it, which costs no search: it is asked of all.
+
+In one file because it is `Writer` once more, call by call.
 """
 
 from __future__ import annotations
