@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import redis
+from embedded_users import END_TIMEOUT_S, User, nothing_is_left
 from redis_servers import gone, kill, wait_until
-from stores import announcement
 
-from kvstore.client.health import NO_KEY, IndexWatch
-from kvstore.client.session import BlockSession
-from kvstore.errors import IndexBreakerOpenError, IndexUnavailableError, UsageError
+from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.embedded_redis import server as module
 from kvstore.index.embedded_redis import supervisor as supervisor
 from kvstore.index.embedded_redis.server import (
@@ -33,62 +25,8 @@ from kvstore.index.embedded_redis.server import (
     find_server,
     resolve_url,
 )
-from kvstore.index.open import open_guarded
 from kvstore.index.redis.index import open_index
-from kvstore.limits import Limits
-from kvstore.node.heartbeat import Heartbeat
 from kvstore.testing.stopping import stop
-
-END_TIMEOUT_S = 20.0
-
-USER = """
-import sys
-from kvstore.index.embedded_redis.server import EmbeddedRedis
-held = EmbeddedRedis.acquire(sys.argv[1])
-print(held.pid, held.supervisor_pid, flush=True)
-sys.stdin.read()
-held.close()
-"""
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    """A short path: a Unix socket has to fit below it."""
-    path = Path(tempfile.mkdtemp(prefix="kvr-"))
-    yield path
-    details = module._details(path / "redis")
-    for name in ("supervisor", "pid"):
-        kill(int(details.get(name, 0)) or 1 << 22)
-    shutil.rmtree(path, ignore_errors=True)
-
-
-class User:
-    """Another process that uses the embedded Redis until it is told to end, or killed."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", USER, str(run_dir)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def pids(self) -> tuple[int, int]:
-        pid, supervisor_pid = self.process.stdout.readline().split()
-        return int(pid), int(supervisor_pid)
-
-    def end(self) -> None:
-        self.process.stdin.close()
-        assert self.process.wait(END_TIMEOUT_S) == 0
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(END_TIMEOUT_S)
-
-
-def nothing_is_left(run_dir: Path, *pids: int) -> None:
-    wait_until(lambda: all(map(gone, pids)), "the processes end", END_TIMEOUT_S)
-    wait_until(lambda: not any(run_dir.iterdir()), "the files go", END_TIMEOUT_S)
 
 
 def test_it_is_a_redis_that_an_index_can_use(run_dir: Path) -> None:
@@ -183,123 +121,6 @@ def test_a_killed_redis_is_started_again_for_those_who_use_it(run_dir: Path) -> 
         assert again.supervisor_pid == held.supervisor_pid
     held.close()
     nothing_is_left(run_dir, again.pid, held.supervisor_pid)
-
-
-def kill_until_given_up(held: EmbeddedRedis) -> None:
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while not gone(held.supervisor_pid):
-        assert time.monotonic() < deadline
-        kill(int(module._details(held.socket.parent).get("pid", 1 << 22)))
-        time.sleep(0.02)
-
-
-def test_a_redis_that_keeps_dying_is_given_up_and_the_next_user_starts_afresh(
-    run_dir: Path,
-) -> None:
-    held = EmbeddedRedis.acquire(run_dir)
-    kill_until_given_up(held)
-    assert supervisor.given_up(held.socket)
-    with EmbeddedRedis.acquire(run_dir) as again:
-        assert again.supervisor_pid != held.supervisor_pid
-        assert supervisor.answers(again.socket)
-        assert not supervisor.given_up(held.socket)
-    held.close()
-    nothing_is_left(run_dir, again.pid, again.supervisor_pid)
-
-
-def test_those_who_use_a_redis_that_was_given_up_say_so_and_what_to_do(
-    run_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By its socket too, as the nodes of `kvstore up`; and they go on with the next one."""
-    with closing(BlockSession(run_dir=run_dir)) as session:
-        held = EmbeddedRedis.acquire(run_dir)
-        held.close()
-        opened = open_guarded(session.url, key_prefix="kv:up", run_dir=run_dir, limits=Limits())
-        beats = Heartbeat(opened.index, announcement(), lambda: None, lambda: 0)
-        kill_until_given_up(held)
-        words = ("given up", "ended 4 times within 60 s", "it ended with -9", "KVSTORE_URL")
-        assert [word for word in words if word not in session.health().index] == []
-        caplog.set_level(logging.WARNING)
-        beats.beat()
-        IndexWatch(session.index).look(time.monotonic())
-        for logger in ("kvstore.client", "kvstore.node"):
-            said = " ".join(r.getMessage() for r in caplog.records if r.name == logger)
-            assert [word for word in words if word not in said] == [], said
-        with EmbeddedRedis.acquire(run_dir):
-            wait_until(lambda: not session.health().index, "it answers again", END_TIMEOUT_S)
-            opened.index.ping()
-        opened.close()
-
-
-def test_why_a_probe_failed_last_is_what_an_open_breaker_says(run_dir: Path) -> None:
-    """While it was only away, nobody knew that it would be given up."""
-    with closing(BlockSession(run_dir=run_dir)) as session:
-        held = EmbeddedRedis.acquire(run_dir)
-        held.close()
-        index = session.index
-        stop(held.supervisor_pid)
-        kill(held.pid)
-        wait_until(lambda: not supervisor.answers(held.socket), "Redis ends")
-        for _ in range(3):
-            with pytest.raises(IndexUnavailableError) as raised:
-                index.lookup([NO_KEY])
-            assert "given up" not in str(raised.value)
-        os.kill(held.supervisor_pid, signal.SIGCONT)
-        kill_until_given_up(held)
-
-        def why() -> str:
-            with pytest.raises(IndexBreakerOpenError) as raised:
-                index.lookup([NO_KEY])
-            return str(raised.value)
-
-        wait_until(lambda: "given up" in why(), "the probe says it", END_TIMEOUT_S)
-
-
-class Lives:
-    """A Redis whose starts are counted; time passes when somebody sleeps."""
-
-    def __init__(
-        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, life_s: float, why: str = ""
-    ) -> None:
-        self.now, self.starts = 0.0, list[float]()
-        self.life_s, self.why = life_s, why
-        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(supervisor, "time", clock)
-        self.watched = supervisor.Supervisor(directory, [])
-        monkeypatch.setattr(self.watched, "_start", self.start)
-        monkeypatch.setattr(self.watched, "_unused", lambda locks: len(self.starts) >= 20)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def start(self) -> str:
-        self.starts.append(self.now)
-        self.now += self.life_s
-        return self.why
-
-
-@pytest.mark.parametrize(("apart_s", "starts"), [(100.0, 20), (1.0, supervisor.RESTARTS_MAX)])
-def test_only_ends_of_redis_that_are_close_together_make_it_give_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float, starts: int
-) -> None:
-    """It dies at once after every start, until the last user goes after 20 of them."""
-    lives = Lives(tmp_path, monkeypatch, life_s=apart_s)
-    lives.watched._watch({})
-    assert len(lives.starts) == starts
-    assert bool(supervisor.given_up(tmp_path / supervisor.SOCKET)) == (starts < 20)
-
-
-def test_starts_that_fail_are_tried_again_later_and_later_and_the_reason_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lives = Lives(tmp_path, monkeypatch, life_s=0.0, why="no answer within 5 s: it wrote no log")
-    lives.watched._watch({})
-    waits = [later - sooner for sooner, later in itertools.pairwise(lives.starts)]
-    assert all(
-        wait == pytest.approx(least, abs=2 * supervisor.POLL_S)
-        for wait, least in zip(waits, supervisor.BACKOFF_S[1:], strict=True)
-    )
-    assert supervisor.given_up(tmp_path / supervisor.SOCKET).endswith(": it wrote no log")
 
 
 def test_a_killed_supervisor_takes_redis_with_it_and_the_next_user_starts_afresh(
