@@ -42,7 +42,7 @@ class LayerwiseWorker(WorkerCore):
 
     # Called by the engine's thread
 
-    def start_loads(self, jobs: Sequence[LoadJob]) -> None:
+    def start_loads(self, jobs: Sequence[LoadJob], ready: Any = None) -> None:
         """Start loads that the forward after this call waits for."""
         if not jobs:
             return
@@ -50,7 +50,8 @@ class LayerwiseWorker(WorkerCore):
         deadline = now + self._load_timeout_s
         tasks = [Load(job, deadline, now) for job in jobs]
         layers = self._groups[0].geometry.layers
-        step = StepLoads(tasks, layers, deadline, self._mark_ready(), self._clock)
+        ready = self.mark_ready() if ready is None else ready
+        step = StepLoads(tasks, layers, deadline, ready, self._clock)
         if self._hanging_loads is not None and not self._hanging_loads.hangs:
             self._hanging_loads = None
         self._step_loads = step
@@ -91,7 +92,7 @@ class LayerwiseWorker(WorkerCore):
             self._step_saves = None
         if self._step_saves is None:
             self._step_saves = self._begin_saves(jobs)
-        self._step_saves.layer_written(place, self._mark_ready())
+        self._step_saves.layer_written(place, self.mark_ready())
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """The forward is done: what its layers have begun is saved, or all of it from here on."""
@@ -100,7 +101,7 @@ class LayerwiseWorker(WorkerCore):
             super().start_saves(jobs)
         elif jobs or step is not None:
             step = step or self._begin_saves(jobs)
-            if not step.forward_done(self._save_timeout_s, self._mark_ready()):
+            if not step.forward_done(self._save_timeout_s, self.mark_ready()):
                 self._say_dropped(len(jobs), "the forward did not write each layer once")
 
     def _begin_saves(self, jobs: Sequence[SaveJob]) -> StepSaves:

@@ -133,11 +133,20 @@ class WorkerCore:
 
     # Called by the engine's thread
 
-    def start_loads(self, jobs: Sequence[LoadJob]) -> None:
-        """Queue loads; one that finds the queue full ends at once, failed."""
+    def mark_ready(self) -> Any:
+        """Stands for all work that the engine has submitted so far, in all groups; see
+        `KVCopier.mark_ready`. None before it has given its memory."""
+        return self._blocks[0].mark_ready() if self._blocks else None
+
+    def start_loads(self, jobs: Sequence[LoadJob], ready: Any = None) -> None:
+        """Queue loads; one that finds the queue full ends at once, failed.
+
+        They wait for what `ready` stands for, which `mark_ready` gave before a forward that has
+        nothing to do with them; without it for all that is submitted by now.
+        """
         if not jobs:
             return
-        ready = self._mark_ready()
+        ready = self.mark_ready() if ready is None else ready
         now = self._clock()
         for job in jobs:
             self._start(Load(job, now + self._load_timeout_s, now, ready), self._load_queue)
@@ -146,7 +155,7 @@ class WorkerCore:
         """Queue saves of blocks that the forward before this call has filled."""
         if not jobs:
             return
-        ready = self._mark_ready()
+        ready = self.mark_ready()
         now = self._clock()
         for job in jobs:
             task = Save(job, now + self._save_timeout_s, now, ready)
@@ -160,10 +169,6 @@ class WorkerCore:
 
     def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
         """Saves start when the whole forward is done (those of `LayerwiseWorker` do not)."""
-
-    def _mark_ready(self) -> Any:
-        """One token for all groups: it stands for all work submitted to the device."""
-        return self._blocks[0].mark_ready() if self._blocks else None
 
     def _start(self, task: Any, to: queue.Queue[Any]) -> None:
         with self._wake:

@@ -113,6 +113,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         self._block_tokens = layout.block_tokens
         self._prompt_keys = PromptKeys.of_layout(layout)
         self._speculative = vllm_config.speculative_config is not None
+        self._before_forward: Any = None
+        """What loads of the step wait for."""
         self._report = WorkerReport()
         """What this worker has to say about the step."""
         self._shown = self._report
@@ -310,9 +312,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
             *({name: kv_caches[name] for name in group.layer_names} for group in groups)
         )
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # vLLM launches the forward before it starts loads, and that has nothing to do with them.
+        self._before_forward = self._w.mark_ready() if self._plan.loads else None
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._w.cancel_loads(self._plan.dropped_loads)
-        self._w.start_loads(self._plan.loads)
+        self._w.start_loads(self._plan.loads, self._before_forward)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._w.wait_layer_load(layer_name)

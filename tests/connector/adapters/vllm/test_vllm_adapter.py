@@ -17,7 +17,7 @@ from vllm_model_config import ENGINE_BLOCK, kv_cache_config, vllm_config
 from vllm_model_engine import ModelEngine, expected_output
 
 from connector.adapters import register_vllm
-from connector.messages import StepPlan, WorkerReport
+from connector.messages import LoadJob, StepPlan, WorkerReport
 from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -173,6 +173,30 @@ class TestAnswers:
         assert results.finished_recving == {"r", "s", "t"}
         assert results.failed_recving == {"r"}
         assert connector.get_block_ids_with_load_errors() == {5}
+        connector.shutdown()
+
+    def test_trap_loads_wait_for_what_was_submitted_before_the_step_not_for_its_forward(
+        self, model: Path
+    ) -> None:
+        """vLLM launches the forward between the two calls."""
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+        from connector.adapters.vllm.connector import KVStoreConnector, KVStoreMetadata
+
+        config, groups = vllm_config(model, blocks=8), kv_cache_config(8)
+        connector = KVStoreConnector(config, KVConnectorRole.WORKER, groups)
+        submitted, started = [0], []
+        worker = connector._worker
+        worker.mark_ready = lambda: submitted[0]  # type: ignore[union-attr,method-assign]
+        worker.start_loads = lambda *with_ready: started.append(with_ready)  # type: ignore
+        jobs = [LoadJob(0, "r", ())]
+        connector.bind_connector_metadata(KVStoreMetadata(StepPlan(loads=jobs)))
+        submitted[0] += 1
+        connector.start_load_kv(None)
+        assert started == [(jobs, 0)]
+        connector.bind_connector_metadata(KVStoreMetadata(StepPlan()))
+        connector.start_load_kv(None)
+        assert started[1] == ([], None), "a step without loads marks nothing"
         connector.shutdown()
 
     def test_trap_reports_of_several_workers_are_counted_together(self) -> None:

@@ -100,6 +100,24 @@ def test_trap_a_save_waits_for_the_forward_and_a_load_for_what_used_the_blocks_b
     assert torch.equal(bits(other.kv)[1, 11:13], bits(one.kv)[1, 1:3])
 
 
+def test_a_load_that_is_marked_before_a_forward_does_not_wait_for_it(
+    workers: tuple[Worker, Worker], store: MemoryBlockStore, devices: Devices
+) -> None:
+    """Engines launch the forward first and then start loads for requests that are not in it."""
+    one, other = workers
+    save(one, save_job(1))
+    device = devices.made[1]
+    before: list[None] = []
+    device.compute.append(lambda: before.append(None))
+    ready = other.core.mark_ready()
+    device.compute.append(lambda: pytest.fail("a load waited for the forward of its own step"))
+    other.core.start_loads([load_job(store, 1)], ready)
+    assert not loaded(other).invalid_block_ids
+    assert before, "but for what was started before it, which may still use the blocks"
+    assert torch.equal(bits(other.kv)[:, 11:13], bits(one.kv)[:, 1:3])
+    device.compute.clear()
+
+
 def test_a_block_that_is_gone_spoils_those_after_it_alone(
     workers: tuple[Worker, Worker], store: MemoryBlockStore
 ) -> None:
