@@ -3,7 +3,7 @@
 Two processes that read from one socket get each other's answers; a thread does not
 come along, and a lock that it held stays held. What says that the parent lives must end
 with the parent (filelock.py), so the child must not be able to write what the parent
-may (segment/writable.py, rule 5).
+may (memory_files.py, rule 5).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ a clock that goes on in the real world.
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import socket
@@ -19,7 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from kvstore import filelock, nodedir
+from kvstore import filelock, memory_files, nodedir
+from kvstore.memory_files import Room
 from kvstore.nodedir import NodeDir
 
 Clock = Callable[[], float]
@@ -110,6 +112,30 @@ class Machine:
     def sweep(self, run_dir: Path, *, kept: bool = False) -> list[str]:
         """See `nodedir.sweep`."""
         return nodedir.sweep(run_dir, kept=kept)
+
+    def create_memory(self, path: Path, size_bytes: int) -> mmap.mmap:
+        """See `memory_files.create`."""
+        return memory_files.create(path, size_bytes)
+
+    def reopen_memory(self, path: Path, size_bytes: int) -> mmap.mmap:
+        """See `memory_files.reopen`."""
+        return memory_files.reopen(path, size_bytes)
+
+    def map_memory(self, path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
+        """See `memory_files.attach`."""
+        return memory_files.attach(path, writable=writable, owner=owner)
+
+    def own_memory(self, path: Path) -> HeldFile:
+        """See `memory_files.own`."""
+        return memory_files.own(path)
+
+    def remove_memory(self, path: Path) -> None:
+        """Whoever has it mapped keeps it until then."""
+        path.unlink(missing_ok=True)
+
+    def room(self, where: Path) -> Room:
+        """See `memory_files.room`."""
+        return memory_files.room(where)
 
 
 REAL = Machine()

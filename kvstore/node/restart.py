@@ -109,7 +109,7 @@ def start(
     former = directory.announcement()
     warm = None
     if former is not None:
-        warm = _take_over(former, announcement, make_core, catch_up, segment_class)
+        warm = _take_over(former, announcement, make_core, catch_up, machine, segment_class)
     if warm is None:
         other = directory.stranger()
         if other is not None:
@@ -128,7 +128,8 @@ def start(
         # living owner knows which files to remove.
         directory.announce(announcement)
         base = Path(announcement.data_path).with_suffix("")
-        segment = segment_class(base, superblock_of(announcement), home=str(directory.path))
+        home = str(directory.path)
+        segment = segment_class(base, superblock_of(announcement), home=home, machine=machine)
         return Started(make_core(), segment, announcement, clients)
     except BaseException:
         clients.close()
@@ -140,6 +141,7 @@ def _take_over(
     announcement: Announcement,
     make_core: Callable[[], NodeCore],
     catch_up: Callable[[NodeCore, Callable[[Effects], None]], None],
+    machine: Machine,
     segment_class: type[OwnedShm],
 ) -> tuple[NodeCore, OwnedShm] | None:
     segment: OwnedShm | None = None
@@ -151,7 +153,9 @@ def _take_over(
         path = Path(former.data_path)
         if path.parent != Path(announcement.data_path).parent:
             raise ValueError(f"it is in {path.parent}")
-        segment = segment_class(path.with_suffix(""), superblock_of(announcement), reopen=True)
+        segment = segment_class(
+            path.with_suffix(""), superblock_of(announcement), reopen=True, machine=machine
+        )
         with _no_collection():
             epoch, seen = segment.seen()
             core = make_core()
@@ -206,10 +210,10 @@ def _make_room(where: Path, announcement: Announcement, run_dir: Path, machine: 
     """What dead nodes of this run directory could be restarted with goes first. What clients
     still map of nodes that were just killed is free a moment later."""
     try:
-        check_room(where, announcement.size_bytes)
+        check_room(where, announcement.size_bytes, machine)
         return
     except NoSpaceError:
-        if never_fits(where, announcement.size_bytes):
+        if never_fits(where, announcement.size_bytes, machine):
             raise
     # Imported where it is needed: 45 ms, which most starts can do without.
     from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
@@ -225,7 +229,7 @@ def _make_room(where: Path, announcement: Announcement, run_dir: Path, machine: 
                 names = ", ".join(removed)
                 log.info("removed what nodes %s left behind: its memory is needed", names)
             free_abandoned(where)
-            check_room(where, announcement.size_bytes)
+            check_room(where, announcement.size_bytes, machine)
 
 
 async def stay_restartable(directory: NodeDir) -> None:

@@ -7,13 +7,11 @@ import ctypes
 import errno
 import mmap
 import os
-import stat
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from kvstore.limits import LOCK_PART_BYTES, SLOT_BYTES_MIN
+from kvstore.machine import REAL, Machine
 from kvstore.segment.header import (
     HEADER_BYTES,
     KEY_PART,
@@ -23,7 +21,6 @@ from kvstore.segment.header import (
     newest_superblock,
 )
 from kvstore.segment.shm import header_file_bytes, hints_in
-from kvstore.segment.writable import WritableMap
 from kvstore.types import Key
 
 MADV_POPULATE_READ = 22
@@ -44,9 +41,11 @@ class AttachedHeads:
     `ValueError` when it is not of this layout.
     """
 
-    def __init__(self, head_path: Path, *, owner: int | None = None) -> None:
+    def __init__(
+        self, head_path: Path, *, owner: int | None = None, machine: Machine = REAL
+    ) -> None:
         """With `owner`, the file must be a plain one of that user's."""
-        self._head = _map(head_path, writable=False, owner=owner)
+        self._head = machine.map_memory(head_path, writable=False, owner=owner)
         superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
         if superblock is None or len(self._head) != header_file_bytes(superblock.size_bytes):
             layout = layout_of(self._head[:SUPERBLOCK_BYTES])
@@ -96,11 +95,13 @@ class AttachedShm(AttachedHeads):
         *,
         writable: bool = False,
         owner: int | None = None,
+        machine: Machine = REAL,
     ) -> None:
-        super().__init__(head_path, owner=owner)
+        super().__init__(head_path, owner=owner, machine=machine)
+        self._machine = machine
         superblock = self.superblock
         try:
-            self._data = _map(data_path, writable=writable, owner=owner)
+            self._data = machine.map_memory(data_path, writable=writable, owner=owner)
         except BaseException:
             super().close()
             raise
@@ -112,7 +113,8 @@ class AttachedShm(AttachedHeads):
         self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
         self._populated: set[int] = set()
         """Parts of `LOCK_PART_BYTES` whose pages are all mapped."""
-        self._ahead: threading.Thread | None = None
+        self._populating = False
+        """A thread maps what lies ahead."""
 
     def populate(self, offset: int, size_bytes: int) -> None:
         """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""
@@ -121,7 +123,7 @@ class AttachedShm(AttachedHeads):
         first, last = offset // LOCK_PART_BYTES, (offset + size_bytes - 1) // LOCK_PART_BYTES
         if first in self._populated and last in self._populated:
             return
-        if self._ahead is not None and self._ahead.is_alive():
+        if self._populating:
             # A whole part takes milliseconds, and that thread is about to do it.
             start = offset & -mmap.PAGESIZE
             self._advise(start, offset + size_bytes - start)
@@ -138,20 +140,22 @@ class AttachedShm(AttachedHeads):
 
     def populate_ahead(self) -> None:
         """Map the first `POPULATE_AHEAD_BYTES` in a thread, so that no copy has to wait for it."""
-        self._ahead = threading.Thread(
-            target=self._populate_ahead, name="kvstore-populate", daemon=True
-        )
-        self._ahead.start()
+        self._populating = True
+        self._machine.start_thread(self._populate_ahead, "kvstore-populate")
 
     def _populate_ahead(self) -> None:
         size_bytes = min(self.superblock.size_bytes, POPULATE_AHEAD_BYTES)
-        with contextlib.suppress(ValueError):  # closed meanwhile
+        try:
             for part in range(-(-size_bytes // LOCK_PART_BYTES)):
                 first, part_bytes = self._part(part)
                 for start in range(first, first + part_bytes, POPULATE_STEP_BYTES):
                     self._advise(start, min(POPULATE_STEP_BYTES, first + part_bytes - start))
-                    time.sleep(POPULATE_PAUSE_S)
+                    self._machine.sleep(POPULATE_PAUSE_S)
                 self._populated.add(part)
+        except ValueError:
+            pass  # closed meanwhile
+        finally:
+            self._populating = False
 
     def _advise(self, start: int, size_bytes: int) -> None:
         try:
@@ -168,24 +172,6 @@ class AttachedShm(AttachedHeads):
         # A caller may still hold a view: the mapping then goes with the last one.
         with contextlib.suppress(BufferError):
             self._data.close()
-
-
-def _map(path: Path, *, writable: bool, owner: int | None = None) -> mmap.mmap:
-    # Not waiting for the other end: what is named may be a pipe.
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
-    try:
-        status = os.fstat(fd)
-        if owner is not None and (status.st_uid != owner or not stat.S_ISREG(status.st_mode)):
-            raise ValueError(f"{path} is no plain file of user {owner}")
-        size_bytes = status.st_size
-        if size_bytes == 0:
-            raise ValueError(f"{path} is empty")
-        if writable:
-            return WritableMap(fd, size_bytes)
-        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    finally:
-        os.close(fd)
 
 
 def private_pages(path: str, offset: int, size_bytes: int) -> Any:

@@ -7,10 +7,7 @@ at the start and never a SIGBUS in the middle of a write.
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +16,8 @@ import xxhash
 from kvstore.core.events import Bounds, Copy, Fill, Hold, Mark, Seal, Write
 from kvstore.core.recovery import Seen
 from kvstore.errors import NoSpaceError
-from kvstore.filelock import FileLock, try_lock
 from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.machine import REAL, Machine
 from kvstore.segment.header import (
     BOUNDS_PLACE,
     HEADER_BYTES,
@@ -39,15 +36,11 @@ from kvstore.segment.header import (
     word,
 )
 from kvstore.segment.scan import scan
-from kvstore.segment.writable import WritableMap
 from kvstore.types import Key
 
 SHM_DIR = Path("/dev/shm")
 RESERVE_BYTES = 16 << 20
 """What a new segment leaves free in /dev/shm for everyone else."""
-LOCK_WAIT_S = 1.0
-"""For the lock of a segment that is taken over: who looks whether it is free has it a moment."""
-LOCK_POLL_S = 0.01
 
 
 def header_file_bytes(size_bytes: int) -> int:
@@ -68,57 +61,16 @@ def _held(head: mmap.mmap, superblock: Superblock) -> memoryview:
     return memoryview(head)[len(head) - slots :]
 
 
-def _create(path: Path, size_bytes: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-        return WritableMap(fd, size_bytes)
-    except OSError as e:
-        path.unlink(missing_ok=True)
-        if e.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise NoSpaceError(f"{path.parent}: no room for {size_bytes} bytes ({e})") from e
-        raise
-    finally:
-        os.close(fd)
-
-
-def _reopen(path: Path, size_bytes: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        found_bytes = os.fstat(fd).st_size
-        if found_bytes != size_bytes:
-            raise ValueError(f"{path} has {found_bytes} bytes, not {size_bytes}")
-        return WritableMap(fd, size_bytes)
-    finally:
-        os.close(fd)
-
-
-def _lock_head(path: Path) -> FileLock:
-    """The lock that says that this process is the segment's owner (abandoned.py).
-
-    Raises `FileNotFoundError` when it was freed, and `ValueError` when another has the lock.
-    """
-    give_up_at = time.monotonic() + LOCK_WAIT_S
-    while (lock := try_lock(path, create=False)) is None:
-        if time.monotonic() > give_up_at:
-            raise ValueError(f"another process has the lock of {path}")
-        time.sleep(LOCK_POLL_S)
-    if os.fstat(lock.fd).st_nlink == 0:
-        lock.release()
-        raise FileNotFoundError(f"{path} was freed")
-    return lock
-
-
-def check_room(where: Path, size_bytes: int) -> None:
+def check_room(where: Path, size_bytes: int, machine: Machine = REAL) -> None:
     """Raises `NoSpaceError` when a segment of that size does not fit."""
     # fallocate on tmpfs takes page after page until memory is gone; asking
     # first keeps a mistyped size from starving the whole machine.
-    check_free(where, files_bytes(size_bytes))
+    check_free(where, files_bytes(size_bytes), machine)
 
 
-def check_free(where: Path, need_bytes: int) -> None:
+def check_free(where: Path, need_bytes: int, machine: Machine = REAL) -> None:
     """Raises `NoSpaceError` unless there is as much room, and some for others."""
-    free = free_bytes(where)
+    free = free_bytes(where, machine)
     if need_bytes > free:
         raise NoSpaceError(
             f"{where}: {need_bytes} bytes asked for, {free + RESERVE_BYTES} free, "
@@ -126,16 +78,14 @@ def check_free(where: Path, need_bytes: int) -> None:
         )
 
 
-def free_bytes(where: Path) -> int:
+def free_bytes(where: Path, machine: Machine = REAL) -> int:
     """Room for segments: some is left for everyone else."""
-    fs = os.statvfs(where)
-    return fs.f_bavail * fs.f_frsize - RESERVE_BYTES
+    return machine.room(where).free_bytes - RESERVE_BYTES
 
 
-def never_fits(where: Path, size_bytes: int) -> bool:
+def never_fits(where: Path, size_bytes: int, machine: Machine = REAL) -> bool:
     """Whether a segment of that size is larger than all there is."""
-    fs = os.statvfs(where)
-    return files_bytes(size_bytes) + RESERVE_BYTES > fs.f_blocks * fs.f_frsize
+    return files_bytes(size_bytes) + RESERVE_BYTES > machine.room(where).total_bytes
 
 
 def files_bytes(size_bytes: int) -> int:
@@ -147,7 +97,13 @@ class OwnedHeads:
     """The header file of a node's own segment. Only the node's event loop uses it."""
 
     def __init__(
-        self, base_path: Path, superblock: Superblock, *, home: str = "", reopen: bool = False
+        self,
+        base_path: Path,
+        superblock: Superblock,
+        *,
+        home: str = "",
+        reopen: bool = False,
+        machine: Machine = REAL,
     ) -> None:
         """Create it; with `reopen`, take over what a former start of the node left at that path.
 
@@ -156,18 +112,19 @@ class OwnedHeads:
         has another shape. It changes nothing before `adopt`.
         """
         self.superblock = superblock
+        self._machine = machine
         self.head_path = base_path.with_suffix(".head")
         head_bytes = header_file_bytes(superblock.size_bytes)
         if reopen:
-            self._lock = _lock_head(self.head_path)
+            self._lock = machine.own_memory(self.head_path)
             try:
-                self._head = _reopen(self.head_path, head_bytes)
+                self._head = machine.reopen_memory(self.head_path, head_bytes)
             except BaseException:
                 self._lock.release()
                 raise
         else:
-            self._head = _create(self.head_path, head_bytes)
-            self._lock = _lock_head(self.head_path)
+            self._head = machine.create_memory(self.head_path, head_bytes)
+            self._lock = machine.own_memory(self.head_path)
         self._words = memoryview(self._head).cast("Q")
         self._hints = hints_in(self._head, superblock)
         self._held = _held(self._head, superblock)
@@ -250,7 +207,7 @@ class OwnedHeads:
             return
         self._closed = True
         if not keep:
-            self.head_path.unlink(missing_ok=True)
+            self._machine.remove_memory(self.head_path)
         self._lock.release()
         self._words.release()
         self._hints.release()
@@ -264,15 +221,21 @@ class OwnedShm(OwnedHeads):
     """A node's own segment in shared memory. Only the node's event loop uses it."""
 
     def __init__(
-        self, base_path: Path, superblock: Superblock, *, home: str = "", reopen: bool = False
+        self,
+        base_path: Path,
+        superblock: Superblock,
+        *,
+        home: str = "",
+        reopen: bool = False,
+        machine: Machine = REAL,
     ) -> None:
         """See `OwnedHeads`; raises `NoSpaceError` too."""
         self.data_path = base_path.with_suffix(".data")
         if not reopen:
-            check_room(base_path.parent, superblock.size_bytes)
+            check_room(base_path.parent, superblock.size_bytes, machine)
         # First the headers, whose lock says to whom both files belong.
-        super().__init__(base_path, superblock, home=home, reopen=reopen)
-        make = _reopen if reopen else _create
+        super().__init__(base_path, superblock, home=home, reopen=reopen, machine=machine)
+        make = machine.reopen_memory if reopen else machine.create_memory
         try:
             self._data = make(self.data_path, superblock.size_bytes)
         except BaseException:
@@ -295,6 +258,6 @@ class OwnedShm(OwnedHeads):
         if self._closed:
             return
         if not keep:
-            self.data_path.unlink(missing_ok=True)
+            self._machine.remove_memory(self.data_path)
         super().close(keep=keep)
         self._data.close()

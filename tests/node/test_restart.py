@@ -8,10 +8,10 @@ from test_daemon import KEYS, MIB, Talker
 
 from kvstore.errors import NoSpaceError
 from kvstore.index.memory import MemoryIndex
+from kvstore.machine import Machine
 from kvstore.node import Node, NodeConfig, restart
 from kvstore.nodedir import NodeDir
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES
-from kvstore.segment.shm import check_room
 
 
 @pytest.fixture
@@ -107,45 +107,39 @@ def test_an_embedded_nodes_segment_waits_for_nobody(tmp_path, index):
     assert list((tmp_path / "shm").iterdir()) == []
 
 
-def test_a_node_that_lacks_memory_takes_that_of_dead_ones_that_wait(tmp_path, index, monkeypatch):
+class Crowded(Machine):
+    """Others have all of /dev/shm for as long as `full` says so."""
+
+    def __init__(self, full):
+        self.full = full
+
+    def room(self, where):
+        real = super().room(where)
+        return real._replace(free_bytes=0) if self.full() else real
+
+
+def test_a_node_that_lacks_memory_takes_that_of_dead_ones_that_wait(tmp_path, index):
     filled(tmp_path, index, name="dead")
-
-    def room(where, size_bytes):
-        if NodeDir(tmp_path, "dead").path.exists():
-            raise NoSpaceError("full")
-        check_room(where, size_bytes)
-
-    monkeypatch.setattr(restart, "check_room", room)
-    with Node(config(tmp_path, name="new"), index) as node:
+    dead = NodeDir(tmp_path, "dead").path
+    machine = Crowded(dead.exists)
+    with Node(config(tmp_path, name="new"), index, machine=machine) as node:
         assert Talker(node).put(KEYS[0])[1:] == [True, [0]]
-    assert not NodeDir(tmp_path, "dead").path.exists()
+    assert not dead.exists()
 
 
 def test_a_node_that_still_lacks_memory_says_so(tmp_path, index, monkeypatch):
-    def room(where, size_bytes):
-        raise NoSpaceError("full")
-
-    monkeypatch.setattr(restart, "check_room", room)
     monkeypatch.setattr(restart, "ROOM_WAIT_S", 0.1)
-    with pytest.raises(NoSpaceError, match="full"):
-        Node(config(tmp_path), index).start()
+    with pytest.raises(NoSpaceError, match="0 free"):
+        Node(config(tmp_path), index, machine=Crowded(lambda: True)).start()
     assert list((tmp_path / "shm").iterdir()) == []
 
 
-def test_a_node_waits_a_moment_for_memory_that_a_killed_one_had(tmp_path, index, monkeypatch):
+def test_a_node_waits_a_moment_for_memory_that_a_killed_one_had(tmp_path, index):
     """Clients map it until they notice."""
-    asked = []
-
-    def room(where, size_bytes):
-        asked.append(size_bytes)
-        if len(asked) < 4:
-            raise NoSpaceError("full")
-        check_room(where, size_bytes)
-
-    monkeypatch.setattr(restart, "check_room", room)
-    with Node(config(tmp_path), index) as node:
+    looks = iter([True] * 6)
+    with Node(config(tmp_path), index, machine=Crowded(lambda: next(looks, False))) as node:
         assert Talker(node).put(KEYS[0])[1:] == [True, [0]]
-    assert len(asked) == 4
+    assert next(looks, None) is None
 
 
 def test_a_node_larger_than_all_of_shm_does_not_wait(tmp_path, index, monkeypatch):

@@ -117,7 +117,7 @@ def test_a_segment_that_was_taken_over_meanwhile_stays(node, shm_dir, monkeypatc
 
 def test_a_node_that_comes_back_while_its_segment_is_freed_finds_none(node, shm_dir, monkeypatch):
     node.kill()
-    monkeypatch.setattr("kvstore.segment.shm.LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("kvstore.memory_files.LOCK_WAIT_S", 0.05)
     unlink, refused = Path.unlink, []
 
     def unlink_while_it_comes_back(path, **options):

@@ -5,6 +5,8 @@ import pytest
 
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.errors import NoSpaceError
+from kvstore.machine import Machine
+from kvstore.memory_files import Room
 from kvstore.segment import shm
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import FREE, RESERVED, SEALED, Superblock, unpack
@@ -76,7 +78,7 @@ def test_when_pages_run_out_half_way_nothing_is_left(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         real(fd, offset, size)
 
-    monkeypatch.setattr(shm.os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
     with pytest.raises(NoSpaceError, match="no room"):
         OwnedShm(tmp_path / "segment", BLOCK)
     assert list(tmp_path.iterdir()) == []
@@ -166,12 +168,18 @@ def test_a_key_saved_anew_keeps_its_place_and_leaves_the_second_to_others(owned)
     reader.close()
 
 
-def test_what_lacks_room_is_refused_before_a_page_is_taken(tmp_path, monkeypatch):
+class Full(Machine):
+    """/dev/shm takes the payload, and not the headers beside it."""
+
+    def room(self, where):
+        return Room(BLOCK.size_bytes + shm.RESERVE_BYTES, 1 << 40)
+
+    def create_memory(self, path, size_bytes):
+        raise AssertionError(f"{path} was begun")
+
+
+def test_what_lacks_room_is_refused_before_a_page_is_taken(tmp_path):
     """Else a mistyped size takes all memory of the machine before it fails."""
-    monkeypatch.setattr(shm, "free_bytes", lambda where: BLOCK.size_bytes)
-    taken = []
-    monkeypatch.setattr(shm.os, "posix_fallocate", lambda *what: taken.append(what))
     with pytest.raises(NoSpaceError, match="asked for"):
-        OwnedShm(tmp_path / "segment", BLOCK)
-    assert taken == []
+        OwnedShm(tmp_path / "segment", BLOCK, machine=Full())
     assert list(tmp_path.iterdir()) == []

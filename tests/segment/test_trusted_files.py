@@ -9,7 +9,6 @@ import pytest
 from stores import announcement
 
 from kvstore.nodedir import NodeDir
-from kvstore.segment.attached import _map
 from kvstore.segment.trusted_files import files_of
 
 OTHER = os.geteuid() + 1
@@ -53,16 +52,3 @@ def test_whatever_else_another_user_names_is_no_segment(
 ) -> None:
     with pytest.raises(ValueError, match=r"no segment of user|empty name"):
         files_of(anothers, announcement(data_path=data, head_path=head))
-
-
-def test_links_pipes_and_files_of_others_are_not_mapped(tmp_path: Path) -> None:
-    plain, link, pipe = tmp_path / "plain", tmp_path / "link", tmp_path / "pipe"
-    plain.write_bytes(bytes(4096))
-    link.symlink_to(plain)
-    os.mkfifo(pipe)
-    _map(plain, writable=False, owner=os.geteuid()).close()
-    with pytest.raises(OSError, match="link"):
-        _map(link, writable=False, owner=os.geteuid())
-    for path, owner in ((pipe, os.geteuid()), (plain, OTHER)):
-        with pytest.raises(ValueError, match="no plain file of user"):
-            _map(path, writable=False, owner=owner)

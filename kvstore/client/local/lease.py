@@ -6,7 +6,7 @@ write holds it, and nobody else:
 - The process itself, by the lock (filelock.py), until its end, however that comes; a stopped
   one holds it.
 - A child that Python forked has neither: before anything else of it runs, the memory is made
-  read-only there (segment/writable.py) and its copy of the lock closed. So a killed writer's
+  read-only there (memory_files.py) and its copy of the lock closed. So a killed writer's
   keys are free although its children live, and no child can write to what others then get.
 - A child that C code forked without Python has both: the keys stay the writer's until it has
   ended too. One that runs another program (`exec`) has neither, the kernel sees to it.

@@ -90,7 +90,11 @@ class NodeLink:
         self.reads_only = not (files.may_write and machine.may_write(files.data))
         """This user is of the node's group (node/permissions.py)."""
         self.shm: AttachedShm | None = AttachedShm(
-            files.data, files.head, writable=not self.reads_only, owner=files.owner
+            files.data,
+            files.head,
+            writable=not self.reads_only,
+            owner=files.owner,
+            machine=machine,
         )
         self.shm.populate_ahead()
         self.payload = self.shm.payload

@@ -127,11 +127,11 @@ class LocalNodes:
             self.mapped = (attached, *self.mapped)
         return attached
 
-    @staticmethod
-    def _map(announcement: Announcement, directory: NodeDir) -> Attached | None:
+    def _map(self, announcement: Announcement, directory: NodeDir) -> Attached | None:
         try:
             files = files_of(directory, announcement)
-            shm = AttachedShm(files.data, files.head, owner=files.owner)
+            machine = self.machine
+            shm = AttachedShm(files.data, files.head, owner=files.owner, machine=machine)
         except (OSError, ValueError):
             return None
         block = shm.superblock

@@ -17,14 +17,10 @@ from kvstore.client import pins, put_pipeline, reader
 from kvstore.client.local import (
     host_writer,
     host_writers,
-    link,
-    nodes,
     writer,
 )
 from kvstore.client.remote import writer as remote_writer
 from kvstore.client.values import getting, saving
-from kvstore.node import restart
-from kvstore.segment import attached, shm
 from kvstore.testing.sim import memory
 
 if TYPE_CHECKING:
@@ -65,16 +61,6 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
         SimpleNamespace(RLock=lock, local=threading.local, Thread=lambda **_: no_thread),
     )
 
-    yield nodes, "AttachedShm", memory.SimAttached
-    yield link, "AttachedShm", memory.SimAttached
-    yield shm, "_create", world.files.create
-    yield attached, "_map", world.files.map
-    yield shm, "check_room", lambda *_: None
-    yield shm, "_reopen", world.files.reopen
-    # The lock of the node's directory says the same: nobody sweeps by segment here.
-    yield shm, "_lock_head", lambda _: SimpleNamespace(release=lambda: None)
-    yield restart, "check_room", lambda *_: None
-    yield memory.SimOwned, "world", world
     yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
     for module in (put_pipeline, getting):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)

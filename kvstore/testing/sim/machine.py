@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.machine import Machine
+from kvstore.memory_files import Room
 from kvstore.nodedir import NodeDir
 from kvstore.testing.sim.hosts import SimLease
 from kvstore.testing.sim.network import SimSocket
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
 
 LOCK_POLL_S = 0.02
+SHM_BYTES = 1 << 40
+"""There is always room."""
 
 
 class SimMachine(Machine):
@@ -59,6 +63,34 @@ class SimMachine(Machine):
         if not kept:  # there is always room, so what waits for its next start may stay
             self.world.sweep(run_dir)
         return []
+
+    def create_memory(self, path: Path, size_bytes: int) -> mmap.mmap:
+        return self.world.files.create(path, size_bytes)
+
+    def reopen_memory(self, path: Path, size_bytes: int) -> mmap.mmap:
+        return self.world.files.reopen(path, size_bytes)
+
+    def map_memory(self, path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
+        return self.world.files.map(path)
+
+    def own_memory(self, path: Path) -> SimOwnership:
+        return SimOwnership()
+
+    def remove_memory(self, path: Path) -> None:
+        self.world.files.remove(str(path))
+
+    def room(self, where: Path) -> Room:
+        return Room(SHM_BYTES, SHM_BYTES)
+
+
+class SimOwnership:
+    """The lock of a segment. That of its node's directory says the same: nobody sweeps by
+    segment here."""
+
+    fd = -1
+
+    def release(self) -> None:
+        """There is nothing to give back."""
 
 
 class SimEvent:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.core.events import Copy, Write
 from kvstore.errors import NoSpaceError
-from kvstore.segment.attached import AttachedShm
-from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
 
 if TYPE_CHECKING:
+    from kvstore.testing.sim.machine import SimMachine
     from kvstore.testing.sim.world import World
 
 COPY_CHUNKS = 3
@@ -36,6 +35,9 @@ class SimMap(mmap.mmap):
         else:
             super().__setitem__(where, value)
         world.pause()
+
+    def madvise(self, *_: int) -> None:
+        """Its pages are always there."""
 
     def move(self, dest: int, src: int, count: int) -> None:
         self[dest : dest + count] = self[src : src + count]
@@ -63,7 +65,7 @@ class Files:
         return made
 
     def reopen(self, path: Path, size_bytes: int) -> SimMap:
-        found = self.map(path, writable=True)
+        found = self.map(path)
         if len(found) != size_bytes:
             raise ValueError(f"{path} has {len(found)} bytes, not {size_bytes}")
         return found
@@ -71,7 +73,7 @@ class Files:
     def exists(self, path: str) -> bool:
         return path in self._maps
 
-    def map(self, path: Path, *, writable: bool, owner: int | None = None) -> SimMap:
+    def map(self, path: Path) -> SimMap:
         found = self._maps.get(str(path))
         if found is None:
             raise FileNotFoundError(path)
@@ -85,12 +87,9 @@ class Files:
 class SimOwned(OwnedShm):
     """A node's segment; the referee sees every write before it happens."""
 
-    world: World
-
-    def __init__(
-        self, base_path: Path, superblock: Superblock, *, home: str = "", reopen: bool = False
-    ) -> None:
-        super().__init__(base_path, superblock, home=home, reopen=reopen)
+    def __init__(self, *args: Any, machine: SimMachine, **kwargs: Any) -> None:
+        self.world = machine.world
+        super().__init__(*args, machine=machine, **kwargs)
         self.address = address_of(self._data)
 
     def apply(self, write: Write) -> None:
@@ -103,16 +102,6 @@ class SimOwned(OwnedShm):
 
     def bytes_at(self, offset: int, size_bytes: int) -> bytes:
         return self._data[offset : offset + size_bytes]
-
-    def close(self, *, keep: bool = False) -> None:
-        if not keep:
-            self.world.files.remove(str(self.data_path), str(self.head_path))
-        super().close(keep=keep)
-
-
-class SimAttached(AttachedShm):
-    def populate_ahead(self) -> None:
-        """Pages are always there."""
 
 
 def copy(world: World, destination: memoryview, source: memoryview) -> None:

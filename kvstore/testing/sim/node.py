@@ -186,7 +186,7 @@ class SimNode(Node):
             self.config.run_dir,
             self._resets.catch_up,
             machine=self.machine,
-            segment_class=type("Owned", (SimOwned,), {"world": self.world}),
+            segment_class=SimOwned,
             clients_class=type("Former", (SimFormerClients,), {"world": self.world}),
         )
 

@@ -1,0 +1,125 @@
+"""Makes, opens, locks and maps the files of shared memory that segments lie in.
+
+What is mapped for writing is so for this process alone: a child that it forks may only read it.
+The child does not keep its parent's sign of life (filelock.py), so once the parent is dead the
+slots go to others, and nobody may write to them any more (rule 5): a child that tries is
+ended by the kernel (SIGSEGV). Reading stays, for views and headers that it has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.errors import NoSpaceError
+from kvstore.filelock import FileLock, try_lock
+from kvstore.fork import in_each_child, no_forks
+
+LOCK_WAIT_S = 1.0
+"""For the lock of a file that is taken over: who looks whether it is free has it a moment."""
+LOCK_POLL_S = 0.01
+
+_mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+_mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Room(NamedTuple):
+    """Of a file system, in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class WritableMap(mmap.mmap):
+    """A file mapped for reading and writing, shared with all who have it mapped."""
+
+    def __new__(cls, fd: int, size_bytes: int) -> WritableMap:
+        with no_forks:  # a child would have it and not know of it
+            self = super().__new__(cls, fd, size_bytes)
+            in_each_child(self)
+        return self
+
+    def after_fork_in_child(self) -> None:
+        """No slot of the parent's can be written from here on."""
+        if self.closed:
+            return
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        if _mprotect(start, len(self), mmap.PROT_READ) != 0:
+            os.abort()  # less would leave a writer whom nobody knows of
+
+
+def create(path: Path, size_bytes: int) -> mmap.mmap:
+    """Make a file with all its pages and map it for writing.
+
+    Raises `NoSpaceError` when they cannot be had, and `FileExistsError`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+        return WritableMap(fd, size_bytes)
+    except OSError as e:
+        path.unlink(missing_ok=True)
+        if e.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise NoSpaceError(f"{path.parent}: no room for {size_bytes} bytes ({e})") from e
+        raise
+    finally:
+        os.close(fd)
+
+
+def reopen(path: Path, size_bytes: int) -> mmap.mmap:
+    """Map a file of one's own for writing; raises `ValueError` when it has another size."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found_bytes = os.fstat(fd).st_size
+        if found_bytes != size_bytes:
+            raise ValueError(f"{path} has {found_bytes} bytes, not {size_bytes}")
+        return WritableMap(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
+def attach(path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
+    """Map somebody else's file; raises `ValueError` unless it is a plain one of user `owner`'s."""
+    # Not waiting for the other end: what is named may be a pipe.
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
+    try:
+        status = os.fstat(fd)
+        if owner is not None and (status.st_uid != owner or not stat.S_ISREG(status.st_mode)):
+            raise ValueError(f"{path} is no plain file of user {owner}")
+        size_bytes = status.st_size
+        if size_bytes == 0:
+            raise ValueError(f"{path} is empty")
+        if writable:
+            return WritableMap(fd, size_bytes)
+        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def own(path: Path) -> FileLock:
+    """The lock that says that this process is the segment's owner (segment/abandoned.py).
+
+    Raises `FileNotFoundError` when it was freed, and `ValueError` when another has the lock.
+    """
+    give_up_at = time.monotonic() + LOCK_WAIT_S
+    while (lock := try_lock(path, create=False)) is None:
+        if time.monotonic() > give_up_at:
+            raise ValueError(f"another process has the lock of {path}")
+        time.sleep(LOCK_POLL_S)
+    if os.fstat(lock.fd).st_nlink == 0:
+        lock.release()
+        raise FileNotFoundError(f"{path} was freed")
+    return lock
+
+
+def room(where: Path) -> Room:
+    """Of the file system that `where` is in."""
+    fs = os.statvfs(where)
+    return Room(fs.f_bavail * fs.f_frsize, fs.f_blocks * fs.f_frsize)
