@@ -9,6 +9,7 @@ from typing import Any
 from kvstore import KVStoreError
 
 SOURCE = Path(__file__).with_name("paged_copy.cu")
+OPTIONS = (b"--std=c++17",)
 
 
 class NoKernelError(KVStoreError):
@@ -37,7 +38,7 @@ def compiled(capability: tuple[int, int]) -> bytes:
         nvrtc, nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
     )
     try:
-        options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
+        options = [f"--gpu-architecture={target}".encode(), *OPTIONS]
         result = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         if int(result):
             log = bytearray(_checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program)))

@@ -2,34 +2,97 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from typing import Any, NamedTuple
 
 import pytest
 
 from connector.copiers.cuda.kernel_plan import WORDS_BYTES
-from connector.copiers.cuda.nvrtc import NoKernelError, compiled
+from connector.copiers.cuda.nvrtc import OPTIONS, SOURCE, NoKernelError, compiled
+
+KERNELS = {f"{way}{width}" for way in ("gather", "scatter") for width in WORDS_BYTES}
+IN_FLIGHT = 4
+"""`kInFlight` of the kernel: so many words are loaded before the first is stored."""
+REGISTERS_MAX = 64
+"""With more, less than four blocks of 256 threads fit on a multiprocessor."""
+FUNCTION = re.compile(
+    r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+class Use(NamedTuple):
+    """What one kernel takes of a device, as ptxas says it."""
+
+    stack_bytes: int
+    spilled_bytes: int
+    reloaded_bytes: int
+    registers: int
 
 
 @pytest.fixture
-def nvrtc() -> None:
+def nvrtc() -> Any:
     bindings = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-python is not installed")
     try:
         bindings.nvrtcVersion()
     except RuntimeError as e:
-        pytest.skip(f"NVRTC is not installed: {e}")
+        pytest.skip(
+            f"NVRTC is not installed (scripts/setup does, pip install nvidia-cuda-nvrtc): {e}"
+        )
+    return bindings
+
+
+def compile_for(nvrtc: Any, target: str) -> tuple[str, str]:
+    """The kernel as PTX and what ptxas says about it, with the options that `compiled` gives."""
+
+    def values(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert int(answer[0]) == 0, answer
+        return answer[1:]
+
+    (program,) = values(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"", 0, [], []))
+    options = [f"--gpu-architecture={target}".encode(), *OPTIONS, b"--ptxas-options=-v"]
+    try:
+        values(nvrtc.nvrtcCompileProgram(program, len(options), options))
+        texts = []
+        for size, get in (
+            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX),
+            (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog),
+        ):
+            text = bytearray(*values(size(program)))
+            values(get(program, text))
+            texts.append(text.decode())
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return texts[0], texts[1]
+
+
+def body_of(ptx: str, kernel: str) -> str:
+    return ptx.partition(f".entry {kernel}(")[2].partition("\n}")[0]
+
+
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 120])
+def test_no_kernel_spills_and_the_widest_one_moves_128_bits_at_once(nvrtc: Any, arch: int) -> None:
+    ptx, log = compile_for(nvrtc, f"sm_{arch}")
+    uses = {name: Use(*map(int, numbers)) for name, *numbers in FUNCTION.findall(log)}
+    assert set(uses) == KERNELS, log
+    for name, use in uses.items():
+        assert use[:3] == (0, 0, 0), (name, use)
+        assert use.registers <= REGISTERS_MAX, (name, use)
+    for kernel in ("gather16", "scatter16"):
+        body = body_of(ptx, kernel)
+        assert len(re.findall(r"\bld(?:\.global)?\.v4\.[bu]32\b", body)) == IN_FLIGHT, body
+        assert len(re.findall(r"\bst(?:\.global)?\.v4\.[bu]32\b", body)) == IN_FLIGHT, body
 
 
 @pytest.mark.usefixtures("nvrtc")
 class TestCompiled:
-    @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-    def test_every_kernel_is_in_the_code_for_known_devices(
-        self, capability: tuple[int, int]
-    ) -> None:
-        code = compiled(capability)
+    def test_every_kernel_is_in_the_code_for_a_known_device(self) -> None:
+        code = compiled((9, 0))
         assert code.startswith(b"\x7fELF")
-        for width in WORDS_BYTES:
-            assert b"gather%d\0" % width in code
-            assert b"scatter%d\0" % width in code
+        for kernel in KERNELS:
+            assert kernel.encode() + b"\0" in code
 
     def test_a_device_of_the_future_gets_code_that_its_driver_translates(self) -> None:
         code = compiled((99, 0))
