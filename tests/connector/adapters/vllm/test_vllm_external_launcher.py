@@ -25,6 +25,7 @@ from kvstore.node.daemon import Node, NodeConfig
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores"),
 ]
