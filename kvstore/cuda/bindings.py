@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
 from kvstore.cuda.base import IPC_HANDLE_BYTES, Copy
+from kvstore.cuda.versions import install_command, misfit, torch_cuda
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
 
-INSTALL = "pip install cuda-python"
+log = logging.getLogger("kvstore.cuda")
+
 UUID_BYTES = 16
 ALLOCATION_BYTES = 2 << 20
 """What is smaller the driver takes out of a larger piece, and a handle shares that piece."""
@@ -41,9 +44,11 @@ def open_device(ordinal: int = 0, driver: Any = None) -> BindingsDevice:
     try:
         driver = import_module("cuda.bindings.driver")
     except ImportError as e:
-        raise DeviceError(f"no cuda.bindings ({e}): {INSTALL}") from e
+        raise DeviceError(f"no cuda.bindings ({e}): {install_command(torch_cuda())}") from e
     with _lock:
         if ordinal not in _devices:
+            if why := misfit(torch_cuda()):
+                log.warning("%s", why)
             _devices[ordinal] = _open(ordinal, driver)
         return _devices[ordinal]
 

@@ -115,6 +115,19 @@ def test_it_names_its_own_distribution_and_version() -> None:
     assert (first.level, first.found) == (Level.OK, f"kvstore-llm {kvstore.__version__}")
 
 
+def test_cuda_bindings_of_another_major_version_than_torchs_are_said(monkeypatch) -> None:
+    answers = ["torch, CUDA 12.8: H100; cuda-python 13 is other: pip install 'cuda-python==12.*'"]
+    monkeypatch.setattr(software.Path, "glob", lambda path, pattern: iter([path]))
+    monkeypatch.setattr(software, "ask_python", lambda *_: (True, answers[-1]))
+    (finding,) = software.cuda(context())
+    assert finding.level is Level.WARN
+    assert finding.do == "pip install 'cuda-python==12.*'"
+    answers.append("torch, CUDA 12.8: H100; ")
+    (finding,) = software.cuda(context())
+    assert finding.level is Level.OK
+    assert finding.found.endswith("CUDA 12.8: H100")
+
+
 def test_another_project_of_the_same_import_name_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,7 +225,17 @@ def _within_block(vllm_config: Any, spec: Any) -> str:
     dense = spec.state_content_bytes is None and spec.kv_quant_mode == KVQuantMode.NONE
     # Beside a latent there may be layers of other formats, of which the scheduler knows nothing.
     dense = dense and not isinstance(spec, MLAAttentionSpec)
-    return "" if dense else f"{spec.kv_quant_mode.name}, {spec.block_size} tokens"
+    if dense:
+        return ""
+    known = [spec.kv_quant_mode.name, f"{spec.block_size} tokens"]
+    # A page of such a format is one piece, whatever heads and tokens its view shows: what comes
+    # where in it follows from the order in memory, with one head there is but one.
+    if spec.num_heads > 1:
+        known.append(str(vllm_config.cache_config.kv_cache_layout).replace("L", ""))
+    if spec.kv_quant_mode.name.startswith("NVFP4"):
+        # Its scales are written by one kernel or another, as the device is.
+        known.append(f"device {current_platform.get_device_capability()}")
+    return ", ".join(known)
 
 
 def _layers_digest(group: Any, vllm_config: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import kvstore
 from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_text
-from kvstore.cuda.bindings import INSTALL as CUDA_INSTALL
+from kvstore.cuda.versions import install_command
 from kvstore.errors import UsageError
 from kvstore.transport import select
 from kvstore.transport.nixl.child import INSTALL as NIXL_INSTALL
@@ -39,7 +39,8 @@ _TRY_TORCH = """
 import torch
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 assert names, f"torch {torch.__version__} finds no device (CUDA build: {torch.version.cuda})"
-print(f"torch, CUDA {torch.version.cuda}: {', '.join(names)}")
+from kvstore.cuda.versions import misfit
+print(f"torch, CUDA {torch.version.cuda}: {', '.join(names)}", misfit(torch.version.cuda), sep="; ")
 """
 _TRY_BINDINGS = """
 from cuda.bindings import driver
@@ -116,12 +117,15 @@ def cuda(context: Context) -> list[Finding]:
     tries = [_TRY_TORCH] if version_of("torch") else []
     tries += [_TRY_BINDINGS] if version_of(*OPTIONAL["cuda bindings"]) else []
     if not tries:
-        do = f"engines bring torch; alone: {CUDA_INSTALL} torch"
+        do = f"engines bring torch; alone: {install_command()} torch"
         return [Finding(Level.INFO, f"{found}; neither torch nor cuda-bindings to use them", do)]
     said = ""
     for code in tries:
         well, said = ask_python(sys.executable, code, TRY_TIMEOUT_S)
         if well:
+            said, _, remedy = said.rstrip("; ").partition(": pip ")
+            if remedy:
+                return [Finding(Level.WARN, f"{found}; {said}", f"pip {remedy}")]
             return [Finding(Level.OK, f"{found}; {said}")]
     return [Finding(Level.WARN, f"{found}; {said}", "see that driver and torch fit together")]
 

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import msgpack
 
 MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
-INSTALL = "pip install --no-deps nixl-cu12"
-"""It declares torch, with CUDA 3 GB, and needs numpy alone."""
+INSTALL = "pip install --no-deps nixl-cu12, or nixl-cu13 beside CUDA 13"
+"""Both declare torch, with CUDA 3 GB, and need numpy alone."""
 OK, ERROR, LATE = 0, 1, 2
 """What became of a request. LATE: its READ goes on, and may write for as long as this lives."""
 WAY, ADD, READ, REMOVE = 1, 2, 3, 4
@@ -50,6 +50,9 @@ ORPHAN_CHECK_S = 1.0
 def guard() -> None:
     """Set what UCX reads when it is loaded. An operator's UCX_TLS and UCX_NET_DEVICES stand."""
     environment = os.environ
+    # Only host memory is offered or read into here, and UCX makes a context on every device that
+    # it finds: hundreds of MiB of an engine's VRAM for each of these processes.
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["UCX_PROTO_EMULATION_ENABLE"] = "n"  # over TCP a READ would be two-sided software
     environment.setdefault("UCX_MODULES", "^efa")  # libefa crashes at exit
     environment.setdefault("UCX_TLS", "^tcp")

@@ -366,3 +366,14 @@ def test_ucx_does_not_listen_on_every_interface(place, monkeypatch):
         wait_until(lambda: "UCX_NET_DEVICES" in peer.reason, "it says why")
     finally:
         transport.close()
+
+
+def test_trap_its_processes_see_no_device():
+    """UCX would make a context on each: hundreds of MiB of an engine's VRAM."""
+    say = "child.guard(); os.write(2, os.environ['CUDA_VISIBLE_DEVICES'].encode() + b'.')"
+    code = f"import os; from kvstore.transport.nixl import child; {say}"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1", "UCX_TLS": "^tcp"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, timeout=60, check=True
+    )
+    assert ran.stderr == b"."

@@ -259,6 +259,47 @@ class TestShape:
         assert order() == "" == order(block_size=32)
         assert order(state_content_bytes=16) != order(state_content_bytes=16, block_size=32)
 
+    def test_trap_raw_pages_in_another_order_are_others(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """NVFP4: [K data | K scale | V data | V scale] a page, each by heads or by tokens."""
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        from connector.adapters.vllm import shape as vllm_shape
+
+        machine = SimpleNamespace(is_cpu=lambda: False, get_device_capability=lambda: (9, 0))
+        monkeypatch.setattr(vllm_shape, "current_platform", machine)
+        config = vllm_config(model, blocks=8)
+        common = {"block_size": ENGINE_BLOCK, "num_kv_heads": 2, "head_size": 64}
+        raw = FullAttentionSpec(
+            **common,
+            dtype=torch.uint8,
+            kv_quant_mode=KVQuantMode.NVFP4,
+            num_head_slots=4,
+            state_content_bytes=36,
+        )
+        dense = FullAttentionSpec(**common, dtype=torch.bfloat16)
+
+        def page(spec: Any) -> str:
+            return vllm_shape._within_block(config, spec)
+
+        for layout in KVCacheLayout:
+            config.cache_config.kv_cache_layout = layout.name
+            assert page(dense) == "", "copied by its strides, into the same bytes"
+            same = [
+                other
+                for other in KVCacheLayout
+                if other.layer_view_order == layout.layer_view_order
+            ]
+            known = page(raw)
+            for other in KVCacheLayout:
+                config.cache_config.kv_cache_layout = other.name
+                assert (page(raw) == known) is (other in same), (layout, other)
+        machine.get_device_capability = lambda: (10, 0)
+        assert page(raw) != known
+
     def test_trap_rope_is_in_the_namespace(self, model: Path) -> None:
         base = shape(vllm_config(model, blocks=8), kv_cache_config(8)).model
         config = vllm_config(model, blocks=8)
