@@ -178,7 +178,7 @@ FIRST_NODE_WAIT_S = 5.0
 say whether the node there, which names its index otherwise, is one of its own."""
 FIRST_ANSWER_WAIT_S = 20.0
 """How long a client waits for the first answer of a node that gets no processor, beyond
-`request_timeout_s`: a node that is stopped, or hangs, is given up after half as long again."""
+`request_timeout_s`: one that is stopped, or hangs, is given up at the deadline."""
 FIRST_QUESTION_WAIT_S = 1.0
 """The same for a client that starts none, and so has Redis running already."""
 RESTART_WITHIN_S = 600.0

@@ -52,6 +52,8 @@ caller need not pay another whole deadline for a node that is stopped."""
 NEVER = float("-inf")
 STARVED_STEP = 0.25
 """Of the deadline: how often a node that is late with its first answer is looked at."""
+LOOKS_AHEAD = 2
+"""How often it is looked at before the deadline: one that is stopped then costs no more than it."""
 ALONE_SHARE = 0.9
 """Who is left so much of a deadline is the only node that is asked."""
 STARVED_SHARE = 0.1
@@ -173,7 +175,7 @@ class ControlChannel:
                 soon = now + PROBE_TIMEOUT_S if probes else give_up_at
                 patient = not probes and self._has_all_the_time(now)
                 self._connect(min(give_up_at, soon, deadlines.connected_by()), patient=patient)
-                if patient:  # what was waited for so far is no time of this request
+                if patient and self._now() > give_up_at:  # it was starved
                     give_up_at = self._now() + timeout_s
                 if before is not None:
                     before()
@@ -247,21 +249,24 @@ class ControlChannel:
             return False
         return deadlines.connected_by() - now > self._timeout_s * ALONE_SHARE
 
-    def _is_starved(self, connection: socket.socket, ticket: Ticket) -> bool:
-        """Whether the node, late with its first answer, is waited for a little longer: as long as
-        it runs or stands in line for a processor."""
-        now = self._now()
+    def _step_s(self) -> float:
+        """How often a node that is late with its first answer is looked at; infinity for one that
+        is not waited for beyond its deadline."""
+        if self._now() >= self._patient_until or deadlines.give_up_at() != math.inf:
+            return math.inf
+        return min(self._timeout_s, deadlines.each_s()) * STARVED_STEP
+
+    def _is_starved(self, connection: socket.socket, step_s: float) -> bool:
+        """Whether the node is worth waiting for beyond its deadline: as long as it runs or stands
+        in line for a processor."""
         wanted_s, before_s = processor_wanted_s(connection), self._wanted_s
-        step_s = min(self._timeout_s, deadlines.each_s()) * STARVED_STEP
-        hurried = now >= self._patient_until or deadlines.give_up_at() != math.inf
-        if wanted_s is None or hurried:
+        if wanted_s is None:
             return False
         idle = before_s is not None and wanted_s - before_s < step_s * STARVED_SHARE
-        if idle and self._seen_idle:
-            return False  # twice: what it waited for, an index, say, would have let it go on
-        self._seen_idle = idle
-        self._wanted_s, ticket.give_up_at = wanted_s, now + step_s
-        return True
+        # Twice: what it waited for, an index, say, would have let it go on.
+        hangs = idle and self._seen_idle
+        self._wanted_s, self._seen_idle = wanted_s, idle
+        return not hangs
 
     def _failed(self) -> None:
         self._patient_until = NEVER
@@ -430,14 +435,23 @@ class ControlChannel:
     def _receive(self, ticket: Ticket, *, patient: bool = True) -> None:
         """Read answers, whosoever they are, until that of `ticket` is there."""
         connection = self._socket
+        step_s = self._step_s() if patient else math.inf
+        looks = min((ticket.give_up_at - self._now()) // step_s, LOOKS_AHEAD)
+        look_at = ticket.give_up_at - looks * step_s if looks > 0 else ticket.give_up_at
         try:
             while not ticket.done:
                 assert connection is not None  # without one, every ticket has ended
-                connection.settimeout(max(ticket.give_up_at - self._now(), 0.001))
+                connection.settimeout(max(look_at - self._now(), 0.001))
                 try:
                     data = connection.recv(RECV_BYTES)
                 except TimeoutError:
-                    if not (patient and self._is_starved(connection, ticket)):
+                    step_s = self._step_s() if patient else math.inf
+                    starved = step_s < math.inf and self._is_starved(connection, step_s)
+                    if look_at < ticket.give_up_at:
+                        look_at = min(look_at + step_s, ticket.give_up_at)
+                    elif starved:
+                        look_at = ticket.give_up_at = self._now() + step_s
+                    else:
                         raise
                     continue
                 if not data:
