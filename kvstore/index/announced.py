@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.errors import IndexUnavailableError
+from collections.abc import Mapping
+
 from kvstore.index.base import Index
 from kvstore.nodedir import Announcement, Stranger, stranger
 from kvstore.record import RecordSigner
@@ -21,18 +22,20 @@ def announced_node(
 
 def announced_nodes(index: Index, signer: RecordSigner | None = None) -> dict[int, Announcement]:
     """All nodes that announce themselves, by id; as `announced_node` otherwise."""
-    believed = {node_id: _believed(node_id, raw, signer) for node_id, raw in index.nodes().items()}
+    return nodes_among(index.nodes(), signer)
+
+
+def nodes_among(
+    raws: Mapping[int, bytes], signer: RecordSigner | None = None
+) -> dict[int, Announcement]:
+    """Those of `Index.nodes` that count, as `announced_node` has it."""
+    believed = {node_id: _believed(node_id, raw, signer) for node_id, raw in raws.items()}
     return {node_id: word for node_id, word in believed.items() if word is not None}
 
 
-def announced_strangers(index: Index) -> list[Stranger]:
-    """Nodes of another version that announce themselves: to be named, not used. Nothing is said
-    of them when the index cannot be asked."""
-    try:
-        raws = index.nodes().values()
-    except IndexUnavailableError:
-        return []
-    return [other for raw in raws if (other := stranger(raw)) is not None]
+def strangers_among(raws: Mapping[int, bytes]) -> list[Stranger]:
+    """Those of `Index.nodes` that are of another version: to be named, not used."""
+    return [other for raw in raws.values() if (other := stranger(raw)) is not None]
 
 
 def _believed(node_id: int, raw: bytes | None, signer: RecordSigner | None) -> Announcement | None:

@@ -90,6 +90,11 @@ class _Known:
         )
         """Of reads, and of what its event loop has to answer."""
 
+    def is_believed(self, now: float) -> bool:
+        """The index need not be asked; never while it has not answered yet: another thread's
+        first question says nothing."""
+        return now < self.asked_at + NODE_BELIEVED_S and self.confirmed_at != float("-inf")
+
 
 class Peers:
     """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
@@ -137,7 +142,7 @@ class Peers:
         if STREAM not in self._allowed and self._nixl is None:
             return None
         known = self._known.get(node_id)
-        if known is None or now >= known.asked_at + NODE_BELIEVED_S:
+        if known is None or not known.is_believed(now):
             known = self._ask(node_id, now)
         announcement = known.announcement
         if announcement is None or announcement.epoch != epoch:
@@ -170,7 +175,7 @@ class Peers:
                 if len(self._known) >= NODES_KNOWN_MAX:
                     self._known.pop(next(iter(self._known)))
                 known = self._known[node_id] = _Known()
-            if now < known.asked_at + NODE_BELIEVED_S:
+            if known.is_believed(now):
                 return known
             known.asked_at = now
         try:

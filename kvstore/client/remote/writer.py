@@ -17,10 +17,11 @@ from kvstore.client.placement import RAMP_S, Candidate, two_choices
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.core.answers import NOT_HELD
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
-from kvstore.index.announced import announced_nodes, announced_strangers
+from kvstore.fork import in_each_child
+from kvstore.index.announced import nodes_among, strangers_among
 from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
-from kvstore.nodedir import Announcement
+from kvstore.nodedir import Announcement, Stranger
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import NonsenseError, reset_number
 from kvstore.record import RecordSigner, unpack_record
@@ -60,32 +61,34 @@ class RemoteWriter:
         self._signer = signer
         self._random = random.Random()
         self._lock = threading.RLock()
+        self._looking = threading.RLock()
+        """Of the one that asks the index which nodes there are."""
+        in_each_child(self)
         self._nodes: dict[int, Announcement] = {}
+        self._strangers: list[Stranger] = []
         self._sent_bytes: dict[int, int] = {}
         """Since the nodes said how much room they have."""
         self._looked_at = float("-inf")
+        self._looks = 0
         self._numbers = itertools.count(1)
         self._open: dict[int, int] = {}
         """Namespace ids of reservations, by number."""
 
     # --- where to -----------------------------------------------------------
 
-    def _targets(self) -> list[Announcement]:
+    def _targets(self, deadline: float) -> list[Announcement]:
         """Nodes that can be reached or are to be tried again."""
         now = time.monotonic()
-        with self._lock:
-            # Whoever comes meanwhile waits for what the first one finds: it knows of no node.
-            if now >= self._looked_at + LOOK_AROUND_S:
-                self._looked_at = now
-                self._look_around()
-            there = {
-                node_id: announcement
-                for node_id, announcement in self._nodes.items()
-                if self._remote.node(node_id, announcement.epoch, now) is not None
-            }
+        if now >= self._looked_at + LOOK_AROUND_S:
+            self._look_around(deadline)
+        there = [
+            announcement
+            for node_id, announcement in self._nodes.items()
+            if self._remote.node(node_id, announcement.epoch, now) is not None
+        ]
         if not there:
             self._looked_at = float("-inf")
-        return list(there.values())
+        return there
 
     def _candidate(self, announcement: Announcement) -> Candidate:
         sent_bytes = self._sent_bytes.get(announcement.node_id, 0)
@@ -97,18 +100,37 @@ class RemoteWriter:
             min(announcement.up_s, RAMP_S) + time.monotonic() - self._looked_at,
         )
 
-    def _look_around(self) -> None:
-        """The caller holds the lock."""
+    def _look_around(self, deadline: float) -> None:
+        """Ask the index. Whoever comes meanwhile goes on with the nodes that are known, or waits
+        for what the first one finds, until its deadline."""
+        looks = self._looks
+        wait_s = 0.0 if self._nodes else max(deadline - time.monotonic(), 0.0)
         try:
-            words = announced_nodes(self._index, self._signer)
+            if self._looking.acquire(timeout=wait_s) and self._looks == looks:
+                self._ask_index()
+        finally:
+            try:  # noqa: SIM105  # as in client/local/control.py: a signal could end it before
+                self._looking.release()
+            except RuntimeError:  # it was never got
+                pass
+
+    def _ask_index(self) -> None:
+        try:
+            raws = self._index.nodes()
         except IndexUnavailableError:
-            return  # those known before may still be there
-        self._nodes = {
-            node_id: announcement
-            for node_id, announcement in words.items()
-            if self._remote.stream.usable(announcement)
-        }
-        self._sent_bytes = {}
+            pass  # those known before may still be there
+        else:
+            words = nodes_among(raws, self._signer)
+            self._strangers = strangers_among(raws)
+            self._nodes = {
+                node_id: announcement
+                for node_id, announcement in words.items()
+                if self._remote.stream.usable(announcement)
+            }
+            with self._lock:
+                self._sent_bytes = {}
+        self._looked_at = time.monotonic()
+        self._looks += 1
 
     # --- resets -------------------------------------------------------------
 
@@ -185,13 +207,13 @@ class RemoteWriter:
 
     def _nobody(self) -> str:
         """Why there is none to save to: nodes of another version are told by name."""
-        others = announced_strangers(self._index)[:STRANGERS_NAMED_MAX]
+        others = self._strangers[:STRANGERS_NAMED_MAX]
         return "; ".join([NOBODY, *(f"{other} (on {other.host})" for other in others)])
 
     def _in_turn(self, deadline: float) -> Iterator[Announcement]:
         """Who may take a save: a healthy node (client/placement.py); when it fails or is full,
         whichever of all the others answers first."""
-        targets = self._targets()
+        targets = self._targets(deadline)
         healthy = [
             announcement for announcement in targets if self._remote.healthy(announcement.node_id)
         ]
@@ -225,7 +247,7 @@ class RemoteWriter:
 
         Raises `NodeUnavailableError` when no node can be reached.
         """
-        if not self._targets():
+        if not self._targets(time.monotonic() + self._remote.timeout_s(0)):
             raise NodeUnavailableError(self._nobody())
         try:
             records = self._readable(keys)
@@ -274,6 +296,10 @@ class RemoteWriter:
     def abort(self, reservations: Sequence[Reservation]) -> None:
         for reservation in reservations:
             self._open.pop(reservation.generation, None)
+
+    def after_fork_in_child(self) -> None:
+        """A thread of the parent may have had them."""
+        self._lock, self._looking = threading.RLock(), threading.RLock()
 
 
 def _batches(payloads: Sequence[SavePayload]) -> Iterator[Sequence[SavePayload]]:

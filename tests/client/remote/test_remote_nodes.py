@@ -70,6 +70,32 @@ def test_while_the_index_is_away_a_node_is_believed_for_its_time_to_live(there, 
     assert believed == [now for now in steps if now < NODE_TTL_S - NODE_BELIEVED_S]
 
 
+def test_who_looks_for_a_node_while_another_thread_asks_for_it_first_asks_too(index, monkeypatch):
+    """What nobody has answered yet is no answer."""
+    nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
+    asked, answer, answers = threading.Event(), threading.Event(), []
+    known = index.node
+
+    def slow(node_id):
+        asked.set()
+        assert answer.wait(60)
+        return known(node_id)
+
+    def look():
+        answers.append(nodes.node(WORD.node_id, WORD.epoch, 0.0))
+
+    monkeypatch.setattr(index, "node", slow)
+    first = threading.Thread(target=look)
+    first.start()
+    assert asked.wait(60)
+    monkeypatch.setattr(index, "node", known)
+    look()
+    answer.set()
+    first.join(60)
+    nodes.close()
+    assert answers == [WORD, WORD]
+
+
 def test_a_living_node_may_miss_two_heartbeats_in_a_row():
     assert 3 * HEARTBEAT_S * (1 + JITTER) < ANNOUNCEMENT_TTL_S
 
