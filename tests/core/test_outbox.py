@@ -1,14 +1,17 @@
 """What the index has yet to hear: nothing that changed meanwhile counts as told."""
 
+import pytest
+
+from kvstore.core import outbox as module
 from kvstore.core.outbox import Outbox
 from kvstore.core.slots import Slot
 
-KEY = bytes(range(32))
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 
 
-def sealed(record: bytes) -> Slot:
+def sealed(record: bytes, key: bytes = KEY) -> Slot:
     slot = Slot(0, 4)
-    slot.key, slot.record = KEY, record
+    slot.key, slot.record = key, record
     return slot
 
 
@@ -41,11 +44,9 @@ def test_what_is_postponed_stays_pending_behind_all_else_and_nobody_waits_for_it
     outbox.publish(sealed(b"away"))
     work = outbox.take_publications(10)
     outbox.postpone(work)
-    other = sealed(b"other")
-    other.key = KEY[::-1]
-    outbox.publish(other)
+    outbox.publish(sealed(b"other", OTHER))
     assert outbox.awaited == 1
-    assert outbox.take_publications(10) == [(other.key, b"other"), *work]
+    assert outbox.take_publications(10) == [(OTHER, b"other"), *work]
 
 
 def test_beyond_the_limit_the_oldest_removals_are_dropped_and_counted():
@@ -54,3 +55,39 @@ def test_beyond_the_limit_the_oldest_removals_are_dropped_and_counted():
         outbox.remove(KEY, record)
     assert outbox.take_removals(10) == [(KEY, b"2"), (KEY, b"3")]
     assert outbox.forgotten == 1
+
+
+def test_what_is_postponed_again_lets_the_others_that_nobody_waits_for_go_first():
+    outbox = Outbox(10)
+    outbox.publish_again(sealed(b"away"))
+    outbox.publish_again(sealed(b"other", OTHER))
+    outbox.postpone([(KEY, b"away")])
+    assert outbox.take_publications(10) == [(OTHER, b"other"), (KEY, b"away")]
+
+
+def test_what_is_gone_is_not_published_and_leaves_no_record_to_remove():
+    outbox = Outbox(10)
+    for publish in (outbox.publish, outbox.publish_again):
+        slot = sealed(b"gone")
+        publish(slot)
+        outbox.withdraw(slot)
+        outbox.postpone([(KEY, b"gone")])
+        assert outbox.take_publications(10) == []
+        assert outbox.take_removals(10) == []
+
+
+def test_what_somebody_waits_for_is_published_once_though_the_index_lost_everything():
+    outbox, slot = Outbox(10), sealed(b"new")
+    outbox.publish(slot)
+    outbox.publish_again(slot)
+    assert (outbox.awaited, outbox.publications_pending) == (1, 1)
+    assert outbox.take_publications(10) == [(KEY, b"new")]
+
+
+def test_after_a_failover_just_the_latest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "REMOVALS_REPEATED_MAX", 2)
+    outbox = Outbox(10)
+    for record in (b"1", b"2", b"1", b"3"):
+        outbox.removed([(KEY, record)])
+    outbox.remove_again()
+    assert outbox.take_removals(10) == [(KEY, b"1"), (KEY, b"3")]

@@ -5,7 +5,7 @@ from functools import partial
 import msgpack
 import pytest
 
-from kvstore.core.answers import NOT_HELD, Grant
+from kvstore.core.answers import NOT_HELD, BlockRow, Grant
 from kvstore.protocol import control
 from kvstore.protocol import control_replies as replies
 from kvstore.protocol.control_replies import (
@@ -16,6 +16,7 @@ from kvstore.protocol.control_replies import (
     outcome,
     outcomes,
 )
+from kvstore.record import RECORD_BYTES, SIGNED_RECORD_BYTES
 from kvstore.types import EXISTS, STORED, PutStatus, rejected
 
 
@@ -100,3 +101,48 @@ def test_whatever_a_node_says_is_an_answer_or_nonsense_and_no_other_error(name):
         except NonsenseError:
             refused += 1
     assert refused > 5
+
+
+PINS = [None, "no", bytes(RECORD_BYTES), bytes(SIGNED_RECORD_BYTES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "read"),
+    [
+        ("counters", {"a": 1, "b": 2.5}, {"a": 1, "b": 2.5}),
+        ("flags", [True, False], [True, False]),
+        ("pins", PINS, PINS),
+        ("block_rows", [ROW, ROW], [BlockRow(*ROW)] * 2),
+        ("block_rows", [[*ROW[:5], 1, 0, b"n"]], [BlockRow(*ROW[:5], 1.0, 0.0, b"n")]),
+        ("namespaces", [[], None, [[1, 2, b"{}"], [3, 4, b""]]], {1: b"{}", 3: b""}),
+        ("explained", [[[5, 1]], 2.5, [[1, 2, b"{}"]]], (5, 1.0, 2.5, [(1, 2, b"{}")])),
+        ("reset_number", [7, 3], 7),
+    ],
+)
+def test_all_that_a_node_says_is_read(name, body, read):
+    assert DECODERS[name](body) == read
+
+
+@pytest.mark.parametrize("answer", [7, None, {"a": 1}, Grant(1, 2, 3)])
+def test_what_is_no_list_is_said_as_it_is(answer):
+    assert encoded(answer) is answer
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("whole", -1),
+        ("counters", {1: 1}),
+        ("counters", {"a": "1"}),
+        ("counters", {"a": True}),
+        ("flags", [True, 1]),
+        ("pins", [7]),
+        ("pins", [bytes(RECORD_BYTES - 1)]),
+        ("pins", [bytes(SIGNED_RECORD_BYTES + 1)]),
+        ("block_rows", [["key", *ROW[1:]]]),
+        ("block_rows", [[*ROW[:-1], "name"]]),
+    ],
+)
+def test_a_single_wrong_part_makes_an_answer_nonsense(name, body):
+    with pytest.raises(NonsenseError):
+        DECODERS[name](body)

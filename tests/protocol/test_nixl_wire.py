@@ -1,6 +1,12 @@
 import pytest
 
-from kvstore.protocol.nixl import METADATA_BYTES_MAX, PROBE_BYTES, Endpoint, unpack_endpoint
+from kvstore.protocol.nixl import (
+    METADATA_BYTES_MAX,
+    NAME_CHARS_MAX,
+    PROBE_BYTES,
+    Endpoint,
+    unpack_endpoint,
+)
 from kvstore.protocol.stream import WireError
 
 WAY = Endpoint("0000000000000007#5.1", b"metadata", 1 << 40, 1 << 41, 1 << 42, bytes(PROBE_BYTES))
@@ -9,6 +15,23 @@ WAY = Endpoint("0000000000000007#5.1", b"metadata", 1 << 40, 1 << 41, 1 << 42, b
 def test_an_endpoint_is_read_as_it_was_sent_and_none_is_none() -> None:
     assert unpack_endpoint(list(WAY)) == WAY
     assert unpack_endpoint([]) is None
+
+
+@pytest.mark.parametrize(
+    "border",
+    [
+        {"agent": "n"},
+        {"agent": "n" * NAME_CHARS_MAX},
+        {"metadata": b"m"},
+        {"metadata": bytes(METADATA_BYTES_MAX)},
+        {"head_at": 1, "data_at": 1, "probe_at": 1},
+        {"head_at": (1 << 62) - 1},
+    ],
+    ids=str,
+)
+def test_an_endpoint_at_any_limit_is_taken(border: dict[str, object]) -> None:
+    way = WAY._replace(**border)
+    assert unpack_endpoint(list(way)) == way
 
 
 @pytest.mark.parametrize(
@@ -22,6 +45,7 @@ def test_an_endpoint_is_read_as_it_was_sent_and_none_is_none() -> None:
         {"metadata": "text"},
         {"head_at": -1},
         {"head_at": (1 << 64) - 1},
+        {"head_at": 1 << 62},
         {"data_at": 0},
         {"data_at": 1.5},
         {"probe_at": True},

@@ -3,6 +3,8 @@
 import os
 
 import pytest
+from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvstore.protocol import stream_seal as ss
 from kvstore.protocol.stream_seal import Mac, PlainSeal, Seals
@@ -62,6 +64,18 @@ def test_every_bit_of_a_payload_counts(mac, size):
     seal = ends(mac)[0].sent
     seal.update(memoryview(payload))
     assert seal.payload_tag() not in tags
+
+
+@pytest.mark.parametrize("mac", Mac)
+def test_tags_are_numbered_from_one_as_every_release_must_that_speaks_this_version(mac):
+    seal, message = ends(mac)[0].sent, b"a message"
+    for number in (1, 2, 3):
+        raw = number.to_bytes(8, "little")
+        if mac is Mac.BLAKE3:
+            expected = blake3(raw + message, key=ONE).digest(length=ss.TAG_BYTES)
+        else:
+            expected = AESGCM(ONE).encrypt(raw + bytes(4), b"", message)
+        assert seal.tag(message) == expected
 
 
 def test_the_fastest_that_both_sides_have_is_taken():
