@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.processes import House, house
 from benchmarks.report import Row, machine, median, spread
 from connector.build import EngineShape
-from connector.layout.geometry import KVGeometry, ShardTopology
+from connector.layout.geometry import KVGeometry
+from connector.layout.topology import TpKVTopology
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob
 from connector.scheduler.lazy_store import LazyStore
 from connector.settings import ConnectorSettings
@@ -48,7 +49,7 @@ SHAPE = EngineShape.of_one_group(
         channel_bytes=2 * HEAD_SIZE * 2,
         engine_block_tokens=ENGINE_BLOCK,
     ),
-    ShardTopology(),
+    TpKVTopology.of(),
     {"model": "benchmark"},
 )
 LAYOUT = SHAPE.layout(ConnectorSettings(block_tokens=BLOCK_TOKENS, tp_sizes=[]))

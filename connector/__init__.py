@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from connector.build import EngineShape
-    from connector.layout.geometry import KVGeometry, ShardTopology
+    from connector.layout.geometry import KVGeometry
     from connector.layout.identity import forward_digest
     from connector.layout.prompt_keys import PromptKeys
+    from connector.layout.topology import TpKVTopology
     from connector.messages import BlockPins, EngineRequest
     from connector.stats import CountStats
     from connector.transfer.aggregate import KVOutputAggregator, WorkerEvents, worker_output
     from connector.transfer.base import (
         KVConnectorBase,
+        KVConnectorBaseType,
         KVConnectorOutput,
         KVConnectorRole,
         KVConnectorScheduler,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from connector.transfer.state import (
         ensure_kv_transfer_initialized,
         ensure_kv_transfer_shutdown,
+        get_kv_connector_cache_layout,
         get_kv_transfer_group,
         has_kv_transfer_group,
         is_v1_kv_transfer_group,
@@ -48,7 +51,8 @@ _EXPORTS = {
     "transfer.config": ("KVTransferConfig",),
     "transfer.copy": ("copy_kv_blocks",),
     "transfer.factory": ("KVConnectorFactory",),
-    "layout.geometry": ("KVGeometry", "ShardTopology"),
+    "layout.geometry": ("KVGeometry",),
+    "layout.topology": ("TpKVTopology",),
     "layout.identity": ("forward_digest",),
     "transfer.kvstore_connector": ("EngineInfo", "KVStoreConnector"),
     "transfer.lookup_buffer": ("KVEntry", "LookupBuffer"),
@@ -57,6 +61,7 @@ _EXPORTS = {
     "layout.prompt_keys": ("PromptKeys",),
     "transfer.base": (
         "KVConnectorBase",
+        "KVConnectorBaseType",
         "KVConnectorOutput",
         "KVConnectorRole",
         "KVConnectorScheduler",
@@ -67,6 +72,7 @@ _EXPORTS = {
     "transfer.state": (
         "ensure_kv_transfer_initialized",
         "ensure_kv_transfer_shutdown",
+        "get_kv_connector_cache_layout",
         "get_kv_transfer_group",
         "has_kv_transfer_group",
         "is_v1_kv_transfer_group",
@@ -91,6 +97,7 @@ __all__ = [
     "KVTransferConfig",
     "KVConnectorFactory",
     "KVConnectorBase",
+    "KVConnectorBaseType",
     "KVConnectorScheduler",
     "KVConnectorWorker",
     "KVConnectorRole",
@@ -109,9 +116,10 @@ __all__ = [
     "EngineRequest",
     "BlockPins",
     "KVGeometry",
-    "ShardTopology",
+    "TpKVTopology",
     "ensure_kv_transfer_initialized",
     "ensure_kv_transfer_shutdown",
+    "get_kv_connector_cache_layout",
     "get_kv_transfer_group",
     "has_kv_transfer_group",
     "is_v1_kv_transfer_group",

@@ -11,12 +11,12 @@ from connector.layout.geometry import (
     Field,
     GroupLayout,
     KVGeometry,
-    ShardTopology,
     StoreLayout,
     check_block_tokens,
     default_block_tokens,
     splits_of,
 )
+from connector.layout.topology import TpKVTopology
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
@@ -76,7 +76,7 @@ class GroupShape:
     """One KV cache group of the engine."""
 
     geometry: KVGeometry
-    topology: ShardTopology
+    topology: TpKVTopology
     number: int = 0
     """The engine's own number of the group."""
     layers_of_default: int | None = None
@@ -106,7 +106,7 @@ class EngineShape:
 
     @classmethod
     def of_one_group(
-        cls, geometry: KVGeometry, topology: ShardTopology, model: dict[str, Field], **more: Any
+        cls, geometry: KVGeometry, topology: TpKVTopology, model: dict[str, Field], **more: Any
     ) -> EngineShape:
         """An engine whose layers all cache alike and which hashes every one of its blocks."""
         more.setdefault("hash_block_tokens", geometry.engine_block_tokens)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from connector.layout.topology import HeadRange, shards_of
+from connector.layout.topology import TpKVTopology, shards_of
 from connector.limits import (
     BLOCK_BYTES_MIN_DEFAULT,
     BLOCK_TOKENS_MAX,
@@ -82,53 +82,6 @@ class KVGeometry:
         return 1 if self.recurrent else block_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardTopology:
-    """Which distinct part of the KV each worker holds.
-
-    Workers are numbered pipeline-major (`rank = pp_rank * tp_size + tp_rank`).
-    With fewer KV heads than tensor-parallel workers (`tp_shards < tp_size`)
-    neighbours hold replicas: all of them load, the first of them saves.
-    """
-
-    tp_size: int = 1
-    pp_size: int = 1
-    tp_shards: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tp_size < 1 or self.pp_size < 1:
-            raise UsageError("tp_size, pp_size", (self.tp_size, self.pp_size), "at least 1")
-        if self.tp_shards < 1 or self.tp_size % self.tp_shards:
-            raise UsageError(
-                "tp_shards", self.tp_shards, f"must divide the tensor-parallel size {self.tp_size}"
-            )
-
-    @classmethod
-    def of(cls, tp_size: int, pp_size: int, total_kv_heads: int) -> ShardTopology:
-        """`total_kv_heads` of the whole model; 1 for latent attention (MLA)."""
-        return cls(tp_size=tp_size, pp_size=pp_size, tp_shards=min(tp_size, total_kv_heads))
-
-    def heads_of(self, shard: int, heads: int) -> HeadRange:
-        """Heads of the whole model that `shard` holds, `heads` of them."""
-        return HeadRange(shard % self.tp_shards * heads, heads)
-
-    @property
-    def workers(self) -> int:
-        return self.tp_size * self.pp_size
-
-    @property
-    def shards(self) -> int:
-        return self.tp_shards * self.pp_size
-
-    def shard_of(self, rank: int) -> int:
-        pp_rank, tp_rank = divmod(rank, self.tp_size)
-        return pp_rank * self.tp_shards + tp_rank // (self.tp_size // self.tp_shards)
-
-    def saves(self, rank: int) -> bool:
-        """Whether this worker is the one that saves its shard."""
-        return rank % (self.tp_size // self.tp_shards) == 0
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """One way in which a writer's workers share the heads of a group."""
@@ -145,7 +98,8 @@ class GroupLayout:
     """One KV cache group: how this engine holds it and how it is stored."""
 
     geometry: KVGeometry
-    topology: ShardTopology
+    topology: TpKVTopology
+    """Of the engine's first worker; `at` makes another's."""
     splits: tuple[Split, ...]
     """The engine's own first: it saves in this one, and prefers it."""
     window_tokens: int | None = None
@@ -212,7 +166,7 @@ class StoreLayout:
         )
 
 
-def default_block_tokens(groups: Sequence[tuple[KVGeometry, ShardTopology, int | None]]) -> int:
+def default_block_tokens(groups: Sequence[tuple[KVGeometry, TpKVTopology, int | None]]) -> int:
     """The smallest power-of-two multiple of the engine block with 1 MiB a shard.
 
     At most 256 tokens and at most a sliding window, but never less than one
@@ -251,7 +205,7 @@ def check_block_tokens(block_tokens: int, engine_block_tokens: int) -> int:
 def splits_of(
     model: dict[str, Field],
     geometry: KVGeometry,
-    topology: ShardTopology,
+    topology: TpKVTopology,
     block_tokens: int,
     tp_sizes: Sequence[int] = (),
     group: int | str = 0,

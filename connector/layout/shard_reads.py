@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.copiers.base import HeadPart
-from connector.layout.topology import reads_of
+from connector.layout.topology import HeadRange, reads_of
 
 if TYPE_CHECKING:
     from connector.layout.geometry import GroupLayout, KVGeometry
@@ -30,19 +30,18 @@ class GroupReads:
 
     def __init__(self, layout: GroupLayout, rank: int, block_tokens: int) -> None:
         """`rank` counts this engine's workers pipeline-major."""
-        geometry, topology = layout.geometry, layout.topology
+        geometry, topology = layout.geometry, layout.topology.at(rank)
         self.geometry: KVGeometry = geometry
-        self.shard = topology.shard_of(rank)
+        self.shard = topology.shard
         """The shard of the engine's own split that this worker holds."""
-        self.saves = topology.saves(rank)
+        self.saves = topology.saves
         self.namespace: Namespace = layout.namespaces[self.shard]
         slots = geometry.payload_slots(block_tokens)
         self.block_bytes = geometry.token_bytes * slots
         """Payload of the block that this worker saves."""
         self.engine_block_bytes = geometry.token_bytes * geometry.engine_block_tokens
         """Of all layers together."""
-        mine = topology.heads_of(self.shard, geometry.heads)
-        pp_rank = self.shard // topology.tp_shards
+        mine = HeadRange(topology.tp_shard * geometry.heads, geometry.heads)
         self._by_split: list[tuple[ShardRead, ...]] = []
         for split in layout.splits:
             reads = reads_of(mine, split.tp_shards, geometry.heads * topology.tp_shards)
@@ -50,7 +49,7 @@ class GroupReads:
             self._by_split.append(
                 tuple(
                     ShardRead(
-                        pp_rank * split.tp_shards + read.shard,
+                        topology.pp_rank * split.tp_shards + read.shard,
                         size,
                         HeadPart(split.heads, read.source, read.target, read.heads),
                     )

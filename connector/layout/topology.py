@@ -1,15 +1,15 @@
-"""Computes which KV heads each tensor-parallel worker holds, and where another engine keeps them.
+"""Computes which KV heads each worker holds, and where engines of other sizes keep them.
 
-Pure arithmetic, the same for a peer that is read directly and for blocks that a
-peer's workers have saved. Heads go to workers in order. With more workers than
-heads, neighbours hold replicas of one head; latent attention (MLA) is one head
-that all hold.
+Pure arithmetic. Heads go to tensor-parallel workers in order. With more workers than heads,
+neighbours hold replicas of one head: all of them load, the first of them saves. Latent attention
+(MLA) is one head that all hold.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from kvstore import UsageError
 
@@ -26,26 +26,15 @@ class HeadRange(NamedTuple):
 
 
 class HeadRead(NamedTuple):
-    """Heads that a worker takes from one worker of the other engine."""
+    """Heads that a worker takes from one shard of a writer's."""
 
-    rank: int
-    """Tensor-parallel rank of the other worker."""
     shard: int
-    """Which distinct part of the other engine's heads it holds; replicas share one."""
+    """Which distinct part of the writer's heads."""
     source: int
-    """First head, counted within the other worker's heads."""
+    """First head, counted within the shard's heads."""
     target: int
     """Where it goes, counted within the reader's heads."""
     heads: int
-
-
-class RegionRange(NamedTuple):
-    """Consecutive bytes of one layer's block in one region of a worker's memory."""
-
-    region: int
-    """0: K, or K and V packed; 1: V."""
-    offset_bytes: int
-    length_bytes: int
 
 
 def shards_of(tp_size: int, total_kv_heads: int) -> int:
@@ -67,79 +56,162 @@ def shards_of(tp_size: int, total_kv_heads: int) -> int:
 
 
 def reads_of(mine: HeadRange, shards: int, total_kv_heads: int) -> list[HeadRead]:
-    """Where heads `mine` are when `total_kv_heads` are split evenly into `shards`.
-
-    `rank` is the shard's number: no replicas are considered.
-    """
+    """Where heads `mine` are when `total_kv_heads` are split evenly into `shards`."""
     per_shard = total_kv_heads // shards
     reads: list[HeadRead] = []
     for shard in range(mine.first // per_shard, -(-mine.end // per_shard)):
         first = max(mine.first, shard * per_shard)
         end = min(mine.end, (shard + 1) * per_shard)
-        reads.append(
-            HeadRead(shard, shard, first - shard * per_shard, first - mine.first, end - first)
-        )
+        reads.append(HeadRead(shard, first - shard * per_shard, first - mine.first, end - first))
     return reads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpKVTopology:
-    """One worker's place among its engine's, towards engines of other sizes.
+_PROBE_BLOCK_TOKENS = 16
+"""Block size that an attention backend is asked about; no other dimension asked for has it."""
+_PROBE_LAYERS = 80
 
-    Raises `UsageError` for a rank outside its size and for heads that the
-    workers cannot share evenly.
+
+@dataclass(frozen=True, slots=True)
+class TpKVTopology:
+    """One worker's place among its engine's, towards engines of other tensor-parallel sizes.
+
+    Fields, properties and methods are those of the class of this name in earlier versions of
+    vLLM (`kv_transfer/kv_connector/utils.py`); what follows `is_mamba` is ours. `of` makes one
+    without an attention backend and tables of engines. Raises `UsageError` for ranks outside
+    their sizes and for heads that the workers cannot share evenly.
     """
 
     tp_rank: int
-    tp_size: int
-    total_kv_heads: int
+    remote_tp_size: dict[str, int]
+    """Tensor-parallel size by engine id, this engine's among them. May grow later."""
+    is_mla: bool
+    total_num_kv_heads: int
     """Of the whole model; counts as 1 with `is_mla`."""
-    block_tokens: int
-    """Tokens of one of this engine's blocks."""
-    is_mla: bool = False
-    packed: bool = True
-    """K and V of a token lie side by side; otherwise in two regions."""
+    attn_backend: Any
+    """vLLM's class of the attention backend, or several, of which the first counts. None: K and V
+    of a block lie together."""
+    engine_id: str
+    remote_block_size: dict[str, int]
+    """Tokens of a block by engine id, this engine's among them. May grow later."""
+    tensor_shape: Sequence[int] | None = None
+    """Of the tensor with the KV of all layers, where there is one such."""
+    is_mamba: bool = False
+    pp_rank: int = 0
+    pp_size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise UsageError("tp_rank", self.tp_rank, f"must be below tp_size {self.tp_size}")
-        if self.block_tokens < 1:
-            raise UsageError("block_tokens", self.block_tokens, "must be at least 1")
+        for name, rank, size in (
+            ("tp_rank", self.tp_rank, self.tp_size),
+            ("pp_rank", self.pp_rank, self.pp_size),
+        ):
+            if not 0 <= rank < size:
+                raise UsageError(name, rank, f"must be from 0 to below its size {size}")
+        if self.remote_block_size and self.block_size < 1:
+            raise UsageError("block_size", self.block_size, "must be at least 1")
         shards_of(self.tp_size, self.heads)
+
+    @classmethod
+    def of(
+        cls, tp_size: int = 1, pp_size: int = 1, total_num_kv_heads: int | None = None
+    ) -> TpKVTopology:
+        """The first worker of an engine that knows no other.
+
+        `total_num_kv_heads` None: every tensor-parallel worker has heads of its own.
+        """
+        heads = tp_size if total_num_kv_heads is None else total_num_kv_heads
+        return cls(0, {"": tp_size}, False, heads, None, "", {}, pp_size=pp_size)
+
+    def at(self, rank: int) -> TpKVTopology:
+        """The same for another worker; workers are counted pipeline-major."""
+        pp_rank, tp_rank = divmod(rank, self.tp_size)
+        return replace(self, tp_rank=tp_rank, pp_rank=pp_rank)
 
     @property
     def heads(self) -> int:
         """Distinct KV heads of the model."""
-        return 1 if self.is_mla else self.total_kv_heads
+        return 1 if self.is_mla else self.total_num_kv_heads
 
     @property
-    def split_k_and_v(self) -> bool:
-        """K and V are in regions of their own. A latent is one vector: nothing to split."""
-        return not (self.packed or self.is_mla)
+    def workers(self) -> int:
+        return self.tp_size * self.pp_size
 
     @property
-    def mine(self) -> HeadRange:
-        """Heads that this worker holds."""
-        return self.heads_of(self.tp_rank, self.tp_size)
+    def tp_shards(self) -> int:
+        """Distinct parts of the KV among the tensor-parallel workers of one stage."""
+        return shards_of(self.tp_size, self.heads)
+
+    @property
+    def tp_shard(self) -> int:
+        """Which of them this worker holds."""
+        return self.tp_rank // (self.tp_size // self.tp_shards)
+
+    @property
+    def shard(self) -> int:
+        """The same among those of all stages, pipeline-major."""
+        return self.pp_rank * self.tp_shards + self.tp_shard
 
     @property
     def saves(self) -> bool:
-        """Whether this is the replica that saves: the first one."""
-        return self.tp_rank % self.replicas(self.tp_size) == 0
+        """Whether this worker is the replica that saves its shard: the first."""
+        return self.tp_rank % (self.tp_size // self.tp_shards) == 0
 
-    def heads_of(self, rank: int, tp_size: int) -> HeadRange:
-        """Heads of worker `rank` in an engine of `tp_size` workers."""
-        shards = shards_of(tp_size, self.heads)
-        per_shard = self.heads // shards
-        return HeadRange(rank // (tp_size // shards) * per_shard, per_shard)
+    @property
+    def tp_size(self) -> int:
+        return self.remote_tp_size[self.engine_id]
 
-    def replicas(self, tp_size: int) -> int:
-        """How many workers of an engine of `tp_size` hold the same heads."""
-        return tp_size // shards_of(tp_size, self.heads)
+    @property
+    def block_size(self) -> int:
+        """Tokens of one of this engine's blocks."""
+        return self.remote_block_size[self.engine_id]
 
-    def is_kv_replicated(self, tp_size: int) -> bool:
-        """Whether several workers of an engine of `tp_size` hold the same heads."""
-        return self.replicas(tp_size) > 1
+    @property
+    def is_kv_layout_blocks_first(self) -> bool:
+        """Whether a layer's cache counts blocks first, so that K and V of a block lie together."""
+        if self.is_mamba or self.attn_backend is None:
+            return True
+        shape = self._cache_shape()
+        return len(shape) == 5 and shape[0] == 1
+
+    @property
+    def cross_layers_blocks(self) -> bool:
+        """Whether one tensor holds the blocks of all layers."""
+        if self.tensor_shape is None or self.attn_backend is None:
+            return False
+        return len(self.tensor_shape) == len(self._cache_shape()) + 1
+
+    @property
+    def split_k_and_v(self) -> bool:
+        """Whether K and V are in regions of their own."""
+        return not (self.cross_layers_blocks or self.is_mla or self.is_kv_layout_blocks_first)
+
+    @property
+    def block_size_position(self) -> int:
+        """Dimension of the cache that counts a block's tokens, from the end: -1 is the last.
+
+        As it lies in memory where `tensor_shape` is known, else as the backend names it.
+        """
+        shape = self._cache_shape()
+        if self.tensor_shape is not None:
+            across = self.cross_layers_blocks
+            shape = (_PROBE_LAYERS, *shape) if across else shape
+            try:
+                order = self._backend.get_kv_cache_stride_order(include_num_layers_dimension=across)
+            except (AttributeError, NotImplementedError):  # it has no order of its own
+                order = range(len(shape))
+            shape = tuple(shape[i] for i in order)
+        return shape.index(_PROBE_BLOCK_TOKENS) - len(shape)
+
+    @property
+    def _backend(self) -> Any:
+        several = isinstance(self.attn_backend, list | tuple)
+        return self.attn_backend[0] if several else self.attn_backend
+
+    def _cache_shape(self) -> tuple[int, ...]:
+        return tuple(
+            self._backend.get_kv_cache_shape(
+                num_blocks=1, block_size=_PROBE_BLOCK_TOKENS, num_kv_heads=1, head_size=1
+            )
+        )
 
     def tp_ratio(self, remote_tp_size: int) -> int:
         """Workers here per worker there; negative: workers there per worker here.
@@ -148,45 +220,39 @@ class TpKVTopology:
         """
         return _ratio("tp_size", self.tp_size, remote_tp_size)
 
-    def block_size_ratio(self, remote_block_tokens: int) -> int:
-        """Remote blocks in one of this engine's; negative: the other way round.
+    def block_size_ratio(self, remote_block_size: int) -> int:
+        """Remote blocks in one of this engine's; negative, unlike vLLM's: the other way round.
 
         Raises `UsageError` when neither size divides the other.
         """
-        return _ratio("block_tokens", self.block_tokens, remote_block_tokens)
+        return _ratio("block_size", self.block_size, remote_block_size)
 
-    def reads(self, remote_tp_size: int) -> tuple[HeadRead, ...]:
-        """All this worker's heads, each once, from workers of an engine of `remote_tp_size`.
+    def tp_ratio_from_engine_id(self, remote_engine_id: str) -> int:
+        """`tp_ratio` to an engine of `remote_tp_size`; `KeyError` for another, here and below."""
+        return self.tp_ratio(self.remote_tp_size[remote_engine_id])
 
-        Among replicas it takes the one nearest to its own place, so that the
-        readers spread over them.
-        """
-        shards = shards_of(remote_tp_size, self.heads)
-        replicas = remote_tp_size // shards
-        near = self.tp_rank * remote_tp_size // self.tp_size
-        return tuple(
-            read._replace(rank=max(near, read.shard * replicas))
-            for read in reads_of(self.mine, shards, self.heads)
-        )
+    def block_size_ratio_from_engine_id(self, remote_engine_id: str) -> int:
+        """`block_size_ratio` to an engine of `remote_block_size`."""
+        return self.block_size_ratio(self.remote_block_size[remote_engine_id])
 
-    def target_remote_ranks(self, remote_tp_size: int) -> list[int]:
-        """Workers of the other engine that this one reads from, in the order of their heads."""
-        return [read.rank for read in self.reads(remote_tp_size)]
+    def is_kv_replicated(self, engine_id: str) -> bool:
+        """Whether that engine has more workers than the model has KV heads."""
+        return self.remote_tp_size[engine_id] > self.total_num_kv_heads
 
-    def regions(self, read: HeadRead, head_bytes: int) -> tuple[RegionRange, ...]:
-        """What `read` covers in one layer's block of the other worker's memory.
+    def replicates_kv_cache(self, remote_engine_id: str) -> bool:
+        """Whether workers of that engine hold the same KV; with `is_mla` always."""
+        return self.is_mla or self.is_kv_replicated(remote_engine_id)
 
-        `head_bytes` is one head's share of the block, K and V together, with
-        heads outside tokens: a range of heads is then one range of bytes in
-        each region, two with K and V apart, one otherwise.
-        """
-        count = 2 if self.split_k_and_v else 1
-        if head_bytes < 1 or head_bytes % count:
-            raise UsageError("head_bytes", head_bytes, f"must be a multiple of {count}")
-        each = head_bytes // count
-        return tuple(
-            RegionRange(region, read.source * each, read.heads * each) for region in range(count)
-        )
+    def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
+        """Workers of an engine of that size whose heads this one's are among; replicas too."""
+        ratio = self.tp_ratio(remote_tp_size)
+        if ratio > 0:
+            return [self.tp_rank // ratio]
+        return list(range(self.tp_rank * -ratio, (self.tp_rank + 1) * -ratio))
+
+    def get_target_remote_ranks_from_engine_id(self, remote_engine_id: str) -> list[int]:
+        """`get_target_remote_ranks` of an engine of `remote_tp_size`."""
+        return self.get_target_remote_ranks(self.remote_tp_size[remote_engine_id])
 
 
 def _ratio(name: str, mine: int, theirs: int) -> int:

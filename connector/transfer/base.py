@@ -290,3 +290,7 @@ class KVConnectorBase(Protocol):
 
     @classmethod
     def make_worker(cls, config: KVTransferConfig, engine: Any) -> KVConnectorWorker: ...
+
+
+KVConnectorBaseType = KVConnectorBase
+"""What vLLM calls the base of all versions of its connectors; there is one here."""

@@ -98,6 +98,15 @@ def is_v1_kv_transfer_group(connector: Any = None) -> bool:
     return isinstance(connector, KVConnectorWorker | KVConnectorScheduler)
 
 
+def get_kv_connector_cache_layout() -> str | None:
+    """How this process's connector needs the KV to lie, "NHD" or "HND".
+
+    None: it takes any, or there is no connector. Ask before the KV is allocated.
+    """
+    connector = _group.connector
+    return None if connector is None else connector.get_required_kvcache_layout()
+
+
 def ensure_kv_transfer_shutdown() -> None:
     """End this process's connector, if any. Safe to call again.
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from connector.build import EngineShape, open_store
-from connector.layout.geometry import KVGeometry, ShardTopology
+from connector.layout.geometry import KVGeometry
+from connector.layout.topology import TpKVTopology
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
 from connector.settings import ConnectorSettings
@@ -44,7 +45,7 @@ IDLE_STEP_S = 0.002
 START_PATIENCE = Limits(redis_timeout_s=30.0, publish_timeout_s=30.0, request_timeout_s=60.0)
 """Saving comes before the machine is made busy, and is not what is tried."""
 GEOMETRY = KVGeometry(layers=2, heads=2, channel_bytes=64, engine_block_tokens=BLOCK_TOKENS)
-SHAPE = EngineShape.of_one_group(GEOMETRY, ShardTopology(), {"model": "starved"}, saves=False)
+SHAPE = EngineShape.of_one_group(GEOMETRY, TpKVTopology.of(), {"model": "starved"}, saves=False)
 BUSY = "while True: pass"
 
 

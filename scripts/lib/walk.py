@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from connector.layout.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout, splits_of
+from connector.layout.geometry import GroupLayout, KVGeometry, StoreLayout, splits_of
+from connector.layout.topology import TpKVTopology
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob
 from connector.scheduler.lazy_store import LazyStore
 from connector.worker.worker import WorkerCore
@@ -184,8 +185,8 @@ def connector_walks(tracer: Tracer, here: dict[str, Any], there: dict[str, Any])
         print("walk: no torch, so no connector's walks", file=sys.stderr)
         return
     near, far = BlockSession(**here), BlockSession(**there)
-    splits = splits_of({"model": "m"}, GEOMETRY, ShardTopology(), BLOCK_TOKENS, ())
-    group = GroupLayout(geometry=GEOMETRY, topology=ShardTopology(), splits=splits)
+    splits = splits_of({"model": "m"}, GEOMETRY, TpKVTopology.of(), BLOCK_TOKENS, ())
+    group = GroupLayout(geometry=GEOMETRY, topology=TpKVTopology.of(), splits=splits)
     engine_tokens = GEOMETRY.engine_block_tokens
     layout = StoreLayout(
         block_tokens=BLOCK_TOKENS, hash_block_tokens=engine_tokens, groups=(group,)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tp_engine import Model, TpEngine
 
 from connector.layout.block_plan import Placed, load_blocks, save_blocks, usable_run
-from connector.layout.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout
+from connector.layout.geometry import GroupLayout, KVGeometry, StoreLayout
+from connector.layout.topology import TpKVTopology
 from kvstore import BlockRef
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -23,7 +24,7 @@ Make = Callable[..., TpEngine]
 def layout(*windows: int | None, engine_block: int = 4) -> StoreLayout:
     geometry = KVGeometry(layers=1, heads=1, channel_bytes=8, engine_block_tokens=engine_block)
     groups = tuple(
-        GroupLayout(geometry=geometry, topology=ShardTopology(), splits=(), window_tokens=window)
+        GroupLayout(geometry=geometry, topology=TpKVTopology.of(), splits=(), window_tokens=window)
         for window in windows
     )
     return StoreLayout(block_tokens=BLOCK, hash_block_tokens=BLOCK, groups=groups)

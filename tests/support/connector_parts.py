@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from connector.layout.geometry import GroupLayout, KVGeometry, ShardTopology, StoreLayout, splits_of
+from connector.layout.geometry import GroupLayout, KVGeometry, StoreLayout, splits_of
+from connector.layout.topology import TpKVTopology
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, StepPlan, WorkerReport
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
@@ -27,10 +28,10 @@ PATIENCE_S = 10.0
 
 
 def layout(
-    topology: ShardTopology | None = None, tp_sizes: Sequence[int] = (), **fields: Any
+    topology: TpKVTopology | None = None, tp_sizes: Sequence[int] = (), **fields: Any
 ) -> StoreLayout:
     """One group of `GEOMETRY`, hashed by engine block."""
-    topology = topology or ShardTopology()
+    topology = topology or TpKVTopology.of()
     splits = splits_of({"model": "m", **fields}, GEOMETRY, topology, BLOCK, tp_sizes)
     group = GroupLayout(geometry=GEOMETRY, topology=topology, splits=splits)
     return StoreLayout(block_tokens=BLOCK, hash_block_tokens=ENGINE_BLOCK, groups=(group,))
@@ -109,7 +110,7 @@ class Side:
         self,
         store: MemoryBlockStore,
         *,
-        topology: ShardTopology | None = None,
+        topology: TpKVTopology | None = None,
         clock: Callable[[], float] = time.monotonic,
         pinned_blocks_max: int = 1000,
         lookup_timeout_s: float = PATIENCE_S,
@@ -131,7 +132,7 @@ class Side:
         if settings.get("loads", True):
             wait_for(lambda: store.match_calls == 1, "the lookup thread to have connected")
             store.match_calls = 0
-        workers = (topology or ShardTopology()).workers
+        workers = (topology or TpKVTopology.of()).workers
         self.core.bind_pins(self.pins, workers, pinned_blocks_max)
         self.tables: dict[str, list[int]] = {}
 
@@ -212,7 +213,7 @@ class Worker:
         rank: int = 0,
         saves: bool = True,
         timeout_s: float = PATIENCE_S,
-        topology: ShardTopology | None = None,
+        topology: TpKVTopology | None = None,
         clock: Callable[[], float] = time.monotonic,
         kind: type[WorkerCore] = WorkerCore,
         device: str = "cpu",
@@ -241,7 +242,7 @@ class Worker:
         return total
 
 
-def keys(count: int, shard: int = 0, topology: ShardTopology | None = None) -> list[bytes]:
+def keys(count: int, shard: int = 0, topology: TpKVTopology | None = None) -> list[bytes]:
     hashes = hashes_of(list(range(count * BLOCK)))
     return layout(topology).groups[0].namespaces[shard].engine_keys(hashes, PER_KEY)
 

@@ -17,8 +17,8 @@ from connector_parts import PATIENCE_S, FakePins, wait_for
 
 from connector.build import EngineShape, GroupShape
 from connector.layout.block_hashes import extend
-from connector.layout.geometry import KVGeometry, ShardTopology
-from connector.layout.topology import HeadRange
+from connector.layout.geometry import KVGeometry
+from connector.layout.topology import HeadRange, TpKVTopology
 from connector.messages import LoadJob, WorkerReport
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
@@ -140,7 +140,7 @@ class TpEngine:
 
     def _group(self, number: int, window: int | None, tp_size: int) -> GroupShape:
         heads = self.model.heads_of(number)
-        topology = ShardTopology.of(tp_size, 1, heads)
+        topology = TpKVTopology.of(tp_size, 1, heads)
         geometry = KVGeometry(
             layers=self.model.layers,
             heads=heads // topology.tp_shards,

@@ -23,8 +23,9 @@ from connector.adapters.vllm.launcher import in_lock_step
 from connector.adapters.vllm.runs import layer_runs
 from connector.adapters.vllm.states import state_fields, state_geometry, state_spec, state_topology
 from connector.build import EngineShape, GroupShape
-from connector.layout.geometry import KVGeometry, ShardTopology
+from connector.layout.geometry import KVGeometry
 from connector.layout.identity import digest_of
+from connector.layout.topology import TpKVTopology
 from kvstore import UsageError
 
 if TYPE_CHECKING:
@@ -146,11 +147,10 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
     runs = layer_runs(group, vllm_config, lambda one: _within_block(vllm_config, one))
     # Where vLLM packs heads in another way, ranges of them mean nothing to another size.
     plain = spec.num_heads == spec.num_kv_heads
-    topology = ShardTopology(
-        tp_size=parallel.tensor_parallel_size,
-        pp_size=pp_size,
-        tp_shards=tp_shards(spec, group.layer_names, vllm_config),
-    )
+    tp_size = int(parallel.tensor_parallel_size)
+    shards = tp_shards(spec, group.layer_names, vllm_config)
+    heads = shards if shards < tp_size else tp_size * int(spec.num_heads)
+    topology = TpKVTopology.of(tp_size, pp_size, heads)
     return GroupShape(
         geometry=KVGeometry(
             layers=len(group.layer_names),

@@ -10,7 +10,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 
 from connector.adapters.vllm.runs import state_runs
-from connector.layout.geometry import Field, KVGeometry, ShardTopology
+from connector.layout.geometry import Field, KVGeometry
+from connector.layout.topology import TpKVTopology
 from connector.messages import StateBlock
 from kvstore import UsageError
 
@@ -50,11 +51,9 @@ def state_geometry(spec: MambaSpec, group: Any, pp_size: int) -> KVGeometry:
     )
 
 
-def state_topology(spec: MambaSpec, tp_size: int, pp_size: int) -> ShardTopology:
+def state_topology(spec: MambaSpec, tp_size: int, pp_size: int) -> TpKVTopology:
     """Every worker has a part of its own, unless all of them hold the same."""
-    return ShardTopology(
-        tp_size=tp_size, pp_size=pp_size, tp_shards=1 if spec.tp_replicated else tp_size
-    )
+    return TpKVTopology.of(tp_size, pp_size, 1 if spec.tp_replicated else tp_size)
 
 
 def state_fields(spec: MambaSpec) -> dict[str, Field]:

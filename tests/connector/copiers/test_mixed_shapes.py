@@ -14,8 +14,9 @@ from vllm_model_config import vllm_config
 
 from connector.copiers.base import Gather, Scatter
 from connector.copiers.registered import kv_memory
-from connector.layout.geometry import GroupLayout, KVGeometry, LayerRun, ShardTopology, splits_of
+from connector.layout.geometry import GroupLayout, KVGeometry, LayerRun, splits_of
 from connector.layout.shard_reads import GroupReads
+from connector.layout.topology import TpKVTopology
 from connector.settings import ConnectorSettings
 from kvstore import UsageError
 
@@ -45,7 +46,7 @@ class Engine:
             engine_block_tokens=PAGE,
             runs=runs_of(tp_size),
         )
-        topology = ShardTopology(tp_size=tp_size, tp_shards=tp_size)
+        topology = TpKVTopology.of(tp_size)
         self.splits = splits_of({}, geometry, topology, BLOCK, TP_SIZES)
         layout = GroupLayout(geometry=geometry, topology=topology, splits=self.splits)
         self.tp_size = tp_size

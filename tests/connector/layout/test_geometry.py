@@ -6,11 +6,11 @@ import pytest
 
 from connector.layout.geometry import (
     KVGeometry,
-    ShardTopology,
     check_block_tokens,
     default_block_tokens,
     splits_of,
 )
+from connector.layout.topology import TpKVTopology
 from kvstore import UsageError
 
 
@@ -31,23 +31,24 @@ def geometry(**changes: int) -> KVGeometry:
     ],
 )
 def test_default_block_is_a_mebibyte_or_256_tokens(changes: dict[str, int], tokens: int) -> None:
-    assert default_block_tokens([(geometry(**changes), ShardTopology(), None)]) == tokens
+    assert default_block_tokens([(geometry(**changes), TpKVTopology.of(), None)]) == tokens
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16])
 def test_trap_the_default_block_is_the_same_for_every_tensor_parallel_size(tp_size: int) -> None:
     own = geometry(heads=max(1, 8 // tp_size))
-    topology = ShardTopology.of(tp_size, 1, 8)
+    topology = TpKVTopology.of(tp_size, 1, 8)
     assert default_block_tokens([(own, topology, None)]) == 64
 
 
 def test_the_default_block_fits_into_a_window_and_holds_every_groups_blocks() -> None:
     small = geometry(layers=2, heads=1)
     large = geometry(layers=2, heads=1, engine_block_tokens=64)
-    assert default_block_tokens([(small, ShardTopology(), None)]) == 256
-    assert default_block_tokens([(small, ShardTopology(), 100)]) == 64
+    assert default_block_tokens([(small, TpKVTopology.of(), None)]) == 256
+    assert default_block_tokens([(small, TpKVTopology.of(), 100)]) == 64
     assert (
-        default_block_tokens([(small, ShardTopology(), 20), (large, ShardTopology(), None)]) == 64
+        default_block_tokens([(small, TpKVTopology.of(), 20), (large, TpKVTopology.of(), None)])
+        == 64
     )
 
 
@@ -57,39 +58,18 @@ def test_block_tokens_must_be_a_multiple_of_the_engines(tokens: int) -> None:
         check_block_tokens(tokens, 16)
 
 
-class TestTopology:
-    def test_trap_each_worker_of_a_model_with_enough_heads_has_a_shard(self) -> None:
-        topology = ShardTopology.of(tp_size=4, pp_size=2, total_kv_heads=8)
-        assert [topology.shard_of(rank) for rank in range(8)] == list(range(8))
-        assert all(topology.saves(rank) for rank in range(8))
-
-    def test_trap_workers_beyond_the_heads_hold_replicas_and_one_saves(self) -> None:
-        topology = ShardTopology.of(tp_size=8, pp_size=1, total_kv_heads=2)
-        assert [topology.shard_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
-        assert [rank for rank in range(8) if topology.saves(rank)] == [0, 4]
-
-    def test_latent_attention_is_one_shard_for_all(self) -> None:
-        topology = ShardTopology.of(tp_size=4, pp_size=2, total_kv_heads=1)
-        assert [topology.shard_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
-        assert [rank for rank in range(8) if topology.saves(rank)] == [0, 4]
-
-    def test_heads_that_cannot_be_split_evenly_are_refused(self) -> None:
-        with pytest.raises(UsageError, match="tp_shards"):
-            ShardTopology.of(tp_size=4, pp_size=1, total_kv_heads=3)
-
-
 MODEL = {"model": "m", "hash_algorithm": "sha256_cbor", "hash_seed": "unset"}
 
 
 class TestSplits:
-    def heads(self, topology: ShardTopology, heads: int, *tp_sizes: int) -> list[list[object]]:
+    def heads(self, topology: TpKVTopology, heads: int, *tp_sizes: int) -> list[list[object]]:
         splits = splits_of(MODEL, geometry(heads=heads), topology, 64, tp_sizes)
         return [
             [(ns.fields["head_first"], ns.fields["heads"]) for ns in s.namespaces] for s in splits
         ]
 
     def test_trap_an_engine_comes_first_and_others_by_their_heads(self) -> None:
-        topology = ShardTopology.of(2, 1, 4)
+        topology = TpKVTopology.of(2, 1, 4)
         assert self.heads(topology, 2, 1, 2, 4, 8) == [
             [(0, 2), (2, 2)],
             [(0, 4)],
@@ -97,7 +77,7 @@ class TestSplits:
         ]
 
     def test_sizes_that_cannot_run_the_model_are_left_out(self) -> None:
-        assert self.heads(ShardTopology.of(3, 1, 6), 2, 4, 2) == [
+        assert self.heads(TpKVTopology.of(3, 1, 6), 2, 4, 2) == [
             [(0, 2), (2, 2), (4, 2)],
             [(0, 3), (3, 3)],
         ]
@@ -105,7 +85,7 @@ class TestSplits:
     def test_trap_a_shard_has_one_name_whatever_the_readers_size(self) -> None:
         own = {}
         for tp_size in (1, 2, 4, 8):
-            topology = ShardTopology.of(tp_size, 1, 4)
+            topology = TpKVTopology.of(tp_size, 1, 4)
             splits = splits_of(
                 MODEL, geometry(heads=max(1, 4 // tp_size)), topology, 64, (1, 2, 4, 8)
             )
@@ -119,11 +99,11 @@ class TestSplits:
 
 class TestNamespaces:
     def one(self, model: dict[str, str] | None = None, tokens: int = 64, **changes: int):
-        (own,) = splits_of(model or MODEL, geometry(**changes), ShardTopology(), tokens)
+        (own,) = splits_of(model or MODEL, geometry(**changes), TpKVTopology.of(), tokens)
         return own.namespaces[0]
 
     def test_every_shard_has_its_own(self) -> None:
-        topology = ShardTopology(tp_size=4, pp_size=2, tp_shards=4)
+        topology = TpKVTopology.of(4, 2)
         (own,) = splits_of(MODEL, geometry(), topology, 64)
         assert len({namespace.fingerprint for namespace in own.namespaces}) == 8
 

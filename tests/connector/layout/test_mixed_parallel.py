@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tp_engine import Model, TpEngine
 
-from connector.layout.geometry import GroupLayout, KVGeometry, ShardTopology, splits_of
+from connector.layout.geometry import GroupLayout, KVGeometry, splits_of
 from connector.layout.shard_reads import GroupReads
+from connector.layout.topology import TpKVTopology
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytest.importorskip("torch")
@@ -201,7 +202,7 @@ def test_trap_a_shard_that_changes_while_it_is_read_fails_the_load(
 
 
 def test_a_pipeline_stage_reads_the_shards_of_its_own_layers() -> None:
-    topology = ShardTopology.of(2, 2, 4)
+    topology = TpKVTopology.of(2, 2, 4)
     geometry = KVGeometry(layers=3, heads=2, channel_bytes=8, engine_block_tokens=4)
     splits = splits_of({}, geometry, topology, BLOCK, (1, 4))
     group = GroupLayout(geometry=geometry, topology=topology, splits=splits)

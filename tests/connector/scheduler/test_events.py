@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side
 
-from connector.layout.geometry import ShardTopology
+from connector.layout.topology import TpKVTopology
 from connector.limits import EVENTS_ANNOUNCED_MAX, EVENTS_MAX
 from connector.messages import BlockEvent, StepPlan, WorkerReport
 from kvstore import MissReason
@@ -64,7 +64,7 @@ def test_what_was_stored_is_said_once_in_prefix_order(side: Side) -> None:
 def test_trap_a_block_counts_as_stored_only_when_the_last_worker_has_stored_it(
     store: MemoryBlockStore,
 ) -> None:
-    side = Side(store, topology=ShardTopology(tp_size=2, tp_shards=2), events=True)
+    side = Side(store, topology=TpKVTopology.of(2), events=True)
     plan = planned(side, prompt(side, 3))
     end(side, plan, {0, 1})
     assert said(side) == []

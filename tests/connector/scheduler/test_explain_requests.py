@@ -22,7 +22,7 @@ from connector_parts import (
     wait_for,
 )
 
-from connector.layout.geometry import ShardTopology
+from connector.layout.topology import TpKVTopology
 from connector.limits import (
     EXPLAIN_EVENTS_MAX,
     EXPLAIN_LINES_MAX,
@@ -129,7 +129,7 @@ def test_never_stored_evicted_and_cleared_are_what_the_store_says(
 
 
 def test_the_shard_that_is_short_is_asked_about(store: MemoryBlockStore) -> None:
-    side = Side(store, topology=ShardTopology(tp_size=2, tp_shards=2))
+    side = Side(store, topology=TpKVTopology.of(2))
     request = prompt(2)
     side.put(request, 2, shards=[0, 1])
     store.evict(side.keys(request, shard=1)[1])

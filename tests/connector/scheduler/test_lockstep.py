@@ -11,14 +11,14 @@ import msgpack
 import pytest
 from connector_parts import BLOCK, PATIENCE_S, FakePins, FakeRequest, Side, layout, prompt, wait_for
 
-from connector.layout.geometry import ShardTopology
+from connector.layout.topology import TpKVTopology
 from connector.messages import StepPlan, WorkerReport
 from connector.scheduler.lockstep import LockstepScheduler
 from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
 
 SIZE = 2
-TWO = ShardTopology.of(SIZE, 1, 2 * SIZE)
+TWO = TpKVTopology.of(SIZE, 1, 2 * SIZE)
 
 
 class Room:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side
 
-from connector.layout.geometry import ShardTopology
+from connector.layout.topology import TpKVTopology
 from connector.messages import LoadJob, SaveJob, StepPlan, WorkerReport
 from connector.scheduler.save_gate import SaveGate
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -144,7 +144,7 @@ def test_what_was_planned_before_a_bad_load_and_waits_is_dropped_with_it() -> No
 
 
 def test_trap_every_worker_must_have_reported(store: MemoryBlockStore) -> None:
-    side = Side(store, topology=ShardTopology(tp_size=2, tp_shards=2), layerwise=True)
+    side = Side(store, topology=TpKVTopology.of(2), layerwise=True)
     begin(side, (0, 1))
     side.core.report(GOOD)
     assert side.step().saves == [], "the other worker's load may have failed"

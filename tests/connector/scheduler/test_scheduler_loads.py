@@ -6,7 +6,7 @@ import time
 
 from connector_parts import BLOCK, ENGINE_BLOCK, Clock, FakeRequest, Hold, Side, prompt, wait_for
 
-from connector.layout.geometry import ShardTopology
+from connector.layout.topology import TpKVTopology
 from connector.limits import LOAD_ATTEMPTS_MAX, LOOKUP_TTL_S, LOOKUP_WAIT_PER_STEP_S
 from connector.messages import WorkerReport
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -54,7 +54,7 @@ def test_trap_a_preempted_request_is_looked_up_with_its_output(side: Side) -> No
 
 
 def test_the_match_is_the_shortest_shards_run(store: MemoryBlockStore) -> None:
-    side = Side(store, topology=ShardTopology(tp_size=2, tp_shards=2))
+    side = Side(store, topology=TpKVTopology.of(2))
     request = prompt(4)
     side.put(request, 4, shards=[0])
     side.put(request, 2, shards=[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side, wait_for
 
-from connector.layout.geometry import ShardTopology
+from connector.layout.topology import TpKVTopology
 from connector.limits import SAVE_JOB_BLOCKS_MAX, SAVE_JOBS_MAX
 from connector.messages import StepPlan, WorkerReport
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -171,7 +171,7 @@ class TestPins:
     def test_blocks_are_held_until_every_worker_has_ended_the_save(
         self, store: MemoryBlockStore
     ) -> None:
-        side = Side(store, topology=ShardTopology(tp_size=2, pp_size=2, tp_shards=2))
+        side = Side(store, topology=TpKVTopology.of(2, 2))
         request = prompt(side, 1, extra=0)
         plan = side.step((request, BLOCK))
         end_all(side, plan, workers=3)

@@ -22,7 +22,7 @@ from connector_parts import (
 
 from connector import build
 from connector.build import EngineShape
-from connector.layout.geometry import ShardTopology
+from connector.layout.topology import TpKVTopology
 from connector.stats import CountStats
 from connector.transfer.aggregate import KVOutputAggregator, worker_output
 from connector.transfer.base import (
@@ -38,7 +38,7 @@ from kvstore.testing.blockstore import MemoryBlockStore
 
 pytest.importorskip("torch")
 
-SHAPE = EngineShape.of_one_group(GEOMETRY, ShardTopology(), model={"model": "m"})
+SHAPE = EngineShape.of_one_group(GEOMETRY, TpKVTopology.of(), model={"model": "m"})
 TABLE = [3, 4, 5, 6]
 PROMPT = list(range(2 * BLOCK))
 

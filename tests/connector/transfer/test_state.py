@@ -16,6 +16,7 @@ from connector.transfer.config import KVTransferConfig
 from connector.transfer.state import (
     ensure_kv_transfer_initialized,
     ensure_kv_transfer_shutdown,
+    get_kv_connector_cache_layout,
     get_kv_transfer_group,
     has_kv_transfer_group,
     is_v1_kv_transfer_group,
@@ -202,3 +203,12 @@ def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it():
     other.start()
     other.join()
     assert free == [True]
+
+
+def test_the_layout_that_the_kv_must_have_is_the_connectors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert get_kv_connector_cache_layout() is None
+    monkeypatch.setattr(Counted, "get_required_kvcache_layout", lambda self: "HND")
+    ensure_kv_transfer_initialized(config(), "engine")
+    assert get_kv_connector_cache_layout() == "HND"

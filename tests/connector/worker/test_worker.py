@@ -23,7 +23,7 @@ from connector_parts import (
     wait_for,
 )
 
-from connector.layout.geometry import ShardTopology
+from connector.layout.topology import TpKVTopology
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.scheduler.lazy_store import LazyStore
 from connector.worker.worker import WorkerCore
@@ -75,7 +75,7 @@ def test_a_replica_saves_nothing_and_says_so(store: MemoryBlockStore) -> None:
 
 
 def test_each_shard_uses_its_own_keys(store: MemoryBlockStore) -> None:
-    topology = ShardTopology(tp_size=2, tp_shards=2)
+    topology = TpKVTopology.of(2)
     pair = tuple(keys(1, shard, topology)[0] for shard in (0, 1))
     workers = [Worker(store, rank=i, seed=i, topology=topology) for i in (0, 1)]
     for worker in workers:
