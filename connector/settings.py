@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from connector.limits import (
     BLOCK_TOKENS_MAX,
     LOOKUP_TIMEOUT_S,
+    MOVABLE,
     NODE_BYTES_MIN,
     PINNED_FRACTION_MAX,
     TIMEOUT_S_MAX,
@@ -115,6 +116,7 @@ class ConnectorSettings:
         file = read_config()
         shared = file.table("connector")
         read_settings(cls, shared, where=file.where("connector"))
+        MOVABLE.check(file.table("connector_limits"), where=file.where("connector_limits"))
         known_names(extra, only or [f.name for f in fields(cls)], where=where)
         values = {n: v for n, v in shared.items() if not only or n in only} | dict(extra)
         if not isinstance(values.get("limits"), Limits):

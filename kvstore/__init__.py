@@ -37,6 +37,7 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.keys import Namespace
+from kvstore.limit_table import LimitTable
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
@@ -75,6 +76,7 @@ __all__ = [
     "tenant_salt",
     "weights_fingerprint",
     "Limits",
+    "LimitTable",
     "StreamSecurity",
     "read_settings",
     "known_names",

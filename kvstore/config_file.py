@@ -1,25 +1,21 @@
 """The operator's file: one TOML document, found by `KVSTORE_CONFIG`, a table for each reader.
 
 `[limits]` and `[security]` hold for every process of the store that is started with the variable,
-`[node]` for `kvstore node`, `[connector]` and `[transfer]` for engines. What a program, a command
-line or a variable of one setting says wins over it. docs/settings.md lists every name.
+`[node]` for `kvstore node`, `[connector]`, `[connector_limits]` and `[transfer]` for engines. What
+a program, a command line or a variable of one setting says wins over it. docs/settings.md lists
+every name.
 """
 
 from __future__ import annotations
 
-import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import UsageError
-from kvstore.limits import CONFIG_BYTES_MAX, Limits
-from kvstore.settings import check_settings, known_names, read_settings
-
-CONFIG = "KVSTORE_CONFIG"
-TABLES = ("limits", "security", "node", "connector", "transfer")
+from kvstore.limits import MOVABLE, Limits
+from kvstore.settings import allowed_in, check_settings, known_names, read_settings
+from kvstore.toml_file import read_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +56,11 @@ class ConfigFile:
 
     def limits(self, over: Mapping[str, Any] | None = None) -> Limits:
         """`[limits]`, with `over` in place of what it says."""
-        limits = read_settings(Limits, self.table("limits"), where=self.where("limits"))
+        table, where = self.table("limits"), self.where("limits")
+        known_names(table, [*allowed_in(Limits), *allowed_in(MOVABLE.kind)], where=where)
+        MOVABLE.check({n: v for n, v in table.items() if n in MOVABLE}, where=where)
+        given = {n: v for n, v in table.items() if n not in MOVABLE}
+        limits = read_settings(Limits, given, where=where)
         return read_settings(Limits, over or {}, where="limits", besides=asdict(limits))
 
     def security(self) -> SecurityFiles:
@@ -73,22 +73,4 @@ def read_config(path: str | Path | None = None) -> ConfigFile:
 
     Raises `UsageError` when it cannot be read, is no TOML, or has a table that nobody reads.
     """
-    name, path = ("config", path) if path else (CONFIG, os.environ.get(CONFIG))
-    if not path:
-        return ConfigFile()
-    try:
-        with Path(path).open("rb") as file:
-            raw = file.read(CONFIG_BYTES_MAX + 1)
-    except OSError as e:
-        raise UsageError(name, str(path), f"cannot be read: {e.strerror}") from e
-    if len(raw) > CONFIG_BYTES_MAX:
-        raise UsageError(name, str(path), f"must have at most {CONFIG_BYTES_MAX} bytes")
-    try:
-        tables = tomllib.loads(raw.decode())
-    except (ValueError, RecursionError) as e:
-        raise UsageError(name, str(path), f"must be TOML: {e}") from e
-    known_names(tables, TABLES, where=str(path))
-    for table, values in tables.items():
-        if not isinstance(values, dict):
-            raise UsageError(str(path), table, f"must be a table: [{table}]")
-    return ConfigFile(Path(path), tables)
+    return ConfigFile(*read_toml(path))

@@ -1,7 +1,9 @@
 """Limits that several modules share, or that a user may move, by name (rule 9).
 
-Sizes in bytes, times in seconds. A limit that a user may move is a field of `Limits`; what both
-ends of a protocol must agree on, and what several modules share, is a constant here.
+Sizes in bytes, times in seconds. An operator moves the fields of `Limits` and the constants that
+declare a range (`NAME: Count = 8`), all by `[limits]` of the file that KVSTORE_CONFIG names. The
+others are parts of a format, or what two processes must agree on
+([0051](../docs/decisions/0051-limits-that-move.md)).
 
 Elsewhere stands, as a named constant at the head of the one module that uses it, what nobody
 else has to know:
@@ -12,7 +14,7 @@ else has to know:
 - sizes that are a format and no limit: headers, keys, digests, versions.
 
 So whoever reviews what one peer can cost another reads this file, and whoever tunes one part
-reads that part. `grep -rnE "^_?[A-Z_]+_(MAX|S|BYTES) =" kvstore connector` lists most of them.
+reads that part. `grep -rnE "^_?[A-Z_]+_(MAX|S|BYTES)(:.*)? =" kvstore connector` lists most.
 Connectors have theirs in connector/limits.py, the router in its own modules.
 """
 
@@ -21,17 +23,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from kvstore.limit_table import LimitTable
 from kvstore.settings import NumberRange, check_settings
+
+Count = Annotated[int, NumberRange(1)]
+Threads = Annotated[int, NumberRange(1, 1 << 16)]
+Seconds = Annotated[float, NumberRange(above=0)]
 
 SEGMENT_BYTES_MIN = 64 << 10
 VALUE_BYTES_MAX = 1 << 30
 """One value; and never more than its node has."""
-EMBEDDED_NODE_BYTES_MIN = 8 << 20
+EMBEDDED_NODE_BYTES_MIN: Annotated[int, NumberRange(1 << 20)] = 8 << 20
 """What an embedded node that does not fit into /dev/shm is made smaller to, at least."""
 SLOT_BYTES_MIN = 4 << 10
 """A page of a segment: smaller values take one too. Every page needs room for a 64-byte header
 (1.6%), whatever lies in it."""
-MOVED_BYTES_MAX = 16 << 20
+MOVED_BYTES_MAX: Count = 16 << 20
 """What a node moves within its segment for one request, so that its other clients wait for
 about 10 ms: beyond it blocks are evicted. A block counts 128 KiB more than it has."""
 LOCK_PART_BYTES = 64 << 20
@@ -47,7 +54,7 @@ LIST_ROWS_MAX = 256
 HELD_MAX = 1 << 16
 """Reservations, and pinned slots, that a client can say it holds when it connects; what a node
 lets one client hold (`Limits`) is less."""
-REDIS_ARGS_MAX = 1024
+REDIS_ARGS_MAX: Annotated[int, NumberRange(16, 1 << 20)] = 1024
 """Arguments in one Redis command; a longer call is several commands in one pipeline."""
 USER_KEY_BYTES_MAX = 4096
 TENSOR_DIMS_MAX = 16
@@ -55,7 +62,7 @@ BLOCK_TOKENS_MAX = 1 << 20
 """Tokens in one block of a client."""
 SEGMENT_BYTES_MAX = 1 << 44
 """Of one node: more is a mistyped size."""
-REPLACE_TRIES = 3
+REPLACE_TRIES: Count = 3
 """How often a put that replaces tries again when others put another value meanwhile."""
 META_BYTES_MAX = 255
 NAMESPACE_BYTES_MAX = 4096
@@ -63,11 +70,11 @@ NAMESPACE_BYTES_MAX = 4096
 NAMESPACE_FIELDS_MAX = 64
 NAME_BYTES_MAX = 256
 """Of what a user calls a value, as a client tells a node of it; longer names are not told."""
-NAMES_WAITING_MAX = 4096
+NAMES_WAITING_MAX: Count = 4096
 """Names that a client has yet to tell; further ones are not told."""
 NAMES_MESSAGE_BYTES_MAX = 32 << 10
 """Of keys and names in one message, less the last: a socket must take it at once."""
-CHECKED_BYTES_PER_S_MAX = 1 << 30
+CHECKED_BYTES_PER_S_MAX: Count = 1 << 30
 """What a node reads again because clients say that it is wrong: a tenth of its time."""
 
 STREAM_BLOCKS_MAX = BATCH_KEYS_MAX
@@ -75,45 +82,47 @@ STREAM_BLOCKS_MAX = BATCH_KEYS_MAX
 STREAM_BATCH_BYTES_MAX = 64 << 20
 """Payload in one request over a stream, so that its deadline means something; one larger block
 travels alone."""
-CLAIMED_BYTES_MAX = 16 << 20
+CLAIMED_BYTES_MAX: Count = 16 << 20
 """What a call makes room for on the word of records in the index; beyond it the nodes are asked
 first whether blocks are as long as that."""
-STREAM_SLOW_BYTES_PER_S = 50 << 20
+STREAM_SLOW_BYTES_PER_S: Count = 50 << 20
 """A stream slower than this counts as stuck: what a batch's deadline is lengthened by."""
 STREAM_FRAME_BYTES_MAX = 1 << 20
 """A request over a stream without its payload."""
-STREAM_CONNECTIONS_PER_NODE = 4
+STREAM_CONNECTIONS_PER_NODE: Threads = 4
 """Connections that one client keeps to one node: requests at the same time."""
-STREAM_NODES_AT_ONCE = 64
+STREAM_NODES_AT_ONCE: Threads = 64
 """Nodes that one call reads from, and that one client tries again, at the same time: each has a
 thread, which a silent node keeps for a whole deadline."""
-STREAM_UNPROVEN_MAX = 64
+STREAM_UNPROVEN_MAX: Threads = 64
 """Connections that have not proved to know the secret yet, besides `STREAM_CONNECTIONS_MAX`."""
-STREAM_UNPROVEN_PER_ADDRESS_MAX = 32
-"""Of these, those from one address."""
-STREAM_RESERVED_SHARE = 4
+STREAM_UNPROVEN_PER_ADDRESS_MAX: Threads = 32
+"""Of the connections that have not proved it yet, those from one address."""
+STREAM_RESERVED_SHARE: Count = 4
 """One client host may have reserved one in so many bytes of a node by saves under way; whoever
 wants more waits for its own."""
 SILENCED_MAX = 256
 """Nodes of other hosts that clients of one host tell each other of as silent."""
-STREAM_CONNECTIONS_MAX = 256
+STREAM_CONNECTIONS_MAX: Threads = 256
 """Connections that a node serves at the same time; each has a thread."""
-TOLD_MAX = 1024
+TOLD_MAX: Count = 1024
 """Hints of clients on other hosts that wait for a node's event loop; one more is passed over."""
-CUDA_IPC_NODES_MAX = 64
+CUDA_IPC_NODES_MAX: Count = 64
 """Nodes whose VRAM one client has open; the one not used for longest goes for the next."""
-CUDA_IPC_WINDOW_BYTES = 256 << 20
+CUDA_IPC_WINDOW_BYTES: Count = 256 << 20
 """Payload queued on the stream as one, with one event; two such windows are under way."""
-CUDA_IPC_DRAIN_S = 10.0
+CUDA_IPC_DRAIN_S: Seconds = 10.0
 """How long copies that were queued before a deadline may take beyond it: a device that is
 slower than this hangs, and what they write to can neither be used nor given back."""
-DEMOTE_BLOCKS_MAX = 64
-DEMOTE_BYTES_MAX = 64 << 20
-"""What leaves VRAM for host memory at a time; one larger block travels alone."""
-NAMES_LOOKED_UP_MAX = 8
+DEMOTE_BLOCKS_MAX: Annotated[int, NumberRange(1, BATCH_KEYS_MAX)] = 64
+"""Blocks that leave VRAM for host memory at a time."""
+DEMOTE_BYTES_MAX: Count = 64 << 20
+"""Their payload; one larger block travels alone."""
+NAMES_LOOKED_UP_MAX: Threads = 8
 """Host names that one process looks up at the same time: each has a thread that cannot be called
 off, and one more fails at once."""
-NAMES_KEPT_MAX = 1024
+NAMES_KEPT_MAX: Count = 1024
+"""Host names whose addresses one process remembers."""
 
 NIXL_REQUEST_BYTES_MAX = 16 << 20
 """Payload in one READ request, so that its deadline means something; larger batches are several."""
@@ -121,19 +130,20 @@ NIXL_PIECES_MAX = 4096
 """Pieces in one READ request, the headers before and after each among them."""
 NIXL_REQUESTS_MAX = 4
 """READ requests of one client at the same time: so many such parts has the arena they go into."""
-NIXL_QUARANTINED_MAX = 2
+NIXL_QUARANTINED_MAX: Count = 2
 """Arenas that late bytes may still come into. With so many, nothing is read through NIXL."""
-NIXL_PEERS_MAX = 256
+NIXL_PEERS_MAX: Count = 256
 """Nodes whose NIXL endpoints one client knows."""
-NIXL_OWNER_RETRY_AFTER_MAX_S = 60.0
+NIXL_OWNER_RETRY_AFTER_MAX_S: Seconds = 60.0
 """Between two starts of a node's NIXL process when it dies again and again."""
 
-WEIGHTS_TIMEOUT_S = 60.0
+WEIGHTS_TIMEOUT_S: Seconds = 60.0
 """How long the fingerprint of a model's weights may take; cold, over a slow network, it is reads
 that wait."""
-WEIGHTS_THREADS = 8
+WEIGHTS_THREADS: Threads = 8
 """Files of weights that are read at the same time."""
-WEIGHT_FILES_MAX = 4096
+WEIGHT_FILES_MAX: Count = 4096
+"""Files of one model's weights; more are no model."""
 WEIGHT_WHOLE_BYTES_MAX = 8 << 20
 """Files of weights up to this size are read whole: adapters, indexes, code."""
 WEIGHT_HEADER_BYTES_MAX = 100 << 20
@@ -148,7 +158,7 @@ RESET_NAMESPACES_MAX = 64
 """Namespaces that one reset names; clients split longer ones."""
 RESETS_IDS_MAX = 1024
 """Namespaces of all resets that a node remembers together: 5.5 KB of its announcement."""
-RESET_TIMEOUT_S = 5.0
+RESET_TIMEOUT_S: Seconds = 5.0
 """How long a reset waits for all nodes to confirm it: they hear of it with a heartbeat."""
 RESET_LISTENS_S = 2.0
 """How long the index must have answered before a reset believes that it has seen all nodes: one
@@ -157,15 +167,12 @@ RESETS_SETTLE_S = 3.0
 """How long a node that starts with the blocks of a former start waits for the others to say
 again which resets it missed, when the index may have lost what they had said."""
 
-CONFIG_BYTES_MAX = 1 << 20
-"""Of an operator's file (config_file.py)."""
-
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 
-INDEX_WARNED_EVERY_S = 30.0
+INDEX_WARNED_EVERY_S: Seconds = 30.0
 """Between two warnings of one client or node that the index cannot be asked."""
-INDEX_LOOKED_AFTER_EVERY_S = 10.0
+INDEX_LOOKED_AFTER_EVERY_S: Seconds = 10.0
 """How often a client looks whether it can ask the index, whatever it asks otherwise."""
 
 NODE_TTL_S = 6.0
@@ -173,14 +180,15 @@ NODE_TTL_S = 6.0
 heartbeat, and after the client last heard of it where the index cannot be reached."""
 NODE_BELIEVED_S = 1.0
 """Part of it: how long a client uses what it heard of a node without asking the index again."""
-FIRST_NODE_WAIT_S = 5.0
+FIRST_NODE_WAIT_S: Seconds = 5.0
 """How long the first save of a client that may start a node waits for an index that does not
 say whether the node there, which names its index otherwise, is one of its own."""
-FIRST_ANSWER_WAIT_S = 20.0
+FIRST_ANSWER_WAIT_S: Seconds = 20.0
 """How long a client waits for the first answer of a node that gets no processor, beyond
 `request_timeout_s`: one that is stopped, or hangs, is given up at the deadline."""
-FIRST_QUESTION_WAIT_S = 1.0
-"""The same for a client that starts none, and so has Redis running already."""
+FIRST_QUESTION_WAIT_S: Seconds = 1.0
+"""How long the first save of a client that starts no node, and so has Redis running already,
+waits for that index."""
 RESTART_WITHIN_S = 600.0
 """How long after a node died its segment waits for the next start: then whatever else of this
 user lives on the host frees it (segment/abandoned.py), and before that a node of the same run
@@ -188,12 +196,8 @@ directory that needs the memory."""
 RESETS_KEPT_S = 2 * RESTART_WITHIN_S
 """How long the index keeps resets after the last node that knew of them: longer than a segment
 waits for its next start."""
-SEGMENTS_SEEN_MAX = 1024
+SEGMENTS_SEEN_MAX: Count = 1024
 """Segments of this user in /dev/shm that one look takes in; the others wait for the next."""
-
-
-AtLeastOne = Annotated[int, NumberRange(1)]
-Seconds = Annotated[float, NumberRange(above=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,19 +206,19 @@ class Limits:
 
     inline_bytes: Annotated[int, NumberRange(1, MESSAGE_BYTES_MAX // 2)] = 32 << 10
     """A value up to this size travels in the reserve request itself."""
-    clients: AtLeastOne = 1024
+    clients: Count = 1024
     """Clients on its host that a node serves at the same time."""
     reservations_per_client: Annotated[int, NumberRange(1, HELD_MAX)] = 8192
     """Slots that one client may have reserved and not committed."""
     pins_per_client: Annotated[int, NumberRange(1, HELD_MAX)] = 4096
     """Slots that one client may keep from being reused."""
-    pending_remove: AtLeastOne = 1 << 16
+    pending_remove: Count = 1 << 16
     """Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
-    gone_keys: AtLeastOne = 1 << 15
+    gone_keys: Count = 1 << 15
     """Keys that left the node lately and why, kept for `explain`: about 170 bytes each."""
-    namespaces: AtLeastOne = 256
+    namespaces: Count = 256
     """Namespaces whose fields a node remembers for `explain` and `kvstore ls`."""
-    names: AtLeastOne = 1 << 14
+    names: Count = 1 << 14
     """Values whose names a node remembers for `kvstore ls`: at most about 6 MB together."""
     redis_timeout_s: Seconds = 0.05
     """How long a lookup may take; then it is a miss."""
@@ -232,3 +236,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_settings(self, inside="limits.")
+
+
+MOVABLE = LimitTable(__name__, "limits")
+MOVABLE.move()

@@ -10,7 +10,10 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import connector.limits
+import kvstore.limits
 from connector.settings import ConnectorSettings
 from connector.transfer.config import KVTransferConfig
 from kvstore import Limits
@@ -25,25 +28,29 @@ KINDS = {
     "security": SecurityFiles,
     "node": NodeTable,
     "connector": ConnectorSettings,
+    "connector_limits": connector.limits.MOVABLE.kind,
     "transfer": KVTransferConfig,
 }
+CONSTANTS = {"limits": kvstore.limits, "connector_limits": connector.limits}
+"""Modules whose constants a table moves too."""
 OF_THIS_MACHINE = {("transfer", "kv_buffer_device"): "cuda where there is a driver, else cpu"}
 
 
-def described(kind: type) -> dict[str, str]:
-    """The docstring below each field."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+def described(source: Any) -> dict[str, str]:
+    """The docstring below each field of a class, or below each constant of a module."""
+    body: Any = ast.parse(textwrap.dedent(inspect.getsource(source))).body
     found = {}
-    for field, below in itertools.pairwise(body):
+    for field, below in itertools.pairwise(body[0].body if isinstance(source, type) else body):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+            name = ast.unparse(field.target)
+            name = name.lower() if name.isupper() else name
+            found[name] = " ".join(ast.literal_eval(below.value).split())
     return found
 
 
 def lines() -> Iterator[str]:
     yield MARK
     for table, kind in KINDS.items():
-        said = described(kind)
         yield from (
             "",
             f"## [{table}]",
@@ -51,10 +58,18 @@ def lines() -> Iterator[str]:
             "| name | what | default | meaning |",
             "|---|---|---|---|",
         )
-        for name, allowed in allowed_in(kind).items():
-            default = OF_THIS_MACHINE.get((table, name)) or shown(default_of(kind, name))
-            meaning = said[name].split("\n\n")[0].replace("|", "\\|")
-            yield f"| `{name}` | {allowed} | {default} | {meaning} |"
+        module = CONSTANTS.get(table)
+        if module is None or kind is not module.MOVABLE.kind:
+            yield from rows(table, kind, described(kind))
+        if module is not None:
+            yield from rows(table, module.MOVABLE.kind, described(module))
+
+
+def rows(table: str, kind: type, said: dict[str, str]) -> Iterator[str]:
+    for name, allowed in allowed_in(kind).items():
+        default = OF_THIS_MACHINE.get((table, name)) or shown(default_of(kind, name))
+        meaning = said[name].replace("|", "\\|")
+        yield f"| `{name}` | {allowed} | {default} | {meaning} |"
 
 
 def shown(value: object) -> str:

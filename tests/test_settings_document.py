@@ -1,12 +1,13 @@
 """docs/settings.md says what the code does."""
 
+import os
 import re
-import tomllib
+import subprocess
+import sys
 
 import settings_reference as reference
 
-from connector.settings import ConnectorSettings
-from kvstore.config_file import CONFIG, TABLES, read_config
+from kvstore.toml_file import CONFIG, TABLES
 
 
 def test_every_setting_is_in_the_document_as_it_is_in_the_code():
@@ -15,13 +16,26 @@ def test_every_setting_is_in_the_document_as_it_is_in_the_code():
     assert tuple(reference.KINDS) == TABLES
 
 
-def test_the_example_of_the_document_is_read_by_all_that_read_it(tmp_path, monkeypatch):
+def test_the_example_of_the_document_is_read_by_all_that_read_it(tmp_path):
     example = re.search(r"```toml\n(.*?)```", reference.DOCUMENT.read_text(), re.DOTALL)
     path = tmp_path / "kv.toml"
     path.write_text(example[1])
-    monkeypatch.setenv(CONFIG, str(path))
-    file = read_config()
-    assert file.tables == tomllib.loads(example[1])
-    assert file.limits().pins_per_client == 8192
-    file.security()
-    assert ConnectorSettings.from_extra({}).limits.request_timeout_s == 5.0
+    code = (
+        "from kvstore.config_file import read_config\n"
+        "from kvstore.limits import STREAM_CONNECTIONS_MAX\n"
+        "from connector.limits import SAVE_JOBS_MAX\n"
+        "from connector.settings import ConnectorSettings\n"
+        "file = read_config(); file.security()\n"
+        "made = ConnectorSettings.from_extra({})\n"
+        "print(file.tables['connector']['tp_sizes'], file.limits().pins_per_client,"
+        " made.limits.request_timeout_s, STREAM_CONNECTIONS_MAX, SAVE_JOBS_MAX)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, CONFIG: str(path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ran.stdout == "[1, 2] 8192 5.0 512 512\n"

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.cli.node_table import VARIABLES, node_table
-from kvstore.cli.options import no_password
-from kvstore.config_file import CONFIG, ConfigFile, SecurityFiles, read_config
+from kvstore.cli.options import no_password, use_config
+from kvstore.config_file import ConfigFile, SecurityFiles, read_config
 from kvstore.index.redis.url import redacted
+from kvstore.limits import MOVABLE
 from kvstore.settings import allowed_in
+from kvstore.toml_file import CONFIG
 
-FOR_ENGINES = ("connector", "transfer")
+FOR_ENGINES = ("connector", "connector_limits", "transfer")
 """Tables that an engine reads and checks when it starts."""
 
 
@@ -26,7 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    file = read_config(args.config)
+    if args.config is not None:
+        use_config(args.config)
+    file = read_config()
     source = "--config" if args.config else CONFIG
     print(f"# {file.path} ({source})" if file.path else f"# no file: {CONFIG} is not set")
     for line in _lines(file):
@@ -35,8 +39,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(file: ConfigFile) -> Iterator[str]:
+    yield "\n[limits]"
     yield from _table(file, "limits", file.limits(), {})
+    yield from _table(file, "limits", MOVABLE.in_force(), {})
+    yield "\n[security]"
     yield from _table(file, "security", file.security(), _security_variables())
+    yield "\n[node]"
     yield from _table(file, "node", node_table(file), VARIABLES)
     for name in FOR_ENGINES:
         table = file.table(name)
@@ -46,7 +54,6 @@ def _lines(file: ConfigFile) -> Iterator[str]:
 
 
 def _table(file: ConfigFile, name: str, values: Any, variables: dict[str, str]) -> Iterator[str]:
-    yield f"\n[{name}]"
     for field in allowed_in(type(values)):
         value = getattr(values, field)
         variable = variables.get(field)

@@ -18,9 +18,10 @@ from kvstore.cli.options import (
     no_password,
     size_bytes,
     start_logging,
+    use_config,
 )
 from kvstore.cli.output import human_bytes
-from kvstore.config_file import CONFIG, ConfigFile, read_config
+from kvstore.config_file import ConfigFile, read_config
 from kvstore.core.eviction import POLICIES
 from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
@@ -30,6 +31,7 @@ from kvstore.nodedir import sweep
 from kvstore.segment.abandoned import free_abandoned, segments
 from kvstore.segment.cgroup import memory_limit, size_within
 from kvstore.segment.shm import SHM_DIR
+from kvstore.toml_file import CONFIG
 from kvstore.transport.stream.address import parse_listen
 from kvstore.transport.stream.security import (
     SECRET,
@@ -146,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     if args.end_with_parent is not None:
         _end_with(args.end_with_parent)
     if args.config is not None:
-        os.environ[CONFIG] = str(args.config)  # the processes that it starts read it too
+        use_config(args.config)
     file = read_config()
     table = node_table(file if not args.only_options else ConfigFile(), args)
     run_dir = rundir.run_dir(table.run_dir)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
+import sys
 from pathlib import Path
 
 from kvstore import rundir
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
+from kvstore.limits import MOVABLE
+from kvstore.toml_file import CONFIG, read_toml
 
 KEY_PREFIX_DEFAULT = "kv:default"
 NAMESPACE_DEFAULT = "default"
@@ -93,3 +97,15 @@ def no_password(url: str) -> str:
         return parse_url(url).label
     except UsageError:
         return "(not a URL)"
+
+
+def use_config(path: Path) -> None:
+    """Make `path` the operator's file of this process and of those that it starts.
+
+    Constants are taken when they are imported: where the file moves one, the program begins anew.
+    """
+    os.environ[CONFIG] = str(path)
+    table = read_toml()[1].get(MOVABLE.table, {})
+    given = {name: value for name, value in table.items() if name in MOVABLE}
+    if MOVABLE.not_in_force(given, where=f"{path} [{MOVABLE.table}]"):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -236,7 +236,7 @@ def test_what_vllm_says_of_a_spec_comes_before_the_configuration(base: Any) -> N
         assert shape_of(config, found).groups[0].topology.tp_shards == expected
     spec = dataclasses.replace(group.kv_cache_spec, max_tp_shards=3)
     object.__setattr__(group, "kv_cache_spec", spec)
-    with pytest.raises(UsageError, match="tp_shards"):
+    with pytest.raises(UsageError, match="tp_size"):
         shape_of(config, found)
 
 

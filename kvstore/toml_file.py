@@ -1,0 +1,41 @@
+"""Reads the operator's file as it stands, below everything that has a setting in it."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import UsageError
+from kvstore.settings import known_names
+
+CONFIG = "KVSTORE_CONFIG"
+CONFIG_BYTES_MAX = 1 << 20
+TABLES = ("limits", "security", "node", "connector", "connector_limits", "transfer")
+
+
+def read_toml(path: str | Path | None = None) -> tuple[Path | None, dict[str, dict[str, Any]]]:
+    """The file at `path`, else the one that KVSTORE_CONFIG names, and its tables; else nothing.
+
+    Raises `UsageError` when it cannot be read, is no TOML, or has a table that nobody reads.
+    """
+    name, path = ("config", path) if path else (CONFIG, os.environ.get(CONFIG))
+    if not path:
+        return None, {}
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(CONFIG_BYTES_MAX + 1)
+    except OSError as e:
+        raise UsageError(name, str(path), f"cannot be read: {e.strerror}") from e
+    if len(raw) > CONFIG_BYTES_MAX:
+        raise UsageError(name, str(path), f"must have at most {CONFIG_BYTES_MAX} bytes")
+    try:
+        tables = tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as e:
+        raise UsageError(name, str(path), f"must be TOML: {e}") from e
+    known_names(tables, TABLES, where=str(path))
+    for table, values in tables.items():
+        if not isinstance(values, dict):
+            raise UsageError(str(path), table, f"must be a table: [{table}]")
+    return Path(path), tables
