@@ -5,9 +5,9 @@ All of it is plain, picklable data: the two sides usually live in different proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvstore import BlockRef, Key
 
@@ -27,6 +27,11 @@ class EngineRequest(Protocol):
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is in the engine, before the step that is being planned."""
+        ...
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What its sender wants done with its KV, as the engine was given it."""
         ...
 
     @property

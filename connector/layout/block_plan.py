@@ -24,9 +24,14 @@ Placement = Sequence[Sequence[Placed | None]]
 
 
 def usable_run(
-    placement: Placement, barred: Mapping[Key, bytes], layout: StoreLayout, num_tokens: int
+    placement: Placement,
+    barred: Mapping[Key, bytes],
+    layout: StoreLayout,
+    num_tokens: int,
+    blocks_max: int | None = None,
 ) -> int:
-    """Store blocks of the longest prefix that every group has what it needs of.
+    """Store blocks of the longest prefix that every group has what it needs of, at most
+    `blocks_max`.
 
     A group with a window needs the blocks that the window before the end
     touches, one with states the block that ends there, the others need all. No
@@ -36,7 +41,10 @@ def usable_run(
     """
     if not placement:
         return 0
-    usable = [[one is not None and not _barred(one, barred) for one in row] for row in placement]
+    usable = [
+        [one is not None and not _barred(one, barred) for one in row[:blocks_max]]
+        for row in placement
+    ]
     run = min(len(row) for row in usable)
     if layout.forgetful:
         run = min(run, max(0, num_tokens - 1) // layout.block_tokens)

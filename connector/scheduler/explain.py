@@ -53,6 +53,7 @@ _WORDS = {
     MissReason.TOO_BUSY: "too many lookups were waiting",
     MissReason.TOO_SHORT: "the prompt does not fill one block",
     MissReason.LOAD_FAILED: "it was found, and could not be loaded",
+    MissReason.SKIPPED: "the request's own kv_transfer_params say so",
     MissReason.NOT_TAKEN: "it was offered, and not taken: no room, or another connector won",
 }
 
@@ -99,6 +100,8 @@ class _Trace:
     """(first token, tokens) of a load under way."""
     hit_tokens: int = 0
     lookup: Lookup | None = None
+    limited: bool = False
+    """More was there than the request wanted."""
     refused: MissReason | None = None
     """Why nothing was offered; None once something was answered."""
     failed: Missing | None = None
@@ -160,11 +163,19 @@ class RequestHistory:
         self._trace(request).note("nothing offered: %d loads failed", failed_loads)
 
     def answered(
-        self, request: EngineRequest, lookup: Lookup, run: int, local_tokens: int, tokens: int
+        self,
+        request: EngineRequest,
+        lookup: Lookup,
+        run: int,
+        local_tokens: int,
+        tokens: int,
+        *,
+        limited: bool = False,
     ) -> None:
-        """A lookup led to an offer of `tokens`; `run` blocks were found and are not barred."""
+        """A lookup led to an offer of `tokens`; `run` blocks were found and are not barred.
+        `limited`: the request itself wanted no more."""
         trace = self._trace(request)
-        trace.lookup, trace.refused = lookup, None
+        trace.lookup, trace.refused, trace.limited = lookup, None, limited
         trace.offered_tokens = tokens
         if trace.local_tokens is None:
             trace.local_tokens = min(local_tokens, trace.possible_tokens)
@@ -356,7 +367,8 @@ class RequestHistory:
         if lookup is None:
             return None
         if got_tokens < lookup.run * self._layout.block_tokens:
-            return _missing(block, MissReason.NOT_TAKEN) if trace.loading is None else None
+            reason = MissReason.SKIPPED if trace.limited else MissReason.NOT_TAKEN
+            return _missing(block, reason) if trace.loading is None else None
         if lookup.short is None:
             return None
         missing = lookup.why or _missing(lookup.run, lookup.short)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from connector.messages import EngineRequest, LoadJob
 from connector.scheduler.lookup import Lookup
+from connector.scheduler.request_settings import RequestSettings
 from kvstore import Key
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class RequestState:
     """Leading store blocks that the last lookup found: not saved again."""
     saved_blocks: int = 0
     """Leading store blocks that were planned for saving since the last preemption."""
+    settings: RequestSettings | None = None
+    """The request's own; None until they were read."""
     save_barred: bool = False
     """Computed before a reset, or on what somebody else was still loading: not saved until it
     is computed anew."""

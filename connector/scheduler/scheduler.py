@@ -76,6 +76,7 @@ from connector.scheduler.explain import RequestHistory
 from connector.scheduler.ledger import NoPins, SaveLedger
 from connector.scheduler.lookup import Lookup, Lookups
 from connector.scheduler.patience import ComputeRate, patience_s
+from connector.scheduler.request_settings import RequestSettings
 from connector.scheduler.requests import LoadUnderWay, Offer, RequestState
 from connector.scheduler.resetting import Resetter
 from connector.scheduler.save_gate import SaveGate
@@ -178,7 +179,7 @@ class SchedulerCore:
         """Ask early: the answer is usually there when the engine first schedules it."""
         if self._settings.loads and self._long_enough(request):
             state = self._state(request.request_id)
-            if state.lookup is None:
+            if state.lookup is None and self._own_settings(state, request).max_load_tokens != 0:
                 state.lookup = self._lookups.submit(tuple(request.block_hashes))
 
     def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
@@ -187,6 +188,7 @@ class SchedulerCore:
         May be called any number of times without anything coming of it.
         """
         self._known_tokens[request.request_id] = num_computed_tokens
+        layout = self._layout
         if not self._settings.loads:
             return 0
         if not self._long_enough(request):
@@ -201,6 +203,10 @@ class SchedulerCore:
         if self._resetter.pending:
             self._history.refused(request, MissReason.CLEARED)
             return 0
+        most = self._own_settings(state, request).max_load_tokens
+        if most == 0:
+            self._history.refused(request, MissReason.SKIPPED)
+            return 0
         if state.failed_loads >= LOAD_ATTEMPTS_MAX:
             self._history.barred(request, state.failed_loads)
             return 0
@@ -214,10 +220,16 @@ class SchedulerCore:
             lookup.given_up = True
             self._history.refused(request, MissReason.DEADLINE)
             return 0
-        run = usable_run(lookup.placement, state.barred, self._layout, request.num_tokens)
+        run = usable_run(lookup.placement, state.barred, layout, request.num_tokens)
         state.present_blocks = run
         self._events.looked_up(request, lookup)
-        tokens = offered_tokens(run, num_computed_tokens, self._layout)
+        wanted = run
+        if most is not None:
+            blocks_max = (num_computed_tokens + most) // layout.block_tokens
+            wanted = usable_run(
+                lookup.placement, state.barred, layout, request.num_tokens, blocks_max
+            )
+        tokens = offered_tokens(wanted, num_computed_tokens, layout)
         # Tokens that came after the lookup are not part of the prompt it saw.
         last = request.num_tokens
         if self._settings.layerwise:  # one is computed, in a block that is not being loaded
@@ -225,7 +237,9 @@ class SchedulerCore:
         tokens = max(0, min(tokens, last - num_computed_tokens))
         if tokens:
             state.offer = Offer(lookup, num_computed_tokens, tokens)
-        self._history.answered(request, lookup, run, num_computed_tokens, tokens)
+        self._history.answered(
+            request, lookup, run, num_computed_tokens, tokens, limited=wanted < run
+        )
         return tokens
 
     def allocated(
@@ -261,6 +275,12 @@ class SchedulerCore:
 
     def _long_enough(self, request: EngineRequest) -> bool:
         return request.num_tokens >= self._layout.block_tokens
+
+    def _own_settings(self, state: RequestState, request: EngineRequest) -> RequestSettings:
+        if state.settings is None:
+            params = request.kv_transfer_params
+            state.settings = RequestSettings.of(request.request_id, params)
+        return state.settings
 
     def _lookup(self, state: RequestState, request: EngineRequest) -> Lookup | None:
         """The current lookup, a new one when there is none or it is too old."""
@@ -345,6 +365,9 @@ class SchedulerCore:
         last = full_blocks(
             request, num_scheduled_tokens, layout, settings.save_decode, settings.volatile_tokens
         )
+        most = self._own_settings(state, request).max_save_tokens
+        if most is not None:
+            last = min(last, most // layout.block_tokens)
         if last <= first or state.save_barred:
             return
         keys = state.keys(request, last, layout)
@@ -374,6 +397,8 @@ class SchedulerCore:
         if not states or state.save_barred:
             return
         tokens = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
+        most = self._own_settings(state, request).max_save_tokens
+        tokens = tokens if most is None else min(tokens, most)
         last = max(s.num_tokens for s in states) // layout.block_tokens
         keys = state.keys(request, last, layout)
         blocks = save_states(keys, state.present_blocks, tokens, states, layout)

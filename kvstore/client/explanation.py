@@ -53,6 +53,8 @@ class MissReason(enum.StrEnum):
     """Too many lookups were waiting."""
     NOT_TAKEN = "not-taken"
     """It was offered, and the engine made no room for it."""
+    SKIPPED = "skipped"
+    """The request wanted no more of it loaded."""
     NO_STORE = "no-store"
     """The store could not be opened."""
 

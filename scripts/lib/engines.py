@@ -175,8 +175,15 @@ class EngineProcess:
         prompts: list[list[int]],
         max_tokens: int = 16,
         abort_after_s: dict[int, float] | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> list[Generated]:
-        """Run prompts together, greedily; `abort_after_s` ends some of them early."""
+        """Run prompts together, greedily; `abort_after_s` ends some of them early.
+
+        `kv_transfer_params` are those of all of them.
+        """
+        more: dict[str, Any] = {}
+        if kv_transfer_params is not None:
+            more["kv_transfer_params"] = kv_transfer_params
         return [
             Generated(**result)
             for result in self.call(
@@ -184,6 +191,7 @@ class EngineProcess:
                 prompts=prompts,
                 max_tokens=max_tokens,
                 abort_after_s=abort_after_s or {},
+                **more,
             )
         ]
 
@@ -248,12 +256,20 @@ class Driver:
         self._next = 0
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, abort_after_s: dict[str, float]
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        abort_after_s: dict[str, float],
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=kv_transfer_params and {"kv_transfer_params": kv_transfer_params},
         )
         started: dict[str, float] = {}
         results: dict[str, dict[str, Any]] = {}

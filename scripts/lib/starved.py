@@ -56,6 +56,7 @@ class Request:
     request_id: str
     tokens: list[int]
     num_computed_tokens: int = 0
+    kv_transfer_params: None = None
 
     @property
     def num_tokens(self) -> int:

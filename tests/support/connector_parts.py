@@ -52,6 +52,7 @@ class FakeRequest:
     tokens: list[int]
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -54,6 +54,11 @@ class HashedRequest:
     @property
     def num_computed_tokens(self) -> int:
         return int(self._request.num_computed_tokens)
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        params: Mapping[str, Any] | None = self._request.kv_transfer_params
+        return params
 
     @property
     def block_hashes(self) -> Sequence[bytes]:

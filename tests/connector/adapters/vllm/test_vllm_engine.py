@@ -180,6 +180,30 @@ def test_chunked_prefill_and_long_prompts(
     assert [result.cached_tokens for result in loaded] == [3 * T] * 2
 
 
+def test_what_a_request_does_not_want_saved_is_in_no_segment(
+    alone: EngineProcess, start: Start, tmp_path: Path
+) -> None:
+    """Of a prompt that must not be kept no byte reaches a node, and its answer is the same."""
+    with tempfile.TemporaryDirectory(prefix="kve") as path:
+        store = Store(Path(path))
+        try:
+            engine = start(store.transfer())
+            produce(engine, store, prompts(1, seed=30))
+            files = [store.node.announcement.data_path, store.node.announcement.head_path]
+            before = [Path(file).read_bytes() for file in files]
+            wanted = prompts(2, seed=31)
+            skipped = engine.generate(wanted, kv_transfer_params={"skip_save": True})
+            engine.drain()
+            assert tokens_of(skipped) == tokens_of(alone.generate(wanted))
+            assert [Path(file).read_bytes() for file in files] == before
+            # The same engine, asked plainly: it is saved, so nothing else kept it out.
+            produce(engine, store, prompts(1, seed=32))
+            assert [Path(file).read_bytes() for file in files] != before
+        finally:
+            engine.close()
+            store.close()
+
+
 def test_aborts_while_loading_leave_the_engine_right(
     alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
 ) -> None:
