@@ -5,9 +5,12 @@
 
 from kvstore.client.async_client import AsyncClient
 from kvstore.client.base import (
+    AnyReservation,
     BlockRef,
     BlockStore,
     BlockView,
+    DeviceReservation,
+    HostBlockStore,
     LookupResult,
     MissQuery,
     PoolMapping,
@@ -22,7 +25,7 @@ from kvstore.client.pinned import Pinned, TokenMatch
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
 from kvstore.config_file import read_config
-from kvstore.cuda.base import CudaDevice, DeviceRange
+from kvstore.cuda.base import Buffer, CudaDevice, DeviceRange
 from kvstore.cuda.bindings import open_device as cuda_device
 from kvstore.errors import (
     DeadlineError,
@@ -51,7 +54,7 @@ from kvstore.settings import (
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, PutStatus
-from kvstore.vram.pool import DeviceReservation, VramPool
+from kvstore.vram.pool import VramPool
 from kvstore.weights import weights_fingerprint
 
 __version__ = "0.2.0"
@@ -98,6 +101,9 @@ __all__ = [
     "Key",
     "VramPool",
     "DeviceReservation",
+    "AnyReservation",
+    "Buffer",
+    "HostBlockStore",
     "DeviceBlock",
     "DeviceRange",
     "CudaDevice",

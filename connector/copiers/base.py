@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvstore import DeviceRange
+from kvstore import Buffer
 
-Payload = memoryview | DeviceRange
+Payload = Buffer
 """Where a payload is. On a device only where `KVMemory.device` says that it may be."""
 
 

@@ -14,8 +14,7 @@ from functools import lru_cache
 from connector.limits import PAGE_PARTS_MAX, SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES
 from kvstore import (
     BlockRef,
-    BlockStore,
-    BlockView,
+    HostBlockStore,
     Key,
     Namespace,
     PeerError,
@@ -86,7 +85,7 @@ class Pages:
     A peer's fault is never raised: what could not be saved or loaded is False.
     """
 
-    def __init__(self, store: BlockStore, namespace: Namespace) -> None:
+    def __init__(self, store: HostBlockStore, namespace: Namespace) -> None:
         self.store = store
         self.namespace = namespace
         store.register_namespaces([namespace])
@@ -142,7 +141,7 @@ class Pages:
 
     def read(self, found: BlockRef, parts: Parts) -> bool:
         """Copy, then check. False when the block is gone or is not of the parts' size."""
-        view: BlockView | None = self.store.view(found)
+        view = self.store.view(found)
         if view is None or view.buffer.nbytes != size_of(parts):
             return False
         scatter(view.buffer, parts)

@@ -15,7 +15,7 @@ from connector.worker import transfers
 from connector.worker.layerwise import LayerPlace, StepLoads, StepSaves
 from connector.worker.transfers import Load, Reserved, Save, Views, block_views, gather_all
 from connector.worker.worker import WorkerCore
-from kvstore import KVStoreError, MissReason, Reservation
+from kvstore import AnyReservation, KVStoreError, MissReason
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class LayerwiseWorker(WorkerCore):
         if store is None:
             step.give_up(MissReason.NO_STORE)
             return
-        unused: list[Reservation] = []
+        unused: list[AnyReservation] = []
         try:
             reserved: list[Reserved] = []
             for group, blocks in self._batches(step.tasks):

@@ -11,7 +11,7 @@ from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
 from connector.limits import Clock
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.worker.copy_guard import CopyGuard
-from kvstore import BlockView, DeadlineError, Key, MissReason, NodeUnavailableError, Reservation
+from kvstore import AnyReservation, BlockView, DeadlineError, Key, MissReason, NodeUnavailableError
 
 if TYPE_CHECKING:
     from connector.layout.shard_reads import GroupReads
@@ -68,7 +68,7 @@ class Reserved(NamedTuple):
 
     task: Save
     block: SaveBlock
-    reservation: Reservation
+    reservation: AnyReservation
 
 
 def block_views(

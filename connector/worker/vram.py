@@ -1,17 +1,18 @@
 """Wraps a store so that saves go to VRAM of this process first and are read there in place.
 
-What `buffer`s are then is a `DeviceRange`, not a memoryview: only for copiers that take
-both, which are those of KV on a CUDA device. Everything else of a `BlockStore` is as it was.
+`buffer`s are then `DeviceRange`s, too: only for copiers that take both, which are those of KV
+on a CUDA device. Everything else of a `BlockStore` is as it was.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from connector.limits import RESET_WAIT_S
 from kvstore import (
+    AnyReservation,
     BlockRef,
     BlockSession,
     BlockView,
@@ -28,7 +29,6 @@ from kvstore import (
     PrefixMatch,
     PutResult,
     PutStatus,
-    Reservation,
     ResetResult,
     VramPool,
 )
@@ -41,7 +41,7 @@ class VramView:
 
     def __init__(self, block: DeviceBlock) -> None:
         self._block = block
-        self.buffer = cast("memoryview", block.memory)
+        self.buffer = block.memory
         self.valid = block.valid
 
 
@@ -108,71 +108,26 @@ class VramStore:
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
-    ) -> list[Reservation | PutResult]:
+    ) -> Sequence[AnyReservation | PutResult]:
         if self.pool is None:
             return self._store.reserve(keys, size_bytes, namespace_id)
-        answers = dict(zip(keys, self.pool.reserve(keys, size_bytes, namespace_id), strict=True))
+        answers: dict[Key, AnyReservation | PutResult] = dict(
+            zip(keys, self.pool.reserve(keys, size_bytes, namespace_id), strict=True)
+        )
         left = [key for key, answer in answers.items() if _is_rejected(answer)]
         try:
             below = self._store.reserve(left, size_bytes, namespace_id) if left else []
         except BaseException:
-            self.pool.abort([a for a in answers.values() if isinstance(a, DeviceReservation)])
+            self.abort([a for a in answers.values() if isinstance(a, DeviceReservation)])
             raise
-        taken: dict[Key, Reservation | PutResult] = dict(zip(left, below, strict=True))
-        for key, answer in answers.items():
-            if isinstance(answer, DeviceReservation):
-                taken[key] = self._as_reservation(answer)
-            else:
-                taken.setdefault(key, answer)
-        return [taken[key] for key in keys]
+        answers |= zip(left, below, strict=True)
+        return [answers[key] for key in keys]
 
-    def _as_reservation(self, granted: DeviceReservation) -> Reservation:
-        assert self.pool is not None
-        core = self.pool.node.core
-        return Reservation(
-            granted.key,
-            cast("memoryview", granted.memory),
-            core.node_id,
-            core.epoch,
-            granted.slot,
-            granted.generation,
-        )
+    def commit(self, reservations: Sequence[AnyReservation]) -> list[PutResult]:
+        return self._store.commit(reservations)  # each goes to who granted it
 
-    def _split(
-        self, reservations: Sequence[Reservation]
-    ) -> tuple[list[DeviceReservation], list[Reservation]]:
-        """Those in VRAM, those elsewhere."""
-        if self.pool is None:
-            return [], list(reservations)
-        mine = self.pool.node.core.node_id
-        granted = [
-            DeviceReservation(r.key, cast("Any", r.buffer), r.slot, r.generation)
-            for r in reservations
-            if r.node_id == mine
-        ]
-        return granted, [r for r in reservations if r.node_id != mine]
-
-    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
-        granted, below = self._split(reservations)
-        results: dict[Key, PutResult] = {}
-        if granted and self.pool is not None:
-            try:
-                committed = self.pool.commit(granted)
-            except BaseException:
-                self._store.abort(below)
-                raise
-            results = {r.key: result for r, result in zip(granted, committed, strict=True)}
-        if below:
-            committed = self._store.commit(below)
-            results |= {r.key: result for r, result in zip(below, committed, strict=True)}
-        return [results[r.key] for r in reservations]
-
-    def abort(self, reservations: Sequence[Reservation]) -> None:
-        granted, below = self._split(reservations)
-        if granted and self.pool is not None:
-            self.pool.abort(granted)
-        if below:
-            self._store.abort(below)
+    def abort(self, reservations: Sequence[AnyReservation]) -> None:
+        self._store.abort(reservations)
 
     def reset(self, namespace_ids: Sequence[int], timeout_s: float = RESET_WAIT_S) -> ResetResult:
         return self._store.reset(namespace_ids, timeout_s)  # the pool hears of it as nodes do
@@ -199,5 +154,5 @@ class VramStore:
         self._store.close()
 
 
-def _is_rejected(answer: DeviceReservation | PutResult) -> bool:
+def _is_rejected(answer: AnyReservation | PutResult) -> bool:
     return isinstance(answer, PutResult) and answer.status is PutStatus.REJECTED

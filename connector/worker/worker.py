@@ -54,7 +54,7 @@ from connector.messages import LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.metrics import Counts
 from connector.worker import transfers
 from connector.worker.transfers import Load, Reserved, Save, Transfer, gather_all
-from kvstore import BlockStore, InternalError, Key, KVStoreError, MissReason, Reservation
+from kvstore import BlockStore, InternalError, Key, KVStoreError, MissReason, PutResult
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
@@ -424,7 +424,7 @@ class WorkerCore:
         reserved: list[Reserved] = []
         there: set[Key] = set()
         for key, answer in zip(wanted, answers, strict=True):
-            if isinstance(answer, Reservation):
+            if not isinstance(answer, PutResult):
                 reserved.append(Reserved(*wanted[key], answer))
                 continue
             self._counts.add(metrics.UNSAVED_BLOCKS, 1, answer.status)

@@ -7,14 +7,19 @@ implements it over Redis and the memory node of this host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvstore.client.explanation import FieldDifference, Missing, MissReason
 from kvstore.client.reset_result import ResetResult
+from kvstore.cuda.base import Buffer, DeviceRange
 from kvstore.index.base import Record
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S
 from kvstore.types import Key, PutResult
+
+T = TypeVar("T")
+Later = Callable[[], list[T]]
+"""What becomes of each of the blocks of a request that was sent; waits until it is known."""
 
 
 class BlockRef(NamedTuple):
@@ -64,19 +69,59 @@ class MissQuery(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """A slot that is this writer's own until it commits, aborts or its process ends."""
+    """Memory that is this writer's own until it commits, aborts or its process ends."""
 
     key: Key
     buffer: memoryview
-    """Writable shared memory, exactly the size that was asked for (format 'B')."""
+    """Writable, exactly the size that was asked for (format 'B')."""
+    saver: Saver[Reservation]
+    """Who granted it, and alone can take it back."""
     node_id: int
     epoch: int
     slot: int
     generation: int
+    """These four are what `saver` knows it by: a slot, where there is one."""
 
 
+class DeviceReservation(NamedTuple):
+    """`Reservation` of memory of a CUDA device."""
+
+    key: Key
+    buffer: DeviceRange
+    """Exactly the size that was asked for."""
+    saver: Saver[DeviceReservation]
+    slot: int
+    generation: int
+
+
+AnyReservation = Reservation | DeviceReservation
+R_contra = TypeVar("R_contra", bound=AnyReservation, contravariant=True)
 ReserveAnswer = Reservation | PutResult
 """For a block that is to be saved: where to write it, or what became of it already."""
+
+
+class Saver(Protocol[R_contra]):
+    """What takes the blocks of one place: a node of this host, nodes of other hosts, or the pool
+    in VRAM of this process. Thread-safe.
+
+    It grants reservations (each kind is asked for them in its own way) and takes each back once,
+    by a commit or an abort. Until then the memory is its writer's, whatever the saver does or
+    fails at (rule 5). `client/savers.py` divides what is of several.
+    """
+
+    def commit_later(self, reservations: Sequence[R_contra]) -> Later[PutResult]:
+        """`BlockStore.commit` of what this saver granted, in two steps: sent now, answered when
+        called. Either may raise what `commit` raises.
+
+        A reservation that was taken back before, or is of a former start, is REJECTED, or all of
+        the call raises `NodeUnavailableError`; it never seals what another writer has.
+        """
+        ...
+
+    def abort(self, reservations: Sequence[R_contra]) -> None:
+        """Take back unwritten. Never raises for a peer's fault; what was taken back before is
+        passed over."""
+        ...
 
 
 class PoolMapping(NamedTuple):
@@ -98,13 +143,20 @@ class BlockView(Protocol):
     """A block in place, read-only. Copy first, then ask `valid()` (rule 4)."""
 
     @property
-    def buffer(self) -> memoryview:
-        """Read-only, format 'B', exactly the length that was saved."""
+    def buffer(self) -> Buffer:
+        """Exactly the length that was saved. A memoryview is read-only, format 'B'."""
         ...
 
     def valid(self) -> bool:
         """True when all that was read from `buffer` so far is the block of this key."""
         ...
+
+
+class HostView(BlockView, Protocol):
+    """A `BlockView` in the host's memory."""
+
+    @property
+    def buffer(self) -> memoryview: ...
 
 
 class BlockStore(Protocol):
@@ -143,7 +195,7 @@ class BlockStore(Protocol):
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
-    ) -> list[Reservation | PutResult]:
+    ) -> Sequence[AnyReservation | PutResult]:
         """Ask the nodes of this host for a slot per key; one request to each that is to have some.
 
         A key that needs no writing comes back as its `PutResult` (exists, in
@@ -152,15 +204,16 @@ class BlockStore(Protocol):
         """
         ...
 
-    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
-        """The bytes are in place: seal and publish; one request.
+    def commit(self, reservations: Sequence[AnyReservation]) -> list[PutResult]:
+        """The bytes are in place: seal and publish; one request to each saver.
 
-        Raises `NodeUnavailableError` or `DeadlineError`; then what became of the
-        blocks is unknown and the buffers must not be written any more.
+        Raises `NodeUnavailableError` or `DeadlineError` when none answers, else what one that
+        does not would have sealed is REJECTED; either way it may be sealed all the same, and the
+        buffers must not be written any more.
         """
         ...
 
-    def abort(self, reservations: Sequence[Reservation]) -> None:
+    def abort(self, reservations: Sequence[AnyReservation]) -> None:
         """Give slots back unwritten. Never raises for a peer's fault."""
         ...
 
@@ -229,3 +282,17 @@ class BlockStore(Protocol):
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
         ...
+
+
+class HostBlockStore(BlockStore, Protocol):
+    """A `BlockStore` whose buffers are all in the host's memory."""
+
+    def view(self, found: BlockRef) -> HostView | None: ...
+
+    def views(
+        self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
+    ) -> Iterator[HostView | None]: ...
+
+    def reserve(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+    ) -> list[ReserveAnswer]: ...

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import xxhash
 
-from kvstore.client.base import Reservation, ReserveAnswer
+from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.deadlines import connecting, each_within, in_turn
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.host_writers import ROUNDS
 from kvstore.client.local.link import NodeLink
-from kvstore.client.local.writer import Later, Writer
+from kvstore.client.local.writer import Writer
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import BATCH_KEYS_MAX

@@ -9,7 +9,7 @@ where there is no node here; `index` says what is where. What passes through it:
     a `BlockRef`      -> view: bytes in place, or fetched. Not yet a hit: who copies from it asks
                          `valid()` afterwards, and takes False for a miss (rule 4).
     a key, reserved   -> `Reservation`: memory to write to, until `commit` or `abort`, one of them,
-                         once. The part that granted it takes it back: `_by_place` tells which.
+                         once. Its `saver` granted it and takes it back (client/savers.py).
 
 A session is open from its making to `close`. Each part reaches its peers when it is first
 needed, and by itself again after they failed: the index behind a circuit breaker
@@ -36,15 +36,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvstore.client import arguments
+from kvstore.client import arguments, savers
 from kvstore.client.base import (
+    AnyReservation,
     BlockRef,
-    BlockView,
+    HostView,
     LookupResult,
     MissQuery,
     PoolMapping,
     PrefixMatch,
-    Reservation,
+    ReserveAnswer,
 )
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing, MissReason, reason_of
@@ -59,7 +60,7 @@ from kvstore.client.reader import Place, Reader
 from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.remote.silenced import Silenced
-from kvstore.client.remote.writer import AWAY_SLOT, RemoteWriter
+from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.resetting import reset_everywhere
 from kvstore.client.values.names import ValueNames
@@ -100,15 +101,6 @@ def _mapping(shm: AttachedShm, *, writable: bool) -> list[PoolMapping]:
     return [PoolMapping(memory, LOCK_PART_BYTES, writable, block.node_id, block.epoch)]
 
 
-def _by_place(
-    reservations: Sequence[Reservation],
-) -> tuple[list[Reservation], list[Reservation]]:
-    """Those of this host's node, and those for another host's. There are both when a node of
-    this host came or went between two reserves."""
-    away = [r for r in reservations if r.slot == AWAY_SLOT]
-    return [r for r in reservations if r.slot != AWAY_SLOT] if away else list(reservations), away
-
-
 def _divided(staging: memoryview, refs: list[Place | RemoteBlock | None]) -> list[Out | None]:
     """Room in `staging` for those of other hosts, one after the other; what finds none is taken
     out of `refs`."""
@@ -126,7 +118,7 @@ def _divided(staging: memoryview, refs: list[Place | RemoteBlock | None]) -> lis
 
 
 class BlockSession:
-    """Implements `kvstore.client.base.BlockStore`. Lookups are lazy: nothing is contacted yet.
+    """Implements `kvstore.client.base.HostBlockStore`. Lookups are lazy: nothing is contacted yet.
 
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
     embedded Redis of this machine. `node` names the local node to write to, None
@@ -222,7 +214,9 @@ class BlockSession:
             start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
         )
         self.value_names = ValueNames(self.writer)
-        self.remote_writer = RemoteWriter(self.remote, self.index, self.reader.readable, signer)
+        self.remote_writer = RemoteWriter(
+            self.remote, self.index, self.reader.readable, self.writer.introductions, signer
+        )
         self._explainer = Explainer(
             self.index,
             self.remote,
@@ -331,18 +325,18 @@ class BlockSession:
         self.reader.index_failed(error, missed=missed)
         return reason_of(error) if missed else None
 
-    def view(self, found: BlockRef) -> BlockView | None:
+    def view(self, found: BlockRef) -> HostView | None:
         (view,) = self.views([found], None)
         return view
 
     def views(
         self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
-    ) -> Iterator[BlockView | None]:
+    ) -> Iterator[HostView | None]:
         """See `BlockStore.views`. Those of other hosts come when the first of them is asked for."""
         deadline = None if timeout_s is None else self._now() + timeout_s
         refs = [self.reader.resolve(one.key, one.record) for one in found]
         into = None if staging is None else _divided(staging, refs)
-        fetched: Sequence[BlockView | None] = ()
+        fetched: Sequence[HostView | None] = ()
         for i, (one, ref) in enumerate(zip(found, refs, strict=True)):
             if isinstance(ref, RemoteBlock):
                 fetched = fetched or self.reader.read(refs, into, deadline)
@@ -398,7 +392,7 @@ class BlockSession:
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
-    ) -> list[Reservation | PutResult]:
+    ) -> list[ReserveAnswer]:
         wants = [Want(key, size_bytes, Kind.BLOCK, 0, None, 0) for key in keys]
         here = self.no_local_node()
         if here is None:
@@ -416,23 +410,11 @@ class BlockSession:
             return e
         return None
 
-    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
-        here, away = _by_place(reservations)
-        if not away:
-            return self.writer.commit(here)
-        try:
-            local = iter(self.writer.commit(here) if here else ())
-        except BaseException:
-            self.remote_writer.abort(away)
-            raise
-        remote = iter(self.remote_writer.commit(away, self.writer.introductions))
-        return [next(remote if r.slot == AWAY_SLOT else local) for r in reservations]
+    def commit(self, reservations: Sequence[AnyReservation]) -> list[PutResult]:
+        return savers.commit(reservations, self.limits.request_timeout_s)
 
-    def abort(self, reservations: Sequence[Reservation]) -> None:
-        here, away = _by_place(reservations)
-        self.remote_writer.abort(away)
-        if here:
-            self.writer.abort(here)
+    def abort(self, reservations: Sequence[AnyReservation]) -> None:
+        savers.abort(reservations, self.limits.request_timeout_s)
 
     def touch(self, keys: Sequence[Key]) -> None:
         self.writer.touch(keys, self._now())

@@ -32,6 +32,10 @@ class DeviceRange:
         return self.size_bytes
 
 
+Buffer = memoryview | DeviceRange
+"""Where a block's payload is."""
+
+
 class Event(Protocol):
     """What was queued on a stream up to one moment."""
 

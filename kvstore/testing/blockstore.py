@@ -1,6 +1,6 @@
 """A `BlockStore` in this process's memory: the model that connectors are tested with.
 
-It keeps the promises of the contract (tests/contract/blockstore.py runs against
+It keeps the promises of the contracts (tests/contract/blockstore.py and saver.py run against
 it and against `BlockSession`) and lets a test be the rest of the world: evict a
 block, fill the node, hang, take the index away, change a block while it is read.
 """
@@ -13,16 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.client.base import (
+    AnyReservation,
     BlockRef,
-    BlockView,
+    HostView,
+    Later,
     LookupResult,
     MissQuery,
     PoolMapping,
     PrefixMatch,
     Reservation,
+    ReserveAnswer,
 )
 from kvstore.client.explanation import Missing, MissReason
 from kvstore.client.reset_result import ResetResult
+from kvstore.client.savers import answered
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S
@@ -121,7 +125,7 @@ class MemoryBlockStore:
             for key, record in zip(keys, records, strict=True)
         )
 
-    def view(self, found: BlockRef) -> BlockView | None:
+    def view(self, found: BlockRef) -> HostView | None:
         """See `BlockStore.view`."""
         self.on_view()
         location = unpack_record(found.key, found.record)
@@ -140,13 +144,13 @@ class MemoryBlockStore:
 
     def views(
         self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
-    ) -> Iterator[BlockView | None]:
+    ) -> Iterator[HostView | None]:
         """See `BlockStore.views`."""
         return map(self.view, found)
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
-    ) -> list[Reservation | PutResult]:
+    ) -> list[ReserveAnswer]:
         """See `BlockStore.reserve`."""
         self.on_reserve()
         self._need_node()
@@ -154,7 +158,7 @@ class MemoryBlockStore:
             self.reserve_calls += 1
             return [self._reserve(key, size_bytes, namespace_id) for key in keys]
 
-    def _reserve(self, key: Key, size_bytes: int, namespace_id: int) -> Reservation | PutResult:
+    def _reserve(self, key: Key, size_bytes: int, namespace_id: int) -> ReserveAnswer:
         for slot in self._slots.values():
             if slot.key == key:
                 return EXISTS if slot.sealed else IN_PROGRESS
@@ -164,16 +168,20 @@ class MemoryBlockStore:
         generation = self._generations[slot_id] = self._generations.get(slot_id, 0) + 1
         slot = _Slot(key, namespace_id, bytearray(size_bytes), generation)
         self._slots[slot_id] = slot
-        return Reservation(key, memoryview(slot.payload), NODE_ID, EPOCH, slot_id, generation)
+        return Reservation(key, memoryview(slot.payload), self, NODE_ID, EPOCH, slot_id, generation)
 
-    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
+    def commit(self, reservations: Sequence[AnyReservation]) -> list[PutResult]:
         """See `BlockStore.commit`."""
         self.on_commit()
         self._need_node()
         with self._lock:
             return [self._commit(reservation) for reservation in reservations]
 
-    def _commit(self, reservation: Reservation) -> PutResult:
+    def commit_later(self, reservations: Sequence[Reservation]) -> Later[PutResult]:
+        """See `Saver.commit_later`."""
+        return answered(lambda: self.commit(reservations))
+
+    def _commit(self, reservation: AnyReservation) -> PutResult:
         slot = self._slots.get(reservation.slot)
         if slot is None or slot.generation != reservation.generation or slot.sealed:
             return rejected("not reserved")
@@ -189,7 +197,7 @@ class MemoryBlockStore:
     def _sealed_slot(self, key: Key) -> int | None:
         return next((i for i, s in self._slots.items() if s.key == key and s.sealed), None)
 
-    def abort(self, reservations: Sequence[Reservation]) -> None:
+    def abort(self, reservations: Sequence[AnyReservation]) -> None:
         """See `BlockStore.abort`."""
         with self._lock:
             for reservation in reservations:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvstore.client.base import BlockStore, Reservation
+from kvstore.client.base import HostBlockStore, Reservation
 from kvstore.core.answers import Answer, ColdBlock
 from kvstore.core.events import Coldest, Retire, Unpin
 from kvstore.cuda.base import Copy, CudaDevice, address_of, wait
@@ -46,7 +46,7 @@ class Demoter:
         session: LocalSession,
         address: int,
         device: CudaDevice,
-        store: BlockStore,
+        store: HostBlockStore,
         reserve_bytes: int,
     ) -> None:
         """`session` is one of the node in VRAM, `address` that of its segment. Raises
@@ -178,9 +178,7 @@ class Demoter:
 def _copies(reservation: Reservation, source: int, size_bytes: int) -> Iterator[Copy]:
     """The memory below may be page-locked in this process, in parts that no copy may cross."""
     target = address_of(reservation.buffer)
-    # What is on its way to another host is in no segment, and has no slot.
-    page = max(reservation.slot, 0) * SLOT_BYTES_MIN
-    at = page + target % SLOT_BYTES_MIN
+    at = reservation.slot * SLOT_BYTES_MIN + target % SLOT_BYTES_MIN
     done = 0
     while done < size_bytes:
         part = min(LOCK_PART_BYTES - (at + done) % LOCK_PART_BYTES, size_bytes - done)

@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
 
+from kvstore.client.base import DeviceReservation, Later
+from kvstore.client.savers import answered
 from kvstore.client.session import BlockSession
 from kvstore.core.answers import Answer, Grant, PutAnswer
 from kvstore.core.events import (
@@ -52,21 +54,11 @@ def _give_back(answer: Answer) -> Abort:
     return Abort(0, 0, [one[:2] for one in answer if isinstance(one, Grant)])
 
 
-class DeviceReservation(NamedTuple):
-    """A slot in VRAM that is its writer's own until it commits or aborts it."""
-
-    key: Key
-    memory: DeviceRange
-    """Exactly the size that was asked for."""
-    slot: int
-    generation: int
-
-
 class VramPool:
     """A node in VRAM inside this process, and a thread that moves what is cold to host memory.
 
-    Thread-safe. Who finds no slot saves to `store` instead: nothing is evicted here as long
-    as host memory has room.
+    Thread-safe. Implements `kvstore.client.base.Saver`. Who finds no slot saves to `store`
+    instead: nothing is evicted here as long as host memory has room.
     """
 
     def __init__(
@@ -178,7 +170,7 @@ class VramPool:
             return FULL if answer is NO_SPACE else answer
         slot, generation, offset = answer
         memory = DeviceRange(self.node.address + offset, size_bytes, self.device.ordinal)
-        return DeviceReservation(key, memory, slot, generation)
+        return DeviceReservation(key, memory, self, slot, generation)
 
     def commit(self, reservations: Sequence[DeviceReservation]) -> list[PutResult]:
         """The bytes are in place (the work that writes them is done, not only queued): seal and
@@ -193,6 +185,10 @@ class VramPool:
             return [rejected(str(e))] * len(items)
         self.demoter.wake()
         return results
+
+    def commit_later(self, reservations: Sequence[DeviceReservation]) -> Later[PutResult]:
+        """See `Saver.commit_later`."""
+        return answered(partial(self.commit, reservations))
 
     def abort(self, reservations: Sequence[DeviceReservation]) -> None:
         """Give slots back, to which nothing writes any more."""

@@ -129,7 +129,13 @@ def calls(writer: Writer, explainer: Explainer) -> dict[str, Callable[[], object
     announcement = writer.link().announcement
     mine = [
         Reservation(
-            KEYS[0], memoryview(bytearray(1)), announcement.node_id, announcement.epoch, 1, 1
+            KEYS[0],
+            memoryview(bytearray(1)),
+            writer,
+            announcement.node_id,
+            announcement.epoch,
+            1,
+            1,
         )
     ]
     question = MissQuery(0, KEYS[0], NAMESPACE, lambda _: KEYS[1])

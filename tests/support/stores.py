@@ -139,7 +139,7 @@ class NodeProcess:
 class NodeThread:
     """A memory node in a thread of this process, with its own run directory and key prefix."""
 
-    def __init__(self, redis: RedisServer, *, limits: Limits = PATIENT, **sizes: int) -> None:
+    def __init__(self, redis: RedisServer, *, limits: Limits = PATIENT, **settings: Any) -> None:
         self.run_dir = Path(tempfile.mkdtemp(prefix="kvp-"))
         key_prefix = f"kv:{self.run_dir.name}"
         self.client_options: dict[str, Any] = {
@@ -151,13 +151,17 @@ class NodeThread:
         self._index = open_guarded(
             redis.url, key_prefix=key_prefix, run_dir=self.run_dir, limits=PATIENT
         )
-        config = NodeConfig(run_dir=self.run_dir, key_prefix=key_prefix, limits=limits, **sizes)
+        config = NodeConfig(run_dir=self.run_dir, key_prefix=key_prefix, limits=limits, **settings)
         self._node = Node(config, self._index.index).start()
 
     def __enter__(self) -> NodeThread:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def stop(self) -> None:
+        """It goes; its run directory stays. Safe to call twice."""
         self._node.stop()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
         self._index.close()
         shutil.rmtree(self.run_dir, ignore_errors=True)

@@ -60,7 +60,7 @@ def test_blocks_whose_commit_is_answered_too_late_are_there_all_the_same(
 ):
     (slot,) = producer.pool.reserve([key_of(0)], BLOCK_BYTES, NAMESPACE)
     (other,) = producer.pool.reserve([key_of(1)], BLOCK_BYTES, NAMESPACE)
-    put(producer.device, slot.memory.address, payload_of(0))
+    put(producer.device, slot.buffer.address, payload_of(0))
     with busy_node(producer.pool):
         impatient(monkeypatch)
         if busy_before:

@@ -44,7 +44,7 @@ class Producer:
         payloads = [memoryview(bytearray(payload_of(keys[r.key]))) for r in granted]
         self.stream.copy(
             [
-                (r.memory.address, address_of(payload), BLOCK_BYTES)
+                (r.buffer.address, address_of(payload), BLOCK_BYTES)
                 for r, payload in zip(granted, payloads, strict=True)
             ]
         )

@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
-from kvstore.client.base import Reservation, ReserveAnswer
-from kvstore.client.local.deadlines import connecting, each_within, in_turn, until
+from kvstore.client.base import Later, ReserveAnswer
+from kvstore.client.local.deadlines import each_within, in_turn, until
 from kvstore.client.local.host_writers import ROUNDS, HostWriters
 from kvstore.client.local.link import NodeLink
-from kvstore.client.local.writer import Later, Writer, nobody_here
+from kvstore.client.local.writer import Writer, nobody_here
 from kvstore.client.pins import Pin, Pins
 from kvstore.client.placement import Home, homes_of
+from kvstore.client.savers import abort, answered, ask_all
 from kvstore.core.answers import BlockRow
 from kvstore.core.listed import place_of
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
@@ -30,7 +31,7 @@ from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
 from kvstore.protocol.control_requests import Want
 from kvstore.record import unpack_record
 from kvstore.segment.header import KEY_PART, fields
-from kvstore.types import Key, PutResult, rejected
+from kvstore.types import Key, rejected
 
 ROOM_BELIEVED_S = 0.05
 """How long what nodes said of their room is used, less what was sent there since."""
@@ -38,7 +39,6 @@ HIGHEST = frozenset({"largest_free_bytes", "oldest_reservation_s", "value_bytes_
 """Counters of nodes that are not added up."""
 
 _GONE = (NodeUnavailableError, DeadlineError)
-T = TypeVar("T")
 Share = tuple[Writer, NodeLink, list[int]]
 """A node, and the numbers of the blocks that go there."""
 
@@ -119,6 +119,7 @@ class HostWriter(HostWriters):
         without: set[NodeLink] = set()
         failure: PeerError | None = None
         each_s = 0.0
+        give_back = partial(abort, timeout_s=self.timeout_s)
         try:
             for _ in range(ROUNDS):
                 blocks = [(wants[i].key, wants[i].size_bytes) for i in todo]
@@ -135,7 +136,7 @@ class HostWriter(HostWriters):
                     for writer, _, which in shares
                 ]
                 with each_within(each_s):
-                    asked = _ask_all(posts, self.abort, self.timeout_s)
+                    asked = ask_all(posts, give_back, self.timeout_s)
                 for (_, link, which), answer in zip(shares, asked, strict=True):
                     if not isinstance(answer, PeerError):
                         for i, one in zip(which, answer, strict=True):
@@ -147,45 +148,12 @@ class HostWriter(HostWriters):
                 if not todo:
                     break
         except BaseException:
-            self.abort([answer for answer in answers if isinstance(answer, Reservation)])
+            give_back([answer for answer in answers if answer is not None])
             raise
         if failure is not None and all(answer is None for answer in answers):
             raise failure
         why = rejected(str(failure))
         return [why if answer is None else answer for answer in answers]
-
-    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
-        """Seal and publish. Raises `NodeUnavailableError` or `DeadlineError` when no node did:
-        then what became of the blocks is unknown."""
-        shares = _by_node(reservations)
-        posts = [
-            _committing(self._of(node_id), [reservations[i] for i in which], len(shares))
-            for node_id, which in shares.items()
-        ]
-        try:
-            asked = _ask_all(posts, lambda _: None, self.timeout_s)
-        except BaseException:
-            self.abort(reservations)  # nodes ignore it for those that are committed
-            raise
-        failures = [answer for answer in asked if isinstance(answer, PeerError)]
-        if failures and len(failures) == len(asked):
-            raise failures[0]
-        results: dict[int, PutResult] = {}
-        for which, answer in zip(shares.values(), asked, strict=True):
-            if isinstance(answer, PeerError):
-                answer = [rejected(str(answer))] * len(which)
-            results.update(zip(which, answer, strict=True))
-        return [results[i] for i in range(len(reservations))]
-
-    def abort(self, reservations: Sequence[ReserveAnswer]) -> None:
-        """Give slots back, of those that are `Reservation`s; what cannot be said now is said by
-        the next reconnect."""
-        granted = [one for one in reservations if isinstance(one, Reservation)]
-        for (node_id, which), by in in_turn([*_by_node(granted).items()], self.timeout_s):
-            writer = self._of(node_id)
-            if writer is not None:
-                with until(by):
-                    writer.abort([granted[i] for i in which])
 
     # --- pins, touches, deletions -------------------------------------------------
 
@@ -361,73 +329,11 @@ class HostWriter(HostWriters):
         return list(islice(heapq.merge(*rows, key=lambda row: place_of(row.key)), at_most))
 
 
-def _ask_all(
-    posts: Sequence[Callable[[], Later[T]]],
-    undo: Callable[[Sequence[T]], None],
-    timeout_s: float,
-) -> list[list[T] | PeerError]:
-    """Answers to requests that are all sent before any answer is waited for, or what failed.
-    When that is interrupted, `undo` gets the answers that nobody else will. `timeout_s` is what
-    it may take to reach all nodes."""
-    laters: list[Later[T] | PeerError] = []
-    answers: list[list[T] | PeerError] = []
-    try:
-        for post, by in in_turn(posts, timeout_s):
-            with connecting(by):
-                laters.append(_or_failure(post))
-        answers.extend(_collected(later) for later in laters)
-    except BaseException:
-        answers.extend(_collected(later) for later in laters[len(answers) :])
-        for answer in answers:
-            if not isinstance(answer, PeerError):
-                undo(answer)
-        raise
-    return answers
-
-
-def _collected(later: Later[T] | PeerError) -> list[T] | PeerError:
-    return later if isinstance(later, PeerError) else _or_failure(later)
-
-
-def _or_failure(call: Callable[[], T]) -> T | NodeUnavailableError | DeadlineError:
-    try:
-        return call()
-    except _GONE as e:
-        return e
-
-
 def _reserving(
     writer: Writer, wants: Sequence[Want], namespace_id: int, shares: int
 ) -> Callable[[], Later[ReserveAnswer]]:
     """What one request cannot carry, and what nobody else waits for, is asked and answered at
     once: then the node may also be looked for again."""
     if shares == 1 or len(wants) > BATCH_KEYS_MAX:
-        return partial(_at_once, partial(writer.reserve, wants, namespace_id))
+        return partial(answered, partial(writer.reserve, wants, namespace_id))
     return partial(writer.reserve_later, wants, namespace_id)
-
-
-def _committing(
-    writer: Writer | None, reservations: Sequence[Reservation], shares: int
-) -> Callable[[], Later[PutResult]]:
-    if writer is None:
-        return _gone
-    if shares == 1 or len(reservations) > BATCH_KEYS_MAX:
-        return partial(_at_once, partial(writer.commit, reservations))
-    return partial(writer.commit_later, reservations)
-
-
-def _at_once(call: Callable[[], list[T]]) -> Later[T]:
-    answers = call()
-    return lambda: answers
-
-
-def _gone() -> Later[PutResult]:
-    raise NodeUnavailableError("the node that reserved these slots is gone")
-
-
-def _by_node(reservations: Sequence[Reservation]) -> dict[int, list[int]]:
-    """Their numbers, by node id."""
-    which: dict[int, list[int]] = {}
-    for i, reservation in enumerate(reservations):
-        which.setdefault(reservation.node_id, []).append(i)
-    return which

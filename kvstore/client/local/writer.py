@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from kvstore.client.base import Reservation, ReserveAnswer
+from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.control import Accept, ControlChannel, Ticket
 from kvstore.client.local.link import Granted, Holdings, NodeLink
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.pins import Pin, Pins
+from kvstore.client.savers import answered
 from kvstore.core.answers import BlockRow, Counters, PinAnswer
 from kvstore.errors import (
     IndexUnavailableError,
@@ -53,12 +54,13 @@ NODE_SEARCH_S = 0.5
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
 T = TypeVar("T")
-Later = Callable[[], list[T]]
-"""What becomes of each of the blocks of a request that was sent."""
 
 
 class Writer:
-    """Thread-safe. Finds the local node when it is first needed, and again when it is gone."""
+    """Thread-safe. Finds the local node when it is first needed, and again when it is gone.
+
+    Implements `kvstore.client.base.Saver`.
+    """
 
     def __init__(
         self,
@@ -303,7 +305,13 @@ class Writer:
                 buffer = payload[offset : offset + want.size_bytes]
                 answers.append(
                     Reservation(
-                        want.key, buffer, announcement.node_id, announcement.epoch, slot, generation
+                        want.key,
+                        buffer,
+                        self,
+                        announcement.node_id,
+                        announcement.epoch,
+                        slot,
+                        generation,
                     )
                 )
             else:
@@ -320,7 +328,7 @@ class Writer:
             raise
 
     def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
-        """Seal and publish."""
+        """Seal and publish; one request per `BATCH_KEYS_MAX`."""
         results: list[PutResult] = []
         try:
             for start in range(0, len(reservations), BATCH_KEYS_MAX):
@@ -331,7 +339,10 @@ class Writer:
         return results
 
     def commit_later(self, reservations: Sequence[Reservation]) -> Later[PutResult]:
-        """`commit` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called."""
+        """`commit` in two steps: sent now, answered when called. What one request cannot carry
+        is asked and answered at once."""
+        if len(reservations) > BATCH_KEYS_MAX:
+            return answered(partial(self.commit, reservations))
         checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
         items = [(r.slot, r.generation, checksum(r.buffer)) for r in reservations]
         # Whatever becomes of the request: these buffers are not written any more.

@@ -10,11 +10,13 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
-from kvstore.client.base import Reservation, ReserveAnswer
+from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.placement import RAMP_S, Candidate, two_choices
 from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.savers import answered
 from kvstore.core.answers import NOT_HELD
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.fork import in_each_child
@@ -35,8 +37,6 @@ ANSWER_SHARE = 0.5
 the rest all others can be asked."""
 CAPACITY_BYTES_MAX = 1 << 50
 STRANGERS_NAMED_MAX = 4
-AWAY_SLOT = -1
-"""In a reservation: its buffer is this process's own memory."""
 NOBODY = (
     "no memory node on this host, and none on another that can be reached: "
     "start one with `kvstore node`"
@@ -44,20 +44,23 @@ NOBODY = (
 
 
 class RemoteWriter:
-    """Thread-safe."""
+    """Thread-safe. Implements `kvstore.client.base.Saver`."""
 
     def __init__(
         self,
         remote: RemoteNodes,
         index: Index,
         readable: Callable[[Sequence[Key]], Sequence[Record | None]],
+        introductions: Mapping[int, bytes],
         signer: RecordSigner | None = None,
     ) -> None:
-        """`readable` gives the records of blocks that can be read from here (`Reader.readable`);
-        with `signer`, only nodes count whose announcement it signed."""
+        """`readable` gives the records of blocks that can be read from here (`Reader.readable`),
+        `introductions` the fields of namespaces, by id; with `signer`, only nodes count whose
+        announcement it signed."""
         self._remote = remote
         self._index = index
         self._readable = readable
+        self._introductions = introductions
         self._signer = signer
         self._random = random.Random()
         self._lock = threading.RLock()
@@ -155,10 +158,9 @@ class RemoteWriter:
 
     # --- saving -------------------------------------------------------------
 
-    def save(
-        self, payloads: Sequence[SavePayload], namespace: tuple[int, bytes]
-    ) -> list[PutResult]:
+    def save(self, payloads: Sequence[SavePayload], namespace_id: int) -> list[PutResult]:
         """What became of each. Raises `NodeUnavailableError` when no node can be reached."""
+        namespace = namespace_id, self._introductions.get(namespace_id, b"")
         results: list[PutResult] = []
         for batch in _batches(payloads):
             try:
@@ -262,7 +264,7 @@ class RemoteWriter:
             number = next(self._numbers)
             self._open[number] = namespace_id
             buffer = memoryview(bytearray(size_bytes))
-            answers.append(Reservation(key, buffer, 0, 0, AWAY_SLOT, number))
+            answers.append(Reservation(key, buffer, self, 0, 0, 0, number))
         return answers
 
     def _in_vram(self, key: Key, record: Record, now: float) -> bool:
@@ -272,10 +274,11 @@ class RemoteWriter:
             return False
         return vram.node(at.node_id, at.epoch, now) is not None
 
-    def commit(
-        self, reservations: Sequence[Reservation], fields: dict[int, bytes]
-    ) -> list[PutResult]:
-        """Save them; `fields` are the namespaces', by id. Raises `NodeUnavailableError`."""
+    def commit_later(self, reservations: Sequence[Reservation]) -> Later[PutResult]:
+        """See `Saver.commit_later`: the nodes ask for the bytes before they answer."""
+        return answered(partial(self._commit, reservations))
+
+    def _commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
         by_namespace: dict[int, list[int]] = {}
         results: dict[int, PutResult] = {}
         for i, reservation in enumerate(reservations):
@@ -289,11 +292,11 @@ class RemoteWriter:
                 SavePayload(reservations[i].key, (reservations[i].buffer,), Kind.BLOCK, 0)
                 for i in which
             ]
-            saved = self.save(payloads, (namespace_id, fields.get(namespace_id, b"")))
-            results.update(zip(which, saved, strict=True))
+            results.update(zip(which, self.save(payloads, namespace_id), strict=True))
         return [results[i] for i in range(len(reservations))]
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
+        """See `Saver.abort`."""
         for reservation in reservations:
             self._open.pop(reservation.generation, None)
 

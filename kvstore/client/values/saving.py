@@ -121,7 +121,6 @@ class ValueSaver:
             for key, p in zip(keys, payloads, strict=True)
         ]
         try:
-            fields = self._writer.introductions.get(self._namespace_id, b"")
-            return self._session.remote_writer.save(away, (self._namespace_id, fields))
+            return self._session.remote_writer.save(away, self._namespace_id)
         except PeerError as e:
             return [rejected(f"{here}; elsewhere: {e}")] * len(keys)

@@ -13,9 +13,9 @@ from kvstore import (
     BlockSession,
     BlockStore,
     DeviceRange,
+    DeviceReservation,
     NodeUnavailableError,
     PutStatus,
-    Reservation,
 )
 from kvstore.testing.cuda import ModelCuda
 
@@ -141,7 +141,7 @@ def test_what_exists_is_not_reserved_again_and_what_is_aborted_can_be(store, dev
     assert busy.status is PutStatus.IN_PROGRESS
     store.abort([first])
     (second,) = store.reserve([key], SIZE, NAMESPACE)
-    assert isinstance(second, Reservation)
+    assert isinstance(second, DeviceReservation)
     store.abort([second])
 
 

@@ -1,0 +1,95 @@
+"""What was reserved at several savers: each takes its own back, all side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from kvstore.client.base import AnyReservation, Later, Saver
+from kvstore.client.local.deadlines import connecting, in_turn, until
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.types import PutResult, rejected
+
+T = TypeVar("T")
+
+
+def commit(reservations: Sequence[AnyReservation], timeout_s: float) -> list[PutResult]:
+    """See `BlockStore.commit`."""
+    shares = _by_saver(reservations)
+    posts = [
+        partial(saver.commit_later, [reservations[i] for i in which])
+        for saver, which in shares.items()
+    ]
+    try:
+        asked = ask_all(posts, lambda _: None, timeout_s)
+    except BaseException:
+        abort(reservations, timeout_s)  # ignored for those that are committed
+        raise
+    failures = [answer for answer in asked if isinstance(answer, PeerError)]
+    if failures and len(failures) == len(asked):
+        raise failures[0]
+    results: dict[int, PutResult] = {}
+    for which, answer in zip(shares.values(), asked, strict=True):
+        if isinstance(answer, PeerError):
+            answer = [rejected(str(answer))] * len(which)
+        results.update(zip(which, answer, strict=True))
+    return [results[i] for i in range(len(reservations))]
+
+
+def abort(answers: Iterable[AnyReservation | PutResult], timeout_s: float) -> None:
+    """Give back the reservations among `answers`; what cannot be said now is said by the next
+    reconnect."""
+    granted = [one for one in answers if not isinstance(one, PutResult)]
+    for (saver, which), by in in_turn([*_by_saver(granted).items()], timeout_s):
+        with until(by):
+            saver.abort([granted[i] for i in which])
+
+
+def _by_saver(reservations: Sequence[AnyReservation]) -> dict[Saver[Any], list[int]]:
+    """Their numbers. Which kind a saver takes is the kind that it grants."""
+    which: dict[Saver[Any], list[int]] = {}
+    for i, reservation in enumerate(reservations):
+        which.setdefault(reservation.saver, []).append(i)
+    return which
+
+
+def ask_all(
+    posts: Sequence[Callable[[], Later[T]]],
+    undo: Callable[[Sequence[T]], None],
+    timeout_s: float,
+) -> list[list[T] | PeerError]:
+    """Answers to requests that are all sent before any answer is waited for, or what failed.
+    When that is interrupted, `undo` gets the answers that nobody else will. `timeout_s` is what
+    it may take to reach all nodes."""
+    laters: list[Later[T] | PeerError] = []
+    answers: list[list[T] | PeerError] = []
+    try:
+        for post, by in in_turn(posts, timeout_s):
+            with connecting(by):
+                laters.append(_or_failure(post))
+        answers.extend(_collected(later) for later in laters)
+    except BaseException:
+        answers.extend(_collected(later) for later in laters[len(answers) :])
+        for answer in answers:
+            if not isinstance(answer, PeerError):
+                undo(answer)
+        raise
+    return answers
+
+
+def _collected(later: Later[T] | PeerError) -> list[T] | PeerError:
+    return later if isinstance(later, PeerError) else _or_failure(later)
+
+
+def _or_failure(call: Callable[[], T]) -> T | NodeUnavailableError | DeadlineError:
+    try:
+        return call()
+    except (NodeUnavailableError, DeadlineError) as e:
+        return e
+
+
+def answered(call: Callable[[], list[T]]) -> Later[T]:
+    """For what is not asked in two steps."""
+    answers = call()
+    return lambda: answers
