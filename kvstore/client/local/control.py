@@ -124,7 +124,11 @@ class ControlChannel:
         self._out_of_step = False
         """Somebody gave up, and the node may believe that this client holds more than it
         does: connect again."""
-        self._breaker = Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S)
+        self._breaker, self._saying = (
+            Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S) for _ in range(2)
+        )
+        """Of requests, and of what is said in passing: a node that has no processor for a moment
+        is late for that, and no reason to reject a put."""
         self._patient_until = self._now() + max(FIRST_ANSWER_WAIT_S, timeout_s)
         """Until the first answer, or failure, a starved node is waited for beyond the deadline:
         a client that begins loses more by giving up. `-inf` from then on."""
@@ -310,14 +314,19 @@ class ControlChannel:
             return False  # the connection is the parent's, which may be in the middle of a message
         if self._socket is not None:
             return True
-        if self._closed or self._retired or not self._breaker.allows(now):
+        if self._closed or self._retired or not self._saying.allows(now):
+            return False
+        if not self._breaker.allows(now):
             return False
         try:
             self._connect(now + SAY_CONNECT_TIMEOUT_S)
         except PeerError:
             self._disconnect()
-            self._breaker.failed(self._now())
+            self._saying.failed(self._now())
+            if self._breaker.state is not BreakerState.CLOSED:
+                self._breaker.failed(self._now())
             return False
+        self._saying.succeeded()
         self._breaker.succeeded()
         return True
 

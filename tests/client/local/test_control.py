@@ -9,7 +9,11 @@ import msgpack
 import pytest
 
 from kvstore.circuit_breaker import BreakerState
-from kvstore.client.local.control import PROBE_TIMEOUT_S, ControlChannel
+from kvstore.client.local.control import (
+    PROBE_TIMEOUT_S,
+    SAY_CONNECT_TIMEOUT_S,
+    ControlChannel,
+)
 from kvstore.errors import DeadlineError, InternalError, NodeUnavailableError
 from kvstore.nodedir import NodeDir
 from kvstore.protocol import control
@@ -40,6 +44,27 @@ def test_asking_whether_a_stopped_node_answers_again_costs_no_whole_deadline(cha
     assert PROBE_TIMEOUT_S <= time.monotonic() - begun < TIMEOUT_S / 2
     with pytest.raises(NodeUnavailableError, match="did not answer lately"):
         channel.request(Op.STAT)
+
+
+def test_what_could_not_be_said_in_passing_does_not_keep_requests_from_a_node(tmp_path):
+    """Saying may wait a moment only, which a node without a processor does not answer in."""
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory.socket))
+        server.listen(8)
+        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
+        assert not channel.say(Op.TOUCH, b"")
+        threading.Thread(target=answer_all, args=(server,), daemon=True).start()
+        assert channel.request(Op.STAT) is None
+        assert channel.say(Op.TOUCH, b"")
+        channel.close()
+
+
+def test_saying_in_passing_waits_once_for_a_stopped_node_and_not_each_time(channel):
+    begun = time.monotonic()
+    assert not any(channel.say(Op.TOUCH, b"") for _ in range(20))
+    assert time.monotonic() - begun < SAY_CONNECT_TIMEOUT_S * 10
 
 
 @pytest.fixture
