@@ -49,7 +49,9 @@ class Pins:
             self._open += 1
             if self._thread is None or not self._thread.is_alive():  # its start was interrupted
                 self._thread = threading.Thread(target=self._run, name="kvstore-pins", daemon=True)
-                self._thread.start()
+                # No more threads: who closes one lets go of all that have ended.
+                with contextlib.suppress(RuntimeError):
+                    self._thread.start()
         weakref.finalize(memory, self._end, pin).atexit = False
         return memory
 

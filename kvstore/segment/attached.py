@@ -141,7 +141,10 @@ class AttachedShm(AttachedHeads):
     def populate_ahead(self) -> None:
         """Map the first `POPULATE_AHEAD_BYTES` in a thread, so that no copy has to wait for it."""
         self._populating = True
-        self._machine.start_thread(self._populate_ahead, "kvstore-populate")
+        try:
+            self._machine.start_thread(self._populate_ahead, "kvstore-populate")
+        except RuntimeError:  # no more threads: pages come when they are used
+            self._populating = False
 
     def _populate_ahead(self) -> None:
         size_bytes = min(self.superblock.size_bytes, POPULATE_AHEAD_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -104,7 +105,8 @@ def start_embedded_node(
         process.stderr.close()
         # Somebody must take note of its end, whenever that is: or it stays a zombie, and
         # Python warns of a process that nobody waits for.
-        threading.Thread(target=process.wait, name="kvstore-embedded-node", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no more threads: a zombie is what it costs
+            threading.Thread(target=process.wait, name="kvstore-embedded-node", daemon=True).start()
 
 
 def _ready(directory: NodeDir) -> bool:

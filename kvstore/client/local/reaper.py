@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 EVERY_S = 0.5
 log = logging.getLogger("kvstore.client")
@@ -27,10 +28,10 @@ class Reaper:
             return
         with self._lock:
             if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(
-                    target=self._run, name="kvstore-upkeep", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvstore-upkeep", daemon=True)
+                with suppress(RuntimeError):  # no more threads: the next call is another try
+                    thread.start()
+                    self._thread = thread
 
     def _run(self) -> None:
         while not self._closed.wait(EVERY_S):

@@ -258,7 +258,8 @@ class Peers:
         at the same time, unless their breakers say no."""
         answers: queue.SimpleQueue[Announcement | None] = queue.SimpleQueue()
         asked = sum(
-            self._probe(announcement, deadline, answers.put, loop=True) for announcement in words
+            self._probe(announcement, deadline, answers.put, loop=True, waits=True)
+            for announcement in words
         )
         for _ in range(asked):
             try:
@@ -281,8 +282,10 @@ class Peers:
         tell_result: Callable[[Announcement | None], None],
         *,
         loop: bool,
+        waits: bool = False,
     ) -> bool:
-        """Whether another thread asks it now; that one tells the breaker, and the word or None."""
+        """Whether another thread asks it now; that one tells the breaker, and the word or None.
+        Where there are no threads, this one does, if it `waits` for the answer anyway."""
         with self._lock:
             known = self._known.get(announcement.node_id)
             if known is None or self._asking >= STREAM_NODES_AT_ONCE:
@@ -316,9 +319,11 @@ class Peers:
         try:
             threading.Thread(target=probe, name="kvstore-probe", daemon=True).start()
         except RuntimeError:  # this host has no more threads to give
-            with self._lock:
-                self._asking -= 1
-            return False
+            if not waits:
+                with self._lock:
+                    self._asking -= 1
+                return False
+            probe()
         return True
 
     def timeout_s(self, size_bytes: int) -> float:
