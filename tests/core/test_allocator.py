@@ -140,6 +140,14 @@ class TestEviction:
         pool.drop(slots[1])
         assert pool.allocator.in_the_way(16384) == slots[:1]
 
+    def test_what_was_freed_is_room_for_other_sizes_before_anything_is_evicted(self):
+        pool = Pool(64 * KIB)
+        slots = sorted((pool.put(8192) for _ in range(8)), key=lambda slot: slot.offset)
+        pool.drop(slots[0])
+        pool.drop(slots[1])
+        assert pool.put(16384).offset == 0
+        assert pool.evicted == []
+
     def test_room_is_found_behind_slots_that_must_stay(self):
         """Around none of the coldest blocks is enough: the whole segment is looked through."""
         pool = Pool(MIB)

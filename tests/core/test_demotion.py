@@ -279,6 +279,18 @@ def test_a_refusal_makes_blocks_leave_once(driven):
     assert driven.coldest(4096) == []
 
 
+def test_nothing_leaves_a_full_node_of_which_no_room_is_asked_unless_a_save_found_none(driven):
+    driven.save_apart(*KEYS[:8])
+    assert driven.coldest(0) == []
+    assert driven.reserve(KEYS[8]) == [NO_SPACE]
+    driven.ask(Drop(WRITER, 1, [KEYS[0]]))
+    driven.save(KEYS[8])
+    assert driven.coldest(0) == [], "one as large found room"
+    assert driven.reserve(KEYS[9]) == [NO_SPACE]
+    assert [block.key for block in driven.coldest(0)] == [KEYS[1]]
+    assert driven.coldest(0) == [], "room is being made"
+
+
 @pytest.mark.parametrize(
     "event", [Coldest(DEMOTER, 3, MIB, 1), Retire(DEMOTER, 3, [])], ids=["coldest", "retire"]
 )

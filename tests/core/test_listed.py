@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from kvstore.core import listed
 from kvstore.core.answers import Grant
 from kvstore.core.events import Commit, Drop, Explain, Listing, Reserve, Stat
+from kvstore.core.listed import Listed
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import SlotState
+from kvstore.core.slots import Slot, SlotState
 from kvstore.keys import Namespace
-from kvstore.types import Key
+from kvstore.types import KEY_BYTES, TAG_BYTES, Key
 
 if TYPE_CHECKING:
     import pytest
@@ -92,3 +93,37 @@ def test_a_page_looks_at_few_more_blocks_than_it_has(monkeypatch: pytest.MonkeyP
     after = page(core, b"", 256)[-1]
     assert len(page(core, after, 256)) == 256
     assert len(looked) < 2_000
+
+
+def block(tag: int, digest: bytes) -> Slot:
+    slot = Slot(0, 4)
+    slot.key = tag.to_bytes(TAG_BYTES, "big") + digest.ljust(KEY_BYTES - TAG_BYTES, b"\0")
+    slot.namespace_id, slot.length = 1, 4096
+    return slot
+
+
+def test_pages_go_through_blocks_of_many_prefixes_that_lie_close_together() -> None:
+    """From the very first place on."""
+    blocks = Listed()
+    for number in range(16):
+        for tag in (15 - number, 0xFF - 16 * number):
+            blocks.add(block(tag, bytes([0, 16 * number])))
+    seen: list[Key] = []
+    after = b""
+    while keys := blocks.page(after, 3):
+        seen += keys
+        after = keys[-1]
+    assert len(set(seen)) == len(seen) == len(blocks) == 32
+    assert blocks.page(b"", 1)[0][TAG_BYTES:] == bytes(KEY_BYTES - TAG_BYTES)
+
+
+def test_a_block_that_goes_takes_nothing_with_it_and_leaves_nothing_behind() -> None:
+    blocks = Listed()
+    one, other = block(1, b"same"), block(2, b"same")
+    blocks.add(one)
+    blocks.add(other)
+    blocks.remove(one)
+    assert blocks.page(b"", 9) == [other.key]
+    assert blocks.namespaces(9) == [(1, 1)]
+    blocks.remove(other)
+    assert vars(blocks) == vars(Listed())

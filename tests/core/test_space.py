@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.allocator import Allocator
+from kvstore.core.granules import PAGE, PAGED
 from kvstore.core.space import Space
 from kvstore.errors import InternalError, UsageError
 
@@ -75,6 +76,33 @@ class TestSpace:
     def test_slots_that_overlap_are_not_restored(self):
         with pytest.raises(InternalError, match="overlap"):
             Allocator(64 * KIB).restore([(0, 8), (7, 4)], 64, 64)
+
+    def test_what_is_taken_to_its_end_leaves_no_extent_of_nothing(self):
+        space = Space(64)
+        assert space.take(24, high=False) == 0
+        assert space.take(8, high=True) == 56
+        assert list(space) == [(24, 32)]
+        assert space.take(32, high=False) == 24
+        assert list(space) == []
+
+    def test_an_extent_that_begins_within_a_page_gives_its_start_to_small_and_a_page_to_large(self):
+        for size, high, at in (
+            *((PAGED - 1, False, 2), (PAGED - 1, True, 62 - PAGED + 1)),
+            *((PAGED, False, PAGE), (PAGED, True, 60 - PAGED)),
+        ):
+            space = Space(64, [(2, 60)])
+            assert space.take(size, high=high) == at
+
+    def test_a_page_is_found_for_large_where_the_smallest_extent_has_none(self):
+        space = Space(128, [(2, PAGED), (40, PAGED + PAGE)])
+        assert space.take(PAGED, high=False) == 40
+
+    def test_the_largest_extent_is_told_and_may_be_taken_whole(self):
+        space = Space(64, [(0, 8), (16, 24), (48, 16)])
+        assert (space.largest, space.free) == (24, 48)
+        space.take_all(16)
+        assert (space.largest, space.free) == (16, 24)
+        assert list(space.largest_first()) == [(48, 16), (0, 8)]
 
     @settings(max_examples=60)
     @given(st.integers(0, 2**32))
