@@ -78,7 +78,7 @@ def serve(run_dir: str, ordinal: int, blocks: int, block_bytes: int, pipe: Any) 
     pipe.send([(k, unpack_record(k, r)) for k, r in zip(keys, records, strict=True) if r])
     pipe.recv()
     node.stop()
-    node.free(PATIENCE_S)
+    node.free()
 
 
 def run(ordinal: int = 0) -> list[Pull]:

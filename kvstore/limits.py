@@ -109,6 +109,8 @@ TOLD_MAX: Count = 1024
 """Hints of clients on other hosts that wait for a node's event loop; one more is passed over."""
 CUDA_IPC_NODES_MAX: Count = 64
 """Nodes whose VRAM one client has open; the one not used for longest goes for the next."""
+CUDA_IPC_OPEN_S: Seconds = 1.0
+"""How long a node may take to hand its VRAM over; it is a thread beside an engine's."""
 CUDA_IPC_WINDOW_BYTES: Count = 256 << 20
 """Payload queued on the stream as one, with one event; two such windows are under way."""
 CUDA_IPC_DRAIN_S: Seconds = 10.0

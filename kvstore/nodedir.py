@@ -3,6 +3,7 @@
     lock          flock held for as long as the node's process lives
     node.json     its announcement (also in the index)
     control.sock  its control socket
+    vram.sock     hands its memory over, where that is a device's
     ready         why it is not ready; empty once it is
     room          bytes it can take without evicting, a hint
     resets        resets of namespaces that it knows of, and what it last saw of the index
@@ -33,7 +34,7 @@ from kvstore.limits import RESTART_WITHIN_S
 log = logging.getLogger("kvstore.node")
 
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
-KEEP, READY, ROOM, RESETS = "keep", "ready", "room", "resets"
+KEEP, READY, ROOM, RESETS, VRAM = "keep", "ready", "room", "resets", "vram.sock"
 ROOM_BYTES = 8
 VERSION = 3
 """Of what a node is reached by: grows with every change of its announcement, of the control
@@ -153,6 +154,7 @@ class NodeDir:
         self.ready_path = self.path / READY
         self.room_path = self.path / ROOM
         self.resets_path = self.path / RESETS
+        self.vram_socket = self.path / VRAM
 
     def announce(self, announcement: Announcement) -> None:
         """Readers see the old announcement or the new one, whenever the node is killed."""

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from fake_driver import MEMORY, FakeDriver
+from fake_driver import FAKE, FakeDriver
 from hypothesis import settings
 from redis_servers import RedisCluster, RedisSentinel, RedisServer
 from stores import NodeProcess
@@ -34,7 +34,7 @@ def _missing() -> dict[str, str]:
         if find_spec(mark) is None:
             missing[mark] = f"{name} is not installed (scripts/test-engines {mark})"
     # tests/cuda/test_bindings.py runs some of them over a stand-in for the driver.
-    if not Path("/dev/nvidiactl").exists() and MEMORY not in os.environ:
+    if not Path("/dev/nvidiactl").exists() and FAKE not in os.environ:
         missing["gpu"] = "no CUDA device"
     return missing
 

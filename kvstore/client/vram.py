@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvstore.client.local.nodes import ABSENT_MAX, ABSENT_S, ALIVE_CHECK_S
 from kvstore.cuda.base import CudaDevice
+from kvstore.cuda.handover import take_over
 from kvstore.errors import DeviceError, UsageError
 from kvstore.limits import STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement, NodeDir, node_dirs
@@ -34,8 +35,9 @@ _COUNTED = {
 class CudaHeads:
     """Implements `kvstore.transport.cuda_memory.Heads` over a mapped header file."""
 
-    def __init__(self, segment: AttachedCuda) -> None:
+    def __init__(self, segment: AttachedCuda, socket: Path) -> None:
         self._segment = segment
+        self.memory = partial(take_over, socket)
         self.alive = segment.alive
         self.close = segment.close
 
@@ -53,15 +55,16 @@ class CudaHeads:
 def attach(run_dir: Path, announcement: Announcement) -> CudaHeads | None:
     """The headers of a node in VRAM; None when it is not on this host (any more)."""
     try:
-        files = files_of(NodeDir(run_dir, announcement.name), announcement)
-        segment = AttachedCuda(files.data, files.head, owner=files.owner)
+        directory = NodeDir(run_dir, announcement.name)
+        files = files_of(directory, announcement)
+        segment = AttachedCuda(files.head, owner=files.owner)
     except (OSError, ValueError, UsageError):
         return None
     block = segment.superblock
     if (block.node_id, block.epoch) != (announcement.node_id, announcement.epoch):
         segment.close()
         return None
-    return CudaHeads(segment)
+    return CudaHeads(segment, directory.vram_socket)
 
 
 class VramNodes:

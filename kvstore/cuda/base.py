@@ -6,10 +6,9 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-IPC_HANDLE_BYTES = 64
-"""CUDA_IPC_HANDLE_SIZE."""
+SHARED_NAME_BYTES = 16
 POLLS_BEFORE_SLEEP = 50
 POLL_PAUSE_S = 50e-6
 POLL_PAUSE_MAX_S = 1e-3
@@ -34,6 +33,18 @@ class DeviceRange:
 
 Buffer = memoryview | DeviceRange
 """Where a block's payload is."""
+
+
+class Shared(NamedTuple):
+    """One allocation as another process opens it. It is there as long as somebody has it open."""
+
+    name: bytes
+    """`SHARED_NAME_BYTES`, drawn by its owner: by it a process knows its own."""
+    size_bytes: int
+    """In whole granules of the device."""
+    fd: int
+    """Stands for the memory, as one of a file would; it crosses PID namespaces. To be closed by
+    whoever has it."""
 
 
 class Event(Protocol):
@@ -78,33 +89,41 @@ class CudaDevice(Protocol):
         """The same in every process, whatever CUDA_VISIBLE_DEVICES says there."""
         ...
 
+    @property
+    def maps_read_only(self) -> bool:
+        """Whether what is opened without `writable` cannot be written to; known for sure once
+        something was opened so."""
+        ...
+
     def allocate(self, size_bytes: int) -> int:
-        """The address of memory that `export` takes (legacy cudaMalloc). Raises `NoSpaceError`."""
+        """The address of memory that `export` takes (the VMM API's). Raises `NoSpaceError`."""
         ...
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` returned. Other processes must have closed it before, or
-        never look at it again."""
-        ...
+        """Give back what `allocate` returned, once no copy of this process uses it there.
 
-    def export(self, address: int) -> bytes:
-        """`IPC_HANDLE_BYTES` by which other processes open what `allocate` returned.
-
-        Raises `UsageError` for any other address: memory of the VMM API (torch's
-        expandable segments, fabric handles) and parts of an allocation have no such handle.
+        It stays for those who have it open, and is gone with the last of them.
         """
         ...
 
-    def open(self, handle: bytes) -> int:
-        """The address here of memory that another process exported.
+    def export(self, address: int) -> Shared:
+        """What other processes open; its descriptor is the caller's to close.
 
-        One's own is the memory itself. Each `open` needs its `close`. Raises `UsageError`
-        for what cannot be a handle.
+        Raises `UsageError` for what `allocate` did not return: parts of an allocation, and
+        memory of others (torch's, an engine's).
+        """
+        ...
+
+    def open(self, shared: Shared, *, writable: bool = False) -> int:
+        """The address here of memory that was exported, of one's own too: another one each time,
+        and each needs its `close`. The descriptor may be closed after it.
+
+        Raises `DeviceError` for a descriptor of anything else.
         """
         ...
 
     def close(self, address: int) -> None:
-        """Let go of what `open` returned."""
+        """Let go of what `open` returned, once no copy uses it there."""
         ...
 
     def reaches(self, uuid: str) -> bool:

@@ -11,21 +11,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from kvstore.cuda.base import IPC_HANDLE_BYTES, Copy
+from kvstore.cuda.base import SHARED_NAME_BYTES, Copy, Shared
 from kvstore.cuda.versions import install_command, misfit, torch_cuda
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
 
 log = logging.getLogger("kvstore.cuda")
 
 UUID_BYTES = 16
-ALLOCATION_BYTES = 2 << 20
-"""What is smaller the driver takes out of a larger piece, and a handle shares that piece."""
-
 
 _lock = threading.Lock()
 _devices: dict[int, BindingsDevice] = {}
@@ -81,6 +79,14 @@ class _Calls:
         raise DeviceError(f"{name}: {error.name}")
 
 
+class _Mapped(NamedTuple):
+    """Memory that is mapped here."""
+
+    size_bytes: int
+    name: bytes
+    """Of our own; empty for what is opened."""
+
+
 class BindingsDevice:
     """Implements `kvstore.cuda.base.CudaDevice`."""
 
@@ -92,11 +98,12 @@ class BindingsDevice:
         self.ordinal = ordinal
         self.uuid = self._uuid_of(ordinal)
         # Never released: it is the engine's, or ends with the process.
-        self._context = calls(self.driver.cuDevicePrimaryCtxRetain, self._device(ordinal))
+        self._number = self._device(ordinal)
+        self._context = calls(self.driver.cuDevicePrimaryCtxRetain, self._number)
         self._entered = threading.local()
         self._lock = threading.Lock()
-        self._allocated: dict[int, bytes | None] = {}
-        """Our own memory, and its handle when it was exported."""
+        self._mapped: dict[int, _Mapped] = {}
+        self.maps_read_only = True
 
     def _device(self, ordinal: int) -> Any:
         return self.call(self.driver.cuDeviceGet, ordinal)
@@ -139,61 +146,134 @@ class BindingsDevice:
     def allocate(self, size_bytes: int) -> int:
         if size_bytes < 1:
             raise UsageError("size_bytes", size_bytes, "must be at least 1")
-        whole = -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        driver, call = self.driver, self.call
+        attributes = driver.CUdevice_attribute
+        if not self._has(
+            attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        ):
+            raise DeviceError("this device has no memory that processes share by descriptor")
+        wanted = driver.CUmemAllocationProp()
+        wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location = self._location()
+        # A fabric handle (several hosts) would be asked for here too, where the platform has it.
+        wanted.requestedHandleTypes = self._by_descriptor
+        if self._has(attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED):
+            wanted.allocFlags.gpuDirectRDMACapable = 1
+        granules = driver.CUmemAllocationGranularity_flags
         with self.current():
-            error, address = self.driver.cuMemAlloc(whole)
-            if error == self.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-                raise NoSpaceError(f"cuMemAlloc: {error.name}: the device has no room")
+            granule = call(
+                driver.cuMemGetAllocationGranularity,
+                wanted,
+                granules.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+            )
+            whole = -(-size_bytes // granule) * granule
+            error, memory = driver.cuMemCreate(whole, wanted, 0)
+            if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                raise NoSpaceError(f"cuMemCreate: {error.name}: the device has no room")
             if int(error) != 0:
-                self.call.fail("cuMemAlloc", error)
-        with self._lock:
-            self._allocated[int(address)] = None
-        return int(address)
+                call.fail("cuMemCreate", error)
+            return self._map(memory, _Mapped(whole, os.urandom(SHARED_NAME_BYTES)), writable=True)
 
     def free(self, address: int) -> None:
-        with self._lock:
-            if address not in self._allocated:
-                raise UsageError("address", hex(address), "must be what `allocate` returned")
-            del self._allocated[address]
+        self._own(address)
+        self._unmap(address)
+
+    def export(self, address: int) -> Shared:
+        size_bytes, name = self._own(address)
         with self.current():
-            self.call(self.driver.cuMemFree, address)
+            memory = self.call(self.driver.cuMemRetainAllocationHandle, address)
+            try:
+                export = self.driver.cuMemExportToShareableHandle
+                fd = int(self.call(export, memory, self._by_descriptor, 0))
+            finally:
+                self.call(self.driver.cuMemRelease, memory)
+        os.set_inheritable(fd, False)
+        return Shared(name, size_bytes, fd)
 
-    def export(self, address: int) -> bytes:
-        with self._lock:
-            if address not in self._allocated:
-                raise UsageError("address", hex(address), EXPORTED_MUST)
-            handle = self._allocated[address]
-            if handle is None:
-                with self.current():
-                    raw = self.call(self.driver.cuIpcGetMemHandle, address)
-                handle = ctypes.string_at(raw.getPtr(), IPC_HANDLE_BYTES)
-                self._allocated[address] = handle
-        return handle
-
-    def open(self, handle: bytes) -> int:
-        if len(handle) != IPC_HANDLE_BYTES:
-            raise UsageError("handle", f"{len(handle)} bytes", f"must be {IPC_HANDLE_BYTES} bytes")
-        own = self._own(handle)
-        if own is not None:
-            return own
-        # cuda-python names no field of it in every version.
-        raw = self.driver.CUipcMemHandle()
-        ctypes.memmove(raw.getPtr(), handle, IPC_HANDLE_BYTES)
-        flags = int(self.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+    def open(self, shared: Shared, *, writable: bool = False) -> int:
         with self.current():
-            return int(self.call(self.driver.cuIpcOpenMemHandle, raw, flags))
-
-    def _own(self, handle: bytes) -> int | None:
-        """The driver opens a handle in other processes than the one that exported it only."""
-        with self._lock:
-            return next((a for a, known in self._allocated.items() if known == handle), None)
+            memory = self._retained(shared.name)
+            if memory is None:
+                take = self.driver.cuMemImportFromShareableHandle
+                memory = self.call(take, shared.fd, self._by_descriptor)
+            return self._map(memory, _Mapped(shared.size_bytes, b""), writable=writable)
 
     def close(self, address: int) -> None:
         with self._lock:
-            if address in self._allocated:
+            mapped = self._mapped.get(address)
+        if mapped is None or mapped.name:
+            raise UsageError("address", hex(address), "must be what `open` returned")
+        self._unmap(address)
+
+    def _retained(self, name: bytes) -> Any:
+        """Our own memory of that name: nothing promises that a process may import its own."""
+        with self._lock:
+            own = next((a for a, mapped in self._mapped.items() if mapped.name == name), None)
+            if own is None:
+                return None
+            return self.call(self.driver.cuMemRetainAllocationHandle, own)
+
+    def _own(self, address: int) -> _Mapped:
+        with self._lock:
+            mapped = self._mapped.get(address)
+        if mapped is None or not mapped.name:
+            raise UsageError("address", hex(address), OWN_MUST)
+        return mapped
+
+    def _map(self, memory: Any, mapped: _Mapped, *, writable: bool) -> int:
+        """Takes `memory` over: from here on its mapping alone keeps it."""
+        call, driver, size_bytes = self.call, self.driver, mapped.size_bytes
+        with contextlib.ExitStack() as undo:
+            with contextlib.ExitStack() as release:
+                release.callback(call, driver.cuMemRelease, memory)
+                address = int(call(driver.cuMemAddressReserve, size_bytes, 0, 0, 0))
+                undo.callback(call, driver.cuMemAddressFree, address, size_bytes)
+                call(driver.cuMemMap, address, size_bytes, 0, memory, 0)
+                undo.callback(call, driver.cuMemUnmap, address, size_bytes)
+            self._let_in(address, size_bytes, writable=writable)
+            undo.pop_all()
+        with self._lock:
+            self._mapped[address] = mapped
+        return address
+
+    def _let_in(self, address: int, size_bytes: int, *, writable: bool) -> None:
+        """Give this device access: to read only where that is asked for and can be had."""
+        flags, results = self.driver.CUmemAccess_flags, self.driver.CUresult
+        access = self.driver.CUmemAccessDesc()
+        access.location = self._location()
+        if not writable and self.maps_read_only:
+            access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+            (error,) = self.driver.cuMemSetAccess(address, size_bytes, [access], 1)
+            if int(error) == 0:
                 return
+            if error not in (
+                results.CUDA_ERROR_NOT_SUPPORTED,
+                results.CUDA_ERROR_INVALID_VALUE,
+            ):
+                self.call.fail("cuMemSetAccess", error)
+            self.maps_read_only = False
+        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self.call(self.driver.cuMemSetAccess, address, size_bytes, [access], 1)
+
+    def _unmap(self, address: int) -> None:
+        with self._lock:
+            mapped = self._mapped.pop(address)
         with self.current():
-            self.call(self.driver.cuIpcCloseMemHandle, address)
+            self.call(self.driver.cuMemUnmap, address, mapped.size_bytes)
+            self.call(self.driver.cuMemAddressFree, address, mapped.size_bytes)
+
+    def _has(self, attribute: Any) -> bool:
+        return bool(self.call(self.driver.cuDeviceGetAttribute, attribute, self._number))
+
+    def _location(self) -> Any:
+        location = self.driver.CUmemLocation()
+        location.type = self.driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = int(self._number)
+        return location
+
+    @property
+    def _by_descriptor(self) -> Any:
+        return self.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def reaches(self, uuid: str) -> bool:
         for other in range(self._visible):
@@ -250,9 +330,9 @@ class BindingsDevice:
             self.call(self.driver.cuStreamDestroy, stream)
 
 
-EXPORTED_MUST = (
-    "must be what `allocate` returned: only whole allocations of cuMemAlloc have IPC handles; "
-    "VMM memory (cuMemCreate, torch's expandable_segments) and fabric handles are not supported"
+OWN_MUST = (
+    "must be what `allocate` returned: parts of it, and memory of others (torch's, an engine's), "
+    "are not shared"
 )
 
 

@@ -6,7 +6,9 @@ To everybody else it is a node that can only be read: over CUDA IPC, on this hos
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +17,22 @@ from kvstore.core.demotion import DemotingCore
 from kvstore.core.events import Event
 from kvstore.core.node import NodeCore
 from kvstore.cuda.base import CudaDevice
+from kvstore.cuda.handover import hand_over
 from kvstore.index.base import Index
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import Node
 from kvstore.node.local_session import LocalSession, LocalSessions
+from kvstore.node.permissions import owns_node, peer_uid
 from kvstore.node.restart import FormerClients, Started, superblock_of
 from kvstore.nodedir import Announcement
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
 
 log = logging.getLogger("kvstore.node")
+
+BACKLOG = 128
+ACCEPT_PAUSE_S = 1.0
+"""After a connection that could not be taken: the process has no descriptor left, say."""
 
 
 class VramNode(Node):
@@ -70,15 +78,54 @@ class VramNode(Node):
             base, superblock_of(announcement), self.device, home=str(self.dir.path)
         )
         announcement = replace(announcement, inline_bytes=0, transports={NAME: self.device.uuid})
-        # Who has the handle can read and write the memory: only this directory tells it.
-        address = DeviceAddress(self.device.uuid, self._memory.handle)
+        # Whoever has the descriptor can write to the memory: this user's processes get it, by a
+        # socket in this directory.
+        self._listen()
+        address = DeviceAddress(self.device.uuid, self._memory.shared.name)
         self.dir.announce(replace(announcement, transports={NAME: str(address)}))
         return Started(make_core(), self._memory, announcement, clients)
 
-    def free(self, timeout_s: float) -> bool:
+    def _listen(self) -> None:
+        self.dir.vram_socket.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.dir.vram_socket))
+        self.dir.vram_socket.chmod(0o600)
+        self._listener.listen(BACKLOG)
+        self._listener.setblocking(False)
+        self._watch()
+
+    def _watch(self) -> None:
+        assert self._loop is not None
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._hand_over)
+
+    def _hand_over(self) -> None:
+        """To one process, which waits for it; a message to a fresh connection never has to."""
+        assert self._loop is not None
+        assert self._memory is not None
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as e:
+            log.warning("node %s cannot hand its VRAM over: %s", self.config.name, e)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._watch)
+            return
+        with connection, suppress(OSError):
+            if owns_node(peer_uid(connection)):
+                hand_over(connection, self._memory.shared)
+
+    def _vanish(self) -> None:
+        assert self._loop is not None
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+        self.dir.vram_socket.unlink(missing_ok=True)
+        super()._vanish()
+
+    def free(self) -> None:
         """See `OwnedCuda.free`; after `stop`."""
         memory, self._memory = self._memory, None
-        freed = memory is None or memory.free(timeout_s)
-        if not freed:
-            log.warning("node %s: its VRAM stays, readers have it open", self.config.name)
-        return freed
+        if memory is not None:
+            memory.free()

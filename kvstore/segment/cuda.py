@@ -1,29 +1,24 @@
 """Segments in VRAM: headers in shared memory as everywhere, the payload one allocation on a device.
 
-An empty file stands where the payload's would be: who can only map files finds none.
-
-The owner holds the lock on the header file as long as the memory is there, each process
-that has the memory open a shared one on that empty file. Both are of this start alone,
-whatever becomes of the node's name.
+An empty file stands where the payload's would be: who can only map files finds none. The
+owner holds the lock on the header file as long as it gives out what the segment has. Its
+memory stays for those who have it open (`CudaDevice.free`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
 from pathlib import Path
 
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import InternalError
-from kvstore.filelock import FileLock, fd_is_locked
+from kvstore.filelock import fd_is_locked
 from kvstore.segment.attached import AttachedHeads
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock
 from kvstore.segment.shm import OwnedHeads, check_free, header_file_bytes
 
 WIPE_BYTES = 1 << 20
-READERS_POLL_S = 0.02
 
 
 class OwnedCuda(OwnedHeads):
@@ -42,11 +37,10 @@ class OwnedCuda(OwnedHeads):
         self.address = device.allocate(superblock.size_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(device.free, self.address)
-            self.handle = device.export(self.address)
-            flags = os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._readers = os.open(self.data_path, flags, 0o600)
+            self.shared = device.export(self.address)
+            undo.callback(os.close, self.shared.fd)
+            os.close(os.open(self.data_path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
             undo.callback(self.data_path.unlink)
-            undo.callback(os.close, self._readers)
             super().__init__(base_path, superblock, home=home)
             undo.pop_all()
 
@@ -67,53 +61,33 @@ class OwnedCuda(OwnedHeads):
         self.data_path.unlink(missing_ok=True)
         super().close()
 
-    def free(self, timeout_s: float) -> bool:
-        """Give the memory back after `close`, once; False when somebody has it open until then.
-
-        CUDA leaves undefined what those would find: the memory then stays until this
-        process ends. Nobody may write to it any more.
-        """
-        give_up_at = time.monotonic() + timeout_s
-        try:
-            while True:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(self._readers, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self.device.free(self.address)
-                    return True
-                if time.monotonic() > give_up_at:
-                    return False
-                time.sleep(READERS_POLL_S)
-        finally:
-            os.close(self._readers)
+    def free(self) -> None:
+        """Give the memory back after `close`, once. Nobody may write to it any more."""
+        os.close(self.shared.fd)
+        self.device.free(self.address)
 
 
 class AttachedCuda(AttachedHeads):
-    """Somebody else's segment in VRAM: its headers, and the word that its memory is in use here.
+    """Somebody else's segment in VRAM: its headers.
 
-    Raises `OSError` when it is not on this host, has ended or is about to, and
-    `ValueError` when the files are no such segment.
+    Raises `OSError` when it is not on this host or has ended, and `ValueError` when the file
+    is of no segment.
     """
 
-    def __init__(self, data_path: Path, head_path: Path, *, owner: int | None = None) -> None:
+    def __init__(self, head_path: Path, *, owner: int | None = None) -> None:
         super().__init__(head_path, owner=owner)
         with contextlib.ExitStack() as undo:
             undo.callback(super().close)
             self._lock = os.open(head_path, os.O_RDONLY | os.O_CLOEXEC)
             undo.callback(os.close, self._lock)
-            self._in_use = FileLock(data_path, os.O_RDONLY)
-            undo.callback(self._in_use.release)
-            if not self._in_use.take(shared=True):
-                raise FileNotFoundError(f"the owner of {head_path} is ending")
             if not self.alive():
                 raise FileNotFoundError(f"the owner of {head_path} has ended")
             undo.pop_all()
 
     def alive(self) -> bool:
-        """Whether the owner's process lives and keeps the memory."""
+        """Whether the owner's process lives and keeps the segment."""
         return fd_is_locked(self._lock)
 
     def close(self) -> None:
-        """Once its memory is no longer open here."""
         os.close(self._lock)
-        self._in_use.release()
         super().close()

@@ -1,9 +1,9 @@
-"""A CUDA device without one: its memory is shared memory, IPC handles name it, copies are late.
+"""A CUDA device without one: its memory is files, descriptors stand for it, copies are late.
 
 For tests on machines that have no device, between real processes too. What a driver would
 punish with wrong bytes or an error it punishes as well: a copy is carried out by another
-thread some time after it was queued, in parts; freed memory is overwritten first; addresses
-that are no memory of the device are refused.
+thread some time after it was queued, in parts; addresses that are no memory of the device,
+and writes to what was opened to be read, are refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.cuda.base import IPC_HANDLE_BYTES, Copy
+from kvstore.cuda.base import SHARED_NAME_BYTES, Copy, Shared
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
 
 LATE_S = 0.002
 PART_BYTES = 256 << 10
 """What is copied without a pause in which others may change the source."""
-FREED = 0xDD
 NO_ADDRESS_BELOW = 1 << 16
 CAPACITY_BYTES = 4 << 30
 STREAMS_END_TIMEOUT_S = 20.0
@@ -36,14 +35,15 @@ class _Memory(NamedTuple):
     path: Path
     map: mmap.mmap
     owned: bool
-    opened: int
+    writable: bool
 
 
 class ModelCuda:
     """Implements `kvstore.cuda.base.CudaDevice`.
 
-    Processes that are given the same `directory` have the same devices. `uuid` names the
-    device, `hidden_from` the uuids that it does not reach.
+    Processes that are given the same `directory` have the same devices: it holds their memory,
+    and descriptors of other files are refused. `uuid` names
+    the device, `unreachable` those that it cannot map.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class ModelCuda:
         self.late_s = late_s
         self._unreachable = unreachable
         self._free_bytes = capacity_bytes
+        self.maps_read_only = True
         self._lock = threading.Lock()
         self._memory: dict[int, _Memory] = {}
         self._registered: dict[int, int] = {}
@@ -80,72 +81,62 @@ class ModelCuda:
             if size_bytes > self._free_bytes:
                 raise NoSpaceError("cuMemAlloc: the device has no room")
             self._free_bytes -= size_bytes
-        path = self.directory / secrets.token_hex(16)
+        path = self.directory / secrets.token_hex(SHARED_NAME_BYTES)
         with path.open("xb") as file:
             file.truncate(size_bytes)
-        return self._map(path, owned=True)
-
-    def _map(self, path: Path, *, owned: bool) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            mapped = mmap.mmap(fd, 0)
+            return self._map(fd, path, owned=True, writable=True)
         finally:
             os.close(fd)
+
+    def _map(self, fd: int, path: Path, *, owned: bool, writable: bool) -> int:
+        mapped = mmap.mmap(fd, 0)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         with self._lock:
-            self._memory[address] = _Memory(path, mapped, owned, 1)
+            self._memory[address] = _Memory(path, mapped, owned, writable)
         return address
 
     def free(self, address: int) -> None:
+        memory = self._take(address, owned=True)
         with self._lock:
-            memory = self._memory.get(address)
-            if memory is None or not memory.owned:
-                raise UsageError("address", hex(address), "must be what `allocate` returned")
-            del self._memory[address]
             self._free_bytes += len(memory.map)
-        ctypes.memset(address, FREED, len(memory.map))
         memory.path.unlink(missing_ok=True)
 
-    def export(self, address: int) -> bytes:
+    def _take(self, address: int, *, owned: bool) -> _Memory:
         with self._lock:
             memory = self._memory.get(address)
-            if memory is None or not memory.owned:
-                raise UsageError("address", hex(address), "must be what `allocate` returned")
-            return memory.path.name.encode().ljust(IPC_HANDLE_BYTES, b"\0")
+            if memory is None or memory.owned != owned:
+                which = "allocate" if owned else "open"
+                raise UsageError("address", hex(address), f"must be what `{which}` returned")
+            return self._memory.pop(address)
 
-    def open(self, handle: bytes) -> int:
-        if len(handle) != IPC_HANDLE_BYTES:
-            raise UsageError("handle", f"{len(handle)} bytes", f"must be {IPC_HANDLE_BYTES} bytes")
-        name = handle.rstrip(b"\0").decode("ascii", "replace")
-        if not name.isalnum():
-            raise DeviceError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
-        path = self.directory / name
+    def export(self, address: int) -> Shared:
         with self._lock:
-            for address, memory in self._memory.items():
-                if memory.path == path:
-                    self._memory[address] = memory._replace(opened=memory.opened + 1)
-                    return address
+            memory = self._memory.get(address)
+        if memory is None or not memory.owned:
+            raise UsageError("address", hex(address), "must be what `allocate` returned")
+        fd = os.open(memory.path, os.O_RDWR | os.O_CLOEXEC)
+        return Shared(bytes.fromhex(memory.path.name), len(memory.map), fd)
+
+    def open(self, shared: Shared, *, writable: bool = False) -> int:
         try:
-            return self._map(path, owned=False)
-        except OSError as e:
-            raise DeviceError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_HANDLE") from e
+            path = Path(f"/proc/self/fd/{shared.fd}").readlink()
+            if path.parent != self.directory.resolve():
+                raise DeviceError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE")
+            return self._map(shared.fd, path, owned=False, writable=writable)
+        except (OSError, ValueError) as e:
+            raise DeviceError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE") from e
 
     def close(self, address: int) -> None:
-        with self._lock:
-            memory = self._memory.get(address)
-            if memory is None:
-                raise DeviceError("cuIpcCloseMemHandle: CUDA_ERROR_INVALID_VALUE")
-            memory = memory._replace(opened=memory.opened - 1)
-            self._memory[address] = memory
-            if memory.opened == 0:
-                del self._memory[address]
+        self._take(address, owned=False)
 
     def reaches(self, uuid: str) -> bool:
         return uuid not in self._unreachable
 
     @property
     def mapped(self) -> int:
-        """Allocations of other processes that are open here."""
+        """What is open here, each as often as it was opened."""
         with self._lock:
             return sum(not memory.owned for memory in self._memory.values())
 
@@ -180,7 +171,11 @@ class ModelCuda:
                 if _within(to, size_bytes, start, start + len(memory.map))
                 or _within(source, size_bytes, start, start + len(memory.map))
             ]
-            if not needed or min(to, source) < NO_ADDRESS_BELOW:
+            guarded = any(
+                not memory.writable and _within(to, size_bytes, start, start + len(memory.map))
+                for start, memory in self._memory.items()
+            )
+            if not needed or guarded or min(to, source) < NO_ADDRESS_BELOW:
                 raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE")
             self.queued += 1
         return needed

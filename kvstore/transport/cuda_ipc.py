@@ -64,7 +64,7 @@ class CudaIpcTransport:
         """
         check_anywhere(wanted)
         try:
-            opened = self.memory.use(node)
+            opened = self.memory.use(node, deadline)
         except DeviceError as e:
             return _failed(wanted, str(e))
         if opened is None:
@@ -213,7 +213,7 @@ class _Batch:
 
     def _settle(self, window: _Window) -> None:
         heads = self.opened.heads
-        # The headers outlive a node that is killed, its memory need not.
+        # What a node that was killed left behind is swept.
         alive = heads.alive()
         for i, place in window.places:
             same = alive and heads.same(place)

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from kvstore.cuda.base import IPC_HANDLE_BYTES, CudaDevice, DeviceRange
+from kvstore.cuda.base import SHARED_NAME_BYTES, CudaDevice, DeviceRange, Shared
 from kvstore.errors import DeviceError
-from kvstore.limits import CUDA_IPC_NODES_MAX
+from kvstore.limits import CUDA_IPC_NODES_MAX, CUDA_IPC_OPEN_S
 from kvstore.nodedir import Announcement
 from kvstore.types import Key, Location
 
 NAME = "cuda_ipc"
+MOMENT_S = 0.001
+"""A socket without time does not wait at all, and fails."""
 
 
 class DeviceAddress(NamedTuple):
-    """What a node in VRAM announces: `UUID/HANDLE`."""
+    """What a node in VRAM announces: `UUID/NAME`. Whoever it is handed over to opens it."""
 
     uuid: str
-    handle: bytes
+    name: bytes
 
     def __str__(self) -> str:
-        return f"{self.uuid}/{self.handle.hex()}"
+        return f"{self.uuid}/{self.name.hex()}"
 
     @classmethod
     def parse(cls, text: str) -> DeviceAddress | None:
-        uuid, _, handle = text.rpartition("/")
+        uuid, _, name = text.rpartition("/")
         try:
-            raw = bytes.fromhex(handle)
+            raw = bytes.fromhex(name)
         except ValueError:
             return None
-        return cls(uuid, raw) if uuid and len(raw) == IPC_HANDLE_BYTES else None
+        return cls(uuid, raw) if uuid and len(raw) == SHARED_NAME_BYTES else None
 
 
 class DevicePlace(NamedTuple):
@@ -56,7 +61,11 @@ class Heads(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Whether the node's process lives: its memory is gone with it."""
+        """Whether the node's process lives."""
+        ...
+
+    def memory(self, timeout_s: float) -> Shared:
+        """What the node hands over; its descriptor is the caller's to close. Raises `OSError`."""
         ...
 
     def close(self) -> None: ...
@@ -122,23 +131,24 @@ class OpenMemory:
         """By node id and epoch, that used last at the end."""
         self._closed = False
 
-    def use(self, node: Announcement) -> Opened | None:
+    def use(self, node: Announcement, deadline: float = math.inf) -> Opened | None:
         """The node's memory, opened now if it is not yet, until `done_with`; None: out of reach.
 
-        Raises `DeviceError` when the driver does not open it.
+        Raises `DeviceError` when the node does not hand it over, by `deadline` and in
+        `CUDA_IPC_OPEN_S`, or the driver does not open it.
         """
         address = DeviceAddress.parse(node.transports.get(NAME, ""))
         with self._lock:
             if self._closed or address is None:
                 return None
             known = (node.node_id, node.epoch)
-            opened = self._opened.pop(known, None) or self._open(node, address)
+            opened = self._opened.pop(known, None) or self._open(node, address, deadline)
             if opened is not None:
                 self._opened[known] = opened
                 opened.users += 1
             return opened
 
-    def _open(self, node: Announcement, address: DeviceAddress) -> Opened | None:
+    def _open(self, node: Announcement, address: DeviceAddress, deadline: float) -> Opened | None:
         if len(self._opened) >= CUDA_IPC_NODES_MAX:
             idle = next((k for k, o in self._opened.items() if o.users == 0), None)
             if idle is None:
@@ -150,10 +160,23 @@ class OpenMemory:
         if heads is None:
             return None
         try:
-            return Opened(heads, self.device.open(address.handle))
+            return Opened(heads, self._mapped(heads, address, deadline))
         except BaseException:
             heads.close()
             raise
+
+    def _mapped(self, heads: Heads, address: DeviceAddress, deadline: float) -> int:
+        timeout_s = min(max(deadline - time.monotonic(), MOMENT_S), CUDA_IPC_OPEN_S)
+        try:
+            shared = heads.memory(timeout_s)
+        except OSError as e:
+            raise DeviceError(f"the node does not hand its memory over: {e}") from e
+        try:
+            if shared.name != address.name:
+                raise DeviceError("the node has been started anew")
+            return self.device.open(shared)
+        finally:
+            os.close(shared.fd)
 
     def done_with(self, opened: Opened) -> None:
         with self._lock:
@@ -177,7 +200,7 @@ class OpenMemory:
         try:
             self.device.close(opened.address)
         except DeviceError:
-            pass  # its owner is gone, and the driver may have taken it back
+            pass  # the context is lost, and all that was mapped with it
         finally:
             opened.heads.close()
 

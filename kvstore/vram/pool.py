@@ -44,7 +44,6 @@ NAMES_MAX = 32
 RESERVE_PART = 8
 """One of so many parts of the pool is kept free by the demoter."""
 DRAIN_S = 5.0
-FREE_TIMEOUT_S = 2.0
 FULL = rejected("no space in VRAM: save it to host memory")
 
 
@@ -108,7 +107,7 @@ class VramPool:
             )
         except BaseException:
             self.node.stop()
-            self.node.free(0.0)
+            self.node.free()
             self._index.close()
             raise
 
@@ -224,8 +223,8 @@ class VramPool:
     def stop(self, drain_s: float = DRAIN_S) -> None:
         """Move blocks to host memory for at most `drain_s`, and end. Safe to call twice.
 
-        Nothing may be written to slots of the pool any more. VRAM that other processes have
-        open, or that a copy that hangs may use, stays until this process ends.
+        Nothing may be written to slots of the pool any more. VRAM that a copy that hangs may
+        use stays until this process ends, that which others have open until they close it.
         """
         if self._stopped:
             return
@@ -233,7 +232,7 @@ class VramPool:
         ended = self.demoter.stop(drain_s)
         self.node.stop()
         if self._store.remote.vram is not None:
-            self._store.remote.vram.sweep()  # this process may have it open, too
+            self._store.remote.vram.sweep()  # or it stays because this process has it open
         if ended:
-            self.node.free(FREE_TIMEOUT_S)
+            self.node.free()
         self._index.close()

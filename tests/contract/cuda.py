@@ -6,14 +6,18 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.cuda.base import IPC_HANDLE_BYTES, CudaDevice, address_of, wait
+from kvstore.cuda.base import SHARED_NAME_BYTES, CudaDevice, Shared, address_of, wait
+from kvstore.cuda.handover import hand_over, take_over
 from kvstore.errors import DeviceError, UsageError
 
 MIB = 1 << 20
@@ -55,21 +59,53 @@ def get(device: CudaDevice, address: int, size_bytes: int) -> bytes:
     return bytes(host)
 
 
-def pull(recipe: Recipe, handle: bytes, size_bytes: int, answers) -> None:
+def pull(recipe: Recipe, path: str, size_bytes: int, answers) -> None:
     """In another process: open, copy into memory of its own on the device, and send the bytes."""
     try:
         device = make(recipe)
-        theirs = device.open(handle)
+        shared = take_over(Path(path), PATIENCE_S)
+        theirs = device.open(shared)
+        os.close(shared.fd)
         mine = device.allocate(size_bytes)
         stream = device.stream()
         run(stream, (mine, theirs, size_bytes))
         stream.close()
         answers.put((device.uuid, get(device, mine, size_bytes)))
+        answers.put(("writes", not device.maps_read_only or _writes(device, theirs)))
         device.close(theirs)
         device.free(mine)
     except BaseException as e:
         answers.put(("failed", repr(e)))
         raise
+
+
+def _writes(device: CudaDevice, address: int) -> bool:
+    """Whether a write there is taken."""
+    try:
+        put(device, address, b"changed")
+    except DeviceError:
+        return False
+    return True
+
+
+@contextmanager
+def handed_over(device: CudaDevice, address: int, path: Path) -> Iterator[None]:
+    """Whoever connects to `path` meanwhile, once, gets that memory."""
+    shared = device.export(address)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                hand_over(connection, shared)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield
+        thread.join(PATIENCE_S)
+    os.close(shared.fd)
 
 
 class CudaContract:
@@ -127,34 +163,63 @@ class CudaContract:
         with pytest.raises(DeviceError):
             stream.record()
 
-    def test_another_process_reads_exported_memory(self, device, memory, recipe) -> None:
+    def test_another_process_reads_exported_memory_and_cannot_change_it(
+        self, device, memory, recipe, tmp_path
+    ) -> None:
         data = os.urandom(3 * MIB + 17)
         put(device, memory, data)
         answers = spawn.Queue()
-        handle = device.export(memory)
-        child = spawn.Process(target=pull, args=(recipe, handle, len(data), answers), daemon=True)
-        child.start()
-        try:
-            uuid, got = answers.get(timeout=PATIENCE_S)
-            assert uuid == device.uuid, got
-            assert got == data
-            child.join(PATIENCE_S)
-            assert child.exitcode == 0
-        finally:
-            child.kill()
+        path = tmp_path / "vram.sock"
+        with handed_over(device, memory, path):
+            arguments = (recipe, str(path), len(data), answers)
+            child = spawn.Process(target=pull, args=arguments, daemon=True)
+            child.start()
+            try:
+                uuid, got = answers.get(timeout=PATIENCE_S)
+                assert uuid == device.uuid, got
+                assert got == data
+                assert answers.get(timeout=PATIENCE_S) == ("writes", False)
+                child.join(PATIENCE_S)
+                assert child.exitcode == 0
+            finally:
+                child.kill()
+        assert get(device, memory, len(data)) == data
 
-    def test_a_handle_is_64_bytes_and_stays_the_same(self, device, memory) -> None:
-        handle = device.export(memory)
-        assert len(handle) == IPC_HANDLE_BYTES
-        assert device.export(memory) == handle
+    def test_what_is_exported_says_how_large_it_is_and_whose(self, device, memory) -> None:
+        first, again = device.export(memory), device.export(memory)
+        assert len(first.name) == SHARED_NAME_BYTES
+        assert first[:2] == again[:2]
+        assert first.size_bytes >= 4 * MIB
+        assert not os.get_inheritable(first.fd)
+        for shared in (first, again):
+            os.close(shared.fd)
 
-    def test_ones_own_handle_opens_the_memory_itself(self, device, memory) -> None:
-        handle = device.export(memory)
-        assert [device.open(handle), device.open(handle)] == [memory, memory]
-        device.close(memory)
-        device.close(memory)
+    def test_ones_own_memory_is_opened_elsewhere_and_stays_when_it_is_freed(self, device) -> None:
+        memory = device.allocate(MIB)
         put(device, memory, b"there")
-        assert get(device, memory, 5) == b"there"
+        shared = device.export(memory)
+        views = [device.open(shared), device.open(shared, writable=True)]
+        os.close(shared.fd)
+        assert len({memory, *views}) == 3
+        put(device, views[1], b"THERE")
+        assert get(device, memory, 5) == b"THERE"
+        device.free(memory)
+        assert [get(device, view, 5) for view in views] == [b"THERE"] * 2
+        for view in views:
+            device.close(view)
+
+    def test_what_was_closed_or_freed_is_known_no_more(self, device) -> None:
+        memory = device.allocate(MIB)
+        shared = device.export(memory)
+        view = device.open(shared)
+        os.close(shared.fd)
+        for undo, address in ((device.free, view), (device.close, memory)):
+            with pytest.raises(UsageError, match=r"^address="):
+                undo(address)
+        for undo, address in ((device.close, view), (device.free, memory)):
+            undo(address)
+            with pytest.raises(UsageError, match=r"^address="):
+                undo(address)
 
     def test_only_whole_allocations_of_its_own_are_exported(self, device, memory) -> None:
         host = memoryview(bytearray(100))
@@ -164,13 +229,12 @@ class CudaContract:
             with pytest.raises(UsageError, match=r"^address="):
                 device.free(address)
 
-    def test_what_cannot_be_a_handle_is_refused(self, device) -> None:
-        with pytest.raises(UsageError, match=r"^handle="):
-            device.open(b"short")
-
-    def test_a_handle_of_nothing_is_refused(self, device) -> None:
-        with pytest.raises(DeviceError):
-            device.open(b"f" * IPC_HANDLE_BYTES)
+    def test_a_descriptor_of_anything_else_is_refused(self, device, tmp_path) -> None:
+        other = os.open(tmp_path, os.O_RDONLY)
+        for fd in (other, 1 << 20):
+            with pytest.raises(DeviceError):
+                device.open(Shared(b"n" * SHARED_NAME_BYTES, 4 * MIB, fd))
+        os.close(other)
 
     def test_a_device_reaches_itself(self, device) -> None:
         assert device.reaches(device.uuid)

@@ -3,12 +3,13 @@ through the real cuda-python. The suites of a real device (tests/gpu) run there 
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
-from contract.cuda import put
+from contract.cuda import get, put
 
-from kvstore.cuda.bindings import ALLOCATION_BYTES, open_device
+from kvstore.cuda.bindings import open_device
 from kvstore.errors import DeviceError
 
 
@@ -51,16 +52,47 @@ def test_another_visible_device_is_asked_about_and_a_hidden_one_is_not() -> None
     assert one.reaches("hidden")
 
 
-def test_an_allocation_shares_no_piece_of_memory_with_another() -> None:
+def test_a_device_that_maps_nothing_read_only_maps_it_all_the_same(monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_NO_READ_ONLY", "yes")
     device = open_device(0)
     memory = device.allocate(1)
-    put(device, memory + ALLOCATION_BYTES - 5, b"there")
+    put(device, memory, b"there")
+    shared = device.export(memory)
+    view = device.open(shared)
+    os.close(shared.fd)
+    assert get(device, view, 5) == b"there"
+    assert not device.maps_read_only
+    device.close(view)
     device.free(memory)
+    device.maps_read_only = True
 
 
-def test_memory_of_the_same_process_opens_as_itself_whoever_asks() -> None:
+def test_trap_memory_of_the_same_process_is_never_imported() -> None:
+    """The driver promises it for other processes only; the stand-in refuses it."""
     owner, reader = open_device(0), open_device(0)
     memory = owner.allocate(100)
-    assert reader.open(owner.export(memory)) == memory
-    reader.close(memory)
+    shared = owner.export(memory)
+    view = reader.open(shared)
+    with pytest.raises(DeviceError, match="NOT_PERMITTED"):
+        reader.open(shared._replace(name=b"another"))
+    os.close(shared.fd)
+    put(owner, memory, b"there")
+    assert get(reader, view, 5) == b"there"
+    reader.close(view)
     owner.free(memory)
+
+
+def test_nothing_stays_mapped_when_access_is_refused(monkeypatch) -> None:
+    device = open_device(0)
+    before = len(device._mapped)
+    real = device.driver.cuMemSetAccess
+
+    def refused(*args):
+        return (device.driver.CUresult.CUDA_ERROR_INVALID_DEVICE,)
+
+    refused.__name__ = "cuMemSetAccess"
+    monkeypatch.setattr(device.driver, "cuMemSetAccess", refused)
+    with pytest.raises(DeviceError, match="cuMemSetAccess"):
+        device.allocate(100)
+    assert len(device._mapped) == before
+    monkeypatch.setattr(device.driver, "cuMemSetAccess", real)

@@ -4,6 +4,7 @@ the real one is in tests/gpu/."""
 import enum
 import types
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,7 +13,13 @@ from kvstore.errors import DeviceError, NoSpaceError, UsageError
 
 TESTS = Path(__file__).parents[1]
 RELAXED = 2
-CAPTURE_SAFE = {"cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain"}
+CAPTURE_SAFE = {
+    "cuInit",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+}
 
 
 class Result(enum.IntEnum):
@@ -30,6 +37,10 @@ class Driver:
     CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = types.SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CU_MEMHOSTREGISTER_PORTABLE = 1
+    CUdevice_attribute = MagicMock()
+    CUmemAllocationType = CUmemLocationType = CUmemAllocationHandleType = MagicMock()
+    CUmemAllocationGranularity_flags = CUmemAccess_flags = MagicMock()
+    CUmemAllocationProp = CUmemLocation = CUmemAccessDesc = MagicMock
 
     def __init__(self):
         self.calls = []
@@ -40,7 +51,10 @@ class Driver:
             "cuDeviceGetCount": 2,
             "cuDeviceGet": 1,
             "cuDevicePrimaryCtxRetain": "context",
-            "cuMemAlloc": 0x7000,
+            "cuDeviceGetAttribute": 1,
+            "cuMemGetAllocationGranularity": 4096,
+            "cuMemCreate": "memory",
+            "cuMemAddressReserve": 0x7000,
             "cuStreamCreate": "stream",
             "cuEventCreate": "event",
         }
@@ -101,7 +115,7 @@ def test_calls_are_made_on_the_device_and_the_threads_own_state_is_put_back(driv
 def test_a_device_without_room_is_no_space_for_what_is_allocated_there_alone(driver):
     device = open_device(0, driver)
     driver.errors = dict.fromkeys(
-        ("cuMemAlloc", "cuMemHostRegister", "cuDevicePrimaryCtxRetain"),
+        ("cuMemCreate", "cuMemHostRegister", "cuDevicePrimaryCtxRetain"),
         Result.CUDA_ERROR_OUT_OF_MEMORY,
     )
     with pytest.raises(NoSpaceError):
@@ -126,8 +140,14 @@ def test_an_event_that_is_not_reached_is_no_error_and_a_failed_one_is(driver):
 
 
 def test_memory_of_others_is_not_exported_and_the_refusal_names_why(driver):
-    with pytest.raises(UsageError, match="expandable_segments"):
+    with pytest.raises(UsageError, match="memory of others"):
         open_device(0, driver).export(0x1234)
+
+
+def test_a_device_without_shared_memory_has_no_pool(driver):
+    driver.results["cuDeviceGetAttribute"] = 0
+    with pytest.raises(DeviceError, match="by descriptor"):
+        open_device(0, driver).allocate(1)
 
 
 def test_a_device_that_is_not_there_is_refused_by_number(driver):

@@ -1,5 +1,6 @@
 """The contract suite over the model."""
 
+import os
 import time
 
 import pytest
@@ -37,16 +38,28 @@ def test_a_copy_is_not_done_when_it_is_queued(tmp_path):
     stream.close()
 
 
-def test_what_was_freed_holds_other_bytes_for_those_who_look_on(tmp_path):
+def test_what_was_freed_stays_for_those_who_have_it_open(tmp_path):
     owner, reader = ModelCuda(tmp_path), ModelCuda(tmp_path)
     memory = owner.allocate(MIB)
     put(owner, memory, b"x" * MIB)
-    theirs = reader.open(owner.export(memory))
+    shared = owner.export(memory)
+    theirs = reader.open(shared)
+    os.close(shared.fd)
     assert reader.mapped == 1
     owner.free(memory)
-    assert get(reader, theirs, MIB) != b"x" * MIB
+    assert get(reader, theirs, MIB) == b"x" * MIB
+    with pytest.raises(DeviceError):
+        put(reader, theirs, b"y")
     reader.close(theirs)
     assert reader.mapped == 0
+
+
+def test_memory_of_another_box_is_refused(tmp_path):
+    owner, far = ModelCuda(tmp_path), ModelCuda(tmp_path / "other box")
+    shared = owner.export(owner.allocate(MIB))
+    with pytest.raises(DeviceError):
+        far.open(shared)
+    os.close(shared.fd)
 
 
 def test_addresses_that_are_no_memory_of_the_device_are_refused(tmp_path):

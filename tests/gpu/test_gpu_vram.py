@@ -78,7 +78,8 @@ def serve(run_dir: str, pipe) -> None:
                     save(key_of(new), payload_of(new))
         elif told == "stop":
             node.stop()
-            pipe.send(node.free(0.5))
+            node.free()
+            pipe.send("stopped")
 
 
 class Pair:
@@ -128,7 +129,7 @@ def pair(tmp_path):
 
 
 class TestCudaIpcOnADevice(TransportContract):
-    """The owner in this process: its handle opens as the memory itself."""
+    """The owner in this process."""
 
     @pytest.fixture
     def place(self, tmp_path):
@@ -187,11 +188,11 @@ def test_an_owner_that_is_killed_leaves_right_bytes_or_misses(pair, after_s):
     assert get(pair.device, pair.mine, MIB) == data
 
 
-def test_an_owner_that_ends_in_order_keeps_memory_that_others_have_open(pair):
+def test_an_owner_that_ends_in_order_leaves_misses(pair):
     assert len(pair.read()) == BLOCKS
     pair.pipe.send("stop")
     assert pair.pipe.poll(STARTS_S)
-    assert pair.pipe.recv() is False
+    assert pair.pipe.recv() == "stopped"
     assert pair.read() == {}
 
 

@@ -15,7 +15,8 @@
 using Result = int;
 static const Result kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101,
                     kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500,
-                    kNotReady = 600, kRegistered = 712, kNotRegistered = 713;
+                    kNotReady = 600, kRegistered = 712, kNotRegistered = 713, kNotPermitted = 800,
+                    kNotSupported = 801;
 static const int kRelaxed = 2, kDevices = 2;
 static thread_local std::vector<void*> contexts;
 static thread_local int capture_mode;
@@ -63,6 +64,7 @@ Result cuDeviceGetUuid(char* uuid, int device) {  // with zeros in it, as real o
     uuid[15] = static_cast<char>(device);
     return 0;
 }
+Result cuDeviceGetAttribute(int* has, int, int) { *has = 1; return 0; }
 Result cuDeviceCanAccessPeer(int* can, int, int) { *can = 0; return 0; }
 Result cuDevicePrimaryCtxRetain(void** context, int device) {
     *context = &primary[device];
@@ -134,6 +136,7 @@ Result cuMemcpyAsync(char* to, const char* from, size_t bytes, void* stream) {
     if (Result bad = checked(stream)) return bad;
     std::lock_guard<std::mutex> held(lock);
     if (!on_device(to, bytes) && !on_device(from, bytes)) return kInvalidValue;
+    if (on_device(to, bytes) && !on_device(to, bytes, kReadWrite)) return kInvalidValue;
     std::memmove(to, from, bytes);
     return 0;
 }

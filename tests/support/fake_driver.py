@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from connector.copiers.cuda.nvrtc import SOURCE
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 TIMEOUT_S = 110
-MEMORY = "FAKE_CUDA_MEMORY"
-"""The folder that is the memory of its devices; set where it is the driver."""
+FAKE = "FAKE_CUDA_DRIVER"
+"""Set where it is the driver."""
 
 
 class FakeDriver:
@@ -39,15 +38,14 @@ class FakeDriver:
     def run(self, *arguments: str | Path) -> None:
         """pytest with these arguments passes, and skips nothing."""
         libraries = f"{self._folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
-        with tempfile.TemporaryDirectory() as memory:
-            run = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-                env={**os.environ, "LD_LIBRARY_PATH": libraries, MEMORY: memory}
-                | {"PYTHONPATH": f"{ROOT}:{SUPPORT}"},
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+            env={**os.environ, "LD_LIBRARY_PATH": libraries, FAKE: "yes"}
+            | {"PYTHONPATH": f"{ROOT}:{SUPPORT}"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
         assert run.returncode == 0, run.stdout + run.stderr
         assert "skipped" not in run.stdout, run.stdout

@@ -78,4 +78,4 @@ class VramPlace(Place):
         self.nodes.close()
         self.node.stop()
         self.writer.stream.close()
-        self.node.free(PATIENCE_S)
+        self.node.free()

@@ -4,21 +4,25 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from contract.cuda import get
+from contract.cuda import get, put
 from contract.transport import PATIENCE_S, TransportContract, far, reads, room
 from redis_servers import wait_until
 from vram_parts import MIB, VramPlace
 
 from kvstore.core.events import Drop
 from kvstore.cuda.base import DeviceRange
-from kvstore.errors import InternalError, UsageError
+from kvstore.errors import DeviceError, InternalError, UsageError
 from kvstore.testing.cuda import ModelCuda
 from kvstore.transport import cuda_ipc, cuda_memory
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.cuda_ipc import WantedAnywhere
 from kvstore.transport.cuda_memory import DeviceAddress
+
+FDS = Path("/proc/self/fd")
 
 
 @pytest.fixture
@@ -232,21 +236,20 @@ def test_memory_in_use_outlives_its_node_until_the_read_has_ended(place, reader,
     reading = start([Wanted(key, location, (into,))])
     place.node.stop()
     place.vram.sweep()
-    assert reader.mapped == 1
-    assert not place.node._memory.free(0.0), "it is open elsewhere"
+    place.node.free()
+    assert reader.mapped == 1, "it stays for who has it open"
     reader.hold.set()
     assert reads(reading.result()) == [Read.MISS]
     assert bytes(into) == b"1" * MIB
     assert reader.mapped == 0
-    place.node._memory = None
 
 
-def test_after_the_last_reader_the_memory_is_given_back(tmp_path, owner, reader):
+def test_at_the_end_the_memory_is_given_back(tmp_path, owner, reader):
     place = VramPlace(tmp_path, owner, reader)
     place.read(place.save(b"1" * MIB))
     place.vram.close()
     place.node.stop()
-    assert place.node.free(PATIENCE_S)
+    place.node.free()
     assert not list(tmp_path.glob("?" * 32)), "the model's memory"
     place.writer.stream.close()
 
@@ -284,14 +287,14 @@ def test_a_device_without_peer_access_reads_nothing(tmp_path, owner):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "uuid", "uuid/", "uuid/zz", "uuid/" + "00" * 63, "/" + "00" * 64]
+    "text", ["", "uuid", "uuid/", "uuid/zz", "uuid/" + "00" * 15, "/" + "00" * 16]
 )
 def test_what_is_no_address_is_none(text):
     assert DeviceAddress.parse(text) is None
 
 
 def test_an_address_says_what_it_was_made_of():
-    address = DeviceAddress("a/b", bytes(range(64)))
+    address = DeviceAddress("a/b", bytes(range(16)))
     assert DeviceAddress.parse(str(address)) == address
 
 
@@ -305,3 +308,36 @@ def test_nobody_but_the_owner_writes(place, tmp_path):
         writer.reserve([Want(b"k" * 32, 100, 0, 0, b"1" * 100, 0)], 7)
     writer.close()
     assert place.writer.ask(Drop(0, 0, [b"k" * 32])) == [False]
+
+
+def test_a_node_that_hands_nothing_over_fails_the_read_by_its_deadline(place, reader):
+    block = place.save(b"1" * MIB)
+    wanted = [Wanted(*block, (room(block[1]),))]
+    loop, listener = place.node._loop, place.node._listener
+    loop.call_soon_threadsafe(loop.remove_reader, listener)
+    began = time.monotonic()
+    outcomes = place.transport.read(place.word, wanted, began + 0.2)
+    assert reads(outcomes) == [Read.FAILED]
+    assert "hand its memory over" in outcomes[0].reason
+    assert time.monotonic() - began < PATIENCE_S / 4
+    loop.call_soon_threadsafe(place.node._watch)
+    assert reads(place.transport.read(place.word, wanted, far())) == [Read.HIT]
+
+
+def test_memory_of_another_start_is_not_taken_for_that_one(place, reader):
+    block = place.save(b"1" * MIB)
+    former = replace(place.word, transports={"cuda_ipc": str(DeviceAddress("model-0", bytes(16)))})
+    wanted = [Wanted(*block, (room(block[1]),))]
+    open_before = len(list(FDS.iterdir()))
+    outcomes = place.transport.read(former, wanted, far())
+    assert reads(outcomes) == [Read.FAILED]
+    assert "started anew" in outcomes[0].reason
+    assert reader.mapped == 0
+    assert len(list(FDS.iterdir())) <= open_before
+
+
+def test_reading_others_memory_cannot_change_it(place, reader):
+    key, location = place.save(b"1" * MIB)
+    with place.transport.memory.view(place.word, key, location) as view, pytest.raises(DeviceError):
+        put(reader, view.memory.address, b"2")
+    assert reads(place.read((key, location))[0]) == [Read.HIT]

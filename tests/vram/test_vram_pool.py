@@ -120,14 +120,12 @@ def test_doctor_says_where_its_blocks_are_and_others_may_only_ask_it(producer, n
     assert "1 blocks" in finding.found
 
 
-def test_only_the_nodes_directory_tells_the_handle(producer, node):
-    public = producer.pool.node.announcement
-    assert public.transports == {"cuda_ipc": "model-0"}
-    raw = producer.store.index.node(public.node_id)
-    handle = producer.device.export(producer.pool.node.address).hex().encode()
-    assert handle in producer.pool.node.dir.announcement_path.read_bytes()
-    assert handle not in raw
-    assert producer.pool.node.dir.path.stat().st_mode & 0o077 == 0
+def test_only_who_may_enter_the_nodes_directory_gets_its_memory(producer):
+    node = producer.pool.node
+    assert node.announcement.transports == {"cuda_ipc": "model-0"}
+    assert node.dir.path.stat().st_mode & 0o077 == 0
+    assert node.dir.vram_socket.stat().st_mode & 0o077 == 0
+    assert producer.store.index.node(node.announcement.node_id)
 
 
 def test_saves_of_others_go_to_host_memory(producer, node):
