@@ -44,7 +44,7 @@ def index() -> SlowIndex:
 @pytest.fixture
 def writer(index: SlowIndex) -> Iterator[RemoteWriter]:
     remote = RemoteNodes(index, (STREAM,), StreamSecurity(), 0.2)
-    yield RemoteWriter(remote, index, lambda keys: [None] * len(keys))
+    yield RemoteWriter(remote, index, lambda keys: [None] * len(keys), {})
     index.answer.set()
     remote.close()
 
