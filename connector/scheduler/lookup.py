@@ -1,4 +1,4 @@
-"""Lookups off the engine's thread: one helper thread, a bounded queue, one deadline each.
+"""Lookups off the engine's thread: two helper threads, bounded queues, one deadline each.
 
 How long a request waits is decided by who asked (patience.py); here `timeout_s` bounds what the
 store is given. An answer that comes later than its request waited is good for the next to ask.
@@ -10,9 +10,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from connector.layout.block_plan import Placed, usable_run
 from connector.limits import LOOKUP_QUEUE_MAX, MATCH_BLOCKS_MAX, SHUTDOWN_TIMEOUT_S, Clock
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Ask = Callable[[Sequence[Key]], Sequence[BlockRef | None]]
+
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """One question. The thread fills it in, then sets `done`; it writes nothing afterwards."""
+    """One question. A helper thread fills it in, then `done` is set, and nothing written after."""
 
     hashes: Sequence[bytes]
     submitted_at: float
@@ -60,11 +64,26 @@ class Lookup:
         return 0, 0
 
     found: frozenset[Key] = frozenset()
-    """Keys that the index had, of whichever writer."""
+    """Keys that were found, of whichever writer."""
+    here: Lookup | None = None
+    """What this host alone holds for it, when that is something but not all: for a request that
+    cannot wait for the index any longer. An answer of its own, `done` from the start."""
+
+
+@dataclass(slots=True)
+class _Question:
+    """A lookup of which this host does not have everything."""
+
+    lookup: Lookup
+    store: BlockStore
+    finder: Finder
+    blocks: int
 
 
 class Lookups:
-    """Answers lookups in order. One that was given up in the queue is answered "nothing"."""
+    """Answers lookups in order, in two stages with a thread each: what this host has, found
+    without a wait, and the index for the rest. So one that is all here waits for none that asks
+    the index. One that was given up in a queue is answered "nothing"."""
 
     def __init__(
         self,
@@ -76,7 +95,7 @@ class Lookups:
         warm_up: bool = True,
         on_answer: Callable[[Lookup], None] | None = None,
     ) -> None:
-        """`on_answer` is called on the lookup thread after `done` is set; it must not wait."""
+        """`on_answer` is called on a lookup thread after `done` is set; it must not wait."""
         self._store = store
         self._wants_warm_up = warm_up
         self._on_answer = on_answer
@@ -84,11 +103,18 @@ class Lookups:
         self._timeout_s = timeout_s
         self._clock = clock
         self._queue: queue.Queue[Lookup | None] = queue.Queue(LOOKUP_QUEUE_MAX)
-        self._thread = threading.Thread(target=self._run, name="kvstore-lookup", daemon=True)
-        self._thread.start()
+        self._questions: queue.Queue[_Question | None] = queue.Queue(LOOKUP_QUEUE_MAX)
+        self._threads = (
+            threading.Thread(target=self._look_here, name="kvstore-lookup", daemon=True),
+            threading.Thread(target=self._ask_index, name="kvstore-lookup-index", daemon=True),
+        )
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, hashes: Sequence[bytes]) -> Lookup | None:
         """Ask for the leading run of `hashes`; None when too many are waiting."""
+        if self._questions.full():
+            return None
         lookup = Lookup(hashes, self._clock())
         try:
             self._queue.put_nowait(lookup)
@@ -97,29 +123,51 @@ class Lookups:
         return lookup
 
     def close(self) -> None:
-        """Stop the thread; waits at most `SHUTDOWN_TIMEOUT_S`."""
-        try:
-            self._queue.put(None, timeout=SHUTDOWN_TIMEOUT_S)
-        except queue.Full:
-            return
-        self._thread.join(SHUTDOWN_TIMEOUT_S)
+        """Stop the threads; waits at most `SHUTDOWN_TIMEOUT_S` for each."""
+        stages: tuple[queue.Queue[Any], ...] = (self._queue, self._questions)
+        for waiting, thread in zip(stages, self._threads, strict=True):
+            with suppress(queue.Full):
+                waiting.put(None, timeout=SHUTDOWN_TIMEOUT_S)
+                thread.join(SHUTDOWN_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def _look_here(self) -> None:
+        while (lookup := self._queue.get()) is not None:
+            question: _Question | None = None
+            with self._answering(lookup):
+                question = self._here(lookup)
+            if question is None:
+                self._answered(lookup)
+                continue
+            try:
+                self._questions.put_nowait(question)
+            except queue.Full:
+                lookup.short = MissReason.TOO_BUSY
+                self._answered(lookup)
+
+    def _ask_index(self) -> None:
         if self._wants_warm_up:
             self._warm_up()
-        while (lookup := self._queue.get()) is not None:
-            try:
-                self._answer(lookup)
-            except Exception:
-                # A lookup may cost its own hit, never the thread that all others need.
-                log.exception("lookup failed")
-                lookup.placement = ()
-                lookup.run = 0
-                lookup.short = MissReason.INDEX_ERROR
-            lookup.answered_at = self._clock()
-            lookup.done.set()
-            if self._on_answer is not None:
-                self._on_answer(lookup)
+        while (question := self._questions.get()) is not None:
+            with self._answering(question.lookup):
+                self._answer(question)
+            self._answered(question.lookup)
+
+    @contextmanager
+    def _answering(self, lookup: Lookup) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            # A lookup may cost its own hit, never the thread that all others need.
+            log.exception("lookup failed")
+            lookup.placement = ()
+            lookup.run = 0
+            lookup.short = MissReason.INDEX_ERROR
+
+    def _answered(self, lookup: Lookup) -> None:
+        lookup.answered_at = self._clock()
+        lookup.done.set()
+        if self._on_answer is not None:
+            self._on_answer(lookup)
 
     def _warm_up(self) -> None:
         """Connect before the first request: its deadline is short and would be missed."""
@@ -130,8 +178,8 @@ class Lookups:
         except Exception:
             log.exception("warm-up failed")
 
-    def _answer(self, lookup: Lookup) -> None:
-        deadline = self._clock() + self._timeout_s
+    def _here(self, lookup: Lookup) -> _Question | None:
+        """Look for it on this host; what is left to ask the index."""
         layout = self._layout
         per_key = layout.hashes_per_key
         blocks = min(len(lookup.hashes) // per_key, MATCH_BLOCKS_MAX)
@@ -144,60 +192,78 @@ class Lookups:
         store = self._store.get()
         if store is None:
             lookup.short = MissReason.NO_STORE
-            return
+            return None
         if blocks == 0:
-            return
+            return None
         if lookup.given_up:
             lookup.short = MissReason.DEADLINE
+            return None
+        finder = Finder(keys)
+        self._found(lookup, finder.here(partial(store.lookup, timeout_s=0.0)), finder)
+        if lookup.run == blocks:
+            return None
+        lookup.short = MissReason.DEADLINE
+        if lookup.run:
+            lookup.here = replace(lookup, done=threading.Event(), answered_at=self._clock())
+            lookup.here.done.set()
+        return _Question(lookup, store, finder, blocks)
+
+    def _answer(self, question: _Question) -> None:
+        lookup = question.lookup
+        if lookup.given_up:
             return
+        deadline = self._clock() + self._timeout_s
         asked: list[LookupResult] = []
 
         def ask(wanted: Sequence[Key]) -> LookupResult:
-            asked.append(_ask(store, wanted, deadline, self._clock))
+            left_s = max(0.0, deadline - self._clock())
+            asked.append(question.store.lookup(wanted, timeout_s=left_s))
             return asked[-1]
 
-        finder = Finder(keys, ask)
-        lookup.placement = finder()
-        lookup.found = finder.found_keys
-        tokens = len(lookup.hashes) * layout.hash_block_tokens + 1
-        lookup.run = usable_run(lookup.placement, {}, layout, tokens)
-        if lookup.run < blocks:
+        self._found(lookup, question.finder(ask), question.finder)
+        lookup.short = None
+        if lookup.run < question.blocks:
             trouble = [answers.short for answers in asked if answers.short is not None]
             lookup.short = trouble[0] if trouble else MissReason.ABSENT
 
-
-def _ask(store: BlockStore, keys: Sequence[Key], deadline: float, clock: Clock) -> LookupResult:
-    left_s = deadline - clock()
-    if left_s <= 0:
-        return LookupResult([None] * len(keys), short=MissReason.DEADLINE)
-    return store.lookup(keys, timeout_s=left_s)
+    def _found(
+        self, lookup: Lookup, placement: tuple[tuple[Placed | None, ...], ...], finder: Finder
+    ) -> None:
+        layout = self._layout
+        lookup.placement = placement
+        lookup.found = finder.found_keys
+        tokens = len(lookup.hashes) * layout.hash_block_tokens + 1
+        lookup.run = usable_run(placement, {}, layout, tokens)
 
 
 class Finder:
     """Where each store block is, whoever saved it, in one question to the index or two.
 
-    The first asks for all shards of the engine's own split and for the first
-    shard of every other: a writer whose first shard is missing has nothing to
-    give. Only when another writer may fill a gap, its other shards are asked for.
+    None where `here` found all. The first asks for all shards of the engine's own split
+    and for the first shard of every other: a writer whose first shard is missing has nothing
+    to give. Only when another writer may fill a gap, its other shards are asked for.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[Sequence[Sequence[Sequence[Key]]]],
-        ask: Callable[[Sequence[Key]], Sequence[BlockRef | None]],
-    ) -> None:
+    def __init__(self, keys: Sequence[Sequence[Sequence[Sequence[Key]]]]) -> None:
         """`keys` are per group, split, shard and block; the first split is preferred."""
         self._keys = keys
-        self._ask_store = ask
         self._found: dict[Key, BlockRef] = {}
 
-    def __call__(self) -> tuple[tuple[Placed | None, ...], ...]:
-        self._ask(
-            key
-            for group in self._keys
-            for split, shards in enumerate(group)
-            for shard in (shards if split == 0 else shards[:1])
-            for key in shard
+    def here(self, ask: Ask) -> tuple[tuple[Placed | None, ...], ...]:
+        """What `ask`, which waits for nobody, finds of the engine's own split."""
+        self._look_up(ask, (key for group in self._keys for shard in group[0] for key in shard))
+        return self._placement()
+
+    def __call__(self, ask: Ask) -> tuple[tuple[Placed | None, ...], ...]:
+        self._look_up(
+            ask,
+            (
+                key
+                for group in self._keys
+                for split, shards in enumerate(group)
+                for shard in (shards if split == 0 else shards[:1])
+                for key in shard
+            ),
         )
         placement = self._placement()
         more = [
@@ -210,17 +276,15 @@ class Finder:
         ]
         if not more:
             return placement
-        self._ask(more)
+        self._look_up(ask, more)
         return self._placement()
 
     @property
     def found_keys(self) -> frozenset[Key]:
         return frozenset(self._found)
 
-    def _ask(self, keys: Iterable[Key]) -> None:
-        for found in self._ask_store(list(keys)):
-            if found is not None:
-                self._found[found.key] = found
+    def _look_up(self, ask: Ask, keys: Iterable[Key]) -> None:
+        self._found.update((found.key, found) for found in ask(list(keys)) if found is not None)
 
     def _placement(self) -> tuple[tuple[Placed | None, ...], ...]:
         return tuple(

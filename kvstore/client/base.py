@@ -23,7 +23,8 @@ Later = Callable[[], list[T]]
 
 
 class BlockRef(NamedTuple):
-    """A block that was in the index a moment ago. Plain data: it may cross processes."""
+    """A block that was in the index, or on this host, a moment ago. Plain data: it may cross
+    processes."""
 
     key: Key
     record: Record
@@ -43,7 +44,8 @@ class PrefixMatch(list[BlockRef]):
 
 
 class LookupResult(list[BlockRef | None]):
-    """One answer for each key that was asked for, and what kept the index from answering."""
+    """One answer for each key that was asked for, and what kept the index from answering for
+    those that are missing."""
 
     __slots__ = ("short",)
 
@@ -163,7 +165,16 @@ class BlockStore(Protocol):
     """Safe to call from several threads. Every call ends within its deadline."""
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
-        """The longest leading run of `keys` that can be read from here; one index round trip.
+        """The longest leading run of `keys` that can be read from here, as far as it was found.
+
+        This host's memory is looked through first, without a wait or a deadline; the index is
+        asked from the first key that is missing there, in at most one round trip.
+        `timeout_s` bounds that: the part of the answer that comes later counts as absent. With
+        0 the index is not asked, and no miss is counted.
+
+        Each block was sealed on this host, or in the index, at some moment of this call: each
+        for itself, not all at one moment, and one of this host before the index knew of it or
+        after it had lost it. A hint either way (rule 7): whoever reads checks (rule 4).
 
         Never raises for a peer's fault: without the index, what is found in this host's memory.
         `PrefixMatch.short` says why it ends where it does.
@@ -171,10 +182,10 @@ class BlockStore(Protocol):
         ...
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
-        """Each of `keys` that can be read from here, None for the others; one index round trip.
+        """Each of `keys` that can be read from here, None for the others.
 
         For questions that are no single run, such as which of several writers
-        has a block. Never raises for a peer's fault: as `match`.
+        has a block. Promises what `match` does, and asks the index for the missing keys alone.
         """
         ...
 

@@ -52,7 +52,7 @@ from kvstore.client.explanation import Missing, MissReason, reason_of
 from kvstore.client.health import Health, IndexWatch, ask_index
 from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.embedded_node import start_embedded_node
-from kvstore.client.local.hint_lookup import found_here, leading
+from kvstore.client.local.hint_lookup import found_here, leading, sure_here
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.reaper import Reaper
@@ -266,49 +266,75 @@ class BlockSession:
             self._sweeper.sweep()
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
-        """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds it;
-        with a `timeout_s` shorter than what it took, the answer counts as too late: a miss.
+        """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds the wait for
+        it; with a `timeout_s` shorter than what it took, its answer counts as too late.
         While the index is away, another `redis_timeout_s` at most goes into this host's segments.
         """
         started = self._now()
+        run = PrefixMatch(leading(sure_here(self.nodes, self._signer, keys)))
+        rest = keys[len(run) :]
+        if rest:
+            run.short = self._match_on(run, rest, started, timeout_s)
+        return run
+
+    def _match_on(
+        self, run: PrefixMatch, keys: Sequence[Key], started: float, timeout_s: float | None
+    ) -> MissReason | None:
+        """Go on with `run` through `keys` by the index; why it ends before their end."""
+        if timeout_s == 0.0:
+            return MissReason.DEADLINE
         try:
             records = self.reader.indexed_run(keys)
         except IndexUnavailableError as e:
-            run = PrefixMatch(leading(self._found_here(keys, started, timeout_s)))
-            run.short = self._short(e, missed=len(run) < len(keys))
-            return run
+            here = list(leading(self._found_here(keys, started, timeout_s)))
+            run += here
+            return self._short(e, missed=len(here) < len(keys))
         genuine = self.reader.genuine_count(keys, records)
         readable = self.reader.readable_count(records[:genuine])
         if timeout_s is not None and self._now() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
-            return PrefixMatch(short=MissReason.DEADLINE)
-        run = PrefixMatch(map(BlockRef, keys, records[:readable]))
+            return MissReason.DEADLINE
+        run += map(BlockRef, keys, records[:readable])
         if readable < genuine:
             self.reader.missed(MissReason.OUT_OF_REACH)
-            run.short = MissReason.OUT_OF_REACH
-        elif genuine < len(records):
-            run.short = MissReason.BAD_SIGNATURE
-        elif readable < len(keys):
-            run.short = MissReason.ABSENT
-        return run
+            return MissReason.OUT_OF_REACH
+        if genuine < len(records):
+            return MissReason.BAD_SIGNATURE
+        return MissReason.ABSENT if readable < len(keys) else None
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         """See `BlockStore.lookup`; its deadline is that of `match`."""
         started = self._now()
+        answers = LookupResult(sure_here(self.nodes, self._signer, keys))
+        unknown = [i for i, one in enumerate(answers) if one is None]
+        if unknown:
+            answers.short = self._look_up_on(answers, keys, unknown, started, timeout_s)
+        return answers
+
+    def _look_up_on(
+        self,
+        answers: LookupResult,
+        keys: Sequence[Key],
+        unknown: Sequence[int],
+        started: float,
+        timeout_s: float | None,
+    ) -> MissReason | None:
+        """Fill in by the index what is `unknown` of `answers`; what kept it from answering."""
+        if timeout_s == 0.0:
+            return MissReason.DEADLINE
+        rest = [keys[i] for i in unknown]
         try:
-            records = self.reader.readable(keys)
+            records = self.reader.readable(rest)
         except IndexUnavailableError as e:
-            answers = LookupResult(self._found_here(keys, started, timeout_s))
-            answers += [None] * (len(keys) - len(answers))
-            answers.short = self._short(e, missed=None in answers)
-            return answers
+            for i, one in zip(unknown, self._found_here(rest, started, timeout_s), strict=False):
+                answers[i] = one
+            return self._short(e, missed=None in answers)
         if timeout_s is not None and self._now() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
-            return LookupResult([None] * len(keys), short=MissReason.DEADLINE)
-        return LookupResult(
-            BlockRef(key, record) if record is not None else None
-            for key, record in zip(keys, records, strict=True)
-        )
+            return MissReason.DEADLINE
+        for i, record in zip(unknown, records, strict=True):
+            answers[i] = None if record is None else BlockRef(keys[i], record)
+        return None
 
     def _found_here(
         self, keys: Sequence[Key], started: float, timeout_s: float | None

@@ -50,6 +50,8 @@ FREE, RESERVED, SEALED = 0, 1, 2
 _HEADER = struct.Struct("<Q32sIBBHQII")
 _BODY = struct.Struct("<Q32sIBBHQI")
 assert _HEADER.size == HEADER_BYTES
+_WHOLE = 0x2144DF1C
+"""The CRC-32 of any bytes that end in their own: of a SEALED header that is whole."""
 
 
 class Header(NamedTuple):
@@ -110,8 +112,8 @@ def unpack(raw: bytes) -> Header | None:
 
 def fields(raw: bytes) -> Fields | None:
     """`unpack` as a plain tuple, which readers make one of for every block they look at."""
-    w, key, length, granule, kind, meta_length, checksum, namespace_id, crc = _HEADER.unpack(raw)
-    if w & 0xFF != SEALED or crc32(raw[:60]) != crc:
+    w, key, length, granule, kind, meta_length, checksum, namespace_id, _ = _HEADER.unpack(raw)
+    if w & 0xFF != SEALED or crc32(raw) != _WHOLE:
         return None
     return w >> 16, key, length, granule, kind, meta_length, checksum, namespace_id
 

@@ -77,6 +77,8 @@ class MemoryBlockStore:
         self.reserve_calls = 0
         self.match_calls = 0
         """Questions to the index, of either kind."""
+        self.here: set[Key] = set()
+        """Keys of blocks that are found without the index."""
         self.node_down = False
         self.index_down = False
         self.index_trouble = MissReason.INDEX_ERROR
@@ -111,19 +113,24 @@ class MemoryBlockStore:
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         """See `BlockStore.lookup`."""
         started = time.monotonic()
+        answers = LookupResult(self._indexed(key) if key in self.here else None for key in keys)
+        if None not in answers:
+            return answers
+        if timeout_s == 0.0:
+            answers.short = MissReason.DEADLINE
+            return answers
         self.match_calls += 1
         self.on_match()
         late = timeout_s is not None and time.monotonic() - started > timeout_s
         if self.index_down or late:
-            return LookupResult(
-                [None] * len(keys), short=MissReason.DEADLINE if late else self.index_trouble
-            )
+            answers.short = MissReason.DEADLINE if late else self.index_trouble
+            return answers
+        return LookupResult(map(self._indexed, keys))
+
+    def _indexed(self, key: Key) -> BlockRef | None:
         with self._lock:
-            records = [self._index.get(key) for key in keys]
-        return LookupResult(
-            BlockRef(key, record) if record is not None else None
-            for key, record in zip(keys, records, strict=True)
-        )
+            record = self._index.get(key)
+        return None if record is None else BlockRef(key, record)
 
     def view(self, found: BlockRef) -> HostView | None:
         """See `BlockStore.view`."""

@@ -91,7 +91,7 @@ def test_a_match_says_why_it_is_short(node):
         assert client.session.match(keys, timeout_s=0.0).short is MissReason.DEADLINE
         node.redis.admin().flushall()
     with fresh(node) as client, fresh(node, run_dir=node.run_dir / "other") as elsewhere:
-        wait_until(lambda: client.session.match(keys[:2]), "the refill")
+        wait_until(lambda: client.session.index.match(keys[:2]), "the refill")
         assert elsewhere.session.match(keys).short is MissReason.OUT_OF_REACH
 
 

@@ -12,7 +12,7 @@ import pytest
 from stores import announcement
 
 from kvstore.client.local.hint_lookup import found_here
-from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.nodes import Attached, LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.filelock import try_lock
@@ -46,7 +46,7 @@ class Nodes:
     def __init__(self, owned: OwnedShm) -> None:
         shm = AttachedShm(owned.data_path, owned.head_path)
         word = announcement(node_id=7, epoch=1)
-        self.attached = SimpleNamespace(shm=shm, gone=False, announcement=word)
+        self.attached = Attached(word, shm, NodeDir(Path("/"), "n"), ours=True)
         self.mapped = (self.attached,)
 
     def check(self, now: float) -> None:

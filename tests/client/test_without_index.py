@@ -97,7 +97,10 @@ def test_what_is_on_this_host_is_found_while_redis_is_away(
                 assert answers.short is not MissReason.ABSENT
                 assert read(worker, run) == blocks, "in a process that has not looked for them"
         for session in (before, after):
-            assert session.reader.index_failures == 4
+            # Nobody asks for what is here, but a reader that has a signing key and has not seen
+            # a genuine record of the node yet.
+            asked = 2 if signing_key is None or session is before else 4
+            assert session.reader.index_failures == asked
             assert sum(session.reader.miss_reasons.values()) == 2, "the lookups that lacked one"
 
 
@@ -151,12 +154,14 @@ def test_the_search_keeps_to_the_deadline_of_the_lookup(
 ) -> None:
     keys, _ = save(near, 5)
     with closing(session_of(near)) as session, away(redis, "stopped"):
-        # The deadline has gone by while Redis was waited for.
-        run = session.match(keys, timeout_s=QUICK.redis_timeout_s / 4)
-        assert run == []
+        # The deadline has gone by while Redis was waited for; what is here does not depend on it.
+        run = session.match([*keys, b"?" * 32], timeout_s=QUICK.redis_timeout_s / 4)
+        assert len(run) == 5
         assert run.short is MissReason.DEADLINE
-        assert session.lookup(keys, timeout_s=0.0) == [None] * 5
-        assert len(session.match(keys, timeout_s=10.0)) == 5
+        answers = session.lookup([*keys, b"?" * 32], timeout_s=0.0)
+        assert [one is not None for one in answers] == [True] * 5 + [False]
+        run = session.match(keys, timeout_s=0.0)
+        assert (len(run), run.short) == (5, None)
         # And none of it is spent on keys beyond the deadline, however many there are.
         many = (keys * 1000)[:4096]
         assert list(found_here(session.nodes, None, many, time.monotonic())) == []

@@ -174,7 +174,7 @@ class BlockStoreContract:
         assert store.match([here]).short is None
         assert store.match([]).short is None
         assert store.match([here, missing]).short is MissReason.ABSENT
-        late = store.match([here], timeout_s=0.0)
+        late = store.match([missing], timeout_s=0.0)
         assert (late, late.short) == ([], MissReason.DEADLINE)
 
     def test_a_missing_block_has_a_reason(self, store: BlockStore) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from kvstore.client.base import BlockRef
 from kvstore.errors import IndexUnavailableError
 from kvstore.fork import in_each_child
 from kvstore.index.base import Index
@@ -24,12 +25,19 @@ ABSENT_MAX = 1024
 class Attached:
     """One node's segment in this process."""
 
-    __slots__ = ("announcement", "directory", "gone", "shm")
+    __slots__ = ("announcement", "directory", "gone", "ours", "records", "shm")
 
-    def __init__(self, announcement: Announcement, shm: AttachedShm, directory: NodeDir) -> None:
+    def __init__(
+        self, announcement: Announcement, shm: AttachedShm, directory: NodeDir, *, ours: bool
+    ) -> None:
         self.announcement = announcement
         self.shm = shm
         self.directory = directory
+        self.ours = ours
+        """Of the client's own index, for certain: what it holds was not reset there."""
+        self.records: dict[int, tuple[bytes, BlockRef]] = {}
+        """By slot its header and what was made of that: the same bytes in the same slot say the
+        same (hint_lookup.py)."""
         self.gone = False
         """The node is dead or restarted: every location in here is a miss."""
 
@@ -65,7 +73,8 @@ class LocalNodes:
         self._ours: set[tuple[int, int]] = set()
         """Starts of nodes that the index knew."""
         self._checked_at = 0.0
-        self._looked_around_at = float("-inf")
+        self._look_around_at = {False: float("-inf"), True: float("-inf")}
+        """For all nodes, and for those of this client's index only."""
         self.gone = 0
         """How many segments were dropped because their node died."""
 
@@ -73,6 +82,7 @@ class LocalNodes:
         """The mapped segment of that start of that node, None when it is not on this host."""
         found = self._attached.get((node_id, epoch))
         if found is not None:
+            found.ours = True  # whoever asks for it has a record that names it
             return found
         with self._lock:
             return self._attached.get((node_id, epoch)) or self._attach(node_id, epoch, now)
@@ -90,7 +100,7 @@ class LocalNodes:
             if not directory.alive():
                 self.machine.sweep(self._run_dir)
                 break
-            attached = self._add(announcement, directory)
+            attached = self._add(announcement, directory, ours=True)
             if attached is not None:
                 return attached
         if len(self._absent) >= ABSENT_MAX:
@@ -103,31 +113,46 @@ class LocalNodes:
 
         For when the index cannot say who has a block. Looks around every `ABSENT_S`.
         """
-        if not self._use or now < self._looked_around_at + ABSENT_S:
+        return self._map_around(now, ours_only=False)
+
+    def map_ours(self, now: float) -> None:
+        """Map every living node here that is of this client's index without a question."""
+        self._map_around(now, ours_only=True)
+
+    def _map_around(self, now: float, *, ours_only: bool) -> bool:
+        if not self._use or now < self._look_around_at[ours_only]:
             return False
         with self._lock:
-            self._looked_around_at = now
-            before = self.mapped
+            self._look_around_at[ours_only] = now + ABSENT_S
+            before, identity = self.mapped, self._index.identity()
             for directory in self.machine.node_dirs(self._run_dir):
                 announcement = directory.announcement()
-                if (
-                    announcement is not None
-                    and announcement.key_prefix == self._key_prefix
-                    and (announcement.node_id, announcement.epoch) not in self._attached
-                    and directory.alive()
-                ):
-                    self._add(announcement, directory)
+                if announcement is None or announcement.key_prefix != self._key_prefix:
+                    continue
+                start = (announcement.node_id, announcement.epoch)
+                ours = ours_only and (
+                    start in self._ours or (identity != "" and announcement.index == identity)
+                )
+                there = self._attached.get(start)
+                if there is not None:
+                    there.ours = there.ours or ours
+                elif (ours or not ours_only) and directory.alive():
+                    self._add(announcement, directory, ours=ours)
             return self.mapped != before
 
-    def _add(self, announcement: Announcement, directory: NodeDir) -> Attached | None:
+    def _add(
+        self, announcement: Announcement, directory: NodeDir, *, ours: bool
+    ) -> Attached | None:
         self.mapping()
-        attached = self._map(announcement, directory)
+        attached = self._map(announcement, directory, ours=ours)
         if attached is not None and self._use:
             self._attached[announcement.node_id, announcement.epoch] = attached
             self.mapped = (attached, *self.mapped)
         return attached
 
-    def _map(self, announcement: Announcement, directory: NodeDir) -> Attached | None:
+    def _map(
+        self, announcement: Announcement, directory: NodeDir, *, ours: bool
+    ) -> Attached | None:
         try:
             files = files_of(directory, announcement)
             machine = self.machine
@@ -139,7 +164,7 @@ class LocalNodes:
             shm.close()
             return None
         shm.populate_ahead()
-        return Attached(announcement, shm, directory)
+        return Attached(announcement, shm, directory, ours=ours)
 
     def check(self, now: float) -> None:
         """Drop the segments of nodes that died; costs nothing between checks."""

@@ -55,8 +55,11 @@ class Checks:
         self._epochs: dict[int, int] = {}
         self._removing: list[tuple[Key, Record]] = []
         self._generations: dict[tuple[int, int], int] = {}
-        self._sealed: dict[tuple[int, int], tuple[int, Key, float]] = {}
-        """What a slot of a node held last, of which generation, and until when."""
+        self._sealed: dict[tuple[int, int, int], tuple[Key, float]] = {}
+        """What a slot of a node held in which generation, and until when: from the moment at which
+        its node begins to seal it, since a reader may see that before the node goes on."""
+        self._sealed_last: dict[tuple[int, int], int] = {}
+        """The generation that a slot of a node was last sealed in."""
 
     # --- what is saved, and what is read --------------------------------------
 
@@ -81,7 +84,8 @@ class Checks:
         )
 
     def match(self, keys: Sequence[Key], found: Sequence[KeyRecord], since: float) -> None:
-        """A match is a contiguous prefix of blocks that were there."""
+        """A match is a contiguous prefix of blocks that were there during it: each in the index,
+        or sealed on a node, published or not."""
         index = self._world.index
         for i, (key, record) in enumerate(found):
             if key != keys[i]:
@@ -100,8 +104,8 @@ class Checks:
         location = unpack_record(key, record)
         if location is None:
             return False
-        was = self._sealed.get((location.node_id, location.slot))
-        return was is not None and was[:2] == (location.generation, key) and was[2] >= since
+        was = self._sealed.get((location.node_id, location.slot, location.generation))
+        return was is not None and was[0] == key and was[1] >= since
 
     # --- before a node writes to its segment ------------------------------------
 
@@ -119,6 +123,9 @@ class Checks:
             offset = write.slot_id * SLOT_BYTES_MIN + write.granule * GRANULE_BYTES
             if not self.right(write.key, segment.bytes_at(offset, write.length)):
                 self._world.fail(f"rule 3: {_short(write.key)} sealed, its bytes are not there")
+            place = (segment.superblock.node_id, write.slot_id)
+            self._sealed[*place, write.generation] = (write.key, FOREVER)
+            self._sealed_last[place] = write.generation
         if not isinstance(write, Mark):
             return
         world = self._world
@@ -133,12 +140,11 @@ class Checks:
     def after_write(self, segment: SimOwned, write: Write) -> None:
         if isinstance(write, Mark):
             self._generations[segment.address, write.slot_id] = write.generation
-        if isinstance(write, Mark | Seal):
             place = (segment.superblock.node_id, write.slot_id)
-            if isinstance(write, Seal):
-                self._sealed[place] = (write.generation, write.key, FOREVER)
-            elif place in self._sealed and self._sealed[place][2] == FOREVER:
-                self._sealed[place] = (*self._sealed[place][:2], self._world.now)
+            last = self._sealed_last.pop(place, None)
+            if last is not None:
+                key, _ = self._sealed[*place, last]
+                self._sealed[*place, last] = (key, self._world.now)
 
     def _may_be_reused(self, segment: SimOwned, slot_id: int) -> None:
         block = segment.superblock

@@ -134,7 +134,7 @@ def test_a_killed_node_is_told(node: NodeProcess) -> None:
     request = prompt(2)
     real.save(request)
     node.kill()
-    assert real.match(request) == 0
+    wait_for(lambda: real.match(request) == 0, "the node's end to be seen")
     missing = real.explain(request, MissReason.NODE_DEAD)
     assert "which had it" in missing.detail
     real.close()

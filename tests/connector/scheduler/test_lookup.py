@@ -1,0 +1,85 @@
+"""What lies on this host is offered however long the index takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from connector_parts import BLOCK, Clock, Hold, Side, prompt
+
+from connector.limits import LOOKUP_TIMEOUT_S
+from kvstore import MissReason
+from kvstore.testing.blockstore import MemoryBlockStore
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def hold() -> Hold:
+    """Where the index hangs."""
+    return Hold()
+
+
+@pytest.fixture
+def side(store: MemoryBlockStore, clock: Clock, hold: Hold) -> Iterator[Side]:
+    side = Side(store, clock=clock, lookup_timeout_s=LOOKUP_TIMEOUT_S)
+    store.on_match = hold
+    yield side
+    hold.release()
+    side.core.close()
+
+
+def here(side: Side, seed: int, blocks: int) -> None:
+    request = prompt(blocks, extra=1, seed=seed)
+    side.put(request, blocks)
+    side.store.here.update(side.keys(request)[:blocks])
+
+
+def test_a_prompt_that_is_all_here_does_not_wait_behind_one_that_asks_the_index(
+    side: Side, hold: Hold
+) -> None:
+    here(side, seed=1, blocks=3)
+    elsewhere = prompt(3, extra=1, seed=2)
+    assert side.core.match(elsewhere, 0) is None
+    hold.await_reached()
+    assert side.match(prompt(3, extra=1, seed=1)) == 3 * BLOCK
+    assert side.store.match_calls == 1, "that of the other"
+
+
+def test_who_cannot_wait_for_the_index_gets_what_is_here(
+    side: Side, hold: Hold, clock: Clock
+) -> None:
+    here(side, seed=1, blocks=2)
+    longer = prompt(4, extra=1, seed=1)
+    assert side.core.match(longer, 0) is None
+    hold.await_reached()
+    assert side.core.match(longer, 0) is None
+    clock.now += LOOKUP_TIMEOUT_S
+    assert side.core.match(longer, 0) == 2 * BLOCK
+    side.core.allocated(longer, lambda: [list(range(20))], 2 * BLOCK)
+    side.step()
+    side.core.loads_ended([longer.request_id])
+    explanation = side.core.explain(longer.request_id)
+    assert explanation is not None
+    assert explanation.first_missing is not None
+    assert explanation.first_missing.reason is MissReason.DEADLINE
+
+
+def test_a_late_lookup_of_which_nothing_is_here_is_a_miss(side: Side, clock: Clock) -> None:
+    unknown = prompt(2, extra=1, seed=3)
+    assert side.core.match(unknown, 0) is None
+    clock.now += LOOKUP_TIMEOUT_S
+    assert side.core.match(unknown, 0) == 0
+
+
+def test_the_index_answers_for_all_when_it_is_in_time(side: Side, hold: Hold) -> None:
+    longer = prompt(4, extra=1, seed=1)
+    side.put(longer, 4)
+    side.store.here.update(side.keys(longer)[:2])
+    assert side.core.match(longer, 0) is None
+    hold.await_reached()
+    hold.release()
+    assert side.match(longer) == 4 * BLOCK
