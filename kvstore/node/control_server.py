@@ -27,10 +27,12 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
+        on_made: Callable[[Connection], None],
         on_hello: Callable[[Connection, Hello], None],
         on_request: Callable[[Connection, object], None],
         on_gone: Callable[[Connection], None],
     ) -> None:
+        self._on_made = on_made
         self._on_hello = on_hello
         self._on_request = on_request
         self._on_gone = on_gone
@@ -41,6 +43,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._on_made(self)
 
     def peer_uid(self) -> int:
         """Whose process is at the other end."""

@@ -62,6 +62,7 @@ from kvstore.node.resets import ResetNews
 from kvstore.node.scrubber import Scrubber
 from kvstore.node.sessions import ClientSession, Sessions
 from kvstore.node.stream.server import StreamServer
+from kvstore.node.unheard import UnheardReaders
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello, Op
@@ -105,6 +106,7 @@ class Node:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stream: StreamServer | None = None
+        self._unheard = UnheardReaders()
         self._said_room = -1
         self._keeps = False
         """The segment stays behind: this was an orderly end, and it was asked for."""
@@ -255,7 +257,7 @@ class Node:
         # Before anyone can connect: a client that names the index otherwise asks it for us.
         heartbeat.beat()
         server = await self._loop.create_unix_server(
-            lambda: Connection(self._on_hello, self._on_request, self._on_gone),
+            lambda: Connection(self._on_made, self._on_hello, self._on_request, self._on_gone),
             self.dir.socket,
             backlog=SOCKET_BACKLOG,
         )
@@ -404,7 +406,12 @@ class Node:
 
     # --- clients --------------------------------------------------------
 
+    def _on_made(self, connection: Connection) -> None:
+        if not owns_node(connection.peer_uid()):
+            self._unheard.enter(connection)
+
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
+        self._unheard.leave(connection)
         uid = connection.peer_uid()
         ours = owns_node(uid)
         if ours and self.takes_saves:
@@ -439,6 +446,7 @@ class Node:
         self._act(event)
 
     def _on_gone(self, connection: Connection) -> None:
+        self._unheard.leave(connection)
         session = connection.session
         if session is not None and session.transport is connection:
             session.transport = None

@@ -20,6 +20,7 @@ from kvstore import Client, UsageError
 from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
 from kvstore.node.permissions import group_id
+from kvstore.node.unheard import UNHEARD_PER_USER_MAX
 from kvstore.rundir import run_dir as checked_run_dir
 
 PREFIX = "kv:shared"
@@ -217,6 +218,31 @@ def test_readers_sessions_end_with_their_connections(server: RedisServer) -> Non
             assert owner.put("k", b"value")
             run_as(ALICE, READ, *where, groups=[READERS])
         wait_until(lambda: len(node.sessions) == 0, "no session is left")
+
+
+SAY_NOTHING = """
+import select, time
+path, count = args
+silent = []
+for _ in range(count):
+    one = socket.socket(socket.AF_UNIX)
+    one.connect(path)
+    silent.append(one)
+time.sleep(0.5)
+hung_up = [one for one in silent if select.select([one], [], [], 0)[0]]
+print(json.dumps(count - len(hung_up)))
+"""
+
+
+@needs_root
+def test_a_member_that_says_nothing_keeps_few_connections(server: RedisServer) -> None:
+    with a_node(server, READERS) as node:
+        kept = run_as(ALICE, SAY_NOTHING, str(node.dir.socket), 60, groups=[READERS])
+        assert 0 < kept <= UNHEARD_PER_USER_MAX
+        where = (url_of(server), str(node.config.run_dir), PREFIX)
+        with client_of(server, node) as owner:
+            assert owner.put("k", b"value")
+            assert run_as(ALICE, READ, *where, groups=[READERS])["get"] == "value"
 
 
 LOOK = """

@@ -215,7 +215,7 @@ class SimNode(Node):
 
     def accept(self, client: SimSocket) -> Wire:
         """A client connects: the kernel takes it at once, the daemon when it gets to it."""
-        connection = SimConnection(self._on_hello, self._on_request, self._on_gone)
+        connection = SimConnection(self._on_made, self._on_hello, self._on_request, self._on_gone)
         transport = SimTransport()
         transport.wire = Wire(self.world, client, connection, self.loop)
         self.wires.append(transport.wire)
