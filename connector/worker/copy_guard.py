@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from kvstore import InternalError
 
@@ -17,34 +17,27 @@ class CopyGuard:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # It knows whose it is, so that a handler of signals can raise at any moment.
+        self._lock = threading.RLock()
         self._ended = False
 
     @property
     def ended(self) -> bool:
         return self._ended
 
-    def enter(self) -> bool:
-        """Hold off `try_end` until `leave`; False when the transfer has ended."""
-        self._lock.acquire()
-        return not self._ended
-
-    def leave(self) -> None:
-        self._lock.release()
-
     @contextmanager
     def copying(self) -> Iterator[bool]:
-        """`enter`, and `leave` in the end."""
-        with self._lock:
+        """Hold off `try_end` in here; False when the transfer has ended."""
+        try:
+            self._lock.acquire()
             yield not self._ended
+        finally:
+            with suppress(RuntimeError):  # it was never got
+                self._lock.release()
 
     def try_end(self) -> bool:
         """End the transfer unless a copy is running right now; never waits."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self._ended = True
-        self._lock.release()
-        return True
+        return self._end(0.0)
 
     def end(self, timeout_s: float) -> None:
         """End the transfer after the copy that is running, if any.
@@ -52,7 +45,17 @@ class CopyGuard:
         Raises `InternalError` when that copy goes on for longer than `timeout_s`:
         the blocks can then neither be used nor given back.
         """
-        if not self._lock.acquire(timeout=timeout_s):
+        if not self._end(timeout_s):
             raise InternalError(f"a copy of the engine's blocks did not end within {timeout_s:g} s")
-        self._ended = True
-        self._lock.release()
+
+    def _end(self, timeout_s: float) -> bool:
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # in a handler amid the copy
+            return False
+        try:
+            if not self._lock.acquire(timeout=timeout_s):
+                return False
+            self._ended = True
+            return True
+        finally:
+            with suppress(RuntimeError):  # it was never got
+                self._lock.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from connector import metrics
@@ -105,8 +106,8 @@ def gather_all(
         tasks = {entry.task for entry in batch}
         for task in tasks:
             blocks.wait_ready(task.ready)
-        allowed = {task: task.guard.enter() for task in tasks}
-        try:
+        with ExitStack() as stack:
+            allowed = {task: stack.enter_context(task.guard.copying()) for task in tasks}
             now = clock()
             for task in tasks:
                 if not allowed[task] or now >= task.deadline:
@@ -117,9 +118,6 @@ def gather_all(
                 blocks.gather_many(
                     [Gather(e.block.block_ids, e.reservation.buffer) for e in copied], layer
                 )
-        finally:
-            for task in tasks:
-                task.guard.leave()
         filled += copied
     return filled
 
@@ -133,8 +131,9 @@ def scatter_all(
 
     One batch. What belongs to a load that has ended is not copied and not right.
     """
-    allowed = {task: task.guard.enter() for task in {task for task, _, _ in opened}}
-    try:
+    tasks = {task for task, _, _ in opened}
+    with ExitStack() as stack:
+        allowed = {task: stack.enter_context(task.guard.copying()) for task in tasks}
         items = [
             Scatter(view.buffer, block.skip, block.block_ids, part)
             for task, block, views in opened
@@ -143,9 +142,6 @@ def scatter_all(
         ]
         if items:
             blocks.scatter_many(items, layer)
-    finally:
-        for task in allowed:
-            task.guard.leave()
     return [allowed[task] and all(view.valid() for view, _ in views) for task, _, views in opened]
 
 
