@@ -9,7 +9,8 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from kvstore.fork import in_each_child
@@ -24,19 +25,22 @@ Pin = tuple[Key, bytes]
 
 
 class Pins:
-    """Thread-safe. `unpin` is called for pins that have ended, a batch at a time, by who closes
-    one or by a thread of its own: never by the garbage collector, which may run inside a lock."""
+    """Thread-safe. `unpin` takes off its argument the pins that it has let go, which have ended. It
+    is called by who closes one or by a thread of its own: never by the garbage collector, which
+    may run inside a lock."""
 
-    def __init__(self, unpin: Callable[[Iterable[Pin]], None]) -> None:
+    def __init__(self, unpin: Callable[[deque[Pin]], None]) -> None:
         self._unpin = unpin
         self._pid = os.getpid()
         # A handler of signals may close the client at any moment.
         self._lock = threading.RLock()
         self._settling = threading.RLock()
+        self._held: dict[int, tuple[weakref.ref[Any], Pin]] = {}
+        """By the id of the reference."""
+        self._dropped: deque[weakref.ref[Any]] = deque()
         self._ended: deque[Pin] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = threading.local()
-        self._open = 0
         self._thread: threading.Thread | None = None
         in_each_child(self)
 
@@ -46,22 +50,22 @@ class Pins:
         memory: Any = (ctypes.c_ubyte * payload.nbytes).from_address(address_of(payload))
         memory.payload = payload
         with self._lock:
-            self._open += 1
+            # A function of C: what a handler of signals raises in another would be lost, and with
+            # it the pin.
+            dropped = weakref.ref(memory, self._dropped.append)
+            self._held[id(dropped)] = dropped, pin
             if self._thread is None or not self._thread.is_alive():  # its start was interrupted
                 self._thread = threading.Thread(target=self._run, name="kvstore-pins", daemon=True)
                 # No more threads: who closes one lets go of all that have ended.
                 with contextlib.suppress(RuntimeError):
                     self._thread.start()
-        weakref.finalize(memory, self._end, pin).atexit = False
+        weakref.finalize(memory, self._wake_up).atexit = False
         return memory
 
-    def _end(self, pin: Pin) -> None:
-        """In whatever thread dropped the last view, at any point of it: take no lock, ask nobody.
-        A forked child has the view too, but not the pin."""
-        if os.getpid() == self._pid:
-            self._ended.append(pin)
-            if not getattr(self._closing, "here", False):
-                self._wake.put(None)
+    def _wake_up(self) -> None:
+        """In whatever thread dropped the last view, at any point of it: take no lock."""
+        if not getattr(self._closing, "here", False):
+            self._wake.put(None)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
@@ -74,19 +78,16 @@ class Pins:
             self.settle()
 
     def settle(self) -> None:
-        """Let go what has ended. Never raises for a peer's fault."""
+        """Let go what has ended. Never raises for a peer's fault; who is interrupted leaves the
+        rest to the next one. A forked child has the views too, but not the pins."""
         if os.getpid() != self._pid:
             return
         with self._settling:
+            with contextlib.suppress(IndexError):  # none is left; all is one step, as in link.py
+                dropped = map(self._held.pop, map(id, iter(self._dropped.popleft, None)))
+                self._ended.extend(map(itemgetter(1), dropped))
             if self._ended:
-                self._unpin(self._taken())
-
-    def _taken(self) -> Iterator[Pin]:
-        """Each as it is let go: when a handler of signals raises, the others still wait."""
-        while self._ended:
-            with self._lock:
-                self._open -= 1
-            yield self._ended.popleft()
+                self._unpin(self._ended)
 
     def _run(self) -> None:
         while True:
@@ -94,12 +95,12 @@ class Pins:
                 self._wake.get(timeout=IDLE_S)
             except queue.Empty:
                 with self._lock:
-                    if not self._open:
+                    if not self._held and not self._ended:
                         self._thread = None
                         return
-            else:
-                self.settle()
+            self.settle()
 
     def after_fork_in_child(self) -> None:
         self._lock, self._settling = threading.RLock(), threading.RLock()
+        self._dropped.clear()
         self._ended.clear()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import methodcaller
+
 from kvstore.client.local.control import ControlChannel, Held
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
@@ -21,15 +26,39 @@ class Holdings:
     def said(self) -> Held:
         # Copied at once: other threads change both, and need no lock of the connection's for it.
         pinned = list(self.pinned.items())
-        return list(self.reserved), [(*handle, times) for handle, times in pinned]
+        return list(self.reserved), [(*handle, times) for handle, times in pinned if times]
 
     def __bool__(self) -> bool:
-        return bool(self.reserved or self.pinned)
+        return bool(self.reserved) or any(list(self.pinned.values()))
 
-    def unpin(self, handle: tuple[int, int], *, viewed: bool = False) -> None:
-        _less(self.pinned, handle)
-        if viewed:
-            _less(self.viewed, handle)
+    @property
+    def is_viewed(self) -> bool:
+        """Somebody may look at something of it also when the client is closed."""
+        return any(list(self.viewed.values()))
+
+    def pin(self, handles: Iterable[tuple[int, int]], also: Callable[[], object]) -> None:
+        """Count each up, and do `also`, which is to be a function of C, in one step."""
+        changed: dict[tuple[int, int], int] = {}
+        for handle in handles:
+            changed[handle] = changed.get(handle, self.pinned.get(handle, 0)) + 1
+        _in_one_step(partial(self.pinned.update, changed), also)
+
+    def unpin(
+        self,
+        handles: Sequence[tuple[int, int]],
+        also: Callable[[], object] = int,
+        *,
+        viewed: bool = False,
+    ) -> None:
+        """Do `also`, which is to be a function of C, and count each down, in one step; when it
+        raises, nothing is."""
+        counts = [self.pinned, self.viewed] if viewed else [self.pinned]
+        changes = [_less(count, handles) for count in counts]
+        _in_one_step(also, *map(partial, [count.update for count in counts], changes))
+        for count, change in zip(counts, changes, strict=True):
+            for handle in change:
+                if not count.get(handle):
+                    count.pop(handle, None)
 
     def keep_viewed(self) -> None:
         """The client is closed: nothing else is in use any more."""
@@ -64,12 +93,20 @@ class Granted:
         return noted
 
 
-def _less(counts: dict[tuple[int, int], int], handle: tuple[int, int]) -> None:
-    count = counts.get(handle, 0)
-    if count <= 1:
-        counts.pop(handle, None)
-    else:
-        counts[handle] = count - 1
+def _less(
+    counts: dict[tuple[int, int], int], handles: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], int]:
+    """What is to be changed of `counts`."""
+    changed: dict[tuple[int, int], int] = {}
+    for handle in handles:
+        changed[handle] = max(changed.get(handle, counts.get(handle, 0)) - 1, 0)
+    return changed
+
+
+def _in_one_step(*steps: Callable[[], object]) -> None:
+    """All, or up to the first that raises. Handlers of signals run between instructions of Python,
+    and this is a single one, where the steps are functions of C."""
+    deque(map(methodcaller("__call__"), steps), maxlen=0)
 
 
 class NodeLink:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import xxhash
@@ -54,6 +55,10 @@ NODE_SEARCH_S = 0.5
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
 T = TypeVar("T")
+
+
+class _OvertakenError(Exception):
+    """A handler of signals has let go meanwhile of what was to be let go."""
 
 
 class Writer:
@@ -398,13 +403,15 @@ class Writer:
     ) -> list[PinAnswer]:
         """The node's answers as they are; from here on the records among them count as held, and
         are in `granted`."""
-        answers, pinned = pins(raw), link.held.pinned
+        answers = pins(raw)
+        pinned: list[Pin] = [
+            (key, record)
+            for key, record in zip(keys, answers, strict=False)
+            if isinstance(record, bytes)
+        ]
         with self._lock:
-            for key, record in zip(keys, answers, strict=False):
-                if isinstance(record, bytes):
-                    handle = slot_of(record)
-                    pinned[handle] = pinned.get(handle, 0) + 1
-                    granted.append((key, record))
+            handles = [slot_of(record) for _, record in pinned]
+            link.held.pin(handles, partial(granted.extend, pinned))
         return answers
 
     def unpin(self, key: Key, record: bytes) -> None:
@@ -440,46 +447,59 @@ class Writer:
         try:
             return self.pins.hold(pin, payload)
         except BaseException:
-            self._unpin_viewed([pin])
+            self._unpin_viewed(deque([pin]))
             raise
 
-    def unpin_many(self, pinned: Sequence[Pin]) -> None:
+    def unpin_many(self, pinned: Iterable[Pin]) -> None:
         """Let each go once."""
-        self._unpin(pinned, viewed=False)
-
-    def _unpin_viewed(self, pinned: Iterable[Pin]) -> None:
-        self._unpin(pinned, viewed=True)
-
-    def _unpin(self, pinned: Iterable[Pin], *, viewed: bool) -> None:
-        handles: dict[NodeLink, list[tuple[int, int]]] = {}
+        ended = deque(pinned)
         try:
-            for key, record in pinned:
-                location = unpack_record(key, record)
-                link = None if location is None else self._link_of(location)
-                if location is not None and link is not None:
-                    handles.setdefault(link, []).append((location.slot, location.generation))
-        finally:  # what was taken so far is let go, whoever interrupts
-            for link, items in handles.items():
-                for start in range(0, len(items), BATCH_KEYS_MAX):
-                    self._let_go(link, items[start : start + BATCH_KEYS_MAX], viewed)
+            self._unpin(ended, viewed=False)
+        except BaseException:  # interrupted: nobody would let the others go
+            self._unpin(ended, viewed=False)
+            raise
+
+    def _unpin_viewed(self, ended: deque[Pin]) -> None:
+        self._unpin(ended, viewed=True)
+
+    def _unpin(self, ended: deque[Pin], *, viewed: bool) -> None:
+        """Let go of what is in `ended`. Each leaves it in the step that counts it down: whoever
+        interrupts, what is still there is still to be let go."""
+        shares: dict[NodeLink, list[Pin]] = {}
+        for pin in list(ended):
+            location = unpack_record(*pin)
+            link = None if location is None else self._link_of(location)
+            if link is None:
+                ended.remove(pin)
+            else:
+                shares.setdefault(link, []).append(pin)
+        for link, share in shares.items():
+            for start in range(0, len(share), BATCH_KEYS_MAX):
+                self._let_go(link, share[start : start + BATCH_KEYS_MAX], ended, viewed)
         self._settle()
 
-    def _let_go(self, link: NodeLink, items: Sequence[tuple[int, int]], viewed: bool) -> None:
+    def _let_go(
+        self, link: NodeLink, share: Sequence[Pin], ended: deque[Pin], viewed: bool
+    ) -> None:
         """Count pins down here and at the node as one: a HELLO in between would say the smaller
         number, and the UNPIN behind it would take a pin that somebody still has."""
-        waiting = deque(items)
+        handles = [slot_of(record) for _, record in share]
+        forgotten: list[bool] = []
 
         def forget() -> None:
-            with self._lock:
-                while waiting:
-                    link.held.unpin(waiting.popleft(), viewed=viewed)
+            leave = chain(map(ended.remove, share), map(forgotten.append, [True]))
+            try:
+                with self._lock:
+                    link.held.unpin(handles, partial(deque, leave, 0), viewed=viewed)
+            except ValueError as e:  # they are not in `ended` any more
+                raise _OvertakenError from e
 
-        try:
+        with suppress(_OvertakenError):
             if not link.retired:
                 with suppress(PeerError):
-                    link.control.request(Op.UNPIN, items, before=forget)
-        finally:
-            forget()
+                    link.control.request(Op.UNPIN, handles, before=forget)
+            if not forgotten:
+                forget()
 
     def _link_of(self, location: Location) -> NodeLink | None:
         """The connection to the start of the node that a location is of."""
@@ -539,7 +559,7 @@ class Writer:
             if self._closed:
                 return
             links, self._closed = self.links(), True
-            self._link, self._former = None, [link for link in links if link.held.viewed]
+            self._link, self._former = None, [link for link in links if link.held.is_viewed]
             kept = list(self._former)
         for link in links:
             if link not in kept:

@@ -251,7 +251,7 @@ def test_what_is_held_can_be_said_while_another_thread_unpins() -> None:
         __slots__ = ()
 
         def __iter__(self) -> Iterator[int]:
-            held.unpin((9, 9))
+            held.unpin([(9, 9)])
             return super().__iter__()
 
     held.pinned = {Handle((1, 1)): 1, (9, 9): 1, (2, 2): 1}

@@ -1,0 +1,137 @@
+"""A handler of signals raises while pins begin and end: none is lost, and none is let go twice."""
+
+import signal
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kvstore.client import pins
+from kvstore.client.local import link, writer
+from kvstore.client.local.control import ControlChannel
+from kvstore.client.pins import Pins
+
+VALUE = b"v" * 100_000
+FILES = frozenset(str(Path(module.__file__)) for module in (pins, link, writer))
+
+
+class SignalledError(Exception):
+    pass
+
+
+def pinned(client):
+    return client.stats()["node"]["pinned"]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_pin_that_is_interrupted_when_it_was_granted_is_not_kept(client, monkeypatch, many):
+    client.put("k", VALUE)
+    client.exists("k")
+    key = client.namespace.value_key("k")
+    collect = ControlChannel.collect
+
+    def interrupted(self, ticket):
+        answer = collect(self, ticket)
+        if answer and isinstance(answer[0], bytes):
+            raise KeyboardInterrupt
+        return answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlChannel, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.session.pin([key]) if many else client.pin("k")
+    assert pinned(client) == 0
+
+
+def test_who_is_interrupted_while_it_lets_pins_go_lets_the_others_go_later():
+    let_go = []
+
+    def interrupted(ended):
+        let_go.append(ended.popleft())
+        raise KeyboardInterrupt
+
+    pins = Pins(interrupted)
+    wanted = [(bytes([i]) * 32, b"") for i in range(3)]
+    for pin in wanted:
+        pins._ended.append(pin)
+    for _ in wanted:
+        with pytest.raises(KeyboardInterrupt):
+            pins.settle()
+    pins.settle()
+    assert let_go == wanted
+
+
+@contextmanager
+def signalled_after(instructions):
+    """A signal, whose handler raises, after so many instructions of the files that count pins;
+    yields what is left of the number."""
+    left = [instructions]
+    this = threading.get_ident()
+
+    def traced(frame, event, argument):
+        if frame.f_code.co_filename not in FILES or threading.get_ident() != this:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGUSR1)
+        return traced
+
+    def handle(*_):
+        raise SignalledError
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    sys.settrace(traced)
+    try:
+        yield left
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGUSR1, before)
+
+
+STEP = 7
+"""Instructions between two tries: all of them together would take a minute."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("way", ["close", "drop", "unpin"])
+def test_wherever_a_handler_raises_a_pin_that_ends_is_let_go_once(client, way):
+    client.put("k", VALUE)
+    key = client.namespace.value_key("k")
+    (ref,) = client.session.pin([key])
+    (node_link,) = client.session.writer.links()
+    own = client.session.writer.writers()[0].pins
+    handle = writer.slot_of(ref.record)
+    tried, left = 0, [0]
+    while left[0] <= 0:
+        tried += STEP
+        pin = client.session.pin([key]) if way == "unpin" else client.pin("k")
+        own._closing.here = way == "drop"  # nobody else wakes up for it
+        if way == "drop":
+            del pin
+        with suppress(SignalledError), signalled_after(tried) as left:
+            if way == "unpin":
+                client.session.unpin(pin)
+            elif way == "close":
+                pin.close()
+            else:
+                own.settle()
+        own._closing.here = False
+        pin = None
+        own.settle()
+        times = node_link.held.pinned[handle]
+        if way == "unpin" and times == 2:  # interrupted before it began
+            client.session.unpin([ref])
+            times = node_link.held.pinned[handle]
+        assert times == 1, tried
+        assert not node_link.held.is_viewed, tried
+        assert not own._held, tried
+        assert not own._ended, tried
+    assert tried > 10 * STEP
+    assert pinned(client) == 1
+    client.session.unpin([ref])
+    assert pinned(client) == 0
