@@ -186,7 +186,7 @@ class Allocator:
         self._space.give(slot.start, slot.size)
 
     def became_busy(self, slot: Slot) -> None:
-        """Reserved, or pinned for the first time: not evictable."""
+        """Pinned for the first time: not evictable."""
         self._evictable.remove(slot.slot_id)
 
     def became_evictable(self, slot: Slot) -> None:
@@ -195,10 +195,9 @@ class Allocator:
         slot.last_use = self._tick
         self._evictable.insert(slot.slot_id)
 
-    def became_free(self, slot: Slot, *, was_busy: bool) -> None:
+    def became_free(self, slot: Slot) -> None:
         """Aborted, evicted, dropped or unpinned after it was dropped."""
-        if not was_busy:
-            self._evictable.remove(slot.slot_id)
+        self._evictable.remove(slot.slot_id)
         self._join_spare()
         self._spare = slot
 
@@ -383,14 +382,11 @@ class Allocator:
         self._space = Space(self._space.size, free)
         self.used_below, self.used_from = below, from_
 
-    def restored(self, slots: Iterable[Slot], *, held: bool = False) -> None:
-        """Slots from `restore` have their state, least recently used first; with `held`, they may
-        not be evicted."""
+    def restored(self, slots: Iterable[Slot]) -> None:
+        """Those slots from `restore` that may be evicted have their state, least recently used
+        first."""
         for slot in slots:
-            self._tick += 1
-            slot.last_use = self._tick
-            if not held:
-                self._evictable.insert(slot.slot_id)
+            self.became_evictable(slot)
 
 
 def move_cost(slot: Slot) -> int:

@@ -104,7 +104,6 @@ class Blocks:
         slot.generation = self._generation
         self._keep_bounds(writes)
         slot.move(SlotEvent.RESERVE)
-        self.allocator.became_busy(slot)
 
     def _moved(self, length: int, writes: list[Write]) -> bool:
         """Whether blocks were moved out of the way of `length` bytes, so that they need not go."""
@@ -131,8 +130,6 @@ class Blocks:
         new.namespace_id = old.namespace_id
         new.reserved_at = old.reserved_at
         new.used_at = old.used_at
-        new.void = False
-        new.former_epoch = 0
         writes.append(Mark(new.slot_id, SlotState.RESERVED, new.generation, new.granule, new.size))
         writes.append(Copy(old.offset, new.offset, old.length))
         self.by_key[new.key] = new
@@ -170,7 +167,6 @@ class Blocks:
 
     def _seal(self, slot: Slot, checksum: int, writes: list[Write]) -> None:
         slot.move(SlotEvent.COMMIT)
-        slot.owner = 0
         slot.checksum = checksum
         slot.record = self.record(slot, self.epoch)
         slot.published = False
@@ -198,15 +194,13 @@ class Blocks:
             self.gone.note(slot.key, why, now)
         self._forget_key(slot)
         slot.move(SlotEvent.ABORT)
-        slot.owner = 0
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
-        self.allocator.became_free(slot, was_busy=True)
+        self.allocator.became_free(slot)
 
     def _forget_key(self, slot: Slot) -> None:
         if self.by_key.get(slot.key) is slot:
             del self.by_key[slot.key]
-            if self.names:
-                self.names.forget(slot.key)
+            self.names.forget(slot.key)
 
     def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
         """Take a SEALED slot out: readers miss from here on, the index hears of it."""
@@ -218,7 +212,7 @@ class Blocks:
         slot.move(event)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
         if slot.state is SlotState.FREE:
-            self.allocator.became_free(slot, was_busy=False)
+            self.allocator.became_free(slot)
 
     def _drop_slot(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
         """Drop a block by request; a reserved one will not be sealed."""
@@ -251,7 +245,7 @@ class Blocks:
         writes.append(Hold(slot.slot_id, False))
         if slot.state is SlotState.DOOMED:
             slot.move(SlotEvent.UNPIN)
-            self.allocator.became_free(slot, was_busy=True)
+            self.allocator.became_free(slot)
         else:
             self.allocator.became_evictable(slot)
 

@@ -173,7 +173,6 @@ class NodeCore(Blocks):
             slot.kind = event.kinds[i]
             slot.meta_length = event.meta_lengths[i]
             slot.namespace_id = event.namespace_id
-            slot.owner = event.session
             slot.reserved_at = slot.used_at = now
             slot.void = False
             slot.published = False

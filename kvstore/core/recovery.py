@@ -87,7 +87,6 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int) -> list[Write]:
     core.by_key = dict(reversed(core.by_key.items()))
     core.counts["recovered"] = len(core.by_key)
     core.allocator.restored(reversed(evictable))
-    core.allocator.restored(_held_by_former(core), held=True)
     for block in seen.gone:
         _disown(core, block, former_epoch)
     return writes
@@ -139,18 +138,12 @@ def _drop(core: NodeCore, slot: Slot, block: Seal, writes: list[Write], *, pinne
         _pin(core, slot)
     else:
         slot.state = SlotState.FREE
-        core.allocator.became_free(slot, was_busy=True)
+        core.allocator.became_free(slot)
 
 
 def _pin(core: NodeCore, slot: Slot) -> None:
     slot.pins = 1
     core.former().pins[slot.slot_id] = 1
-
-
-def _held_by_former(core: NodeCore) -> list[Slot]:
-    former = core.former()
-    pinned = [core.allocator.slot(slot_id) for slot_id in former.pins]
-    return [*former.reserved.values(), *(slot for slot in pinned if slot is not None)]
 
 
 def _disown(core: NodeCore, block: Seal, former_epoch: int) -> None:

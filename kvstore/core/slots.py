@@ -57,7 +57,6 @@ class Slot:
         "meta_length",
         "namespace_id",
         "offset",
-        "owner",
         "pins",
         "published",
         "record",
@@ -86,8 +85,6 @@ class Slot:
         self.meta_length = 0
         self.namespace_id = 0
         self.checksum = 0
-        self.owner = 0
-        """Session number of the writer while RESERVED, 0 otherwise."""
         self.pins = 0
         self.last_use = 0
         """Allocator ticks, not time."""

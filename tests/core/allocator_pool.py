@@ -45,7 +45,6 @@ class Pool:
         assert slot.state is SlotState.FREE
         slot.length = length
         slot.move(SlotEvent.RESERVE)
-        self.allocator.became_busy(slot)
         if seal:
             self.seal(slot)
         return slot
@@ -55,14 +54,13 @@ class Pool:
         assert new.state is SlotState.FREE
         new.length = old.length
         new.move(SlotEvent.RESERVE)
-        self.allocator.became_busy(new)
         self.seal(new)
         self.drop(old)
         self.moved.append(new)
 
     def drop(self, slot) -> None:
         slot.move(SlotEvent.EVICT)
-        self.allocator.became_free(slot, was_busy=False)
+        self.allocator.became_free(slot)
         del self.sealed[id(slot)]
 
     def seal(self, slot) -> None:

@@ -2,7 +2,21 @@
 
 import pytest
 
-from kvstore.core.events import Commit, Copy, Drop, Mark, Named, Pin, Reserve, Seal, Touch, Unpin
+from kvstore.core import blocks
+from kvstore.core.events import (
+    Bounds,
+    Commit,
+    Copy,
+    Drop,
+    Hold,
+    Mark,
+    Named,
+    Pin,
+    Reserve,
+    Seal,
+    Touch,
+    Unpin,
+)
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import SlotState
 from kvstore.keys import Namespace
@@ -17,9 +31,9 @@ def core():
     return NodeCore(node_id=5, epoch=9, size_bytes=64 << 10)
 
 
-def put(core, key, checksum=0):
+def put(core, key, checksum=0, size=SIZE):
     """(slot, generation) of a block with that checksum; the effects of its commit."""
-    reserved = core.handle(Reserve(1, 1, [key], [SIZE], 3, [0], [0], [None], [0]), 0.0)
+    reserved = core.handle(Reserve(1, 1, [key], [size], 3, [0], [0], [None], [0]), 0.0)
     slot, generation, _ = reserved.replies[0].body[0]
     return (slot, generation), core.handle(Commit(1, 2, [(slot, generation, checksum)]), 0.0)
 
@@ -63,6 +77,81 @@ def test_an_unpin_of_a_former_generation_lets_go_of_nothing(core):
     assert core.holds(2)
     core.handle(Unpin(2, 1, [slot]), 0.0)
     assert not core.holds(2)
+
+
+def test_a_block_is_held_from_its_first_pin_to_its_last_and_nothing_in_between_says_so(core):
+    (slot_id, generation), _ = put(core, KEYS[0])
+    slot = core.allocator.slot(slot_id)
+    holds = []
+    for event in (
+        *(Pin(2, 1, KEYS[:1]), Pin(3, 1, KEYS[:1]), Unpin(2, 1, [(slot_id, generation)])),
+        *(Unpin(3, 1, [(slot_id, generation)]),),
+    ):
+        holds.append(core.handle(event, 0.0).writes)
+        assert core.allocator.may_go(slot) == (slot.pins == 0)
+    assert holds == [[Hold(slot_id, True)], [], [], [Hold(slot_id, False)]]
+
+
+def test_what_is_being_written_is_never_published(core):
+    core.handle(Reserve(1, 1, KEYS[:1], [SIZE], 3, [0], [0], [None], [0]), 0.0)
+    assert core.republish() == 0
+    assert published(core) == {}
+
+
+def test_what_goes_before_it_was_published_leaves_no_record_to_remove(core):
+    put(core, KEYS[0])
+    core.handle(Drop(1, 3, KEYS[:1]), 0.0)
+    assert published(core) == {}
+    assert core.outbox.take_removals(9) == []
+
+
+def test_a_node_that_ends_forgets_what_is_published_and_gives_its_records_back(core):
+    put(core, KEYS[0])
+    put(core, KEYS[1])
+    records = published(core)
+    assert core.take_published(1) == [(KEYS[0], records[KEYS[0]])]
+    assert core.listed.page(b"", 9) == KEYS[1:2]
+    assert dict(core.take_published(9)) == {KEYS[1]: records[KEYS[1]]}
+    assert core.listed.bytes == len(core.by_key) == 0
+
+
+def test_a_record_says_the_first_and_only_segment(core):
+    put(core, KEYS[0])
+    assert unpack_record(KEYS[0], published(core)[KEYS[0]]).segment == 0
+
+
+class TestBounds:
+    """What a restart must know of is said before it is so, some way ahead."""
+
+    @pytest.fixture(autouse=True)
+    def near(self, monkeypatch):
+        monkeypatch.setattr(blocks, "GENERATIONS_AHEAD", 2)
+        monkeypatch.setattr(blocks, "PAGES_AHEAD", 3)
+
+    def said(self, core, key, pages):
+        event = Reserve(1, 1, [key], [pages * 4096], 3, [0], [0], [None], [0])
+        return [w for w in core.handle(event, 0.0).writes if isinstance(w, Bounds)]
+
+    def test_a_new_node_has_used_nothing_and_counts_generations_from_one(self, core):
+        assert core.bounds == Bounds(0, 0, 16)
+        (_, generation), _ = put(core, KEYS[0])
+        assert generation == 1
+
+    def test_they_move_only_when_something_would_be_beyond_them_and_each_by_itself(self):
+        """Large values come from the lower end, small ones from the upper end."""
+        core = NodeCore(node_id=5, epoch=9, size_bytes=8 << 20)
+        pages = (8, 3, 1, 1, 1, 1, 3, 1, 3, 1)
+        said = [self.said(core, KEYS[i], count) for i, count in enumerate(pages)]
+        assert said == [
+            *([Bounds(3, 11, 2048)], [], [Bounds(3, 11, 2044)], [Bounds(6, 11, 2044)], [], []),
+            *([Bounds(9, 17, 2044)], [Bounds(9, 17, 2040)], [], [Bounds(12, 17, 2040)]),
+        ]
+
+    def test_they_end_with_the_segment(self, monkeypatch):
+        monkeypatch.setattr(blocks, "PAGES_AHEAD", 1 << 12)
+        core = NodeCore(node_id=5, epoch=9, size_bytes=8 << 20)
+        assert self.said(core, KEYS[0], 8) == [Bounds(3, 2048, 2048)]
+        assert self.said(core, KEYS[1], 1) == [Bounds(3, 2048, 0)]
 
 
 def test_nobody_lets_go_of_anothers_pin(core):
@@ -123,6 +212,20 @@ class TestMoves:
         assert {key: vars_of(core.by_key[key]) for key in before} == before
         assert all(core.names.get(key) == b"name" for key in before)
         assert sorted(core.listed.page(b"", 100)) == sorted(before)
+
+    def test_for_a_value_that_finds_room_nothing_moves(self, core):
+        core.handle(Drop(1, 1, KEYS[1:2]), 0.0)
+        self.reserve(core, KEYS[10])
+        assert core.counts["moved"] == 0
+
+    def test_where_room_was_made_by_moving_nothing_is_evicted_of_the_size_wanted(self):
+        core = NodeCore(node_id=5, epoch=9, size_bytes=64 << 10)
+        put(core, KEYS[0], size=2 * SIZE)  # the coldest
+        for key in KEYS[1:7]:
+            put(core, key)
+        core.handle(Drop(1, 1, KEYS[1:7:2]), 0.0)
+        self.reserve(core, KEYS[10])
+        assert (core.counts["moved"], core.counts["evicted"]) == (1, 0)
 
     def test_one_request_moves_no_more_than_the_limit_and_the_next_goes_on(self, core, monkeypatch):
         monkeypatch.setattr("kvstore.core.node.MOVED_BYTES_MAX", (128 << 10) + SIZE)

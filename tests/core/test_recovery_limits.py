@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.core.events import Bounds, Mark, Seal, SessionDead
+from kvstore.core.events import Bounds, Drop, Mark, Reserve, Seal, SessionDead
 from kvstore.core.granules import GRANULE_BYTES, PAGE
 from kvstore.core.holdings import FORMER
 from kvstore.core.node import NodeCore
@@ -63,6 +63,29 @@ def test_the_record_of_a_block_that_left_says_where_it_was():
     place = unpack_record(key, record)
     assert (key, place.epoch, place.slot, place.granule) == (KEY, 1, 3, 2)
     assert (place.generation, place.length, place.checksum) == (5, 5000, 7)
+
+
+def test_a_start_takes_over_how_far_the_segment_was_ever_used():
+    core, _ = started(block(0, 5))
+    assert core.bounds == (99, 8, PAGES)
+    assert (core.allocator.used_below, core.allocator.used_from) == (8 * PAGE, PAGES * PAGE)
+    writes = core.handle(Reserve(1, 1, [OTHER], [9 * 4096], 3, [0], [0], [None], [0]), 0.0).writes
+    (bounds,) = (write for write in writes if isinstance(write, Bounds))
+    assert bounds.used_below >= 10
+
+
+def test_with_a_block_of_a_former_start_goes_the_record_of_then():
+    core, _ = started(block(0, 5))
+    core.handle(Drop(1, 1, [KEY]), 0.0)
+    ((key, record),) = core.outbox.take_removals(9)
+    assert (key, unpack_record(key, record).epoch) == (KEY, 1)
+
+
+def test_a_write_of_then_that_ends_is_not_remembered_as_a_departure_of_no_key():
+    core, _ = started(held=(HeldSlot(0, 5, 0, PAGE, True),))
+    core.handle(SessionDead(FORMER), 0.0)
+    assert core.counts["aborted"] == 1
+    assert len(core.gone) == 0
 
 
 def test_no_more_records_are_to_be_removed_than_there_is_room_for():

@@ -26,7 +26,7 @@ def restart_frees_what_is_reserved(patch):
 
     def hold(core, slot_id, generation, *, reserved):
         if reserved:
-            core.allocator.became_free(core.allocator.slot(slot_id), was_busy=True)
+            core.allocator.became_free(core.allocator.slot(slot_id))
         else:
             real(core, slot_id, generation, reserved=False)
 
