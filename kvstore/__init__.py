@@ -3,6 +3,7 @@
 `Client` is the front door; connectors use `BlockSession`. See docs/architecture.md.
 """
 
+from kvstore.batches import in_batches
 from kvstore.client.async_client import AsyncClient
 from kvstore.client.base import (
     AnyReservation,
@@ -98,6 +99,7 @@ __all__ = [
     "Reservation",
     "PoolMapping",
     "copy_bytes",
+    "in_batches",
     "Key",
     "VramPool",
     "DeviceReservation",

@@ -73,7 +73,7 @@ NAME_BYTES_MAX = 256
 NAMES_WAITING_MAX: Count = 4096
 """Names that a client has yet to tell; further ones are not told."""
 NAMES_MESSAGE_BYTES_MAX = 32 << 10
-"""Of keys and names in one message, less the last: a socket must take it at once."""
+"""Of keys and names in one message: a socket must take it at once."""
 CHECKED_BYTES_PER_S_MAX: Count = 1 << 30
 """What a node reads again because clients say that it is wrong: a tenth of its time."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from connector.copiers.base import HeadPart
 from connector.layout.topology import HeadRange, reads_of
+from kvstore import in_batches
 
 if TYPE_CHECKING:
     from connector.layout.geometry import GroupLayout, KVGeometry
@@ -79,19 +80,14 @@ def windows(
     groups: Sequence[GroupReads], blocks: Sequence[LoadBlock], size_bytes_max: int
 ) -> Iterator[Sequence[LoadBlock]]:
     """Runs of `blocks` that fit this much memory should all of them be on other hosts."""
-    start = size_bytes = 0
-    for i, block in enumerate(blocks):
-        block_bytes = sum(p.payload_bytes for p in groups[block.group].pieces(block.split))
-        if i > start and size_bytes + block_bytes > size_bytes_max:
-            yield blocks[start:i]
-            start, size_bytes = i, 0
-        size_bytes += block_bytes
-    yield blocks[start:]
+
+    def size_of(block: LoadBlock) -> int:
+        return sum(piece.payload_bytes for piece in groups[block.group].pieces(block.split))
+
+    return in_batches(blocks, len(blocks), size_of, size_bytes_max)
 
 
 def alike(blocks: Iterable[LoadBlock], count_max: int) -> Iterator[Sequence[LoadBlock]]:
     """Runs of at most `count_max` blocks of one group."""
     for _, run in itertools.groupby(blocks, lambda block: block.group):
-        same = list(run)
-        for start in range(0, len(same), count_max):
-            yield same[start : start + count_max]
+        yield from in_batches(list(run), count_max)

@@ -8,8 +8,9 @@ which the engine lists them; what the order is belongs into the namespace.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 
 from connector.limits import PAGE_PARTS_MAX, SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES
 from kvstore import (
@@ -23,10 +24,13 @@ from kvstore import (
     Reservation,
     UsageError,
     copy_bytes,
+    in_batches,
 )
 
 Parts = Sequence[memoryview]
 """A page's memory: contiguous ranges, each of format 'B'."""
+_Wanted = tuple[Key, Parts, int]
+"""A page to save: key, memory, size in bytes."""
 
 
 @lru_cache(maxsize=1024)
@@ -106,23 +110,26 @@ class Pages:
         thread waits for one deadline, not for one for each batch.
         """
         keys = self.keys(names)
-        sizes = [size_of(parts) for parts in pages]
+        wanted = list(zip(keys, pages, map(size_of, pages), strict=True))
         results: list[PutResult] = []
         try:
-            for start, end in _batches(sizes):
-                results += self._save(keys[start:end], pages[start:end], sizes[start])
+            for size_bytes, alike in groupby(wanted, _size_bytes):
+                for batch in in_batches(
+                    list(alike), SAVE_BATCH_BLOCKS, _size_bytes, SAVE_BATCH_BYTES
+                ):
+                    results += self._save(batch, size_bytes)
         except PeerError as e:
             failed = PutResult(PutStatus.REJECTED, str(e))
             results += [failed] * (len(keys) - len(results))
         return results
 
-    def _save(self, keys: list[Key], pages: Sequence[Parts], size_bytes: int) -> list[PutResult]:
-        answers = self.store.reserve(keys, size_bytes, self.namespace.id)
+    def _save(self, batch: Sequence[_Wanted], size_bytes: int) -> list[PutResult]:
+        answers = self.store.reserve([key for key, _, _ in batch], size_bytes, self.namespace.id)
         granted = [(i, a) for i, a in enumerate(answers) if isinstance(a, Reservation)]
         reservations = [reservation for _, reservation in granted]
         try:
             for i, reservation in granted:
-                gather(reservation.buffer, pages[i])
+                gather(reservation.buffer, batch[i][1])
         except BaseException:
             self.store.abort(reservations)
             raise
@@ -154,12 +161,5 @@ def is_there(result: PutResult) -> bool:
     return bool(result) or result.status is PutStatus.IN_PROGRESS
 
 
-def _batches(sizes_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of consecutive pages alike in size that one reserve and commit carry."""
-    start = 0
-    for end in range(1, len(sizes_bytes) + 1):
-        size_bytes = sizes_bytes[start]
-        most = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // max(size_bytes, 1)))
-        if end == len(sizes_bytes) or sizes_bytes[end] != size_bytes or end - start >= most:
-            yield start, end
-            start = end
+def _size_bytes(wanted: _Wanted) -> int:
+    return wanted[2]

@@ -17,7 +17,7 @@ from connector.copiers.base import KVCopier
 from connector.limits import FORWARD_TIMEOUT_S, Clock
 from connector.messages import LoadBlock, SaveJob
 from connector.worker.transfers import Load, Save, Views, scatter_all
-from kvstore import MissReason
+from kvstore import MissReason, in_batches
 
 
 class LayerPlace(NamedTuple):
@@ -120,8 +120,8 @@ class StepLoads:
             opened = [(*next(places), views) for views in views_of(window)]
             last = number == len(windows) - 1
             for layer in range(self._layers) if last else (None,):
-                for start in range(0, len(opened), blocks.batch_blocks):
-                    self._copy_blocks(opened[start : start + blocks.batch_blocks], blocks, layer)
+                for batch in in_batches(opened, blocks.batch_blocks):
+                    self._copy_blocks(batch, blocks, layer)
                 if self._over or not any(self._good):
                     return False
                 if layer is not None:

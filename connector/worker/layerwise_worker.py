@@ -151,7 +151,7 @@ class LayerwiseWorker(WorkerCore):
             return (block_views(self._groups, block, views) for block in window)
 
         blocks = [block for task in step.tasks for block in task.job.blocks]
-        parts = list(windows(self._groups, blocks, STEP_LOAD_BYTES))
+        parts = list(windows(self._groups, blocks, STEP_LOAD_BYTES)) or [blocks]
         if step.copy(self._blocks[0], parts, views_of):
             for task in step.tasks:
                 self._touch(task, store)

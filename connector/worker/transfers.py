@@ -12,7 +12,15 @@ from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
 from connector.limits import Clock
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.worker.copy_guard import CopyGuard
-from kvstore import AnyReservation, BlockView, DeadlineError, Key, MissReason, NodeUnavailableError
+from kvstore import (
+    AnyReservation,
+    BlockView,
+    DeadlineError,
+    Key,
+    MissReason,
+    NodeUnavailableError,
+    in_batches,
+)
 
 if TYPE_CHECKING:
     from connector.layout.shard_reads import GroupReads
@@ -101,8 +109,7 @@ def gather_all(
     if not entries:
         return filled
     blocks = groups[entries[0].block.group]
-    for start in range(0, len(entries), blocks.batch_blocks):
-        batch = entries[start : start + blocks.batch_blocks]
+    for batch in in_batches(entries, blocks.batch_blocks):
         tasks = {entry.task for entry in batch}
         for task in tasks:
             blocks.wait_ready(task.ready)

@@ -54,7 +54,7 @@ from connector.messages import LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.metrics import Counts
 from connector.worker import transfers
 from connector.worker.transfers import Load, Reserved, Save, Transfer, gather_all
-from kvstore import BlockStore, InternalError, Key, KVStoreError, MissReason, PutResult
+from kvstore import BlockStore, InternalError, Key, KVStoreError, MissReason, PutResult, in_batches
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
@@ -383,7 +383,7 @@ class WorkerCore:
 
     def _batches(
         self, tasks: Sequence[Save]
-    ) -> Iterator[tuple[GroupReads, list[tuple[Save, SaveBlock]]]]:
+    ) -> Iterator[tuple[GroupReads, Sequence[tuple[Save, SaveBlock]]]]:
         """What this worker saves, in parts that one reserve and one commit carry."""
         for number, group in enumerate(self._groups):
             blocks = [
@@ -392,8 +392,8 @@ class WorkerCore:
                 for block in task.job.blocks
                 if block.group == number and group.saves
             ]
-            for start in range(0, len(blocks), self._batch_blocks):
-                yield group, blocks[start : start + self._batch_blocks]
+            for batch in in_batches(blocks, self._batch_blocks):
+                yield group, batch
 
     def _save_batch(
         self, store: BlockStore, group: GroupReads, blocks: Sequence[tuple[Save, SaveBlock]]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from kvstore.batches import in_batches
 from kvstore.client.explanation import MissReason, reason_of
 from kvstore.config_file import read_config
 from kvstore.errors import IndexUnavailableError
@@ -78,15 +79,15 @@ class Locator:
         """
         holders = Holders()
         try:
-            for start in range(0, len(keys), BATCH_KEYS_MAX):
-                batch = keys[start : start + BATCH_KEYS_MAX]
-                for key, record in zip(batch, self._index.match(batch), strict=False):
+            for batch in in_batches(keys, BATCH_KEYS_MAX):
+                run = self._index.match(batch)
+                for key, record in zip(batch, run, strict=False):
                     holder = self._holder(key, record)
                     if holder is None:
                         holders.short = MissReason.NODE_DEAD
                         return holders
                     holders.append(holder)
-                if len(holders) < start + len(batch):
+                if len(run) < len(batch):
                     holders.short = MissReason.ABSENT
                     break
         except IndexUnavailableError as e:

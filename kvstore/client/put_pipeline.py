@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from itertools import zip_longest
@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import xxhash
 
+from kvstore.batches import in_batches
 from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.deadlines import connecting, each_within, in_turn
 from kvstore.client.local.host_writer import HostWriter
@@ -150,17 +151,22 @@ class _Share:
         self._keys = [keys[i] for i in which]
         self._payloads = [payloads[i] for i in which]
         self._checksums = checksums
-        self._windows = _windows(self._payloads)
+        self._windows = in_batches(
+            range(len(which)),
+            BATCH_KEYS_MAX,
+            lambda i: self._payloads[i].size_bytes,
+            WINDOW_BYTES,
+        )
         self._window: _Window | None = None
 
     def begin(self) -> bool:
         """Ask for the next window; False when there is none."""
-        bounds = None if self.failure is not None else next(self._windows, None)
-        if bounds is None:
+        window = None if self.failure is not None else next(self._windows, None)
+        if window is None:
             return False
-        start, end = bounds
-        payloads = self._payloads[start:end]
-        wants = _wants(self._keys[start:end], payloads, self.link.inline_bytes, self._checksums)
+        payloads = [self._payloads[i] for i in window]
+        keys = [self._keys[i] for i in window]
+        wants = _wants(keys, payloads, self.link.inline_bytes, self._checksums)
         self._window = _Window(self._writer, self._namespace_id, wants, payloads)
         try:
             self._window.begin()
@@ -195,20 +201,6 @@ def _with_patience(window: _Window) -> list[PutResult | None]:
             results[i] = result
         window.failure = further.failure
     return results
-
-
-def _windows(payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
-    """Runs of at most `WINDOW_BYTES` (or one payload, if it is larger) that fit a request."""
-    start = size_bytes = 0
-    for i, payload in enumerate(payloads):
-        if i > start and (
-            size_bytes + payload.size_bytes > WINDOW_BYTES or i - start == BATCH_KEYS_MAX
-        ):
-            yield start, i
-            start, size_bytes = i, 0
-        size_bytes += payload.size_bytes
-    if payloads:
-        yield start, len(payloads)
 
 
 def _wants(

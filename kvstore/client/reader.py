@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from kvstore.batches import in_batches
 from kvstore.client.explanation import MissReason, reason_of
 from kvstore.client.health import IndexWatch
 from kvstore.client.local.corruption_reporter import CorruptionReporter
@@ -194,8 +195,7 @@ class Reader:
                 else:
                     unknown.append(i)
         try:
-            for start in range(0, len(unknown), BATCH_KEYS_MAX):
-                wanted = unknown[start : start + BATCH_KEYS_MAX]
+            for wanted in in_batches(unknown, BATCH_KEYS_MAX):
                 batch = [keys[i] for i in wanted]
                 records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
                 for i, key, record in zip(wanted, batch, records, strict=False):
@@ -311,8 +311,7 @@ class Reader:
         Raises `IndexUnavailableError`.
         """
         records: list[Record] = []
-        for start in range(0, len(keys), BATCH_KEYS_MAX):
-            batch = keys[start : start + BATCH_KEYS_MAX]
+        for batch in in_batches(keys, BATCH_KEYS_MAX):
             run = self._index.match(batch)
             records += run
             if len(run) < len(batch):
@@ -358,8 +357,8 @@ class Reader:
         now = time.monotonic()
         self._nodes.check(now)
         records: list[Record | None] = []
-        for start in range(0, len(keys), BATCH_KEYS_MAX):
-            records += self._index.lookup(keys[start : start + BATCH_KEYS_MAX])
+        for batch in in_batches(keys, BATCH_KEYS_MAX):
+            records += self._index.lookup(batch)
         if self._signer is not None:
             records = [
                 record if record is not None and self._genuine(key, record) else None

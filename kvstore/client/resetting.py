@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvstore.batches import in_batches
 from kvstore.client.local.deadlines import until
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.remote.writer import RemoteWriter
@@ -91,9 +92,9 @@ def _tell_all(
 ) -> list[int]:
     """The numbers that the resets got."""
     numbers: list[int] = []
-    for start in range(0, len(namespace_ids), RESET_NAMESPACES_MAX):
+    for batch in in_batches(namespace_ids, RESET_NAMESPACES_MAX):
         wanted = int(machine.wall() * 1000) << RANDOM_BITS | machine.random_bits(RANDOM_BITS)
-        numbers.append(tell(wanted, namespace_ids[start : start + RESET_NAMESPACES_MAX]))
+        numbers.append(tell(wanted, batch))
     return numbers
 
 

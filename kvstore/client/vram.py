@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from kvstore.batches import in_batches
 from kvstore.client.local.nodes import ABSENT_MAX, ABSENT_S, ALIVE_CHECK_S
 from kvstore.cuda.base import CudaDevice
 from kvstore.cuda.handover import take_over
@@ -145,8 +146,7 @@ class VramNodes:
     ) -> list[Outcome]:
         """One outcome for each block, into memory of the host or of a device."""
         outcomes: list[Outcome] = []
-        for start in range(0, len(wanted), STREAM_BLOCKS_MAX):
-            batch = wanted[start : start + STREAM_BLOCKS_MAX]
+        for batch in in_batches(wanted, STREAM_BLOCKS_MAX):
             if self.transport is None:
                 outcomes += [Outcome(Read.FAILED, "no CUDA device in this process")] * len(batch)
             else:

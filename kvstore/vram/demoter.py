@@ -6,8 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
+from kvstore.batches import in_batches
 from kvstore.client.base import HostBlockStore, Reservation
 from kvstore.core.answers import Answer, ColdBlock
 from kvstore.core.events import Coldest, Retire, Unpin
@@ -195,19 +197,8 @@ def _unpin_late(answer: Answer) -> Unpin:
     return _unpin([one for one in answer if isinstance(one, ColdBlock)])
 
 
-def _batches(cold: Sequence[ColdBlock]) -> Iterator[list[ColdBlock]]:
+def _batches(cold: Sequence[ColdBlock]) -> Iterator[Sequence[ColdBlock]]:
     """Blocks of one size and one namespace, in the order of their coldness."""
-    batch: list[ColdBlock] = []
-    size_bytes = 0
-    for block in cold:
-        alike = batch and (block.length, block.namespace_id) == (
-            batch[0].length,
-            batch[0].namespace_id,
-        )
-        if batch and (not alike or size_bytes + block.length > DEMOTE_BYTES_MAX):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(block)
-        size_bytes += block.length
-    if batch:
-        yield batch
+    for _, alike in groupby(cold, lambda block: (block.length, block.namespace_id)):
+        blocks = list(alike)
+        yield from in_batches(blocks, len(blocks), lambda block: block.length, DEMOTE_BYTES_MAX)

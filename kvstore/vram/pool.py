@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
+from kvstore.batches import in_batches
 from kvstore.client.base import DeviceReservation, Later
 from kvstore.client.savers import answered
 from kvstore.client.session import BlockSession
@@ -143,8 +144,8 @@ class VramPool:
         Never raises for a peer's fault: then all are rejected.
         """
         answers: list[DeviceReservation | PutResult] = []
-        for start in range(0, len(keys), BATCH_KEYS_MAX):
-            answers += self._reserve(keys[start : start + BATCH_KEYS_MAX], size_bytes, namespace_id)
+        for batch in in_batches(keys, BATCH_KEYS_MAX):
+            answers += self._reserve(batch, size_bytes, namespace_id)
         if any(answer is FULL for answer in answers):
             self.demoter.wake()
         return answers

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from kvstore.batches import in_batches
 from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.control import Accept, ControlChannel, Ticket
 from kvstore.client.local.link import Granted, Holdings, NodeLink
@@ -215,8 +216,8 @@ class Writer:
         """A slot, or what became of it, for each of `wants`; one request per `BATCH_KEYS_MAX`."""
         answers: list[ReserveAnswer] = []
         try:
-            for start in range(0, len(wants), BATCH_KEYS_MAX):
-                answers += self._reserve(wants[start : start + BATCH_KEYS_MAX], namespace_id)
+            for batch in in_batches(wants, BATCH_KEYS_MAX):
+                answers += self._reserve(batch, namespace_id)
         except BaseException:
             self.abort([answer for answer in answers if isinstance(answer, Reservation)])
             raise
@@ -336,8 +337,8 @@ class Writer:
         """Seal and publish; one request per `BATCH_KEYS_MAX`."""
         results: list[PutResult] = []
         try:
-            for start in range(0, len(reservations), BATCH_KEYS_MAX):
-                results += self.commit_later(reservations[start : start + BATCH_KEYS_MAX])()
+            for batch in in_batches(reservations, BATCH_KEYS_MAX):
+                results += self.commit_later(batch)()
         except BaseException:
             self.abort(reservations[len(results) :])
             raise
@@ -370,8 +371,8 @@ class Writer:
     @staticmethod
     def _give_back(link: NodeLink, op: Op, items: Sequence[tuple[int, int]]) -> None:
         with suppress(PeerError):
-            for start in range(0, len(items), BATCH_KEYS_MAX):
-                link.control.request(op, items[start : start + BATCH_KEYS_MAX])
+            for batch in in_batches(items, BATCH_KEYS_MAX):
+                link.control.request(op, batch)
 
     def _forget(self, reservations: Sequence[Reservation]) -> None:
         for link in self.links():
@@ -423,12 +424,11 @@ class Writer:
         records: list[bytes | None] = []
         granted: list[Pin] = []
         try:
-            for start in range(0, len(keys), BATCH_KEYS_MAX):
-                batch = keys[start : start + BATCH_KEYS_MAX]
+            for batch in in_batches(keys, BATCH_KEYS_MAX):
                 accept = partial(self._pinned_now, batch, granted)
                 answers = self._ask(Op.PIN, join_keys(batch), accept=accept)
-                records += [a if isinstance(a, bytes) else None for a in answers[: len(batch)]]
-                records += [None] * (start + len(batch) - len(records))
+                told = [a if isinstance(a, bytes) else None for a in answers[: len(batch)]]
+                records += told + [None] * (len(batch) - len(told))
         except BaseException:  # also when it was interrupted: nobody has them
             self.unpin_many(granted)
             raise
@@ -474,8 +474,8 @@ class Writer:
             else:
                 shares.setdefault(link, []).append(pin)
         for link, share in shares.items():
-            for start in range(0, len(share), BATCH_KEYS_MAX):
-                self._let_go(link, share[start : start + BATCH_KEYS_MAX], ended, viewed)
+            for batch in in_batches(share, BATCH_KEYS_MAX):
+                self._let_go(link, batch, ended, viewed)
         self._settle()
 
     def _let_go(
@@ -528,8 +528,7 @@ class Writer:
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
         dropped: list[bool] = []
-        for start in range(0, len(keys), BATCH_KEYS_MAX):
-            batch = keys[start : start + BATCH_KEYS_MAX]
+        for batch in in_batches(keys, BATCH_KEYS_MAX):
             dropped += self._ask(Op.DROP, join_keys(batch), accept=lambda _, body: flags(body))
         return dropped
 

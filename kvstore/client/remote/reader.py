@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
+from kvstore.batches import in_batches
 from kvstore.client.remote.peers import HURRIED_SHARE, Peers
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.vram import VramNodes
@@ -92,8 +93,7 @@ class RemoteNodes(Peers):
         found = [False] * len(blocks)
 
         def look_at_node(which: list[int]) -> None:
-            for start in range(0, len(which), STREAM_BLOCKS_MAX):
-                batch = which[start : start + STREAM_BLOCKS_MAX]
+            for batch in in_batches(which, STREAM_BLOCKS_MAX):
                 answers = self._look([blocks[i] for i in batch], deadline)
                 for i, answer in zip(batch, answers, strict=True):
                     found[i] = answer
@@ -314,12 +314,6 @@ class RemoteNodes(Peers):
 
 def _batches(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
     """Runs that fit one request; a block larger than that travels alone."""
-    start = size_bytes = 0
-    for i, one in enumerate(wanted):
-        length = one.location.length
-        full = size_bytes + length > STREAM_BATCH_BYTES_MAX or i - start == STREAM_BLOCKS_MAX
-        if i > start and full:
-            yield wanted[start:i]
-            start, size_bytes = i, 0
-        size_bytes += length
-    yield wanted[start:]
+    return in_batches(
+        wanted, STREAM_BLOCKS_MAX, lambda one: one.location.length, STREAM_BATCH_BYTES_MAX
+    )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from kvstore.batches import in_batches
 from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.placement import RAMP_S, Candidate, two_choices
 from kvstore.client.remote.reader import RemoteNodes
@@ -162,7 +163,9 @@ class RemoteWriter:
         """What became of each. Raises `NodeUnavailableError` when no node can be reached."""
         namespace = namespace_id, self._introductions.get(namespace_id, b"")
         results: list[PutResult] = []
-        for batch in _batches(payloads):
+        for batch in in_batches(
+            payloads, STREAM_BLOCKS_MAX, lambda one: one.size_bytes, STREAM_BATCH_BYTES_MAX
+        ):
             try:
                 results += self._save(batch, namespace)
             except PeerError as e:
@@ -303,16 +306,3 @@ class RemoteWriter:
     def after_fork_in_child(self) -> None:
         """A thread of the parent may have had them."""
         self._lock, self._looking = threading.RLock(), threading.RLock()
-
-
-def _batches(payloads: Sequence[SavePayload]) -> Iterator[Sequence[SavePayload]]:
-    """Runs that fit one request; a payload larger than that travels alone."""
-    start = size_bytes = 0
-    for i, payload in enumerate(payloads):
-        full = size_bytes + payload.size_bytes > STREAM_BATCH_BYTES_MAX
-        if i > start and (full or i - start == STREAM_BLOCKS_MAX):
-            yield payloads[start:i]
-            start, size_bytes = i, 0
-        size_bytes += payload.size_bytes
-    if payloads:
-        yield payloads[start:]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvstore.batches import in_batches
 from kvstore.fork import in_each_child
 from kvstore.limits import NAME_BYTES_MAX, NAMES_MESSAGE_BYTES_MAX, NAMES_WAITING_MAX
 from kvstore.protocol.control import Op, join_keys
@@ -43,22 +44,13 @@ class ValueNames:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         links = [link for link in self._writer.links() if not link.reads_only]
-        for part in _parts(waiting):
+        for part in in_batches(
+            list(waiting),
+            NAMES_WAITING_MAX,
+            lambda key: KEY_BYTES + len(waiting[key]),
+            NAMES_MESSAGE_BYTES_MAX,
+        ):
             names = [waiting[key] for key in part]
             if not all(link.control.say(Op.NAMES, join_keys(part), names) for link in links):
                 with self._lock:
                     self._waiting = dict(zip(part, names, strict=True)) | self._waiting
-
-
-def _parts(waiting: dict[Key, bytes]) -> Iterator[list[Key]]:
-    """Messages that a socket takes at once."""
-    part: list[Key] = []
-    size_bytes = 0
-    for key, name in waiting.items():
-        size_bytes += KEY_BYTES + len(name)
-        part.append(key)
-        if size_bytes >= NAMES_MESSAGE_BYTES_MAX:
-            yield part
-            part, size_bytes = [], 0
-    if part:
-        yield part

@@ -234,7 +234,7 @@ class RedisIndex:
         self, route: Route, items: Sequence[_T], size: int, pack: Callable[[Sequence[_T]], bytes]
     ) -> tuple[list[Sequence[_T]], list[Reply]]:
         """Send `items` in as few commands as may be, in one go."""
-        batches = list(chunks(items, size, by_tag=self._clustered))
+        batches = chunks(items, size, by_tag=self._clustered)
         if not batches:
             return [], []
         if not self._clustered:

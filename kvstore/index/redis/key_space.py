@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from binascii import hexlify
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from redis.crc import key_slot
 
+from kvstore.batches import in_batches
 from kvstore.errors import UsageError
 from kvstore.index.base import KeyRecord
 from kvstore.keys import DIGEST_BYTES
@@ -107,20 +108,13 @@ def _tag_of_record(record: KeyRecord) -> bytes:
     return record[0][:TAG_BYTES]
 
 
-def chunks(items: Sequence[Any], size: int, *, by_tag: bool) -> Iterable[Sequence[Any]]:
+def chunks(items: Sequence[Any], size: int, *, by_tag: bool) -> list[Sequence[Any]]:
     """`items` (keys or records) in order, at most `size` at a time.
 
     With `by_tag` a chunk also ends where the tag changes, so that it lies in one
     slot of a Redis Cluster.
     """
-    if not by_tag:
-        if len(items) <= size:
-            return [items] if items else []
-        return [items[i : i + size] for i in range(0, len(items), size)]
-    if not items:
-        return []
+    if not by_tag or not items:
+        return list(in_batches(items, size))
     tag = _tag_of if isinstance(items[0], bytes) else _tag_of_record
-    found: list[Sequence[Any]] = []
-    for _, run in groupby(items, tag):
-        found += chunks(list(run), size, by_tag=False)
-    return found
+    return [batch for _, run in groupby(items, tag) for batch in in_batches(list(run), size)]

@@ -1,0 +1,34 @@
+"""Cuts a sequence into parts that one request, message or copy carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_batches(
+    items: Sequence[T],
+    count_max: int,
+    size_of: Callable[[T], int] | None = None,
+    bytes_max: int = 0,
+) -> Iterator[Sequence[T]]:
+    """Slices of `items` in their order, at most `count_max` of them each; none is empty.
+
+    With `size_of`, in bytes, also at most `bytes_max` together, but for one that is larger and
+    goes alone.
+    """
+    if size_of is None:
+        for start in range(0, len(items), count_max):
+            yield items[start : start + count_max]
+        return
+    start = size_bytes = 0
+    for i, item in enumerate(items):
+        its_bytes = size_of(item)
+        if i > start and (size_bytes + its_bytes > bytes_max or i - start == count_max):
+            yield items[start:i]
+            start, size_bytes = i, 0
+        size_bytes += its_bytes
+    if items:
+        yield items[start:]
