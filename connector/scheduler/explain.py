@@ -8,7 +8,6 @@ of its own, with a bounded queue and so many questions and lines in a time.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import OrderedDict, deque
@@ -32,6 +31,7 @@ from connector.limits import (
 )
 from connector.messages import EngineRequest
 from connector.metrics import Counts
+from connector.work_thread import WorkThread
 from kvstore import Explanation, Key, Missing, MissQuery, MissReason, Namespace
 
 if TYPE_CHECKING:
@@ -145,9 +145,9 @@ class RequestHistory:
         )
         self._ending: dict[str, _Trace] = {}
         """Of requests that have ended, until our own thread has told them."""
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """At most about `EXPLAIN_QUEUE_MAX`; a simple queue costs its users a tenth."""
-        self._thread = threading.Thread(target=self._run, name="kvstore-explain", daemon=True)
+        self._thread: WorkThread[Callable[[], None]] = WorkThread(
+            "kvstore-explain", lambda work: work(), EXPLAIN_QUEUE_MAX
+        )
         self._thread.start()
 
     # Noted by the scheduling thread
@@ -234,7 +234,7 @@ class RequestHistory:
 
     def close(self) -> None:
         """Stop the thread; waits at most `SHUTDOWN_TIMEOUT_S`."""
-        self._work.put(None)
+        self._thread.end()
         self._thread.join(SHUTDOWN_TIMEOUT_S)
 
     # On the thread of lookups
@@ -249,13 +249,6 @@ class RequestHistory:
             self._post(partial(self._ask_absent, lookup))
 
     # On our own thread
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception:
-                log.exception("a request could not be explained")
 
     def _ask_absent(self, lookup: Lookup) -> None:
         group, shard = lookup.first_missing()
@@ -395,8 +388,7 @@ class RequestHistory:
         return trace
 
     def _post(self, work: Callable[[], None]) -> bool:
-        if self._work.qsize() < EXPLAIN_QUEUE_MAX:
-            self._work.put(work)
+        if self._thread.put(work):
             return True
         with self._lock:
             self.totals["not_asked"] += 1

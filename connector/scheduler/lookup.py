@@ -7,17 +7,17 @@ store is given. An answer that comes later than its request waited is good for t
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.layout.block_plan import Placed, usable_run
 from connector.limits import LOOKUP_QUEUE_MAX, MATCH_BLOCKS_MAX, SHUTDOWN_TIMEOUT_S, Clock
+from connector.work_thread import WorkThread
 from kvstore import BlockRef, BlockStore, Key, LookupResult, Missing, MissReason
 
 if TYPE_CHECKING:
@@ -97,60 +97,42 @@ class Lookups:
     ) -> None:
         """`on_answer` is called on a lookup thread after `done` is set; it must not wait."""
         self._store = store
-        self._wants_warm_up = warm_up
         self._on_answer = on_answer
         self._layout = layout
         self._timeout_s = timeout_s
         self._clock = clock
-        self._queue: queue.Queue[Lookup | None] = queue.Queue(LOOKUP_QUEUE_MAX)
-        self._questions: queue.Queue[_Question | None] = queue.Queue(LOOKUP_QUEUE_MAX)
-        self._threads = (
-            threading.Thread(target=self._look_here, name="kvstore-lookup", daemon=True),
-            threading.Thread(target=self._ask_index, name="kvstore-lookup-index", daemon=True),
-        )
-        for thread in self._threads:
-            thread.start()
+        self._looking = WorkThread("kvstore-lookup", self._look_here, LOOKUP_QUEUE_MAX)
+        self._asking = WorkThread("kvstore-lookup-index", self._ask_index, LOOKUP_QUEUE_MAX)
+        self._looking.start()
+        self._asking.start(self._warm_up if warm_up else None)
 
     def submit(self, hashes: Sequence[bytes]) -> Lookup | None:
         """Ask for the leading run of `hashes`; None when too many are waiting."""
-        if self._questions.full():
+        if self._asking.full:
             return None
         lookup = Lookup(hashes, self._clock())
-        try:
-            self._queue.put_nowait(lookup)
-        except queue.Full:
-            return None
-        return lookup
+        return lookup if self._looking.put(lookup) else None
 
     def close(self) -> None:
         """Stop the threads; waits at most `SHUTDOWN_TIMEOUT_S` for each."""
-        stages: tuple[queue.Queue[Any], ...] = (self._queue, self._questions)
-        for waiting, thread in zip(stages, self._threads, strict=True):
-            with suppress(queue.Full):
-                waiting.put(None, timeout=SHUTDOWN_TIMEOUT_S)
-                thread.join(SHUTDOWN_TIMEOUT_S)
+        for thread in (self._looking, self._asking):
+            thread.end()
+            thread.join(SHUTDOWN_TIMEOUT_S)
 
-    def _look_here(self) -> None:
-        while (lookup := self._queue.get()) is not None:
-            question: _Question | None = None
-            with self._answering(lookup):
-                question = self._here(lookup)
-            if question is None:
-                self._answered(lookup)
-                continue
-            try:
-                self._questions.put_nowait(question)
-            except queue.Full:
-                lookup.short = MissReason.TOO_BUSY
-                self._answered(lookup)
+    def _look_here(self, lookup: Lookup) -> None:
+        question: _Question | None = None
+        with self._answering(lookup):
+            question = self._here(lookup)
+        if question is not None and self._asking.put(question):
+            return
+        if question is not None:
+            lookup.short = MissReason.TOO_BUSY
+        self._answered(lookup)
 
-    def _ask_index(self) -> None:
-        if self._wants_warm_up:
-            self._warm_up()
-        while (question := self._questions.get()) is not None:
-            with self._answering(question.lookup):
-                self._answer(question)
-            self._answered(question.lookup)
+    def _ask_index(self, question: _Question) -> None:
+        with self._answering(question.lookup):
+            self._answer(question)
+        self._answered(question.lookup)
 
     @contextmanager
     def _answering(self, lookup: Lookup) -> Iterator[None]:

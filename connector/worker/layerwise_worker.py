@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,9 +55,7 @@ class LayerwiseWorker(WorkerCore):
             self._hanging_loads = None
         self._step_loads = step
         # A thread that hangs in an earlier step cost that step its deadline; it costs no other.
-        if self._blocks and self._hanging_loads is None:
-            self._load_queue.put_nowait(step)
-        else:
+        if not self._blocks or self._hanging_loads is not None or not self._loading.put(step):
             step.give_up(MissReason.TOO_BUSY)
 
     def wait_layer_load(self, layer_name: str) -> None:
@@ -108,11 +105,7 @@ class LayerwiseWorker(WorkerCore):
         step = StepSaves(jobs, list(self._places.values()), self._clock)
         with self._wake:
             self._active.update(dict.fromkeys(step.tasks))
-        try:
-            if not self._blocks:
-                raise queue.Full
-            self._save_queue.put_nowait(step)
-        except queue.Full:
+        if not (self._blocks and self._saving.put(step)):
             step.give_up(MissReason.TOO_BUSY)
             self._end_all(step.tasks)
         return step
@@ -129,16 +122,15 @@ class LayerwiseWorker(WorkerCore):
 
     # The loading thread
 
-    def _load_loop(self) -> None:
-        while (step := self._load_queue.get()) is not None:
-            why = ""
-            try:
-                why = self._run_loads(step)
-            except Exception:
-                why = metrics.ERROR
-                log.exception("loads failed")
-            finally:
-                step.give_up(why)
+    def _load(self, step: StepLoads) -> None:
+        why = ""
+        try:
+            why = self._run_loads(step)
+        except Exception:
+            why = metrics.ERROR
+            log.exception("loads failed")
+        finally:
+            step.give_up(why)
 
     def _run_loads(self, step: StepLoads) -> str:
         """Why none of them was made; empty when they were, as far as each could be."""
@@ -159,18 +151,17 @@ class LayerwiseWorker(WorkerCore):
 
     # The saving thread
 
-    def _save_loop(self) -> None:
-        while (step := self._save_queue.get()) is not None:
-            try:
-                self._run_step_saves(step)
-            except KVStoreError as e:
-                step.give_up(transfers.why_of(e))
-                self._say_dropped(len(step.tasks), e)
-            except Exception as e:
-                step.give_up(transfers.why_of(e))
-                log.exception("%d saves dropped", len(step.tasks))
-            finally:
-                self._end_all(step.tasks)
+    def _save(self, step: StepSaves) -> None:
+        try:
+            self._run_step_saves(step)
+        except KVStoreError as e:
+            step.give_up(transfers.why_of(e))
+            self._say_dropped(len(step.tasks), e)
+        except Exception as e:
+            step.give_up(transfers.why_of(e))
+            log.exception("%d saves dropped", len(step.tasks))
+        finally:
+            self._end_all(step.tasks)
 
     def _run_step_saves(self, step: StepSaves) -> None:
         """Reserve at once, copy what is written, commit when all of it is."""

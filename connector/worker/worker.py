@@ -29,7 +29,6 @@ One class, because loads and saves end by the same few lines under the same lock
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,6 +51,7 @@ from connector.limits import (
 )
 from connector.messages import LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.metrics import Counts
+from connector.work_thread import WorkThread
 from connector.worker import transfers
 from connector.worker.transfers import Load, Reserved, Save, Transfer, gather_all
 from kvstore import BlockStore, InternalError, Key, KVStoreError, MissReason, PutResult, in_batches
@@ -98,10 +98,8 @@ class WorkerCore:
         self._wake = threading.Condition()
         self._active: dict[Transfer, None] = {}
         self._done: list[Transfer] = []
-        self._load_queue: queue.Queue[Any] = queue.Queue(LOAD_JOBS_MAX)
-        self._save_queue: queue.Queue[Any] = queue.Queue(SAVE_JOBS_MAX)
-        """What the threads do next; None is their end."""
-        self._threads: list[threading.Thread] = []
+        self._loading: WorkThread[Any] = WorkThread("kvstore-load", self._load, LOAD_JOBS_MAX)
+        self._saving: WorkThread[Any] = WorkThread("kvstore-save", self._save, SAVE_JOBS_MAX)
         self._closing = False
         self._counts = Counts()
         self._dropped = 0
@@ -122,14 +120,8 @@ class WorkerCore:
             self._counts.page_locked,
         )
         self._blocks, self._close_memory, self._store.device = memory
-        loops: list[tuple[str, Callable[[], None]]] = [
-            ("kvstore-load", self._load_loop),
-            ("kvstore-save", self._save_loop),
-        ]
-        for name, target in loops:
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._loading.start()
+        self._saving.start()
 
     # Called by the engine's thread
 
@@ -149,7 +141,7 @@ class WorkerCore:
         ready = self.mark_ready() if ready is None else ready
         now = self._clock()
         for job in jobs:
-            self._start(Load(job, now + self._load_timeout_s, now, ready), self._load_queue)
+            self._start(Load(job, now + self._load_timeout_s, now, ready), self._loading)
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """Queue saves of blocks that the forward before this call has filled."""
@@ -160,7 +152,7 @@ class WorkerCore:
         for job in jobs:
             task = Save(job, now + self._save_timeout_s, now, ready)
             if self._saves:
-                self._start(task, self._save_queue)
+                self._start(task, self._saving)
             else:  # a replica: another worker saves these heads
                 self._end(task)
 
@@ -170,14 +162,10 @@ class WorkerCore:
     def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
         """Saves start when the whole forward is done (those of `LayerwiseWorker` do not)."""
 
-    def _start(self, task: Any, to: queue.Queue[Any]) -> None:
+    def _start(self, task: Any, on: WorkThread[Any]) -> None:
         with self._wake:
             self._active[task] = None
-        try:
-            if not self._blocks:
-                raise queue.Full
-            to.put_nowait(task)
-        except queue.Full:
+        if not (self._blocks and on.put(task)):
             task.why = MissReason.TOO_BUSY
             self._end(task)
 
@@ -263,19 +251,16 @@ class WorkerCore:
             tasks = list(self._active)
         for task in tasks:
             task.guard.try_end()
-        for stop in (self._load_queue.put, self._save_queue.put):
-            try:
-                stop(None, timeout=max(0.0, deadline - self._clock()))
-            except queue.Full:
-                log.warning(
-                    "a transfer thread did not end within %g s and is left behind",
-                    SHUTDOWN_TIMEOUT_S,
-                )
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - self._clock()))
-        if not any(thread.is_alive() for thread in self._threads):
+        threads = (self._loading, self._saving)
+        for thread in threads:
+            thread.end()
+        if all(thread.join(max(0.0, deadline - self._clock())) for thread in threads):
             self._close_memory()
             self._store.close()
+        else:
+            log.warning(
+                "a transfer thread did not end within %g s and is left behind", SHUTDOWN_TIMEOUT_S
+            )
 
     def _end(self, task: Transfer) -> None:
         with self._wake:
@@ -292,15 +277,14 @@ class WorkerCore:
 
     # The loading thread
 
-    def _load_loop(self) -> None:
-        while (task := self._load_queue.get()) is not None:
-            try:
-                self._run_load(task)
-            except Exception:
-                task.why = metrics.ERROR
-                log.exception("load failed")
-            finally:
-                self._end(task)
+    def _load(self, task: Any) -> None:
+        try:
+            self._run_load(task)
+        except Exception:
+            task.why = metrics.ERROR
+            log.exception("load failed")
+        finally:
+            self._end(task)
 
     def _run_load(self, task: Load) -> None:
         store = self._store.get()
@@ -328,32 +312,26 @@ class WorkerCore:
 
     # The saving thread
 
-    def _save_loop(self) -> None:
-        stop = False
-        while not stop and (first := self._save_queue.get()) is not None:
-            tasks = [first]
-            while not stop and sum(len(t.job.blocks) for t in tasks) < self._batch_blocks:
-                try:
-                    task = self._save_queue.get_nowait()
-                except queue.Empty:
-                    break
-                if task is None:
-                    stop = True
-                else:
-                    tasks.append(task)
-            why = ""
-            try:
-                why = self._run_saves(tasks)
-            except KVStoreError as e:
-                why = transfers.why_of(e)
-                self._say_dropped(len(tasks), e)
-            except Exception as e:
-                why = transfers.why_of(e)
-                log.exception("%d saves dropped", len(tasks))
-            finally:
-                for task in tasks:
-                    task.why = task.why or why
-                    self._end(task)
+    def _save(self, first: Any) -> None:
+        tasks = [first]
+        while sum(len(t.job.blocks) for t in tasks) < self._batch_blocks:
+            task = self._saving.next_waiting()
+            if task is None:
+                break
+            tasks.append(task)
+        why = ""
+        try:
+            why = self._run_saves(tasks)
+        except KVStoreError as e:
+            why = transfers.why_of(e)
+            self._say_dropped(len(tasks), e)
+        except Exception as e:
+            why = transfers.why_of(e)
+            log.exception("%d saves dropped", len(tasks))
+        finally:
+            for task in tasks:
+                task.why = task.why or why
+                self._end(task)
 
     def _say_dropped(self, jobs: int, why: Exception | str) -> None:
         self._dropped += jobs

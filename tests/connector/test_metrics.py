@@ -238,7 +238,7 @@ class TestTransfers:
         elif reason == "no-store":
             worker.core._store.close()
         elif reason == "too-busy":
-            worker.core._load_queue.maxsize = 1
+            worker.core._loading.items_max = 1
             worker.core._blocks = []
         else:
             store.on_view = hold
@@ -258,7 +258,7 @@ class TestTransfers:
         worker.core.close()
 
     def test_the_full_queue_is_the_one_of_the_limits(self, worker: Worker) -> None:
-        assert worker.core._load_queue.maxsize == LOAD_JOBS_MAX
+        assert worker.core._loading.items_max == LOAD_JOBS_MAX
 
 
 class TestReports:
