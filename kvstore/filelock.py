@@ -18,6 +18,9 @@ from pathlib import Path
 
 from kvstore.fork import in_each_child, no_forks
 
+_AS_IT_IS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Another user may have put a link or a pipe where the file is to be: nobody waits for that."""
+
 
 class FileLock:
     """An open file that may be locked. Not to be used by two threads at once."""
@@ -25,7 +28,7 @@ class FileLock:
     def __init__(self, path: Path, flags: int) -> None:
         """Open it; raises as `os.open` does."""
         with no_forks:  # a child would have the descriptor and not know of it
-            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(path, flags | _AS_IT_IS, 0o600)
             _open.add(self)
 
     @property
@@ -85,7 +88,7 @@ def try_lock(path: Path, *, create: bool = True) -> FileLock | None:
 def is_locked(path: Path) -> bool:
     """Whether somebody holds the lock on `path`, this process included."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | _AS_IT_IS)
     except FileNotFoundError:
         return False
     try:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from kvstore.errors import UsageError
 from kvstore.filelock import is_locked, try_lock
 from kvstore.limits import RESTART_WITHIN_S
+from kvstore.small_files import read_small
 
 log = logging.getLogger("kvstore.node")
 
@@ -41,6 +42,8 @@ VERSION = 3
 protocol (protocol/control.py) and of the segment's layout (segment/header.py)."""
 NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
+FILE_BYTES_MAX = 1 << 20
+"""Of what is read here: the directory may be another user's."""
 WORD_CHARS_MAX = 255
 """Of what a node of another version is said to be called."""
 
@@ -173,7 +176,7 @@ class NodeDir:
     def why_not_ready(self) -> str:
         """Empty when the node is ready (node/readiness.py)."""
         try:
-            return self.ready_path.read_text()
+            return read_small(self.ready_path, FILE_BYTES_MAX).decode(errors="replace")
         except OSError:
             return "it has not tried its index and its memory yet"
 
@@ -189,7 +192,7 @@ class NodeDir:
     def room(self) -> int:
         """What the node said last; 0 when it said nothing."""
         try:
-            return int.from_bytes(self.room_path.read_bytes()[:ROOM_BYTES], "little")
+            return int.from_bytes(read_small(self.room_path, ROOM_BYTES), "little")
         except OSError:
             return 0
 
@@ -202,7 +205,7 @@ class NodeDir:
     def kept_resets(self) -> dict[str, Any]:
         """What `keep_resets` wrote last; nothing where it cannot be read."""
         try:
-            found = json.loads(self.resets_path.read_bytes())
+            found = json.loads(read_small(self.resets_path, FILE_BYTES_MAX))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -228,23 +231,26 @@ class NodeDir:
             return 0.0
         return max(died_at + RESTART_WITHIN_S - time.time(), 0.0)
 
+    def _announced(self) -> bytes:
+        return read_small(self.announcement_path, FILE_BYTES_MAX)
+
     def announcement(self) -> Announcement | None:
         try:
-            return Announcement.unpack(self.announcement_path.read_bytes())
+            return Announcement.unpack(self._announced())
         except OSError:
             return None
 
     def stranger(self) -> Stranger | None:
         """The node, when it is of another version."""
         try:
-            return stranger(self.announcement_path.read_bytes())
+            return stranger(self._announced())
         except OSError:
             return None
 
     def _segment_paths(self) -> list[Path]:
         """The files of its segment, whatever its version."""
         try:
-            fields = _fields(self.announcement_path.read_bytes())
+            fields = _fields(self._announced())
         except OSError:
             return []
         said = [fields.get(name) for name in ("head_path", "data_path")]
@@ -264,10 +270,7 @@ class NodeDir:
     def lives_as(self, announcement: Announcement) -> bool:
         """Whether the start of the node that announced so lives; believed as `alive` is."""
         try:
-            return (
-                self.alive()
-                and Announcement.unpack(self.announcement_path.read_bytes()) == announcement
-            )
+            return self.alive() and Announcement.unpack(self._announced()) == announcement
         except FileNotFoundError:
             return False
         except OSError:

@@ -1,5 +1,7 @@
 import dataclasses
 import os
+import socket
+import threading
 
 import pytest
 from stores import announcement
@@ -115,3 +117,44 @@ def test_a_restarted_node_is_not_the_start_that_announced_the_word(tmp_path):
     directory.announcement_path.unlink()
     assert not directory.lives_as(word)
     lock.release()
+
+
+ASKS = {
+    "node.json": [NodeDir.announcement, NodeDir.stranger, lambda one: one.lives_as(WORD)],
+    "lock": [NodeDir.alive],
+    "room": [NodeDir.room],
+    "ready": [NodeDir.why_not_ready],
+    "resets": [NodeDir.kept_resets],
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "directory", "socket", "without end"])
+@pytest.mark.parametrize("name", ASKS)
+def test_whatever_the_owner_of_a_shared_directory_puts_there_nobody_waits_for_it(
+    name, kind, tmp_path
+):
+    """Its clients may be another user's (node/permissions.py)."""
+    one = NodeDir(tmp_path, "n")
+    one.path.mkdir(parents=True)
+    one.lock.touch()
+    place = one.path / name
+    place.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "link to a pipe":
+        os.mkfifo(tmp_path / "pipe")
+        place.symlink_to(tmp_path / "pipe")
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(place))
+    else:
+        place.touch()
+        os.truncate(place, 1 << 40)
+    answers = []
+    asking = threading.Thread(
+        target=lambda: answers.extend([ask(one) for ask in ASKS[name]]), daemon=True
+    )
+    asking.start()
+    asking.join(10)
+    assert len(answers) == len(ASKS[name])

@@ -36,6 +36,7 @@ from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX, Limits
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.header import SUPERBLOCK_BYTES, home_of
 from kvstore.segment.shm import SHM_DIR
+from kvstore.small_files import read_start
 
 HEAD, DATA = ".head", ".data"
 
@@ -136,13 +137,20 @@ def _look(base: Path) -> Segment | None:
     if not sizes:
         return None
     age_s = max(time.time() - max(times), 0.0)
-    return Segment(base, sum(sizes), age_s, _home(head), is_locked(head))
+    return Segment(base, sum(sizes), age_s, _home(head), _owned(head))
+
+
+def _owned(head: Path) -> bool:
+    """Believed where nobody can look."""
+    try:
+        return _ours(head) and is_locked(head)
+    except OSError:
+        return True
 
 
 def _home(head: Path) -> Path | None:
     try:
-        with head.open("rb") as file:
-            return home_of(file.read(SUPERBLOCK_BYTES))
+        return home_of(read_start(head, SUPERBLOCK_BYTES))
     except OSError:
         return None
 
@@ -150,8 +158,9 @@ def _home(head: Path) -> Path | None:
 def _free(segment: Segment, homeless: bool) -> bool:
     head, data = Path(f"{segment.base}{HEAD}"), Path(f"{segment.base}{DATA}")
     try:
-        # Payload alone is left when a node is killed between making the two files.
-        lock = try_lock(head, create=False) if head.exists() else FileLock(data, os.O_RDONLY)
+        # Payload alone is left when a node is killed between removing the two files.
+        alone = not head.exists() or not _ours(head)
+        lock = FileLock(data, os.O_RDONLY) if alone else try_lock(head, create=False)
         if lock is None:
             return False
         try:

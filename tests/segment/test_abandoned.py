@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -168,6 +169,28 @@ def test_what_others_called_like_ours_is_named_and_left(shm_dir, monkeypatch):
     assert foreign_files(shm_dir) == sorted([planted, link])
     assert free_abandoned(shm_dir) == []
     assert planted.exists()
+
+
+def test_a_pipe_or_a_link_beside_our_payload_is_not_waited_for(shm_dir):
+    """Who sees the name of a segment can be there first when its header file is gone."""
+    piped, linked = (segment_base(shm_dir, 7, epoch) for epoch in (1, 2))
+    aim = shm_dir.parent / "somebody's file"
+    aim.write_bytes(b"x")
+    for base in (piped, linked):
+        Path(f"{base}.data").write_bytes(bytes(4096))
+    os.mkfifo(f"{piped}.head")
+    Path(f"{linked}.head").symlink_to(aim)
+    for name in shm_dir.iterdir():
+        os.utime(name, (0, 0), follow_symlinks=False)
+    found = []
+    looking = threading.Thread(
+        target=lambda: found.extend([*segments(shm_dir), free_abandoned(shm_dir)]), daemon=True
+    )
+    looking.start()
+    looking.join(10)
+    assert not looking.is_alive()
+    assert [segment.home for segment in found[:2]] == [None, None]
+    assert aim.read_bytes() == b"x"
 
 
 def test_no_two_starts_have_the_same_name(shm_dir):
