@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,10 @@ log = logging.getLogger(__name__)
 
 
 def open_store(
-    config: ConnectorSettings, device: CudaDevice | None = None, *, sees_vram: bool = False
+    config: ConnectorSettings,
+    device: CudaDevice | None = None,
+    *,
+    sees_vram: Callable[[int, int], bool] | None = None,
 ) -> BlockSession:
     """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet."""
     return BlockSession(
@@ -174,8 +178,13 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         layerwise=config.layerwise,
     )
     _check_layerwise(config, shape)
-    store = LazyStore(lambda: open_store(config, sees_vram=config.vram))
-    return SchedulerCore(store, shape.layout(config), settings)
+
+    def seen(node_id: int, epoch: int) -> bool:
+        return (node_id, epoch) in core.vram_open
+
+    store = LazyStore(lambda: open_store(config, sees_vram=seen if config.vram else None))
+    core = SchedulerCore(store, shape.layout(config), settings)
+    return core
 
 
 def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:
@@ -188,6 +197,10 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
         store.register_namespaces(tuple(layout.all_namespaces()))
         return store
 
+    def vram_open() -> frozenset[tuple[int, int]]:
+        store = lazy.opened
+        return store.open_vram() if isinstance(store, VramStore) else frozenset()
+
     lazy = LazyStore(open_to_save)
     return (LayerwiseWorker if config.layerwise else WorkerCore)(
         lazy,
@@ -196,6 +209,7 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
         saves=shape.saves,
         load_timeout_s=config.load_timeout_s,
         save_timeout_s=config.save_timeout_s,
+        vram_open=vram_open,
     )
 
 

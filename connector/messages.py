@@ -135,6 +135,8 @@ class WorkerReport:
     workers are concerned: saved by them, found there, or another worker's to save."""
     ended_loads: dict[int, int] = field(default_factory=dict)
     """Load job within a step -> on how many workers it ended, failed or not."""
+    vram: dict[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
+    """Worker -> id and epoch of the nodes whose VRAM it has open, when that has changed."""
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Fold `other` into this report; the first failure of a load job wins."""
@@ -149,17 +151,19 @@ class WorkerReport:
             self.stored_blocks[job_id] = stored & self.stored_blocks.get(job_id, stored)
         for job_id, workers in other.ended_loads.items():
             self.ended_loads[job_id] = self.ended_loads.get(job_id, 0) + workers
+        self.vram |= other.vram
         return self
 
     def for_scheduler(self) -> WorkerReport | None:
         """The part that only the connector's own scheduler side needs; None: there is none."""
-        if not (self.failed_blocks or self.ended_saves or self.ended_loads):
+        if not (self.failed_blocks or self.ended_saves or self.ended_loads or self.vram):
             return None
         return WorkerReport(
             failed_blocks=self.failed_blocks,
             ended_saves=self.ended_saves,
             stored_blocks=self.stored_blocks,
             ended_loads=self.ended_loads,
+            vram=self.vram,
         )
 
 

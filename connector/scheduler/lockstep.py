@@ -222,13 +222,14 @@ class LockstepScheduler:
             own.failed_blocks,
             own.ended_saves,
             {job_id: list(stored) for job_id, stored in own.stored_blocks.items()},
+            {rank: list(there) for rank, there in own.vram.items()},
         ]
 
     def _settle(self, reports: Iterable[list[Any]]) -> None:
         """As an executor puts its workers' words together: a load has ended when it has on every
         worker, all else counts at once."""
         merged = WorkerReport()
-        for finished, failed, invalid, failed_blocks, ended_saves, stored in reports:
+        for finished, failed, invalid, failed_blocks, ended_saves, stored, vram in reports:
             self._loads_failed.update(failed)
             for job_id in finished:
                 self._loads_left[job_id] -= 1
@@ -238,6 +239,10 @@ class LockstepScheduler:
                     failed_blocks=failed_blocks,
                     ended_saves=ended_saves,
                     stored_blocks={job_id: frozenset(at) for job_id, at in stored.items()},
+                    vram={
+                        rank: frozenset((node_id, epoch) for node_id, epoch in there)
+                        for rank, there in vram.items()
+                    },
                 )
             )
         for job_id in [job_id for job_id, left in self._loads_left.items() if left == 0]:

@@ -137,6 +137,11 @@ class SchedulerCore:
         self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
         self._unconfirmed = SaveGate(layout.groups[0].topology.workers)
         self._forget: Callable[[set[int]], None] = lambda _: None
+        self._workers = 1
+        self._vram: dict[int, frozenset[tuple[int, int]]] = {}
+        """By worker, what it has said."""
+        self.vram_open: frozenset[tuple[int, int]] = frozenset()
+        """Nodes, by id and epoch, whose VRAM every worker has open. Any thread may look."""
         self._requests: dict[str, RequestState] = {}
         self._planned_loads: list[LoadJob] = []
         self._known_tokens: dict[str, int] = {}
@@ -171,6 +176,7 @@ class SchedulerCore:
         """
         most = int(num_blocks * self._settings.pinned_fraction)
         self._ledger = SaveLedger(pins, workers, most)
+        self._workers = workers
         self._forget = forget
 
     # Loads
@@ -438,6 +444,10 @@ class SchedulerCore:
             if stored_by_all is not None:
                 self._events.saved(job_id, stored_by_all)
         self._resetter.in_flight(self._ledger.jobs())
+        if report.vram:
+            self._vram |= report.vram
+            told = len(self._vram) == self._workers
+            self.vram_open = frozenset.intersection(*self._vram.values()) if told else frozenset()
         if report.ended_loads:
             self._step_loads_ended(report.ended_loads, invalid)
 

@@ -101,6 +101,10 @@ class VramStore:
     def read_bytes(self) -> Mapping[str, int]:
         return {**self._store.read_bytes(), "cuda_ipc": self._viewed_bytes}
 
+    def open_vram(self) -> frozenset[tuple[int, int]]:
+        """See `BlockSession.open_vram`."""
+        return self._store.open_vram()
+
     def mappings(self) -> Sequence[PoolMapping]:
         return self._store.mappings()
 

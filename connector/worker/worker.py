@@ -77,9 +77,14 @@ class WorkerCore:
         saves: bool,
         load_timeout_s: float,
         save_timeout_s: float,
+        vram_open: Callable[[], frozenset[tuple[int, int]]] = frozenset,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`vram_open` says, without waiting, which nodes' VRAM can be read here."""
         self._store = store
+        self._rank = rank
+        self._vram_open = vram_open
+        self._vram_told: frozenset[tuple[int, int]] = frozenset()
         self._layout = layout
         self._groups = [GroupReads(group, rank, layout.block_tokens) for group in layout.groups]
         self._saves = saves and any(group.saves for group in self._groups)
@@ -116,10 +121,12 @@ class WorkerCore:
                 for kv_caches, pieces in zip(groups, self._groups, strict=True)
             ],
             self._layout.block_tokens,
-            self._store.mappings,
+            # Not before it is known on which device: asking opens the store.
+            lambda: self._store.mappings() if self._blocks else (),
             self._counts.page_locked,
         )
-        self._blocks, self._close_memory, self._store.device = memory
+        self._close_memory, self._store.device = memory.close, memory.device
+        self._blocks = memory.groups
         self._loading.start()
         self._saving.start()
 
@@ -229,6 +236,9 @@ class WorkerCore:
                 self._report_failures(task, report)
             else:
                 transfers.report_save(task, report, self._groups)
+        there = self._vram_open()
+        if there != self._vram_told:
+            self._vram_told = report.vram[self._rank] = there
         return report
 
     def _report_failures(self, task: Load, report: WorkerReport) -> None:

@@ -334,43 +334,43 @@ class Reader:
         self.missed(MissReason.BAD_SIGNATURE)
         return False
 
-    def readable_count(self, records: Sequence[Record]) -> int:
-        """How many leading `records` are of nodes that can be read from here.
-
-        Headers are looked at when the block is
-        read; here only who owns it matters, so a long run costs little.
-        """
-        now = time.monotonic()
-        self._nodes.check(now)
-        unreachable = self._unreachable(records, now)
-        if unreachable:
-            for i, record in enumerate(records):
-                if record[_NODE_PART] in unreachable:
-                    return i
-        return len(records)
-
     def readable(self, keys: Sequence[Key]) -> list[Record | None]:
         """For each of `keys` its record, if the node it names can be read from here.
 
         Raises `IndexUnavailableError`.
         """
-        now = time.monotonic()
-        self._nodes.check(now)
+        return self.in_reach(self.indexed(keys))
+
+    def indexed(self, keys: Sequence[Key]) -> list[Record | None]:
+        """For each of `keys` its record, signed as it must be; None where the index has none.
+
+        Raises `IndexUnavailableError`.
+        """
         records: list[Record | None] = []
         for batch in in_batches(keys, BATCH_KEYS_MAX):
             records += self._index.lookup(batch)
-        if self._signer is not None:
-            records = [
-                record if record is not None and self._genuine(key, record) else None
-                for key, record in zip(keys, records, strict=True)
-            ]
+        if self._signer is None:
+            return records
+        return [
+            record if record is not None and self._genuine(key, record) else None
+            for key, record in zip(keys, records, strict=True)
+        ]
+
+    def in_reach(self, records: Sequence[Record | None]) -> list[Record | None]:
+        """Those of nodes that can be read from here, None in place of the others.
+
+        Headers are looked at when the block is read; here only who owns it matters, so a long
+        run costs little.
+        """
+        now = time.monotonic()
+        self._nodes.check(now)
         unreachable = self._unreachable([r for r in records if r is not None], now)
-        if unreachable:
-            return [
-                None if record is None or record[_NODE_PART] in unreachable else record
-                for record in records
-            ]
-        return records
+        if not unreachable:
+            return list(records)
+        return [
+            None if record is None or record[_NODE_PART] in unreachable else record
+            for record in records
+        ]
 
     def _unreachable(self, records: Sequence[Record], now: float) -> set[bytes]:
         """Nodes that records name and that cannot be read from here."""

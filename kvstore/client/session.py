@@ -69,7 +69,7 @@ from kvstore.client.vram import VramNodes
 from kvstore.config_file import read_config
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError
-from kvstore.index.base import Index
+from kvstore.index.base import Index, Record
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.keys import Namespace
 from kvstore.limits import LOCK_PART_BYTES, RESET_TIMEOUT_S, Limits
@@ -131,7 +131,8 @@ class BlockSession:
     nodes of this host are as far away as any other. `security` is what streams are
     protected by; None takes it from the environment. With a `device`, blocks that nodes
     of this host keep in VRAM are read too, unless "always" is to be verified: they have no
-    checksums. `sees_vram` is for a process without one that looks up for others that have.
+    checksums. `sees_vram` is for a process without one that looks up for others that have: it
+    says of a node's id and epoch whether they can read its VRAM (`open_vram`).
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class BlockSession:
         transports: Sequence[str] | None = None,
         security: StreamSecurity | None = None,
         device: CudaDevice | None = None,
-        sees_vram: bool = False,
+        sees_vram: Callable[[int, int], bool] | None = None,
         machine: Machine = REAL,
     ) -> None:
         arguments.session_settings(
@@ -237,12 +238,12 @@ class BlockSession:
         return Reaper(self._look_after)
 
     def _vram_nodes(
-        self, key_prefix: str, device: CudaDevice | None, sees_vram: bool
+        self, key_prefix: str, device: CudaDevice | None, seen: Callable[[int, int], bool] | None
     ) -> VramNodes | None:
-        wanted = device is not None or sees_vram
+        wanted = device is not None or seen is not None
         if not wanted or CUDA_IPC not in self.transports or self.verify == "always":
             return None
-        return VramNodes(self.run_dir, key_prefix, device)
+        return VramNodes(self.run_dir, key_prefix, device, seen)
 
     def _node_starter(
         self, key_prefix: str, node: str | None, size_bytes: int | None, key: bytes | None
@@ -262,6 +263,8 @@ class BlockSession:
         self.reader.let_go()
         self.writer.let_go()
         self.value_names.tell()
+        if self.remote.vram is not None:
+            self.remote.vram.look()
         if self._sweeper.due(now):
             self._sweeper.sweep()
 
@@ -290,17 +293,18 @@ class BlockSession:
             run += here
             return self._short(e, missed=len(here) < len(keys))
         genuine = self.reader.genuine_count(keys, records)
-        readable = self.reader.readable_count(records[:genuine])
         if timeout_s is not None and self._now() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
             return MissReason.DEADLINE
-        run += map(BlockRef, keys, records[:readable])
-        if readable < genuine:
+        refs = self._in_reach(keys[:genuine], records[:genuine], started, timeout_s)
+        reached = list(leading(refs))
+        run += reached
+        if len(reached) < genuine:
             self.reader.missed(MissReason.OUT_OF_REACH)
             return MissReason.OUT_OF_REACH
         if genuine < len(records):
             return MissReason.BAD_SIGNATURE
-        return MissReason.ABSENT if readable < len(keys) else None
+        return MissReason.ABSENT if genuine < len(keys) else None
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         """See `BlockStore.lookup`; its deadline is that of `match`."""
@@ -324,7 +328,7 @@ class BlockSession:
             return MissReason.DEADLINE
         rest = [keys[i] for i in unknown]
         try:
-            records = self.reader.readable(rest)
+            records = self.reader.indexed(rest)
         except IndexUnavailableError as e:
             for i, one in zip(unknown, self._found_here(rest, started, timeout_s), strict=False):
                 answers[i] = one
@@ -332,9 +336,28 @@ class BlockSession:
         if timeout_s is not None and self._now() - started > timeout_s:
             self.reader.missed(MissReason.DEADLINE)
             return MissReason.DEADLINE
-        for i, record in zip(unknown, records, strict=True):
-            answers[i] = None if record is None else BlockRef(keys[i], record)
+        refs = self._in_reach(rest, records, started, timeout_s)
+        for i, ref in zip(unknown, refs, strict=True):
+            answers[i] = ref
         return None
+
+    def _in_reach(
+        self,
+        keys: Sequence[Key],
+        records: Sequence[Record | None],
+        started: float,
+        timeout_s: float | None,
+    ) -> list[BlockRef | None]:
+        """Each record whose node can be read from here. The index has one record for a key: where
+        that is of a node that cannot, such as one in VRAM, this host's memory may have another."""
+        reached = self.reader.in_reach(records)
+        refs = [None if r is None else BlockRef(k, r) for k, r in zip(keys, reached, strict=True)]
+        away = [i for i, r in enumerate(records) if r is not None and refs[i] is None]
+        if away:
+            below = self._found_here([keys[i] for i in away], started, timeout_s)
+            for i, found in zip(away, below, strict=False):
+                refs[i] = found
+        return refs
 
     def _found_here(
         self, keys: Sequence[Key], started: float, timeout_s: float | None
@@ -373,6 +396,15 @@ class BlockSession:
                 self.viewed["hits"] += 1
                 self.viewed["hit_bytes"] += len(ref.payload)
                 yield ref
+
+    def open_vram(self) -> frozenset[tuple[int, int]]:
+        """Id and epoch of the nodes whose VRAM this process has open and can read. From the first
+        call on it opens, beside, all of this host that it can; never waits."""
+        vram = self.remote.vram
+        if vram is None:
+            return frozenset()
+        vram.watched = True
+        return vram.opened()
 
     def device_view(self, found: BlockRef) -> DeviceBlock | None:
         """A block of this host's VRAM in place, for kernels of the caller's; close it. None for

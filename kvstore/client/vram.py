@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from kvstore.client.local.nodes import ABSENT_MAX, ABSENT_S, ALIVE_CHECK_S
 from kvstore.cuda.base import CudaDevice
 from kvstore.cuda.handover import take_over
 from kvstore.errors import DeviceError, UsageError
-from kvstore.limits import STREAM_BLOCKS_MAX
+from kvstore.limits import CUDA_IPC_NODES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement, NodeDir, node_dirs
 from kvstore.segment.cuda import AttachedCuda
 from kvstore.segment.locate import locate
@@ -26,6 +26,9 @@ from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.client")
 
+FAILED_PAUSE_MAX_S = 60.0
+"""A node whose memory cannot be opened or read is tried again after `ABSENT_S`, twice as late
+each time, and at most so late."""
 _COUNTED = {
     Read.HIT: "cuda_ipc_hits",
     Read.MISS: "cuda_ipc_misses",
@@ -71,14 +74,23 @@ def attach(run_dir: Path, announcement: Announcement) -> CudaHeads | None:
 class VramNodes:
     """Thread-safe. Believes what nodes say in this user's run directory, not the index.
 
-    Without a device nothing can be read, but it is known who could be: for a process
-    that looks blocks up for others that have one.
+    Without a device nothing can be read here: for a process that looks blocks up for others
+    which have one, `seen` says of a node's id and epoch whether they can.
     """
 
-    def __init__(self, run_dir: Path, key_prefix: str, device: CudaDevice | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        key_prefix: str,
+        device: CudaDevice | None,
+        seen: Callable[[int, int], bool] | None = None,
+    ) -> None:
         self._run_dir = run_dir
         self._key_prefix = key_prefix
         self._device = device
+        self._seen = seen
+        self.watched = False
+        """Whether `look` is to open what there is."""
         self.transport = (
             None if device is None else CudaIpcTransport(device, partial(attach, run_dir))
         )
@@ -88,9 +100,15 @@ class VramNodes:
         """By node id and epoch: until when it is believed, and what."""
         self._said: set[tuple[int, int]] = set()
         """Of which failures were logged: some last, such as a device that is hidden here."""
+        self._failures: dict[tuple[int, int], tuple[float, float]] = {}
+        """Those that are left alone: until when, and how long it was this time."""
 
     def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
         """That start of that node when its blocks can be read from here now."""
+        # A directory says who is there, not whose memory opens: not without peer access, not
+        # between MIG instances. Only who has opened it knows.
+        if self._device is None and (self._seen is None or not self._seen(node_id, epoch)):
+            return None
         until, announcement = self._known.get((node_id, epoch), (0.0, None))
         if now < until:
             return announcement
@@ -126,6 +144,42 @@ class VramNodes:
             return self._device is None or self._device.reaches(address.uuid)
         except DeviceError:
             return False
+
+    def look(self) -> None:
+        """Open the memory of the nodes that there are, if that is wanted, and close that of those
+        that have ended: `opened` tells others what can be read here."""
+        if self.transport is None or not self.watched:
+            return
+        memory = self.transport.memory
+        self.sweep()
+        for directory in node_dirs(self._run_dir):
+            announcement = directory.announcement()
+            if announcement is None or not self._readable(announcement, directory):
+                continue
+            start, there = (announcement.node_id, announcement.epoch), memory.starts()
+            full = start not in there and len(there) >= CUDA_IPC_NODES_MAX
+            if full or self._left_alone(start):
+                continue
+            try:
+                opened = memory.use(announcement)
+            except DeviceError as e:
+                self._failed(announcement, str(e))
+                continue
+            if opened is not None:
+                memory.done_with(opened)
+                with self._lock:
+                    self._failures.pop(start, None)
+
+    def opened(self) -> frozenset[tuple[int, int]]:
+        """Id and epoch of the nodes whose memory this process has open and can read."""
+        if self.transport is None:
+            return frozenset()
+        there = self.transport.memory.starts()
+        return frozenset(start for start in there if not self._left_alone(start))
+
+    def _left_alone(self, start: tuple[int, int]) -> bool:
+        with self._lock:
+            return time.monotonic() < self._failures.get(start, (0.0, 0.0))[0]
 
     # --- reading ----------------------------------------------------------------
 
@@ -189,7 +243,12 @@ class VramNodes:
             if len(self._said) >= ABSENT_MAX:
                 self._said.clear()
             self._said.add(start)
-            self._known[start] = (time.monotonic() + ABSENT_S, None)
+            if len(self._failures) >= ABSENT_MAX:
+                self._failures.clear()
+            pause_s = min(self._failures.get(start, (0.0, ABSENT_S / 2))[1] * 2, FAILED_PAUSE_MAX_S)
+            until = time.monotonic() + pause_s
+            self._failures[start] = (until, pause_s)
+            self._known[start] = (until, None)
         log.log(
             level, "node %s cannot be read over CUDA IPC for now: %s", announcement.name, reason
         )

@@ -184,6 +184,11 @@ class OpenMemory:
             if opened.gone and opened.users == 0:
                 self._let_go(opened)
 
+    def starts(self) -> frozenset[tuple[int, int]]:
+        """Node id and epoch of each whose memory is open here."""
+        with self._lock:
+            return frozenset(self._opened)
+
     def sweep(self) -> None:
         """Close the memory of nodes that have ended."""
         with self._lock:

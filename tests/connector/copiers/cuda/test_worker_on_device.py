@@ -199,10 +199,10 @@ def test_trap_through_a_real_node_every_copy_is_of_memory_that_is_locked(
     def memory(groups: Any, block_tokens: int, mappings: Any, count: Any) -> KVMemory:
         ((kv, geometry),) = groups
         device, pool = HostDevice(1), LockedPool(Registrar(), mappings, count)
-        pool.look()
 
         @contextmanager
         def held() -> Iterator[Any]:
+            pool.look()
             with pool.held() as table:
 
                 def address(view: memoryview) -> int:
