@@ -1,8 +1,10 @@
 """Lookups of blocks that are there, beside more busy processes than the machine can serve.
 
 An embedded Redis and memory node, as a user without any settings has them, all in one session.
-Each lookup goes through the connector's scheduler side, as an engine between two steps asks, and
-through `Client.match_prefix`. Every miss is one too many: slowness was taken for absence.
+Each round looks up through the connector's scheduler side, as an engine between two steps asks,
+once more so as if the blocks were another host's (the index is asked for all), and through
+`Client.match_prefix`; reads a prompt's blocks; and saves some, reads them, and has them published.
+Every miss and every lost save is one too many: slowness was taken for absence.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from starved_ways import Elsewhere, Saves, prompt_keys, read
+
 from connector.build import EngineShape, open_store
 from connector.layout.geometry import KVGeometry
 from connector.layout.topology import TpKVTopology
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
 from connector.settings import ConnectorSettings
-from kvstore import BlockSession, Client, Reservation
+from kvstore import BlockSession, BlockStore, Client, Reservation
 from kvstore.index.guarded import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.limits import Limits
@@ -77,7 +81,7 @@ class Request:
 
 @dataclass
 class Tally:
-    """What became of the lookups that went one way."""
+    """What became of what was done one way."""
 
     waits_s: list[float] = field(default_factory=list)
     missed: Counter[str] = field(default_factory=Counter)
@@ -85,7 +89,7 @@ class Tally:
     def report(self) -> dict[str, Any]:
         waits = sorted(self.waits_s)
         return {
-            "lookups": len(waits),
+            "count": len(waits),
             "missed": sum(self.missed.values()),
             "reasons": dict(self.missed),
             "wait_ms_p50": round(waits[len(waits) // 2] * 1e3, 2),
@@ -118,7 +122,7 @@ class Watch:
 
     def __init__(self, url: str, key_prefix: str) -> None:
         self.gone = 0
-        self._index = open_index(url, key_prefix=key_prefix, timeout_s=30.0)
+        self.index = open_index(url, key_prefix=key_prefix, timeout_s=30.0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -126,14 +130,14 @@ class Watch:
     def _run(self) -> None:
         known: set[int] = set()
         while not self._over.wait(WATCH_EVERY_S):
-            there = set(self._index.nodes())
+            there = set(self.index.nodes())
             self.gone += len(known - there)
             known = there
 
     def close(self) -> None:
         self._over.set()
         self._thread.join()
-        self._index.close()
+        self.index.close()
 
 
 def save(config: ConnectorSettings, client: Client) -> None:
@@ -144,7 +148,7 @@ def save(config: ConnectorSettings, client: Client) -> None:
     with closing(BlockSession(run_dir=client.session.run_dir, limits=START_PATIENCE)) as session:
         for number in range(PROMPTS):
             tokens = prompt(number)
-            keys = namespace.engine_keys(Request("", tokens).block_hashes, layout.hashes_per_key)
+            keys = prompt_keys(layout, Request("", tokens).block_hashes)
             slots = session.reserve(keys, size, namespace.id)
             stored = session.commit([slot for slot in slots if isinstance(slot, Reservation)])
             stored += client.put_blocks(tokens, [bytes(size)] * BLOCKS)
@@ -178,9 +182,21 @@ def opened(session: BlockSession) -> int:
     return session.index.reading.opened
 
 
-def run(lookups: int, busy_per_core: int, run_dir: Path) -> dict[str, Any]:
+def scheduler_side(stack: ExitStack, config: ConnectorSettings, store: BlockStore) -> SchedulerCore:
+    core = SchedulerCore(
+        LazyStore(lambda: store),
+        SHAPE.layout(config),
+        SchedulerSettings(saves=False, lookup_timeout_s=config.lookup_timeout_s),
+    )
+    stack.callback(core.close)
+    return core
+
+
+def run(rounds: int, busy_per_core: int, run_dir: Path) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     config = ConnectorSettings.from_extra({"run_dir": str(run_dir), "block_tokens": BLOCK_TOKENS})
+    layout = SHAPE.layout(config)
+    payload = bytes(GEOMETRY.token_bytes * BLOCK_TOKENS)
     with ExitStack() as stack:
         saver = stack.enter_context(
             Client(
@@ -190,44 +206,53 @@ def run(lookups: int, busy_per_core: int, run_dir: Path) -> dict[str, Any]:
                 limits=START_PATIENCE,
             )
         )
-        saver.put("start", b"")
+        started = saver.put("start", b"")
+        assert started, started
         save(config, saver)
         client = stack.enter_context(Client(run_dir=run_dir, block_tokens=BLOCK_TOKENS))
-        session = open_store(config)
-        core = SchedulerCore(
-            LazyStore(lambda: session),
-            SHAPE.layout(config),
-            SchedulerSettings(saves=False, lookup_timeout_s=config.lookup_timeout_s),
-        )
-        stack.callback(core.close)
-        watch = Watch(session.url, config.key_prefix)
+        here, away = open_store(config), open_store(config)
+        core = scheduler_side(stack, config, here)
+        far = scheduler_side(stack, config, Elsewhere(away))
+        worker = stack.enter_context(closing(open_store(config)))
+        watch = Watch(here.url, config.key_prefix)
         stack.callback(watch.close)
+        saves = Saves(worker, client.session, watch.index)
         stack.enter_context(busy(busy_per_core * cores))
         time.sleep(SETTLE_S)
-        tallies = {"scheduler": Tally(), "client": Tally()}
-        for number in range(lookups):
+        ways: dict[str, Callable[[list[int], Request], str]] = {
+            "scheduler": lambda _, request: by_scheduler(core, request),
+            "index": lambda _, request: by_scheduler(far, request),
+            "client": lambda tokens, _: by_client(client, tokens),
+            "read": lambda _, request: read(
+                worker, prompt_keys(layout, request.block_hashes), payload
+            ),
+            "save": lambda *_: saves.save(),
+            "clear": lambda *_: saves.tidy(),
+        }
+        tallies = {way: Tally() for way in ways}
+        for number in range(rounds):
             tokens = prompt(number % PROMPTS)
-            ways: dict[str, Callable[[], str]] = {
-                "scheduler": lambda: by_scheduler(core, Request(f"r{number}", tokens)),  # noqa: B023
-                "client": lambda: by_client(client, tokens),  # noqa: B023
-            }
-            for way, ask in ways.items():
+            for way, act in ways.items():
                 began = time.monotonic()
-                why = ask()
+                why = act(tokens, Request(f"r{number}", tokens))
                 tallies[way].waits_s.append(time.monotonic() - began)
                 if why:
                     tallies[way].missed[why] += 1
+        saves.settle()
         result = {name: tally.report() for name, tally in tallies.items()}
-        breakers = {"scheduler": opened(session), "client": opened(client.session)}
+        sessions = {"here": here, "away": away, "worker": worker, "client": client.session}
+        breakers = {name: opened(session) for name, session in sessions.items()}
+        dropped = sum(session.nodes.gone for session in sessions.values())
         gone = watch.gone
     missed = sum(one["missed"] for one in result.values())
     return {
         "cores": cores,
         "busy_processes": busy_per_core * cores,
         **result,
+        "unpublished": saves.unpublished,
         "breakers_opened": breakers,
-        "nodes_declared_dead": gone,
-        "passed": not (missed or gone),
+        "nodes_declared_dead": gone + dropped,
+        "passed": not (missed or saves.unpublished or gone or dropped or sum(breakers.values())),
     }
 
 
