@@ -17,6 +17,7 @@ from kvstore.errors import (
 )
 from kvstore.fork import in_each_child
 from kvstore.index.base import Index, KeyRecord, Record
+from kvstore.interruption import interruption
 from kvstore.machine import REAL, Machine
 from kvstore.types import Key
 
@@ -68,7 +69,8 @@ class GuardedIndex:
     or slow, says nothing about lookups. While one is open its calls raise
     `IndexUnavailableError` at once, and a daemon thread pings with growing delays;
     the first answer closes it. `IndexUnavailableError` counts as a failure, and what is
-    none of our errors becomes one.
+    none of our errors becomes one; what a handler of signals raises does not
+    (`kvstore/interruption.py`).
     `ping` and `close` always go through.
     """
 
@@ -157,22 +159,29 @@ class GuardedIndex:
             raise IndexBreakerOpenError(why) from side.last
         try:
             answer = call(*args, **kwargs)
-        except IndexUnavailableError as e:
-            side.last = _without_frames(e)
-            self._failed(side, hung=isinstance(e, IndexDeadlineError))
-            raise
-        except KVStoreError:
-            raise
         except Exception as e:
-            # Our bug, but a heartbeat or a lookup that ends with it would not be there again.
-            log.exception("an index call failed in an unforeseen way")
-            side.last = IndexUnavailableError(repr(e))
-            self._failed(side, hung=False)
+            raised = interruption(e)
+            if raised is not None:
+                raise raised from raised.__cause__
+            self._count(side, e)
+            if isinstance(e, KVStoreError):
+                raise
             raise IndexUnavailableError(f"the index failed: {e!r}") from e
         # A race that resets a count one failure early or late is fine; a lock per call is not.
         if not side.open:
             side.breaker.succeeded()
         return answer
+
+    def _count(self, side: _Side, error: Exception) -> None:
+        """What an index call raised."""
+        if isinstance(error, IndexUnavailableError):
+            side.last = _without_frames(error)
+            self._failed(side, hung=isinstance(error, IndexDeadlineError))
+        elif not isinstance(error, KVStoreError):
+            # Our bug, but a heartbeat or a lookup that ends with it would not be there again.
+            log.error("an index call failed in an unforeseen way", exc_info=error)
+            side.last = IndexUnavailableError(repr(error))
+            self._failed(side, hung=False)
 
     def _failed(self, side: _Side, *, hung: bool) -> None:
         with self._lock:

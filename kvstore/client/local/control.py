@@ -30,6 +30,7 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.fork import in_each_child
+from kvstore.interruption import interruption
 from kvstore.limits import FIRST_ANSWER_WAIT_S
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import NodeDir
@@ -184,8 +185,8 @@ class ControlChannel:
                 if before is not None:
                     before()
                 return self._send([op, self._number(), *args], give_up_at, accept)
-            except (DeadlineError, NodeUnavailableError):
-                self._failed()
+            except (DeadlineError, NodeUnavailableError) as e:
+                self._failed(e)
                 raise
             except BaseException:  # interrupted: half of the message may be on its way
                 self._disconnect()
@@ -207,8 +208,8 @@ class ControlChannel:
                     self._patient_until = NEVER
                     if ticket.error is None or isinstance(ticket.error, InternalError):
                         self._breaker.succeeded()
-                except (DeadlineError, NodeUnavailableError):
-                    self._failed()
+                except (DeadlineError, NodeUnavailableError) as e:
+                    self._failed(e)
                     raise
                 except BaseException:  # interrupted: nobody would hold what the answer grants
                     self._disconnect()
@@ -272,9 +273,13 @@ class ControlChannel:
         self._wanted_s, self._seen_idle = wanted_s, idle
         return not hangs
 
-    def _failed(self) -> None:
+    def _failed(self, error: Exception) -> None:
+        """Raises what a handler of signals raised, if that is all there is to `error`."""
         self._patient_until = NEVER
         self._disconnect()
+        raised = interruption(error)
+        if raised is not None:
+            raise raised from raised.__cause__
         self._breaker.failed(self._now())
 
     def say(self, op: Op, *args: Any) -> bool:
@@ -502,6 +507,8 @@ class ControlChannel:
             bug = InternalError(f"an answer of node {self.directory.name}: {e!r}")
             bug.__cause__ = e
             ticket.end(None, bug)
+            if interruption(e) is not None:
+                raise
 
     def _nonsense(self, error: Exception) -> NodeUnavailableError:
         return NodeUnavailableError(f"node {self.directory.name} sent an invalid answer: {error}")

@@ -1,0 +1,54 @@
+"""Tells what a handler of signals raised from what a peer or our code did.
+
+Python runs handlers between any two instructions of the main thread, so what one raises comes out
+of whatever call is under way there: a `TimeoutError` of somebody's alarm looks as if Redis had
+been late. It is its user's, and must not end as a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from types import CodeType, TracebackType
+
+
+def interruption(error: BaseException) -> BaseException | None:
+    """What a handler of signals raised, when `error` is that or was made of it; else None.
+
+    None in an event loop too: it would end a callback or a task of the loop, not the call that
+    the signal was meant for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    if asyncio._get_running_loop() is not None:
+        return None
+    handlers = _handlers()
+    cause: BaseException | None = error
+    while handlers and cause is not None:
+        if _passed(cause.__traceback__, handlers):
+            return cause
+        cause = cause.__cause__
+    return None
+
+
+def _handlers() -> set[CodeType]:
+    """The code of those that are written in Python."""
+    found: set[CodeType] = set()
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if not callable(handler):
+            continue
+        for part in (handler, getattr(handler, "func", None), getattr(handler, "__call__", None)):  # noqa: B004
+            code = getattr(part, "__code__", None)
+            if isinstance(code, CodeType):
+                found.add(code)
+    return found
+
+
+def _passed(trace: TracebackType | None, codes: set[CodeType]) -> bool:
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
