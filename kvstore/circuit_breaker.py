@@ -37,10 +37,10 @@ class Breaker:
         "_delay_s",
         "_failures",
         "_failures_max",
-        "_probe_at",
         "_retry_after_max_s",
         "_retry_after_s",
-        "_state",
+        "probe_at",
+        "state",
     )
 
     def __init__(
@@ -60,44 +60,36 @@ class Breaker:
         self._failures_max = failures_max
         self._retry_after_s = retry_after_s
         self._retry_after_max_s = retry_after_max_s
-        self._state = BreakerState.CLOSED
         self._failures = 0
         self._delay_s = retry_after_s
-        self._probe_at = 0.0
-
-    @property
-    def state(self) -> BreakerState:
-        """As of the last call; an open one turns half-open inside `allows`."""
-        return self._state
-
-    @property
-    def probe_at(self) -> float:
-        """When `allows` lets the next probe through, unless closed."""
-        return self._probe_at
+        self.state = BreakerState.CLOSED
+        """To be read: as of the last call; an open one turns half-open inside `allows`."""
+        self.probe_at = 0.0
+        """To be read: when `allows` lets the next probe through, unless closed."""
 
     def allows(self, now: float) -> bool:
         """Whether a call may go ahead now; unless closed, that call is the one probe."""
-        if self._state is BreakerState.CLOSED:
+        if self.state is BreakerState.CLOSED:
             return True
-        if now < self._probe_at:
+        if now < self.probe_at:
             return False
-        self._state = BreakerState.HALF_OPEN
+        self.state = BreakerState.HALF_OPEN
         # A probe whose outcome never comes must not keep the breaker shut for ever.
-        self._probe_at = now + self._delay_s
+        self.probe_at = now + self._delay_s
         return True
 
     def succeeded(self) -> None:
-        if self._state is BreakerState.OPEN:
+        if self.state is BreakerState.OPEN:
             return
-        self._state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
         self._failures = 0
         self._delay_s = self._retry_after_s
 
     def failed(self, now: float, *, hung: bool = False) -> None:
         """`hung`: it ended by its deadline, without an answer."""
-        if self._state is BreakerState.OPEN:
+        if self.state is BreakerState.OPEN:
             return
-        if self._state is BreakerState.HALF_OPEN:
+        if self.state is BreakerState.HALF_OPEN:
             self._delay_s = min(self._delay_s * 2, self._retry_after_max_s)
             self._open(now)
             return
@@ -106,5 +98,5 @@ class Breaker:
             self._open(now)
 
     def _open(self, now: float) -> None:
-        self._state = BreakerState.OPEN
-        self._probe_at = now + self._delay_s
+        self.state = BreakerState.OPEN
+        self.probe_at = now + self._delay_s

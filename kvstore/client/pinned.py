@@ -36,7 +36,7 @@ class Pinned:
     def __init__(self, writer: HostWriter, place: Place, key: Key, record: bytes) -> None:
         self._pin: Pin = (key, record)
         self._memory: Any
-        self._memory, self._pins = writer.view(self._pin, place.payload)
+        self._memory, self._pins = writer.view(self._pin, place.buffer)
         self._attached = place.attached
         self._waits = True
         self._kind = place.kind

@@ -41,12 +41,12 @@ class Place:
 
     __slots__ = (
         "attached",
+        "buffer",
         "checksum",
         "data",
         "image",
         "kind",
         "meta_length",
-        "payload",
         "slot_id",
     )
 
@@ -57,7 +57,7 @@ class Place:
     kind: int
     meta_length: int
     checksum: int
-    payload: memoryview
+    buffer: memoryview
     """The whole payload, value and meta, read-only."""
     data: memoryview
     """The value alone."""
@@ -71,14 +71,10 @@ class Place:
 
     @property
     def meta(self) -> memoryview:
-        return self.payload[len(self.data) :]
-
-    @property
-    def buffer(self) -> memoryview:
-        return self.payload
+        return self.buffer[len(self.data) :]
 
     def valid(self) -> bool:
-        """Everything read from `payload` so far is this key's block."""
+        """Everything read from `buffer` so far is this key's block."""
         attached = self.attached
         return not attached.gone and attached.shm.header(self.slot_id) == self.image
 
@@ -89,7 +85,7 @@ class Place:
             return False
         if copied is None or self.meta_length:
             state = xxhash.xxh3_64(self.data if copied is None else copied)
-            state.update(self.payload[len(self.data) :])
+            state.update(self.buffer[len(self.data) :])
             return state.intdigest() == self.checksum
         return xxhash.xxh3_64_intdigest(copied) == self.checksum
 
@@ -296,8 +292,8 @@ class Reader:
         place = Place()
         place.attached, place.slot_id, place.image = attached, slot_id, image
         place.kind, place.meta_length, place.checksum = kind, meta_length, checksum
-        place.payload = shm.payload[offset : offset + length]
-        place.data = place.payload[: length - meta_length] if meta_length else place.payload
+        place.buffer = shm.payload[offset : offset + length]
+        place.data = place.buffer[: length - meta_length] if meta_length else place.buffer
         if len(self.remembered) >= PLACES_KEPT_MAX:
             _drop_oldest(self.remembered)
         self.remembered[key] = place

@@ -394,7 +394,7 @@ class BlockSession:
                 yield None
             else:
                 self.viewed["hits"] += 1
-                self.viewed["hit_bytes"] += len(ref.payload)
+                self.viewed["hit_bytes"] += len(ref.buffer)
                 yield ref
 
     def open_vram(self) -> frozenset[tuple[int, int]]:

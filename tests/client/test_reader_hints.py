@@ -65,7 +65,7 @@ def save(segment, slot_id, key, value=VALUE, granule=0):
 def test_a_sealed_block_is_found_without_the_index(owned, reader):
     save(owned, 3, key_of(9))
     (place,) = reader.search([key_of(9)])
-    assert bytes(place.payload) == VALUE
+    assert bytes(place.buffer) == VALUE
     assert place.valid()
     assert reader._index.asked == 0
 
@@ -87,7 +87,7 @@ def test_two_keys_with_one_hint_are_both_found(owned, reader):
     save(owned, 3, key_of(9, b"a"), b"a" * 1000)
     save(owned, 4, key_of(9, b"b"), b"b" * 1000)
     found = reader.search([key_of(9, b"a"), key_of(9, b"b")])
-    assert [bytes(place.payload[:1]) for place in found] == [b"a", b"b"]
+    assert [bytes(place.buffer[:1]) for place in found] == [b"a", b"b"]
     assert reader._index.asked == 0
 
 
@@ -96,7 +96,7 @@ def test_more_keys_with_one_hint_are_never_taken_for_each_other(owned, reader):
     for slot_id, name in enumerate(names):
         save(owned, slot_id, key_of(9, name), name * 1000)
     found = reader.search([key_of(9, name) for name in names])
-    assert [bytes(p.payload[:1]) if p else None for p in found] == [b"a", None, None, b"d"]
+    assert [bytes(p.buffer[:1]) if p else None for p in found] == [b"a", None, None, b"d"]
 
 
 def test_the_place_of_a_key_that_is_gone_is_used_again(owned, reader):

@@ -135,7 +135,7 @@ def test_any_record_over_any_header_is_a_place_inside_the_segment_or_none(
         places = [reader.place(KEY, pack_record(KEY, location)), *reader.search([KEY])]
         for place in places:
             if place is not None:
-                assert len(place.payload) == seen[2] <= 2 * HALF_BYTES
+                assert len(place.buffer) == seen[2] <= 2 * HALF_BYTES
                 assert len(place.data) == seen[2] - seen[5]
                 place.valid()
                 place.verified()
@@ -143,7 +143,7 @@ def test_any_record_over_any_header_is_a_place_inside_the_segment_or_none(
         for place in places:
             if place is not None:
                 place.data.release()
-                place.payload.release()
+                place.buffer.release()
         hints.release()
         shm.close()
         owned.close()

@@ -167,8 +167,8 @@ class ControlChannel:
         a connection stands, right before the request: what it takes off what is held was
         part of what that connection said. It is not called when none can be had.
         """
-        timeout_s = min(self._timeout_s, deadlines.each_s())
-        give_up_at = min(self._now() + timeout_s, deadlines.give_up_at())
+        timeout_s = min(self._timeout_s, deadlines.call.each_s)
+        give_up_at = min(self._now() + timeout_s, deadlines.call.give_up_at)
         self._check_outside()
         try:
             self._acquire(give_up_at)
@@ -179,7 +179,7 @@ class ControlChannel:
             try:
                 soon = now + PROBE_TIMEOUT_S if probes else give_up_at
                 patient = not probes and self._has_all_the_time(now)
-                self._connect(min(give_up_at, soon, deadlines.connected_by()), patient=patient)
+                self._connect(min(give_up_at, soon, deadlines.call.connected_by), patient=patient)
                 if patient and self._now() > give_up_at:  # it was starved
                     give_up_at = self._now() + timeout_s
                 if before is not None:
@@ -250,16 +250,16 @@ class ControlChannel:
 
     def _has_all_the_time(self, now: float) -> bool:
         """Whether a starved node is waited for now: not when others are to be asked as well."""
-        if self._patient_until == NEVER or deadlines.give_up_at() != math.inf:
+        if self._patient_until == NEVER or deadlines.call.give_up_at != math.inf:
             return False
-        return deadlines.connected_by() - now > self._timeout_s * ALONE_SHARE
+        return deadlines.call.connected_by - now > self._timeout_s * ALONE_SHARE
 
     def _step_s(self) -> float:
         """How often a node that is late with its first answer is looked at; infinity for one that
         is not waited for beyond its deadline."""
-        if self._now() >= self._patient_until or deadlines.give_up_at() != math.inf:
+        if self._now() >= self._patient_until or deadlines.call.give_up_at != math.inf:
             return math.inf
-        return min(self._timeout_s, deadlines.each_s()) * STARVED_STEP
+        return min(self._timeout_s, deadlines.call.each_s) * STARVED_STEP
 
     def _is_starved(self, connection: socket.socket, step_s: float) -> bool:
         """Whether the node is worth waiting for beyond its deadline: as long as it runs or stands

@@ -15,29 +15,17 @@ T = TypeVar("T")
 
 
 class _Call(threading.local):
-    """What the calls of this thread may use."""
+    """What the calls of this thread may use; changed by `until` and the like alone."""
 
     give_up_at = math.inf
+    """When a request must have its answer."""
     connected_by = math.inf
+    """When a node must have answered HELLO."""
     each_s = math.inf
+    """How long one request may take."""
 
 
-_call = _Call()
-
-
-def give_up_at() -> float:
-    """When a request of this thread must have its answer; infinity outside `until`."""
-    return _call.give_up_at
-
-
-def connected_by() -> float:
-    """When a node must have answered this thread's HELLO; infinity outside `connecting`."""
-    return _call.connected_by
-
-
-def each_s() -> float:
-    """How long one request of this thread may take; infinity outside `each_within`."""
-    return _call.each_s
+call = _Call()
 
 
 def until(when: float) -> AbstractContextManager[None]:
@@ -58,12 +46,12 @@ def each_within(seconds: float) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _at_most(bound: str, value: float) -> Iterator[None]:
-    before = getattr(_call, bound)
+    before = getattr(call, bound)
     try:
-        setattr(_call, bound, min(before, value))
+        setattr(call, bound, min(before, value))
         yield
     finally:
-        setattr(_call, bound, before)
+        setattr(call, bound, before)
 
 
 def in_turn(

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from kvstore.client.base import Later, ReserveAnswer
+from kvstore.client.base import ReserveAnswer
 from kvstore.client.local.deadlines import each_within, in_turn, until
 from kvstore.client.local.host_writers import ROUNDS, HostWriters
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.writer import Writer, nobody_here
 from kvstore.client.pins import Pin, Pins
 from kvstore.client.placement import Home, homes_of
-from kvstore.client.savers import abort, answered, ask_all
+from kvstore.client.savers import abort, ask_all
 from kvstore.core.answers import BlockRow
 from kvstore.core.listed import place_of
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
@@ -33,6 +34,8 @@ from kvstore.record import unpack_record
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.types import Key, rejected
 
+TOUCH_EVERY_S = 0.2
+TOUCHED_MAX = 4096
 ROOM_BELIEVED_S = 0.05
 """How long what nodes said of their room is used, less what was sent there since."""
 HIGHEST = frozenset({"largest_free_bytes", "oldest_reservation_s", "value_bytes_max"})
@@ -132,7 +135,7 @@ class HostWriter(HostWriters):
                 todo = []
                 each_s = each_s or self.each_s()
                 posts = [
-                    _reserving(writer, [wants[i] for i in which], namespace_id, len(shares))
+                    partial(writer.reserve_later, [wants[i] for i in which], namespace_id)
                     for writer, _, which in shares
                 ]
                 with each_within(each_s):
@@ -231,13 +234,16 @@ class HostWriter(HostWriters):
 
     def touch(self, keys: Sequence[Key], now: float, *, at_once: bool = False) -> None:
         """Remember that `keys`, in the order of their prefix, were used; nodes are told now and
-        then, or `at_once`."""
-        try:
-            writers = self.writers()
-        except NodeUnavailableError:
+        then (design: the load path), or `at_once`."""
+        touched = self._touched
+        if len(touched) < TOUCHED_MAX:
+            touched.update(dict.fromkeys(keys))
+        if now < self._touched_at + TOUCH_EVERY_S and not at_once:
             return
-        for writer in writers:
-            writer.touch(keys, now, at_once=at_once)
+        self._touched_at, self._touched = now, {}
+        with suppress(NodeUnavailableError):
+            for writer in self.writers():
+                writer.touch(list(touched)[:BATCH_KEYS_MAX])
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
         """Which of `keys` some node had and has not any more. Raises what kept nodes from saying
@@ -327,13 +333,3 @@ class HostWriter(HostWriters):
             with until(by):
                 rows.append(writer.listing(after, at_most))
         return list(islice(heapq.merge(*rows, key=lambda row: place_of(row.key)), at_most))
-
-
-def _reserving(
-    writer: Writer, wants: Sequence[Want], namespace_id: int, shares: int
-) -> Callable[[], Later[ReserveAnswer]]:
-    """What one request cannot carry, and what nobody else waits for, is asked and answered at
-    once: then the node may also be looked for again."""
-    if shares == 1 or len(wants) > BATCH_KEYS_MAX:
-        return partial(answered, partial(writer.reserve, wants, namespace_id))
-    return partial(writer.reserve_later, wants, namespace_id)

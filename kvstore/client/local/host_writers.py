@@ -20,6 +20,7 @@ from kvstore.errors import (
 from kvstore.fork import in_each_child
 from kvstore.limits import FIRST_NODE_WAIT_S, FIRST_QUESTION_WAIT_S
 from kvstore.nodedir import Announcement, NodeDir
+from kvstore.types import Key
 
 ROUNDS = 3
 """What was meant for a node that turns out to be gone, or hangs, is asked of others: this many
@@ -71,6 +72,9 @@ class HostWriters:
         self._free: dict[NodeLink, int] = {}
         """Bytes of room that nodes said they have, less what was sent there since."""
         self._free_until = 0.0
+        self._touched: dict[Key, None] = {}
+        """Used since nodes were told."""
+        self._touched_at = 0.0
 
     def writers(self, *, start: bool = False) -> tuple[Writer, ...]:
         """One for each living node of this index on this host, by name: at least one.

@@ -53,8 +53,6 @@ from kvstore.types import Key, Location, PutResult
 
 NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
-TOUCH_EVERY_S = 0.2
-TOUCHED_MAX = 4096
 T = TypeVar("T")
 
 
@@ -87,52 +85,46 @@ class Writer:
         # A handler of signals may close the client at any moment.
         self._lock = threading.RLock()
         in_each_child(self)
-        self._link: NodeLink | None = None
+        self.linked: NodeLink | None = None
+        """The link, if there is one: nothing is looked for."""
         self._search_at = 0.0
         self._closed = False
         self._former: list[NodeLink] = []
         """Of nodes that are gone, while something of theirs is still in somebody's hands: the
         next start may use the same memory, and the lease keeps it off those slots."""
         self.pins = Pins(self._unpin_viewed)
-        self._touched: dict[Key, None] = {}
-        self._touched_at = 0.0
 
     # --- the link ---------------------------------------------------------
 
-    @property
-    def linked(self) -> NodeLink | None:
-        """The link, if there is one: nothing is looked for."""
-        return self._link
-
     def link(self) -> NodeLink:
         """Raises `NodeUnavailableError` when no node of this index runs on this host."""
-        link = self._link
+        link = self.linked
         if link is not None:
             return link
         with self._lock:
             if self._closed:
                 raise NodeUnavailableError("this client is closed")
-            if self._link is None:
-                self._link = self._find()
+            if self.linked is None:
+                self.linked = self._find()
             return self._unless_closed()
 
     def join(self, announcement: Announcement, directory: NodeDir) -> NodeLink:
         """`link` to this start of the node; one to a former start of it is let go."""
-        link = self._link
+        link = self.linked
         if link is not None and not _is_start(link, announcement):
             self._drop(link)
         with self._lock:
             if self._closed:
                 raise NodeUnavailableError("this client is closed")
-            if self._link is None:
-                self._link = self._joined(announcement, directory)
+            if self.linked is None:
+                self.linked = self._joined(announcement, directory)
             return self._unless_closed()
 
     def _unless_closed(self) -> NodeLink:
         """The link that was just made; a handler of signals may have closed this meanwhile."""
-        link = self._link
+        link = self.linked
         if self._closed and link is not None:
-            self._link = None
+            self.linked = None
             link.control.close()
         if self._closed or link is None:
             raise NodeUnavailableError("this client is closed")
@@ -186,16 +178,16 @@ class Writer:
     def _drop(self, link: NodeLink) -> None:
         """The node is gone; what this client holds there can be neither sealed nor read anew."""
         with self._lock:
-            if self._link is not link or link.control.directory.lives_as(link.announcement):
+            if self.linked is not link or link.control.directory.lives_as(link.announcement):
                 return
-            self._link = None
+            self.linked = None
             self._former.append(link)
         link.retire()
         self._settle()
 
     def let_go(self) -> None:
         """Unmap the node if it died; whoever only saves finds out at the next save otherwise."""
-        link = self._link
+        link = self.linked
         if link is not None:
             self._drop(link)
 
@@ -217,38 +209,16 @@ class Writer:
         answers: list[ReserveAnswer] = []
         try:
             for batch in in_batches(wants, BATCH_KEYS_MAX):
-                answers += self._reserve(batch, namespace_id)
+                answers += self.reserve_later(batch, namespace_id)()
         except BaseException:
             self.abort([answer for answer in answers if isinstance(answer, Reservation)])
             raise
         return answers
 
-    def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
-        self._may_save()
-        arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
-        granted = Granted()
-        try:
-            answers = self._ask(
-                Op.RESERVE, *arguments, accept=partial(self._granted, granted, wants)
-            )
-            self._introduce(namespace_id)
-            return answers
-        except BaseException as e:
-            self._refuse(granted, e)
-            raise
-
-    def _may_save(self) -> NodeLink:
-        link = self.link()
-        if link.reads_only:
-            raise NodeUnavailableError(
-                f"node {link.announcement.name}: this user may only read its blocks"
-            )
-        return link
-
     def _introduce(self, namespace_id: int) -> None:
         """Tell the node once what the id stands for. After a request: then the channel is open,
         and a node that is slow costs this nothing."""
-        link = self._link
+        link = self.linked
         if link is None or namespace_id in link.introduced:
             return
         raw = self.introductions.get(namespace_id)
@@ -256,11 +226,15 @@ class Writer:
             link.introduced.add(namespace_id)
 
     def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later[ReserveAnswer]:
-        """`reserve` for at most `BATCH_KEYS_MAX`, in two steps: sent now, answered when called.
-
-        Call it, or the slots stay reserved; the link is not looked for again.
-        """
-        link = self._may_save()
+        """`reserve` in two steps: sent now, answered when called. What one request cannot carry
+        is asked and answered at once. Call it, or the slots stay reserved."""
+        if len(wants) > BATCH_KEYS_MAX:
+            return answered(partial(self.reserve, wants, namespace_id))
+        link = self.link()
+        if link.reads_only:
+            raise NodeUnavailableError(
+                f"node {link.announcement.name}: this user may only read its blocks"
+            )
         arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
         granted = Granted()
         accept = partial(self._granted, granted, wants, link)
@@ -363,7 +337,7 @@ class Writer:
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """Give slots back; what cannot be said now is said by the next reconnect."""
         self._forget(reservations)
-        link = self._link
+        link = self.linked
         if link is not None:
             # Of it alone: a slot of a former node may be by now what another thread writes to.
             self._give_back(link, Op.ABORT, _of_node(link, reservations))
@@ -381,7 +355,7 @@ class Writer:
 
     def links(self) -> list[NodeLink]:
         """Those of former nodes too, as long as something of theirs is in use."""
-        link = self._link
+        link = self.linked
         return [*self._former, link] if link is not None else list(self._former)
 
     # --- pins, touches, deletions -------------------------------------------
@@ -509,21 +483,13 @@ class Writer:
             (x for x in links if (x.announcement.node_id, x.announcement.epoch) == node), None
         )
 
-    def touch(self, keys: Sequence[Key], now: float, *, at_once: bool = False) -> None:
-        """Remember that `keys`, in the order of their prefix, were used; tell the node now and
-        then (design: the load path), or `at_once`."""
-        touched = self._touched
-        if len(touched) < TOUCHED_MAX:
-            touched.update(dict.fromkeys(keys))
-        if now < self._touched_at + TOUCH_EVERY_S and not at_once:
-            return
-        self._touched_at = now
-        self._touched = {}
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Say that at most `BATCH_KEYS_MAX` blocks were used: one way, never waits."""
         try:
             link = self.link()
         except NodeUnavailableError:
             return
-        if not link.control.say(Op.TOUCH, join_keys(list(touched)[:BATCH_KEYS_MAX])):
+        if not link.control.say(Op.TOUCH, join_keys(keys)):
             self._drop(link)  # if it is gone: the next one is told of the next touches
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
@@ -558,7 +524,7 @@ class Writer:
             if self._closed:
                 return
             links, self._closed = self.links(), True
-            self._link, self._former = None, [link for link in links if link.held.is_viewed]
+            self.linked, self._former = None, [link for link in links if link.held.is_viewed]
             kept = list(self._former)
         for link in links:
             if link not in kept:

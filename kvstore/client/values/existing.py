@@ -61,7 +61,7 @@ def _differs(size_bytes: int | None) -> PutResult:
 def _is_other(place: Place, payload: Payload) -> bool:
     """By kind, length and description, then by the bytes: memory is as fast as a checksum."""
     data, meta, kind = payload
-    its_meta = place.payload[len(place.data) :]
+    its_meta = place.buffer[len(place.data) :]
     same = (
         (place.kind, len(place.data)) == (kind, data.nbytes)
         and its_meta == meta

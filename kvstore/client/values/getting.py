@@ -15,6 +15,9 @@ from kvstore.errors import UsageError
 from kvstore.segment.copying import copy
 from kvstore.types import Key, Kind
 
+_PLAIN = (int(Kind.BYTES), int(Kind.BLOCK))
+"""What needs no description to be a value again."""
+
 
 class ValueGetter:
     """Gets values for `Client`. Thread-safe, as the session is."""
@@ -92,7 +95,7 @@ class ValueGetter:
         value: Any = None
         copied: memoryview | bytes | None = None
         try:
-            if out is None and view.kind in (Kind.BYTES, Kind.BLOCK):
+            if out is None and view.kind in _PLAIN:
                 value = copied = view.data.tobytes()
             else:
                 value, copied = _made(view, out)

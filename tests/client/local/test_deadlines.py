@@ -103,8 +103,8 @@ def test_who_hangs_leaves_the_others_their_part() -> None:
 def test_a_deadline_inside_another_is_not_later() -> None:
     with deadlines.until(10.0):
         with deadlines.until(20.0):
-            assert deadlines.give_up_at() == 10.0
+            assert deadlines.call.give_up_at == 10.0
         with pytest.raises(ValueError, match="x"), deadlines.until(5.0):
             raise ValueError("x")
-        assert deadlines.give_up_at() == 10.0
-    assert deadlines.give_up_at() > 1e9
+        assert deadlines.call.give_up_at == 10.0
+    assert deadlines.call.give_up_at > 1e9

@@ -11,8 +11,8 @@ import pytest
 from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
-from kvstore import BlockSession, Client, DeadlineError, NodeUnavailableError, PutResult
-from kvstore.client.base import Reservation
+from kvstore import BlockSession, Client, DeadlineError, NodeUnavailableError
+from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.control import ControlChannel, Ticket
 from kvstore.client.local.link import Granted, Holdings
 from kvstore.client.local.writer import Want
@@ -125,14 +125,14 @@ def test_when_the_second_request_of_a_reserve_fails_nothing_is_reserved(
 ) -> None:
     keys = [i.to_bytes(32, "big") for i in range(BATCH_KEYS_MAX + 1)]
     (writer,) = patient.writer.writers()
-    reserve = writer._reserve
+    reserve = writer.reserve_later
 
-    def fails_for_one(wants: Sequence[Want], namespace_id: int) -> list[Reservation | PutResult]:
+    def fails_for_one(wants: Sequence[Want], namespace_id: int) -> Later[ReserveAnswer]:
         if len(wants) == 1:
             raise DeadlineError("the node did not answer in time")
         return reserve(wants, namespace_id)
 
-    monkeypatch.setattr(writer, "_reserve", fails_for_one)
+    monkeypatch.setattr(writer, "reserve_later", fails_for_one)
     with pytest.raises(DeadlineError):
         patient.reserve(keys, 100, 1)
     assert open_reservations(lasting) == 0
