@@ -7,6 +7,7 @@ whole lookup, and its time-outs count per read; here one deadline spans the call
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import threading
@@ -29,6 +30,11 @@ WRITE_AT_ONCE_BYTES = 64 << 10
 """A longer request may wait in the socket, so the time it took is counted."""
 ERROR_CHARS_MAX = 200
 """Of a server's error text, in a message."""
+
+_TOO_MANY = re.compile(rb"\n[*>~%|]\d{7}")
+"""The head of a reply of a million items or more, which none of ours has. hiredis makes room for
+as many as it is told, before they come; to let go of 16 GB takes 16 s, with the GIL held."""
+_TOO_MANY_BYTES = 9
 
 Reply: TypeAlias = Any
 """What hiredis makes of a reply: bytes, int, None, a list of them, or `ErrorReply`."""
@@ -58,7 +64,16 @@ FAILURES = (RedisError, OSError, hiredis.HiredisError, ValueError, MemoryError)
 class Link:
     """One connection. Dropped at the first thing that goes wrong, never resumed."""
 
-    __slots__ = ("__weakref__", "_buffer", "_connection", "_dial", "_reader", "_sock", "_timeout_s")
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_connection",
+        "_dial",
+        "_reader",
+        "_sock",
+        "_tail",
+        "_timeout_s",
+    )
 
     def __init__(self, dial: Dial, timeout_s: float) -> None:
         self._dial = dial
@@ -67,6 +82,8 @@ class Link:
         self._sock: socket.socket | None = None
         self._reader = hiredis.Reader()
         self._buffer = bytearray()
+        self._tail = b"\n"
+        """What came last."""
 
     def run(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
         """Send `request`, return its `replies`; error replies are values in the list.
@@ -158,6 +175,10 @@ class Link:
             size = sock.recv_into(buffer)
             if size == 0:
                 raise ConnectionResetError("connection closed by the server")
+            seen = self._tail + buffer[:size]
+            if _TOO_MANY.search(seen):
+                raise hiredis.ProtocolError("a reply of more items than any of ours has")
+            self._tail = seen[1 - _TOO_MANY_BYTES :]
             reader.feed(buffer, 0, size)  # type: ignore[arg-type]  # any buffer will do
             while (reply := reader.gets()) is not _NOTHING:
                 out.append(reply)
@@ -179,6 +200,7 @@ class Link:
             raise ConnectionResetError("connection closed")
         self._connection, self._sock = connection, sock
         self._reader = hiredis.Reader(notEnoughData=_NOTHING)
+        self._tail = b"\n"
         self._buffer = self._buffer or bytearray(READ_BYTES)
         if replies:
             sock.settimeout(_left(deadline))

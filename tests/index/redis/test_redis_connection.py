@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import hiredis
 import pytest
 
 from kvstore.errors import IndexDeadlineError
@@ -59,6 +60,29 @@ CALLS = {
     "run": lambda link, deadline: link.run(b"PING\r\n", 1, deadline),
     "run_each": lambda link, deadline: link.run_each(iter([b"PING\r\n"]), deadline),
 }
+
+
+@pytest.mark.parametrize("kind", ["*", ">", "~", "%", "|"])
+@pytest.mark.parametrize("cut", [0, 1, 5, 9], ids=lambda cut: f"cut at {cut}")
+def test_a_reply_that_promises_more_than_any_has_is_refused_before_room_is_made(
+    kept, server, kind, cut
+):
+    """hiredis makes a list of as many as it is told, and 16 GB take 16 s to let go."""
+    claim = f"{kind}2000000000\r\n".encode()
+    kept.send(b"PING\r\n", time.monotonic() + 5)
+
+    def answer():
+        peer = server.peers[0]
+        peer.sendall(b"+1\r\n*3\r\n" + claim[:cut])
+        time.sleep(0.05)
+        with contextlib.suppress(OSError):  # it has seen enough
+            peer.sendall(claim[cut:])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(hiredis.ProtocolError, match="items"):
+        kept.receive(2, time.monotonic() + 5)
+    thread.join()
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
