@@ -172,24 +172,64 @@ class TestEviction:
         slots = sorted((pool.put(8192) for _ in range(8)), key=lambda slot: slot.offset)
         pool.drop(slots[4])
         assert pool.put(4096) is not None  # beside 4 KiB that are free
-        for slot in slots[:4]:
+        for slot in slots[:4] * 20:
             pool.allocator.used(slot)
         coldest = slots[5]
         assert pool.allocator.in_the_way(8192) == [coldest]
 
-    def test_where_the_coldest_are_no_help_the_coldest_of_all_other_windows_goes(self):
-        """Eight single blocks between pins are the coldest; of what is left the colder half is
-        at the end."""
+    @pytest.mark.parametrize("cold", [0, 1])
+    def test_where_the_coldest_are_no_help_the_cheapest_of_all_other_windows_goes(self, cold):
+        """Eight single blocks between pins are the coldest, and one is at the end; of what is
+        left, with a hole in either half, one half is colder."""
         pool = Pool(MIB)
         slots = sorted((pool.put(8192) for _ in range(128)), key=lambda slot: slot.offset)
-        for slot in slots[:18:2]:
-            pool.pin(slot)
-        for slot in (*slots[73:], *slots[18:72]):
+        halves = slots[17:72], slots[73:126]
+        for slot in (*halves[cold], *halves[1 - cold]):
             pool.allocator.used(slot)
-        pool.pin(slots[72])
+        for slot in (*slots[:18:2], slots[72], slots[126]):
+            pool.pin(slot)
+        for half in halves:
+            pool.drop(half[20])
         victims = pool.allocator.in_the_way(256 * KIB)
-        assert len(victims) == 32
-        assert all(slot.offset > slots[72].offset for slot in victims)
+        assert len(victims) == 31
+        assert set(victims) <= set(halves[cold])
+
+    def test_the_only_block_that_may_go_goes_for_a_smaller_value(self):
+        pool = Pool(64 * KIB)
+        block, *_ = [pool.put(8192, seal=number % 2 == 0) for number in range(8)]
+        for slot in list(pool.sealed.values()):
+            if slot is not block:
+                pool.pin(slot)
+        assert pool.allocator.in_the_way(4096) == [block]
+        assert pool.allocator.in_the_way(16384) == []
+
+    def test_two_neighbours_make_room_for_a_value_of_both_wherever_they_begin(self):
+        pool = Pool(64 * KIB)
+        slots = [pool.put(5 * KIB) for _ in range(12)]
+        for slot in (*slots[:1], *slots[3:]):
+            pool.pin(slot)
+        assert pool.allocator.in_the_way(10 * KIB) == slots[1:3]
+
+    def test_one_of_the_eight_coldest_goes_though_elsewhere_less_would_do(self):
+        pool = Pool(256 * KIB)
+        slots = [pool.put(16 * KIB) for _ in range(10)]
+        small, hole, hot = pool.put(4096), pool.put(4096), pool.put(88 * KIB)
+        pool.drop(hole)
+        for _ in range(1000):
+            pool.allocator.used(hot)
+        assert (small.offset, hot.offset) == (160 * KIB, 168 * KIB)
+        assert pool.allocator.in_the_way(8192) == slots[:1]
+
+    def test_however_long_a_node_has_run_what_was_used_lately_costs_more(self):
+        pool = Pool(64 * KIB)
+        cold, hot, held = pool.put(16 * KIB), pool.put(12 * KIB), pool.put(36 * KIB)
+        for _ in range(1000):
+            pool.allocator.used(held)
+        pool.pin(held)
+        pool.allocator.used(cold)
+        for _ in range(10):
+            pool.allocator.used(hot)
+        assert pool.allocator.in_the_way(10 * KIB) == [cold]
 
     def test_a_pool_that_does_not_evict_names_no_victims(self):
         pool = Pool(64 * KIB)
@@ -233,6 +273,19 @@ class TestBounds:
                 low = max(low, slot.start + slot.size)
             assert low <= high
             assert (allocator.used_below, allocator.used_from) == (low, high)
+
+    def test_a_place_that_is_used_again_moves_neither_bound(self):
+        pool = Pool(64 * MIB)
+        large = [pool.put(MIB) for _ in range(3)]
+        small = [pool.put(4096) for _ in range(3)]
+        bounds = pool.allocator.used_below, pool.allocator.used_from
+        assert bounds == (3 * 1024, 64 * 1024 - 3 * 4)
+        for slot, length in ((large[0], MIB // 2), (small[0], 4096)):
+            pool.drop(slot)
+            pool.allocator.take(2 * MIB)  # what was freed last joins the rest
+            bounds = (bounds[0] + 2 * 1024, bounds[1])
+            assert pool.put(length).offset == slot.offset
+            assert (pool.allocator.used_below, pool.allocator.used_from) == bounds
 
     def test_a_value_of_a_thousandth_is_large_and_one_below_it_is_small(self):
         size = 64 * MIB

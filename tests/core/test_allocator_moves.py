@@ -113,3 +113,45 @@ class TestMoves:
                 pool.drop(slot)
             assert pool.allocator.take(16384) is None
             assert bool(pool.allocator.moves(16384, 1 << 30)) == moved
+
+    def test_holes_of_just_as_many_bytes_as_are_wanted_are_enough(self):
+        pool = Pool(64 * KIB)
+        slots = [pool.put(8192) for _ in range(8)]
+        pool.drop(slots[0])
+        pool.drop(slots[2])
+        assert pool.put(16384) is not None
+        assert (len(pool.moved), pool.evicted) == (1, [])
+        pool.check()
+
+    def laid_out(self, *sizes: int):
+        """The pool, the slots of blocks of so many KiB beside each other, and all extents; those
+        below 0 are holes, those of 8 stay."""
+        pool = Pool(sum(map(abs, sizes)) * KIB)
+        slots = [pool.put(abs(size) * KIB) for size in sizes]
+        for slot, size in zip(slots, sizes, strict=True):
+            if size == 8:
+                pool.pin(slot)
+            elif size < 0:
+                pool.drop(slot)
+        assert pool.allocator.take(pool.size_bytes) is None  # what was freed last joins the rest
+        return pool, slots, list(pool.allocator.extents())
+
+    def test_where_the_cheapest_window_cannot_be_emptied_another_is(self):
+        """The block of 64 KiB has nowhere to go, the two of 16 KiB have."""
+        pool, slots, _ = self.laid_out(-32, 64, 8, -16, 16, -16, 16, 8)
+        moves = pool.allocator.moves(64 * KIB, 1 << 30)
+        assert {id(move.old) for move in moves} == {id(slots[4]), id(slots[6])}
+
+    def test_blocks_of_all_sizes_find_the_holes_that_they_fill(self):
+        pool, _, _ = self.laid_out(-4, 4, 4, 6, 6, 8, -10, 8, -10, 8)
+        pool.check()
+        moves = pool.allocator.moves(24 * KIB, 1 << 30)
+        assert sorted(move.old.size for move in moves) == [4, 4, 6, 6]
+        for move in moves:
+            pool.move(*move)
+        pool.check()
+
+    def test_when_the_last_block_finds_no_place_nothing_is_changed(self):
+        pool, _, before = self.laid_out(-4, 4, 4, 6, 6, 8, -10, 8, -5, 8, -5, 8)
+        assert pool.allocator.moves(24 * KIB, 1 << 30) == []
+        assert list(pool.allocator.extents()) == before

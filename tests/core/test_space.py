@@ -54,6 +54,14 @@ class TestSpace:
         assert [(e.start, e.size, e.slot is None) for e in allocator.extents()] == [(0, 64, False)]
         assert list(allocator._space) == []
 
+    def test_a_hole_and_a_slot_may_begin_in_one_page(self):
+        allocator = Allocator(64 * KIB)
+        allocator.restore([(18, 46), (2, 8)], 64, 64)
+        assert [(e.start, e.size, e.slot is None) for e in allocator.extents()] == [
+            *((0, 2, True), (2, 8, False)),
+            *((10, 8, True), (18, 46, False)),
+        ]
+
     def test_a_value_of_all_there_is_fits(self):
         pool = Pool(MIB)
         assert pool.put(MIB).offset == 0
