@@ -250,10 +250,10 @@ class Client:
         try:
             record = self._writer.pin(raw_key)
         except (NodeUnavailableError, DeadlineError):
-            self._check_not_away(key, raw_key)
+            self._check_not_remote(key, raw_key)
             raise
         if record is None:
-            self._check_not_away(key, raw_key)
+            self._check_not_remote(key, raw_key)
             return None
         try:
             place = self._reader.place(raw_key, record)
@@ -267,8 +267,8 @@ class Client:
             return None
         return Pinned(self._writer, place, raw_key, record)
 
-    def _check_not_away(self, key: str | bytes, raw_key: Key) -> None:
-        location = self._reader.search((raw_key,)).away.get(0)
+    def _check_not_remote(self, key: str | bytes, raw_key: Key) -> None:
+        location = self._reader.search((raw_key,)).remote.get(0)
         announcement = None if location is None else node_of(self.session.remote, location)
         if announcement is not None:
             raise UsageError(
@@ -382,10 +382,10 @@ class Client:
         }
 
     def _by_transport(self) -> dict[str, int | float]:
-        viewed, gets, away = self.session.viewed, self._getter.counts, self._getter.remote_counts
+        viewed, gets, remote = self.session.viewed, self._getter.counts, self._getter.remote_counts
         return {
-            "shm_hits": gets["hits"] - away["hits"] + viewed["hits"],
-            "shm_bytes": gets["hit_bytes"] - away["hit_bytes"] + viewed["hit_bytes"],
+            "shm_hits": gets["hits"] - remote["hits"] + viewed["hits"],
+            "shm_bytes": gets["hit_bytes"] - remote["hit_bytes"] + viewed["hit_bytes"],
             **self.session.remote.counts,
         }
 

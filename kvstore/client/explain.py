@@ -37,7 +37,7 @@ from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import LOCK, Announcement, NodeDir, node_dirs, stranger, strangers
 from kvstore.protocol.control import Op
-from kvstore.protocol.control_replies import NonsenseError, explained
+from kvstore.protocol.control_replies import InvalidReplyError, explained
 from kvstore.record import RecordSigner, unpack_record
 from kvstore.transport.stream.requests import ask
 from kvstore.types import Key, Location
@@ -189,7 +189,7 @@ class Explainer:
             try:
                 body = ask(self._remote.stream, announcement, [Op.EXPLAIN, 1, key], deadline)
                 answers.append(_Answer(announcement.name, *explained(body)))
-            except (PeerError, NonsenseError):
+            except (PeerError, InvalidReplyError):
                 self._remote.failed(announcement.node_id)
                 silent.append(f"{announcement.name} on {announcement.host}")
             else:
@@ -253,9 +253,9 @@ class Explainer:
         now = self._now()
         if self._remote.node(location.node_id, location.epoch, now) is not None:
             return None
-        return self._away(block, location)
+        return self._of_another_host(block, location)
 
-    def _away(self, block: int, location: Location) -> Missing:
+    def _of_another_host(self, block: int, location: Location) -> Missing:
         """A record of a node that does not live on this host, or not with this run directory."""
         announcement, other = None, None
         with suppress(IndexUnavailableError):

@@ -98,7 +98,7 @@ class Search(list[Place | RemoteBlock | None]):
         return [ref if isinstance(ref, Place) else None for ref in self]
 
     @property
-    def away(self) -> dict[int, Location]:
+    def remote(self) -> dict[int, Location]:
         return {i: ref.location for i, ref in enumerate(self) if isinstance(ref, RemoteBlock)}
 
 
@@ -112,20 +112,20 @@ class Reader:
         remote: RemoteNodes | None = None,
         *,
         signer: RecordSigner | None = None,
-        suspicion: CorruptionReporter | None = None,
+        reporter: CorruptionReporter | None = None,
         watch: IndexWatch | None = None,
     ) -> None:
         """Without `remote`, only blocks of this host can be read. With `signer` only records
-        count that it signed; `suspicion` tells nodes of damage, `watch` people of an index that
+        count that it signed; `reporter` tells nodes of damage, `watch` people of an index that
         fails."""
         self._index = index
         self._nodes = nodes
         self._remote = remote
         self._signer = signer
-        self._suspicion = suspicion
+        self._reporter = reporter
         self.remembered: dict[Key, Place] = {}
         """Where blocks were seen in this host's memory: to be used without looking for them."""
-        self._away: dict[Key, Location] = {}
+        self._seen_remote: dict[Key, Location] = {}
         """Where blocks were read on other hosts."""
         self.index_failures = 0
         self.miss_reasons: dict[str, int] = {}
@@ -154,13 +154,13 @@ class Reader:
             return False
         self.missed(MissReason.CORRUPT)
         log.warning("a block of node %s is damaged: a miss", place.attached.announcement.name)
-        if self._suspicion is not None:
-            self._suspicion.report(place.attached, key)
+        if self._reporter is not None:
+            self._reporter.report(place.attached, key)
         return False
 
     def forget(self, key: Key) -> None:
         self.remembered.pop(key, None)
-        self._away.pop(key, None)
+        self._seen_remote.pop(key, None)
 
     def let_go(self) -> None:
         """Forget the places in segments of dead nodes: each keeps its segment mapped."""
@@ -185,7 +185,7 @@ class Reader:
         unknown: list[int] = []
         for i, place in enumerate(found):
             if place is None:
-                location = self._away.get(keys[i])
+                location = self._seen_remote.get(keys[i])
                 if location is not None and self._reached(location, now):
                     found[i] = RemoteBlock(keys[i], location, remembered=True)
                 else:
@@ -233,15 +233,15 @@ class Reader:
         of `time.monotonic`, bounds that beside the deadlines of streams. Raises `UsageError`
         for an `out` that is too small for such a block.
         """
-        away = {i: ref for i, ref in enumerate(refs) if isinstance(ref, RemoteBlock)}
+        remote = {i: ref for i, ref in enumerate(refs) if isinstance(ref, RemoteBlock)}
         views: list[Any] = list(refs)
-        if away and self._remote is not None:
-            fetched = fetch(self._remote, away, into, deadline)
-            for i in away:
+        if remote and self._remote is not None:
+            fetched = fetch(self._remote, remote, into, deadline)
+            for i in remote:
                 views[i] = fetched.get(i)
         return views
 
-    def away(self, key: Key, record: Record) -> Location | None:
+    def remote_location(self, key: Key, record: Record) -> Location | None:
         """Where a record says that a node on another host has the block, when it can be reached."""
         if self._signer is not None and not self._signer.right(key, record):
             return None  # `resolve` has counted it
@@ -260,15 +260,15 @@ class Reader:
             announcement.size_bytes, VALUE_BYTES_MAX
         )
 
-    def seen_away(self, key: Key, location: Location) -> None:
+    def seen_remote(self, key: Key, location: Location) -> None:
         """The block was read there; `forget` it when it is there no more."""
-        if len(self._away) >= PLACES_KEPT_MAX:
-            _drop_oldest(self._away)
-        self._away[key] = location
+        if len(self._seen_remote) >= PLACES_KEPT_MAX:
+            _drop_oldest(self._seen_remote)
+        self._seen_remote[key] = location
 
-    def forget_away(self, keys: Sequence[Key]) -> bool:
+    def forget_remote(self, keys: Sequence[Key]) -> bool:
         """Whether one of them was remembered on another host."""
-        return sum(self._away.pop(key, None) is not None for key in keys) > 0
+        return sum(self._seen_remote.pop(key, None) is not None for key in keys) > 0
 
     def _local(self, key: Key) -> Place | None:
         """The place of `key` in a segment that is mapped already, by its table of hints."""
@@ -384,7 +384,7 @@ class Reader:
 
     def close(self) -> None:
         self.remembered.clear()
-        self._away.clear()
+        self._seen_remote.clear()
 
 
 def _drop_oldest(kept: dict[Key, Any]) -> None:

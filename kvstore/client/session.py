@@ -178,14 +178,14 @@ class BlockSession:
         self.viewed = {"hits": 0, "hit_bytes": 0}
         """Blocks of this host that `views` has handed out."""
         self._watch = IndexWatch(self.index, machine.monotonic)
-        self._upkeep = self._reaper()
+        self._reaper = self._new_reaper()
         self._sweeper = Sweeper(self.run_dir, every_s=self.limits.sweep_every_s)
         self.nodes = LocalNodes(
             self.run_dir,
             self.index,
             key_prefix,
             use=SHM in self.transports,
-            mapping=self._upkeep.start,
+            mapping=self._reaper.start,
             machine=machine,
         )
         self._signer = signer = RecordSigner(key, key_prefix) if key else None
@@ -198,13 +198,13 @@ class BlockSession:
             signer,
             Silenced(self.run_dir),
         )
-        suspicion = CorruptionReporter(self.limits.request_timeout_s, machine=machine)
+        reporter = CorruptionReporter(self.limits.request_timeout_s, machine=machine)
         self.reader = Reader(
             self.index,
             self.nodes,
             self.remote,
             signer=signer,
-            suspicion=suspicion,
+            reporter=reporter,
             watch=self._watch,
         )
         self.writer = HostWriter(
@@ -227,14 +227,14 @@ class BlockSession:
             signer,
             machine=machine,
         )
-        self._upkeep.start()
+        self._reaper.start()
 
     def _open_index(self, url: str | None) -> OpenedIndex:
         return open_guarded(
             url, key_prefix=self.key_prefix, run_dir=self.run_dir, limits=self.limits
         )
 
-    def _reaper(self) -> Reaper:
+    def _new_reaper(self) -> Reaper:
         return Reaper(self._look_after)
 
     def _vram_nodes(
@@ -409,7 +409,7 @@ class BlockSession:
     def device_view(self, found: BlockRef) -> DeviceBlock | None:
         """A block of this host's VRAM in place, for kernels of the caller's; close it. None for
         one that is elsewhere, or is not there any more."""
-        location = self.reader.away(found.key, found.record)
+        location = self.reader.remote_location(found.key, found.record)
         at = None if location is None else self._in_vram(location)
         if location is None or at is None:
             return None
@@ -435,7 +435,7 @@ class BlockSession:
         read = [False] * len(found)
         by_node: dict[tuple[int, int], list[tuple[int, WantedAnywhere]]] = {}
         for i, one in enumerate(found):
-            at = self.reader.away(one.key, one.record)
+            at = self.reader.remote_location(one.key, one.record)
             if at is not None:
                 wanted = WantedAnywhere(one.key, at, into[i])
                 by_node.setdefault((at.node_id, at.epoch), []).append((i, wanted))
@@ -507,8 +507,8 @@ class BlockSession:
         )
 
     def read_bytes(self) -> Mapping[str, int]:
-        away = self.remote.counts
-        others = {name: away[f"{name}_bytes"] for name in TRANSPORTS if f"{name}_bytes" in away}
+        counts = self.remote.counts
+        others = {name: counts[f"{name}_bytes"] for name in TRANSPORTS if f"{name}_bytes" in counts}
         return {SHM: self.viewed["hit_bytes"], **others}
 
     def mappings(self) -> Sequence[PoolMapping]:
@@ -540,7 +540,7 @@ class BlockSession:
 
     def close(self) -> None:
         self._watch.close()
-        self._upkeep.close()
+        self._reaper.close()
         self._explainer.close()
         self.value_names.tell()
         self.writer.close()

@@ -1,4 +1,4 @@
-"""A node's answers as bytes, and what they must look like: whatever does not is a `NonsenseError`.
+"""Encodes a node's answers, and decodes them: what cannot be one is an `InvalidReplyError`.
 
 A node is of the same user and trusted, but it may be broken, or of another version. Each
 part is looked at before it is taken, and nothing is caught: what Python raises here is a bug of
@@ -25,7 +25,7 @@ OUTCOMES = (STORED, EXISTS, IN_PROGRESS, NO_SPACE)
 rejection, and travels as its reason."""
 
 
-class NonsenseError(ValueError):
+class InvalidReplyError(ValueError):
     """An answer that is none: the node is broken, or no node."""
 
 
@@ -46,35 +46,35 @@ def outcome(answer: object) -> PutResult:
     if type(answer) is int and 0 <= answer < len(OUTCOMES):
         return OUTCOMES[answer]
     if type(answer) is not str:
-        raise NonsenseError(f"expected an outcome, got {str(answer)[:40]!r}")
+        raise InvalidReplyError(f"expected an outcome, got {str(answer)[:40]!r}")
     return rejected(answer)
 
 
 def _items(body: object, count: int | None = None, what: str = "items") -> list[object]:
     """A list, of `count` when that is known."""
     if type(body) is not list:
-        raise NonsenseError(f"expected a list, got {str(body)[:40]!r}")
+        raise InvalidReplyError(f"expected a list, got {str(body)[:40]!r}")
     if count is not None and len(body) != count:
-        raise NonsenseError(f"expected {count} {what}, got {len(body)}")
+        raise InvalidReplyError(f"expected {count} {what}, got {len(body)}")
     return body
 
 
 def whole(value: object) -> int:
     """A number from 0."""
     if type(value) is not int or value < 0:
-        raise NonsenseError(f"expected a number, got {str(value)[:40]!r}")
+        raise InvalidReplyError(f"expected a number, got {str(value)[:40]!r}")
     return value
 
 
 def _kind(value: object) -> Kind:
     if type(value) is not int or value not in KINDS:
-        raise NonsenseError(f"expected a kind, got {str(value)[:40]!r}")
+        raise InvalidReplyError(f"expected a kind, got {str(value)[:40]!r}")
     return Kind(value)
 
 
 def _seconds(value: object) -> float:
     if type(value) is not int and type(value) is not float:
-        raise NonsenseError(f"expected a time, got {str(value)[:40]!r}")
+        raise InvalidReplyError(f"expected a time, got {str(value)[:40]!r}")
     return float(value)
 
 
@@ -100,14 +100,14 @@ def counters(body: object) -> Counters:
     if type(body) is not dict or any(
         type(k) is not str or type(v) not in (int, float) for k, v in body.items()
     ):
-        raise NonsenseError("expected counters")
+        raise InvalidReplyError("expected counters")
     return body
 
 
 def flags(body: object) -> list[bool]:
     """DROP: what was there."""
     if type(body) is not list or any(type(flag) is not bool for flag in body):
-        raise NonsenseError("expected a list of true and false")
+        raise InvalidReplyError("expected a list of true and false")
     return body
 
 
@@ -119,7 +119,7 @@ def pins(body: object) -> list[PinAnswer]:
         or (type(answer) is bytes and len(answer) in (RECORD_BYTES, SIGNED_RECORD_BYTES))
         for answer in body
     ):
-        raise NonsenseError("expected pins")
+        raise InvalidReplyError("expected pins")
     return body
 
 
@@ -129,7 +129,7 @@ def block_rows(body: object) -> list[BlockRow]:
     for row in _items(body):
         key, length, namespace_id, pins, kind, age_s, idle_s, name = _items(row, 8, "columns")
         if type(key) is not bytes or type(name) is not bytes:
-            raise NonsenseError("expected a key")
+            raise InvalidReplyError("expected a key")
         rows.append(
             BlockRow(
                 key,
@@ -153,7 +153,7 @@ def namespaces(body: object) -> dict[int, bytes]:
     for row in _items(rows):
         namespace_id, _, raw = _items(row, 3)
         if type(raw) is not bytes:
-            raise NonsenseError("expected fields")
+            raise InvalidReplyError("expected fields")
         found[whole(namespace_id)] = raw
     return found
 
@@ -168,13 +168,13 @@ def explained(body: object) -> Explained:
     (fate,) = _items(fates, 1)
     code, age_s = _items(fate, 2)
     if type(code) is not int:
-        raise NonsenseError("expected a code")
+        raise InvalidReplyError("expected a code")
     back = None if reaches_back_s is None else _seconds(reaches_back_s)
     rows = []
     for row in _items(namespaces):
         namespace_id, count, raw = _items(row, 3)
         if type(raw) is not bytes:
-            raise NonsenseError("expected fields")
+            raise InvalidReplyError("expected fields")
         rows.append((whole(namespace_id), whole(count), raw))
     return code, _seconds(age_s), back, rows
 

@@ -136,13 +136,13 @@ def test_a_record_that_is_not_signed_as_it_must_be_names_no_place(
     reader = reader_of(MemoryIndex(), signer=SIGNER)
     here, away = pack_record(KEY, HERE), pack_record(KEY, AWAY)
     assert reader.place(KEY, SIGNER.signed(KEY, here)) is not None
-    assert reader.away(KEY, SIGNER.signed(KEY, away)) == AWAY
+    assert reader.remote_location(KEY, SIGNER.signed(KEY, away)) == AWAY
     for wrong in (
         lambda record: record,
         lambda record: SIGNER.signed(KEY[::-1][:31] + b"x", record),
     ):
         assert reader.place(KEY, wrong(here)) is None
-        assert reader.away(KEY, wrong(away)) is None
+        assert reader.remote_location(KEY, wrong(away)) is None
 
 
 @pytest.mark.parametrize(("granule", "found"), [(0, True), (4, False), (255, False)])

@@ -57,7 +57,7 @@ def test_another_node_frees_it_from_another_run_directory(
         wait_until(lambda: gone(files), "the node frees it", SOON_S)
 
 
-def test_a_clients_upkeep_frees_it_while_the_client_asks_nothing(
+def test_a_clients_reaper_frees_it_while_the_client_asks_nothing(
     dead: NodeProcess, redis_server: RedisServer
 ) -> None:
     with NodeThread(redis_server, size_bytes=4 * MIB) as other:

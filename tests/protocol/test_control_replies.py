@@ -10,7 +10,7 @@ from kvstore.protocol import control
 from kvstore.protocol import control_replies as replies
 from kvstore.protocol.control_replies import (
     OUTCOMES,
-    NonsenseError,
+    InvalidReplyError,
     encoded,
     encoded_outcome,
     outcome,
@@ -40,7 +40,7 @@ def test_words_are_why_a_block_was_rejected():
 
 
 @pytest.mark.parametrize("answer", [4, -1, True, 1.0, None, b"x", [1]])
-def test_what_is_neither_a_code_nor_words_is_nonsense(answer):
+def test_what_is_neither_a_code_nor_words_is_an_invalid_reply(answer):
     with pytest.raises(ValueError, match="expected an outcome"):
         outcome(answer)
 
@@ -91,14 +91,14 @@ def spoilt(value):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_whatever_a_node_says_is_an_answer_or_nonsense_and_no_other_error(name):
+def test_whatever_a_node_says_is_an_answer_or_an_invalid_reply_and_no_other_error(name):
     """Nothing is caught on the way: what else is raised would be a bug of ours."""
     DECODERS[name](RIGHT[name])
     refused = 0
     for body in spoilt(RIGHT[name]):
         try:
             DECODERS[name](body)
-        except NonsenseError:
+        except InvalidReplyError:
             refused += 1
     assert refused > 5
 
@@ -143,6 +143,6 @@ def test_what_is_no_list_is_said_as_it_is(answer):
         ("block_rows", [[*ROW[:-1], "name"]]),
     ],
 )
-def test_a_single_wrong_part_makes_an_answer_nonsense(name, body):
-    with pytest.raises(NonsenseError):
+def test_a_single_wrong_part_makes_an_answer_invalid(name, body):
+    with pytest.raises(InvalidReplyError):
         DECODERS[name](body)

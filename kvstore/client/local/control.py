@@ -36,7 +36,7 @@ from kvstore.machine import REAL, Machine
 from kvstore.nodedir import NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import PROTOCOL_VERSION, Op
-from kvstore.protocol.control_replies import NonsenseError
+from kvstore.protocol.control_replies import InvalidReplyError
 
 GOODBYE_TIMEOUT_S = 1.0
 SAY_CONNECT_TIMEOUT_S = 0.05
@@ -476,18 +476,18 @@ class ControlChannel:
             raise self._too_late() from e
         except OSError as e:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
-        except NonsenseError as e:
-            raise self._nonsense(e) from e
+        except InvalidReplyError as e:
+            raise self._invalid_reply(e) from e
 
     def _messages(self, data: bytes) -> list[tuple[int, Any, Any]]:
-        """The answers that are whole with `data`. Raises `NonsenseError`."""
+        """The answers that are whole with `data`. Raises `InvalidReplyError`."""
         try:
             self._unpacker.feed(data)
             found = list(self._unpacker)
         except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as e:
-            raise NonsenseError(str(e)) from e
+            raise InvalidReplyError(str(e)) from e
         if not all(type(one) is list and len(one) == 3 and type(one[0]) is int for one in found):
-            raise NonsenseError("expected a list of answers")
+            raise InvalidReplyError("expected a list of answers")
         return [(number, good, body) for number, good, body in found]
 
     def _accept(self, number: int, good: Any, body: Any) -> None:
@@ -499,8 +499,8 @@ class ControlChannel:
             return
         try:
             ticket.end(ticket.accept(body), None)
-        except NonsenseError as e:  # raised for the one who reads; the ticket may be another's
-            ticket.end(None, self._nonsense(e))
+        except InvalidReplyError as e:  # raised for the one who reads; the ticket may be another's
+            ticket.end(None, self._invalid_reply(e))
             raise
         except Exception as e:  # our bug, not the node's: of the ticket, not of who reads
             self._out_of_step = True  # what the answer granted may be held by nobody
@@ -510,7 +510,7 @@ class ControlChannel:
             if interruption(e) is not None:
                 raise
 
-    def _nonsense(self, error: Exception) -> NodeUnavailableError:
+    def _invalid_reply(self, error: Exception) -> NodeUnavailableError:
         return NodeUnavailableError(f"node {self.directory.name} sent an invalid answer: {error}")
 
     def _too_late(self) -> DeadlineError:

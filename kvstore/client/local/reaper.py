@@ -28,7 +28,7 @@ class Reaper:
             return
         with self._lock:
             if self._thread is None and not self._closed.is_set():
-                thread = threading.Thread(target=self._run, name="kvstore-upkeep", daemon=True)
+                thread = threading.Thread(target=self._run, name="kvstore-reaper", daemon=True)
                 with suppress(RuntimeError):  # no more threads: the next call is another try
                     thread.start()
                     self._thread = thread
@@ -41,7 +41,9 @@ class Reaper:
             try:
                 job()
             except Exception:  # whatever it is: the next dead node must be let go too
-                log.exception("upkeep failed")
+                log.exception(
+                    "dead nodes of this host were not let go; tried again in %g s", EVERY_S
+                )
             del job
 
     def close(self) -> None:

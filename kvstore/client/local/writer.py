@@ -37,7 +37,7 @@ from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.control import Op, join_keys
 from kvstore.protocol.control_replies import (
-    NonsenseError,
+    InvalidReplyError,
     block_rows,
     counters,
     flags,
@@ -274,13 +274,13 @@ class Writer:
         """What the node's answer means; from here on the slots count as held."""
         announcement, shm, payload = link.announcement, link.shm, link.payload
         if shm is None:
-            raise NonsenseError("an answer of a node that is gone")
+            raise InvalidReplyError("an answer of a node that is gone")
         answers: list[ReserveAnswer] = []
         for want, answer in zip(wants, grants(len(wants), raw), strict=True):
             if not isinstance(answer, PutResult):
                 slot, generation, offset = answer
                 if offset + want.size_bytes > len(payload):
-                    raise NonsenseError("a slot outside the segment")
+                    raise InvalidReplyError("a slot outside the segment")
                 shm.populate(offset, want.size_bytes)
                 buffer = payload[offset : offset + want.size_bytes]
                 answers.append(

@@ -26,7 +26,7 @@ from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement, Stranger
 from kvstore.protocol.control import Op
-from kvstore.protocol.control_replies import NonsenseError, reset_number
+from kvstore.protocol.control_replies import InvalidReplyError, reset_number
 from kvstore.record import RecordSigner, unpack_record
 from kvstore.transport.stream.requests import SavePayload, ask, put
 from kvstore.types import EXISTS, NO_SPACE, Key, Kind, PutResult, rejected
@@ -148,7 +148,7 @@ class RemoteWriter:
             message = [Op.RESET, 1, number, list(namespace_ids)]
             try:
                 return reset_number(ask(self._remote.stream, announcement, message, deadline))
-            except NonsenseError as e:
+            except InvalidReplyError as e:
                 failure = NodeUnavailableError(
                     f"node {announcement.name} sent an invalid answer: {e}"
                 )

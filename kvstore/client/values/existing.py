@@ -39,13 +39,15 @@ def told_apart(
         place = found.places[at]
         if place is not None and _is_other(place, payloads[i]):
             told[i] = _differs(len(place.data))
-    away = {
+    elsewhere = {
         which[at]: there
-        for at, there in found.away.items()
+        for at, there in found.remote.items()
         if told[which[at]].status is PutStatus.EXISTS
     }
-    others = others_away(remote, [(keys[i], there, payloads[i]) for i, there in away.items()])
-    for i, other in zip(away, others, strict=True):
+    others = others_elsewhere(
+        remote, [(keys[i], there, payloads[i]) for i, there in elsewhere.items()]
+    )
+    for i, other in zip(elsewhere, others, strict=True):
         if other:
             told[i] = _differs(None)
     return told
@@ -70,7 +72,9 @@ def _is_other(place: Place, payload: Payload) -> bool:
     return not same and place.valid()
 
 
-def others_away(remote: RemoteNodes, blocks: Sequence[tuple[Key, Location, Payload]]) -> list[bool]:
+def others_elsewhere(
+    remote: RemoteNodes, blocks: Sequence[tuple[Key, Location, Payload]]
+) -> list[bool]:
     """Whether each is another value, by length and checksum; those that have no checksum are
     read, all by one deadline, which costs what saving them would have."""
     others = [False] * len(blocks)
@@ -100,7 +104,7 @@ def _digest(payload: Payload) -> int:
     return state.intdigest()
 
 
-def drop_away(remote: RemoteNodes, key: Key, location: Location, by: float = math.inf) -> bool:
+def drop_remote(remote: RemoteNodes, key: Key, location: Location, by: float = math.inf) -> bool:
     """Drop it on the node of another host that has it, by then at the latest; whether it was
     still there.
 

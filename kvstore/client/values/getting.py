@@ -76,7 +76,7 @@ class ValueGetter:
                 for key, view, out in zip(keys, views, into, strict=True)
             ]
         except UsageError:  # an `out` is too small, perhaps for what is there no more
-            if again and self._reader.forget_away(keys):
+            if again and self._reader.forget_remote(keys):
                 return self._look(keys, outs, again=False)
             raise
         lost = [i for i, ref in enumerate(refs) if ref is not None and values[i] is None]
@@ -117,7 +117,7 @@ class ValueGetter:
             size_bytes = view.location.length
             self.remote_counts["hits"] += 1
             self.remote_counts["hit_bytes"] += size_bytes
-            self._reader.seen_away(key, view.location)
+            self._reader.seen_remote(key, view.location)
         self.counts["hits"] += 1
         self.counts["hit_bytes"] += size_bytes
         return value

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.client.put_pipeline import check_wanted, save
 from kvstore.client.session import BlockSession
-from kvstore.client.values.existing import drop_away, others_away, told_apart
+from kvstore.client.values.existing import drop_remote, others_elsewhere, told_apart
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import NodeUnavailableError, NoSpaceError, PeerError
 from kvstore.limits import REPLACE_TRIES
@@ -44,9 +44,9 @@ class ValueSaver:
         todo = list(last)
         for _ in range(REPLACE_TRIES):
             # Elsewhere too: whoever reads there would go on finding the old one.
-            away = self._reader.search(todo).away
-            blocks = [(todo[i], at, last[todo[i]]) for i, at in away.items()]
-            is_other = others_away(self._session.remote, blocks)
+            remote = self._reader.search(todo).remote
+            blocks = [(todo[i], at, last[todo[i]]) for i, at in remote.items()]
+            is_other = others_elsewhere(self._session.remote, blocks)
             others = {
                 key: at for (key, at, _), other in zip(blocks, is_other, strict=True) if other
             }
@@ -68,18 +68,18 @@ class ValueSaver:
 
         Raises `NoSpaceError` where the node that this client is to start finds no room.
         """
-        away = self._session.no_local_node()
-        if away is None:
+        no_node = self._session.no_local_node()
+        if no_node is None:
             checksums = self._session.verify == "always"
             return save(self._writer, self._namespace_id, keys, payloads, checksums=checksums)
-        if isinstance(away.__cause__, NoSpaceError):
+        if isinstance(no_node.__cause__, NoSpaceError):
             # Nobody else will say it: this client was to start the node.
-            raise NoSpaceError(str(away)) from away
-        return self._save_away(keys, payloads, str(away))
+            raise NoSpaceError(str(no_node)) from no_node
+        return self._save_remotely(keys, payloads, str(no_node))
 
     def delete(self, key: Key) -> bool:
         """As `Client.delete`."""
-        location = self._reader.search((key,)).away.get(0)
+        location = self._reader.search((key,)).remote.get(0)
         self._reader.forget(key)
         try:
             here = self._writer.drop([key])[0]
@@ -87,12 +87,12 @@ class ValueSaver:
             if location is None:
                 raise
             here = False
-        return (location is not None and drop_away(self._session.remote, key, location)) or here
+        return (location is not None and drop_remote(self._session.remote, key, location)) or here
 
     def _drop_each(self, there: Mapping[Key, Location | None]) -> dict[Key, PutResult]:
         """Why it could not be done, of those that could not be dropped where they are."""
         undropped: dict[Key, PutResult] = {}
-        away = {location.node_id for location in there.values() if location is not None}
+        nodes = {location.node_id for location in there.values() if location is not None}
         left_s = self._session.remote.timeout_s(0)
         """One deadline for all nodes of other hosts that are silent: each takes its part of it."""
         for key, location in there.items():
@@ -102,25 +102,25 @@ class ValueSaver:
                     self.delete(key)
                 else:
                     self._reader.forget(key)
-                    part_s = max(left_s / max(len(away), 1), min(left_s, DROP_PART_S_MIN))
-                    drop_away(self._session.remote, key, location, began + part_s)
+                    part_s = max(left_s / max(len(nodes), 1), min(left_s, DROP_PART_S_MIN))
+                    drop_remote(self._session.remote, key, location, began + part_s)
             except PeerError as e:
                 if location is not None:
-                    away.discard(location.node_id)
+                    nodes.discard(location.node_id)
                     left_s = max(left_s - (time.monotonic() - began), 0.0)
                 undropped[key] = rejected(f"the value that is there cannot be dropped: {e}")
         return undropped
 
-    def _save_away(
+    def _save_remotely(
         self, keys: Sequence[Key], payloads: Sequence[Payload], here: str
     ) -> list[PutResult]:
         """To another host's node; `here` says why not to this one's."""
         check_wanted()
-        away = [
+        values = [
             SavePayload(key, (p.data, memoryview(p.meta)), p.kind, len(p.meta))
             for key, p in zip(keys, payloads, strict=True)
         ]
         try:
-            return self._session.remote_writer.save(away, self._namespace_id)
+            return self._session.remote_writer.save(values, self._namespace_id)
         except PeerError as e:
             return [rejected(f"{here}; elsewhere: {e}")] * len(keys)

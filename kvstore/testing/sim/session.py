@@ -37,7 +37,7 @@ class SimSession(BlockSession):
     def _open_index(self, url: str | None) -> OpenedIndex:
         return OpenedIndex(guarded(self.world, self.limits.redis_timeout_s), str(url), None)
 
-    def _reaper(self) -> Reaper:
+    def _new_reaper(self) -> Reaper:
         return _NoReaper(self._look_after)
 
 

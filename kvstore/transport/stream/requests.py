@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.nodedir import Announcement
-from kvstore.protocol.control_replies import NonsenseError, outcome
+from kvstore.protocol.control_replies import InvalidReplyError, outcome
 from kvstore.protocol.nixl import Endpoint, unpack_endpoint
 from kvstore.protocol.stream import (
     GRANTED,
@@ -187,5 +187,5 @@ def _answers(channel: Channel, count: int | None, deadline: float) -> list[objec
 def _result(answer: object) -> PutResult:
     try:
         return outcome(answer)
-    except NonsenseError as e:
+    except InvalidReplyError as e:
         raise WireError(str(e)) from e

@@ -18,7 +18,7 @@ from kvstore.errors import DeadlineError, InternalError, NodeUnavailableError
 from kvstore.nodedir import NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import Op
-from kvstore.protocol.control_replies import NonsenseError
+from kvstore.protocol.control_replies import InvalidReplyError
 
 TIMEOUT_S = 60.0
 
@@ -81,11 +81,11 @@ def answered(tmp_path):
         channel.close()
 
 
-def test_who_reads_nonsense_for_another_ends_that_ones_wait_too(answered):
-    def nonsense(body):
-        raise NonsenseError("no sense")
+def test_who_reads_an_invalid_reply_for_another_ends_that_ones_wait_too(answered):
+    def invalid(body):
+        raise InvalidReplyError("no sense")
 
-    first = answered.post(Op.STAT, accept=nonsense)
+    first = answered.post(Op.STAT, accept=invalid)
     second = answered.post(Op.STAT)
     for ticket in (second, first):
         with pytest.raises(NodeUnavailableError):

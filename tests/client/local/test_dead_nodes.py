@@ -92,7 +92,7 @@ def test_a_warm_start_in_the_same_file_is_mapped_anew(mortal: NodeProcess) -> No
         assert mortal.segment_files()[0] == data
 
 
-def test_a_client_dropped_without_a_close_is_not_kept_by_its_upkeep(mortal: NodeProcess) -> None:
+def test_a_client_dropped_without_a_close_is_not_kept_by_its_reaper(mortal: NodeProcess) -> None:
     client = Client(**mortal.client_options)
     assert client.put("k", b"v" * LENGTH)
     data, _ = mortal.segment_files()

@@ -41,7 +41,7 @@ def two(node: NodeProcess, elsewhere: Path) -> Iterator[tuple[Client, Client]]:
 
 def forget(client: Client) -> None:
     """That it remembers where blocks were."""
-    client._reader._away.clear()
+    client._reader._seen_remote.clear()
 
 
 def announced(node: NodeProcess, client: Client) -> bool:
