@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from kvstore.background import start_in_background
+from kvstore.client.local.starved import wanted_by_s
 from kvstore.errors import DeadlineError, NodeUnavailableError, NoSpaceError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import EMBEDDED_NODE_BYTES_MIN
@@ -25,6 +26,7 @@ from kvstore.segment.shm import SHM_DIR, files_bytes, free_bytes
 log = logging.getLogger("kvstore.client")
 
 START_TIMEOUT_S = 20.0
+"""For one save. A node that is starved meanwhile goes on, and the next save waits for it."""
 POLL_S = 0.01
 STEP_BYTES = 1 << 20
 """Sizes of nodes that are made smaller than asked for."""
@@ -68,12 +70,39 @@ def start_embedded_node(
     """Start it, unless another process just did, and return when clients can connect.
 
     It is given no URL: it joins the embedded Redis of `run_dir` as a user, so that
-    Redis lasts as long as the node. Where /dev/shm is too small, so is the node. Raises
-    `NodeUnavailableError` with what it said when it could not start, and `NoSpaceError`.
+    Redis lasts as long as the node. Where /dev/shm is too small, so is the node. One that
+    was started before and is not ready yet is waited for again, not started anew. Raises
+    `NodeUnavailableError` with what it said when it could not start, `DeadlineError` and
+    `NoSpaceError`.
     """
     directory = NodeDir(run_dir, embedded_name(key_prefix))
     if _ready(directory):
         return
+    process = _starting.get(directory.path)
+    if process is None or process.poll() is not None:
+        process = _start(directory, run_dir, key_prefix, size_bytes, signing_key)
+    try:
+        _wait_for(process, directory)
+    except StillStartingError:
+        _starting[directory.path] = process
+        raise
+    except BaseException:
+        _over(process, directory)
+        raise
+    _over(process, directory)
+
+
+class StillStartingError(DeadlineError):
+    """The embedded node makes progress, and is not ready."""
+
+
+_starting: dict[Path, subprocess.Popen[bytes]] = {}
+"""By node directory, what this process has started there and was not ready in time."""
+
+
+def _start(
+    directory: NodeDir, run_dir: Path, key_prefix: str, size_bytes: int, signing_key: bytes | None
+) -> subprocess.Popen[bytes]:
     size_bytes = fitting_bytes(SHM_DIR, size_within(size_bytes, memory_limit()))
     env = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items() if k != URL_VARIABLE}
     if signing_key is not None:
@@ -90,23 +119,37 @@ def start_embedded_node(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
+    # Somebody must take note of its end, whenever that is: or it stays a zombie, and
+    # Python warns of a process that nobody waits for.
+    with contextlib.suppress(RuntimeError):  # no more threads: a zombie is what it costs
+        threading.Thread(target=process.wait, name="kvstore-embedded-node", daemon=True).start()
+    return process
+
+
+def _wait_for(process: subprocess.Popen[bytes], directory: NodeDir) -> None:
     assert process.stderr is not None
-    give_up_at = time.monotonic() + START_TIMEOUT_S
-    try:
-        while not _ready(directory):
-            if process.poll() is not None and not directory.alive():
-                said = process.stderr.read().decode(errors="replace").strip()
-                raise NodeUnavailableError(f"the embedded node ended at once: {said[-500:]}")
-            if time.monotonic() > give_up_at:
-                process.kill()
-                raise DeadlineError(f"the embedded node was not ready within {START_TIMEOUT_S} s")
-            time.sleep(POLL_S)
-    finally:
-        process.stderr.close()
-        # Somebody must take note of its end, whenever that is: or it stays a zombie, and
-        # Python warns of a process that nobody waits for.
-        with contextlib.suppress(RuntimeError):  # no more threads: a zombie is what it costs
-            threading.Thread(target=process.wait, name="kvstore-embedded-node", daemon=True).start()
+    began = time.monotonic()
+    halfway_s: float | None = None
+    while not _ready(directory):
+        if process.poll() is not None and not directory.alive():
+            said = process.stderr.read().decode(errors="replace").strip()
+            raise NodeUnavailableError(f"the embedded node ended at once: {said[-500:]}")
+        waited_s = time.monotonic() - began
+        if halfway_s is None and waited_s > START_TIMEOUT_S / 2:
+            halfway_s = wanted_by_s(process.pid)
+        if waited_s > START_TIMEOUT_S:
+            late = f"the embedded node was not ready within {START_TIMEOUT_S} s"
+            if halfway_s is not None and (wanted_by_s(process.pid) or 0.0) > halfway_s:
+                raise StillStartingError(f"{late}: it gets too little of a processor, and goes on")
+            process.kill()
+            raise DeadlineError(late)
+        time.sleep(POLL_S)
+
+
+def _over(process: subprocess.Popen[bytes], directory: NodeDir) -> None:
+    assert process.stderr is not None
+    _starting.pop(directory.path, None)
+    process.stderr.close()
 
 
 def _ready(directory: NodeDir) -> bool:

@@ -1,4 +1,4 @@
-"""Whether the peer of a Unix socket is slow because it gets no processor."""
+"""Whether a process is slow because it gets no processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ def processor_wanted_s(connection: socket.socket) -> float | None:
     """
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid = _CREDENTIALS.unpack(raw)[0]
+    except OSError:
+        return None
+    return wanted_by_s(_CREDENTIALS.unpack(raw)[0])
+
+
+def wanted_by_s(pid: int) -> float | None:
+    """The same of a process of this host."""
+    try:
         ran_ns, waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[:2]
         return (int(ran_ns) + int(waited_ns)) / 1e9
     except (OSError, ValueError):

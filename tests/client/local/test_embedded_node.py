@@ -11,9 +11,16 @@ from pathlib import Path
 import pytest
 from redis_servers import wait_until
 
-from kvstore import BlockSession, Client, Limits, Namespace, NodeUnavailableError
+from kvstore import (
+    BlockSession,
+    Client,
+    DeadlineError,
+    Limits,
+    Namespace,
+    NodeUnavailableError,
+)
 from kvstore.client import session as session_module
-from kvstore.client.local import host_writers
+from kvstore.client.local import embedded_node, host_writers
 from kvstore.client.local.embedded_node import embedded_name, start_embedded_node
 from kvstore.client.local.writer import NODE_SEARCH_S
 from kvstore.index.embedded_redis.server import EmbeddedRedis
@@ -163,3 +170,47 @@ def test_a_node_is_not_ready_while_nobody_can_connect_to_its_socket(tmp_path):
         assert listens(directory.socket)
         assert listens(directory.socket)
         assert listens(directory.socket), "a full queue is no closed door"
+
+
+def slowly(monkeypatch, what: str) -> list[int]:
+    """Have the node do something else first; the processes that are started for it."""
+    monkeypatch.setattr(embedded_node, "START_TIMEOUT_S", 1.0)
+    start, pids = embedded_node.start_in_background, []
+
+    def started(command, **options):
+        program = f"import os, sys, time; {what}; os.execv(sys.argv[1], sys.argv[1:])"
+        process = start([sys.executable, "-S", "-c", program, *command], **options)
+        pids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(embedded_node, "start_in_background", started)
+    return pids
+
+
+def test_a_start_that_makes_progress_is_waited_for_and_not_repeated(tmp_path, monkeypatch):
+    go = tmp_path / "go"
+    pids = slowly(monkeypatch, f"any(iter(lambda: os.path.exists({str(go)!r}), True))")
+    start = {"key_prefix": "kv:default", "size_bytes": 16 << 20}
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="goes on"):
+            start_embedded_node(tmp_path / "run", **start)
+    assert len(pids) == 1
+    go.touch()
+    monkeypatch.setattr(embedded_node, "START_TIMEOUT_S", 60.0)
+    start_embedded_node(tmp_path / "run", **start)
+    assert len(pids) == 1
+    directory = NodeDir(tmp_path / "run", embedded_name("kv:default"))
+    assert directory.announcement().pid == pids[0]
+    os.kill(pids[0], signal.SIGTERM)
+    wait_until(lambda: not directory.alive(), "its end")
+
+
+def test_a_start_that_stands_still_is_given_up(tmp_path, monkeypatch):
+    pids = slowly(monkeypatch, "time.sleep(600)")
+    for _ in range(60):  # as long as it is not asleep yet it makes progress
+        with pytest.raises(DeadlineError) as late:
+            start_embedded_node(tmp_path, key_prefix="kv:default", size_bytes=16 << 20)
+        if "goes on" not in str(late.value):
+            break
+    assert len(pids) == 1
+    wait_until(lambda: not Path(f"/proc/{pids[0]}").exists(), "its end")
