@@ -1,1 +1,1 @@
-"""The callers' side: `Client` for people, `BlockSession` for connectors."""
+"""Holds what callers use: `Client` for people, `BlockSession` for connectors."""

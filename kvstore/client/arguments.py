@@ -1,4 +1,4 @@
-"""What callers give, checked before anything is done with it: each raises `UsageError`."""
+"""Checks what callers give before anything is done with it; each function raises `UsageError`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AsyncClient`: the same calls for asyncio, on a few threads of its own."""
+"""Defines `AsyncClient`: the calls of `Client` for asyncio, on a few threads of its own."""
 
 from __future__ import annotations
 

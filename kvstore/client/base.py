@@ -1,4 +1,4 @@
-"""The contract between connectors and the store: blocks in, blocks out, by key.
+"""Defines the contract between connectors and the store: blocks in, blocks out, by key.
 
 `BlockStore` is what `connector/` is written against; `kvstore.BlockSession`
 implements it over Redis and the memory node of this host.

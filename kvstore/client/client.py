@@ -1,4 +1,4 @@
-"""`kvstore.Client`: the front door for people who write their own code.
+"""Defines `kvstore.Client`, the front door for people who write their own code.
 
 One class, so that all it can do is on one page: longer than other files.
 """

@@ -1,4 +1,4 @@
-"""Why a request did not hit, as plain data. What finds it out is in explain.py."""
+"""Defines why a request did not hit, as plain data; explain.py finds it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the index and the nodes of this host do their part: for people, logs and probes."""
+"""Tells people, logs and probes whether the index and the nodes of this host do their part."""
 
 from __future__ import annotations
 

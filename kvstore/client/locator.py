@@ -1,4 +1,4 @@
-"""Where blocks are, by the index alone: for routers, which read none of them."""
+"""Tells routers where blocks are, by the index alone: they read none of them."""
 
 from __future__ import annotations
 

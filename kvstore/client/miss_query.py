@@ -1,4 +1,4 @@
-"""What to ask when a block or a value is missing: it, and what may be there in its place."""
+"""Defines what is asked when a block or a value is missing, and what may be in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `Client.match_prefix` and `Client.pin` give back."""
+"""Defines what `Client.match_prefix` and `Client.pin` return."""
 
 from __future__ import annotations
 

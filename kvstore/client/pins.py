@@ -1,4 +1,4 @@
-"""Pins of a client: each ends with the last view of its memory, whoever holds it."""
+"""Ends each pin of a client with the last view of its memory, whoever holds that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node takes a block: of several on its writer's host, or of those on other hosts."""
+"""Chooses the node that takes a block: of several on its writer's host, or on other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many values into the store: while one part is copied, nodes work on the parts beside it."""
+"""Saves many values: while one part is copied, nodes work on the parts before and after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where blocks are, and reading them: in place on this host, fetched from another.
+"""Finds blocks and reads them: in place on this host, fetched from another.
 
 Whoever copies from a place checks it afterwards (rule 4).
 """

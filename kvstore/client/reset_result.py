@@ -1,4 +1,4 @@
-"""What a reset says of itself."""
+"""Defines what a reset answers: who has confirmed it and who has not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reset of namespaces on all nodes, and who has confirmed it (docs/decisions/0029-reset.md)."""
+"""Resets namespaces on all nodes and hears who has confirmed it (docs/decisions/0029-reset.md)."""
 
 from __future__ import annotations
 

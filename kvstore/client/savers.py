@@ -1,4 +1,4 @@
-"""What was reserved at several savers: each takes its own back, all side by side."""
+"""Commits and aborts what was reserved at several savers, at all of them side by side."""
 
 from __future__ import annotations
 

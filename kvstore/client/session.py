@@ -1,4 +1,4 @@
-"""`BlockSession`: the block store as connectors see it, over the index and this host's node.
+"""Defines `BlockSession`: the store as connectors see it, over the index and this host's node.
 
 It decides little: which of its parts answers, and what their failures mean for the caller.
 `reader` finds and reads on this host, `remote` elsewhere; `writer` saves here, `remote_writer`

@@ -1,4 +1,4 @@
-"""Nodes of this host whose blocks lie in VRAM: who is there, and reading from them."""
+"""Finds the nodes of this host whose blocks lie in VRAM, and reads from them."""
 
 from __future__ import annotations
 

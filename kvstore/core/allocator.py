@@ -1,4 +1,4 @@
-"""Space of one segment: which extent is whose, and which blocks go when none is large enough.
+"""Divides one segment: which extent is whose, and which blocks go when none is large enough.
 
 A segment is a run of pages. A slot is an extent of it that begins in the page of its number
 and takes what its value needs (granules.py). Each granule is free (space.py) or of one slot,

@@ -1,4 +1,4 @@
-"""What a node answers, one type for each kind of question. Plain data, no behaviour.
+"""Defines what a node answers, one type for each kind of question. Plain data, no behaviour.
 
 Threads of the node's own process get it as it is; protocol/control_replies.py says it in bytes.
 """

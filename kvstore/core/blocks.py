@@ -1,7 +1,7 @@
-"""The blocks of one node: every way that a slot can take, and what the index must learn of it.
+"""Moves the blocks of one node from state to state, and notes what the index must learn of it.
 
-These stand together: whoever changes one way must see the others. Who asks for them,
-and who may, is node.py's business.
+All ways from one state to another stand together here: whoever changes one must see the
+others. Who asks for them, and who may, is node.py's business.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The core of a node whose blocks go down to a lower tier instead of being evicted.
+"""Decides for a node whose blocks go down to a lower tier instead of being evicted.
 
 Taking a slot never evicts: a block leaves only by `Retire`, after somebody has put it
 elsewhere or has said that it cannot be kept. Who finds no free slot saves to the lower

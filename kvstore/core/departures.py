@@ -1,4 +1,4 @@
-"""Which keys left a node lately, or never came to be kept, and why: the last so many of them.
+"""Remembers which keys left a node lately, or were never kept, and why: the last so many.
 
 A ring of fixed size with a table beside it: what is noted costs the same for
 ever, and the oldest goes first. Only for telling people; nothing is decided by it.

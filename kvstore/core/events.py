@@ -1,4 +1,4 @@
-"""What can happen to a node, and what it does about it. Plain data, no behaviour."""
+"""Defines what can happen to a node, and what it does about it. Plain data, no behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which block goes when space is needed. A policy orders the evictable slots of a segment."""
+"""Orders the evictable slots of a segment: which block goes first when space is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a segment a value takes: so much that internal waste stays under 25%.
+"""Computes how much of a segment a value takes: so much that internal waste stays under 25%.
 
 All of it is counted in granules. From `PAGED` on a value takes whole pages, aligned to
 them. Below it takes whole granules, and at least a page: so no two slots begin in the same

@@ -1,4 +1,4 @@
-"""What the clients of a node hold."""
+"""Keeps the account of what each client of a node holds: reservations and pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sealed blocks in an order to go through in small pages, and what is counted of them.
+"""Lists the sealed blocks in small pages, and counts them by namespace.
 
 Whoever goes through all pages hears of each block that is there all the while exactly once, of
 one that comes or goes meanwhile once or not at all: a page goes on above the last key of the

@@ -1,4 +1,4 @@
-"""What the namespace ids of a node's blocks stand for, as far as clients have said."""
+"""Remembers what the namespace ids of a node's blocks stand for, as far as clients have said."""
 
 from __future__ import annotations
 

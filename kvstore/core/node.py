@@ -1,4 +1,4 @@
-"""A memory node's decisions: who gets which slot, what is sealed, what the index must learn.
+"""Decides for a memory node: who gets which slot, what is sealed, what the index must learn.
 
 `NodeCore.handle(event, now) -> Effects` is the whole interface towards the outside, `outbox`
 the one towards the index. The daemon and the simulator drive the same code.

@@ -1,4 +1,4 @@
-"""What the index has yet to hear from a node: publications and removals, until it took them."""
+"""Keeps publications and removals that the index has yet to hear of, until it took them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's state from the slot headers that a former start of it left (warm restart).
+"""Rebuilds a node's state from the slot headers that a former start of it left (warm restart).
 
 What was SEALED is a block again. What a client of then may still write to (RESERVED) or
 look at without checking (pinned) is held for all of them together, as session `FORMER`,

@@ -1,4 +1,4 @@
-"""What a node says about itself. Reads the core, changes nothing."""
+"""Puts together what a node says about itself. Reads the core, changes nothing."""
 
 from __future__ import annotations
 

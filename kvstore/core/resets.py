@@ -1,4 +1,4 @@
-"""Which resets of namespaces a node knows of, and what that means for what others know.
+"""Keeps the resets of namespaces that a node knows of, and compares them with what others know.
 
 A reset is a number and the namespaces whose blocks it drops. A node that hears of one it
 does not know drops them once and knows it from then on; it never forgets one that others

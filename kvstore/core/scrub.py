@@ -1,4 +1,4 @@
-"""Whether the index still knows what a node holds, looked up a few keys at a time, for ever.
+"""Looks up whether the index still knows what a node holds, a few keys at a time, for ever.
 
 The index's incarnation tells of a loss as a whole. A shard that came back empty, keys
 that Redis evicted, and records that another node with the same block overwrote and then

@@ -1,4 +1,4 @@
-"""A slot and its life: the state table that the whole store rests on."""
+"""Defines a slot and the table of its states, on which the whole store rests."""
 
 from __future__ import annotations
 

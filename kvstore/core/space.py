@@ -1,4 +1,4 @@
-"""The free extents of a segment, in granules (granules.py).
+"""Keeps the free extents of a segment, counted in granules (granules.py).
 
 What must never happen: two free extents that touch (`give` joins them), one that overlaps
 another or a slot, or a granule that is in none and belongs to no slot. `free` is their sum.

@@ -1,4 +1,4 @@
-"""What users call the keys of their values, as far as clients have said: for people who look."""
+"""Remembers what users call the keys of their values, for people who look; clients tell it."""
 
 from __future__ import annotations
 

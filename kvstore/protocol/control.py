@@ -1,4 +1,4 @@
-"""Control messages between clients and a node: msgpack arrays, checked before anything acts.
+"""Decodes and checks what clients ask a node of their host: msgpack arrays.
 
 A request is `[op, request, ...]`, an answer `[request, ok, body]`. `request`
 is the client's number for it; 0 asks for no answer. Per-key lists travel as one

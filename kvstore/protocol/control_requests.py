@@ -1,4 +1,4 @@
-"""What a client wants to save, and how a RESERVE request says it."""
+"""Defines what a client wants to save, and encodes it as a RESERVE request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a node lets a client read its memory through NIXL, as told over an authenticated stream.
+"""Encodes how a client reads a node's memory through NIXL, as told over an authenticated stream.
 
 The metadata lets whoever has it read that memory (and write it, where it is
 mapped so): it is given to clients that proved the secret, and never to the index.

@@ -1,4 +1,4 @@
-"""What a node and a client on another host say to each other, as bytes and back. Pure.
+"""Encodes what a node and a client on another host say to each other, and decodes it. Pure.
 
 A connection begins with a handshake in which both sides prove that they know the
 same secret (HMAC-SHA256 over both sides' nonces; the secret itself never travels):

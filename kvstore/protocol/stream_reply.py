@@ -1,5 +1,5 @@
-"""What a node answers to READ (stream.py), as bytes and back: a head for each block asked for,
-then for each group of those that come their payloads, a tag of these and a tail for each.
+"""Encodes what a node answers to READ (stream.py), and decodes it: a head for each block asked
+for, then for each group of those that come their payloads, a tag of these and a tail for each.
 Pure."""
 
 from __future__ import annotations

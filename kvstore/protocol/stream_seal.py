@@ -1,4 +1,4 @@
-"""What shows that the bytes of a stream are the other side's, all of them and in order. Pure.
+"""Shows that the bytes of a stream are the other side's, all of them and in order. Pure.
 
 Each direction of a connection has a *seal* of its own at both ends, which count what went by.
 A message ends in a tag over it and its number; payloads have a tag of their own, since their

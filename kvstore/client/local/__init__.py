@@ -1,1 +1,1 @@
-"""The nodes of this host: found, mapped, read in place, written to over the control socket."""
+"""Finds the nodes of this host, maps them, reads in place and writes over the control socket."""

@@ -1,4 +1,4 @@
-"""Requests to the local node over one socket, each with a deadline.
+"""Sends requests to a node of this host over one socket, each with a deadline.
 
 Several may be on their way at once, so that the node works while a client copies.
 Whoever waits reads the answers of all.

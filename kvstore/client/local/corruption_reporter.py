@@ -1,4 +1,4 @@
-"""Tells a node that a block of its does not have the checksum that was saved with it."""
+"""Tells a node that one of its blocks does not have the checksum that was saved with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One deadline for a call that asks several nodes of this host, one after another."""
+"""Holds a call that asks several nodes of this host, one after another, to one deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded memory node: a process of its own that ends with its last client."""
+"""Starts the embedded memory node, a process of its own that ends with its last client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this host's segments hold: what lookups find without the index."""
+"""Looks keys up in the tables of hints of this host's segments, without the index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of this host as one to save to; each has a `Writer` of its own.
+"""Saves to all nodes of this host as if they were one; each has a `Writer` of its own.
 
 Where a new block goes is decided in client/placement.py. What is about a block that is there
 (pins, deletions, touches) goes to whoever has it, which costs no search: it is asked of all.

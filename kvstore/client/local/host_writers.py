@@ -1,4 +1,4 @@
-"""The nodes of this host that one client writes to: found, linked and let go."""
+"""Finds the nodes of this host that one client writes to, connects to them and lets them go."""
 
 from __future__ import annotations
 

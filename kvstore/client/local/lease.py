@@ -1,4 +1,4 @@
-"""This process's sign of life at a node: a file whose lock ends with the process (rule 5).
+"""Gives a node a sign of this process's life: a file whose lock ends with the process (rule 5).
 
 A free lock has to prove that nobody can write to the slots that were granted. So whoever can
 write holds it, and nobody else:

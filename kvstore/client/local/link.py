@@ -1,4 +1,4 @@
-"""The connection to the local node, and what a client holds there."""
+"""Keeps the connection to one node of this host, and the account of what a client holds there."""
 
 from __future__ import annotations
 

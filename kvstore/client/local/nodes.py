@@ -1,4 +1,4 @@
-"""Segments of the nodes on this host: found once, mapped once, dropped when their node dies."""
+"""Maps the segments of this host's nodes: each is found once and let go when its node dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that lets go of dead nodes for a client that asks nothing meanwhile."""
+"""Lets dead nodes go, on a thread, for a client that asks nothing meanwhile."""
 
 from __future__ import annotations
 

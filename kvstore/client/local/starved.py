@@ -1,4 +1,4 @@
-"""Whether a process is slow because it gets no processor."""
+"""Tells whether a process is slow because it gets no processor."""
 
 from __future__ import annotations
 

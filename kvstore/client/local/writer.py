@@ -1,4 +1,4 @@
-"""Saving through one local node: reserve, copy, commit; pins and deletions go the same way.
+"""Saves to one node of this host: reserve, copy, commit; pins and deletions go the same way.
 
 In one file because what a client holds (`Holdings`) must change under the same lock as
 the requests that change it (rule 5).

@@ -1,1 +1,1 @@
-"""Nodes of other hosts: who is there, reading from many at once, saving to one of them."""
+"""Finds nodes of other hosts, reads from many of them at once and saves to one of them."""

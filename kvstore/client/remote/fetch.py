@@ -1,4 +1,4 @@
-"""Payloads of other hosts into this process's memory."""
+"""Reads payloads of other hosts into this process's memory."""
 
 from __future__ import annotations
 

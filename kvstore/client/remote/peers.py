@@ -1,4 +1,4 @@
-"""Nodes on other hosts: who is there, and who is left alone for a while."""
+"""Knows the nodes on other hosts: which are there, and which failed and are left alone a while."""
 
 from __future__ import annotations
 

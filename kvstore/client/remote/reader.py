@@ -1,4 +1,4 @@
-"""Blocks of nodes on other hosts, read from many of them at once."""
+"""Reads blocks of nodes on other hosts, from many of them at once."""
 
 from __future__ import annotations
 

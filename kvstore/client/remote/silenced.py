@@ -1,4 +1,4 @@
-"""Nodes of other hosts that a client of this host has just found silent: `RUN_DIR/silent/ID-EPOCH`.
+"""Notes which nodes of other hosts a client has just found silent, in `RUN_DIR/silent/ID-EPOCH`.
 
 A hint among clients of one run directory: whoever hears it leaves the node alone and finds out for
 itself whether it is there again. Nothing here is needed, so nothing here fails.

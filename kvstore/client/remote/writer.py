@@ -1,4 +1,4 @@
-"""Saving where there is no node on this host: to one of those that can be reached.
+"""Saves to a node of another host, one that can be reached, where this host has none.
 
 The node takes the bytes out of this process's memory (rule 6), so a reservation here
 is only memory: nothing is asked of a node before the commit.

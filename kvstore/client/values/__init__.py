@@ -1,1 +1,1 @@
-"""What `Client` stores under a key: bytes, tensors and arrays, and where a get puts them."""
+"""Turns what `Client` stores under a key (bytes, tensors, arrays) into payloads and back."""

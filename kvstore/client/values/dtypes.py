@@ -1,4 +1,4 @@
-"""What a value's numbers are, in words that numpy, torch and the buffer protocol share."""
+"""Names a value's dtype in words that numpy, torch and the buffer protocol share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored under a key already: whether it is the value that was put, and dropping it."""
+"""Compares what is stored under a key with the value that was put, and drops it."""
 
 from __future__ import annotations
 

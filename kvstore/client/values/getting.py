@@ -1,4 +1,4 @@
-"""Values out of the store: found, read, and made anew of their bytes."""
+"""Gets values: finds them, reads them and makes them anew of their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caller's memory for a value: what may go there, and what a get then answers.
+"""Checks what may go into the caller's memory for a value, and what a get then answers.
 
 A buffer of plain bytes takes any value that fits. An array or a tensor of anything else takes
 what has its dtype and shape: other bytes in it would be wrong numbers.

@@ -1,4 +1,4 @@
-"""Saving values of callers: to this host's nodes or another's, with a word about what is there.
+"""Saves values of callers to nodes of this host or another, and says what was there already.
 
 What becomes of the bytes on the way is put_pipeline.py's business, on this host, and
 remote/writer.py's where there is no node.

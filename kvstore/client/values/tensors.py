@@ -1,5 +1,5 @@
-"""Values to bytes and back: buffers, numpy arrays and torch tensors, none of them imported here
-before a caller has shown up with one."""
+"""Encodes buffers, numpy arrays and torch tensors as bytes, and decodes them. Neither numpy nor
+torch is imported before a caller has given one of theirs."""
 
 from __future__ import annotations
 
