@@ -173,7 +173,9 @@ class Explainer:
         silent: list[str] = []
         living = list(self._living())[:NODES_ASKED_MAX]
         channels = [*zip(living, self._channels_of(living), strict=True)]
-        for ((directory, announcement), channel), by in in_turn(channels, self._timeout_s):
+        for ((directory, announcement), channel), by in in_turn(
+            channels, self._timeout_s, self._now
+        ):
             try:
                 with until(by):
                     answer = channel.request(Op.EXPLAIN, key, accept=explained)

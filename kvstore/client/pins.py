@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvstore.fork import in_each_child
+from kvstore.machine import REAL, Machine
 from kvstore.segment.copying import address_of
 from kvstore.types import Key
 
@@ -29,12 +30,13 @@ class Pins:
     is called by who closes one or by a thread of its own: never by the garbage collector, which
     may run inside a lock."""
 
-    def __init__(self, unpin: Callable[[deque[Pin]], None]) -> None:
+    def __init__(self, unpin: Callable[[deque[Pin]], None], machine: Machine = REAL) -> None:
         self._unpin = unpin
+        self._machine = machine
         self._pid = os.getpid()
         # A handler of signals may close the client at any moment.
-        self._lock = threading.RLock()
-        self._settling = threading.RLock()
+        self._lock = self._machine.lock()
+        self._settling = self._machine.lock()
         self._held: dict[int, tuple[weakref.ref[Any], Pin]] = {}
         """By the id of the reference."""
         self._dropped: deque[weakref.ref[Any]] = deque()
@@ -101,6 +103,6 @@ class Pins:
             self.settle()
 
     def after_fork_in_child(self) -> None:
-        self._lock, self._settling = threading.RLock(), threading.RLock()
+        self._lock, self._settling = self._machine.lock(), self._machine.lock()
         self._dropped.clear()
         self._ended.clear()

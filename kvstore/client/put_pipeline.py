@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ from kvstore.client.local.writer import Writer
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.machine import Machine
 from kvstore.protocol.control_requests import Want
 from kvstore.segment.copying import copy
 from kvstore.types import IN_PROGRESS, NO_SPACE, Key, PutResult, rejected
@@ -91,7 +91,7 @@ def save(
         ]
         each_s = each_s or host.each_s()
         with each_within(each_s):
-            _run(shares, host.timeout_s)
+            _run(shares, host.timeout_s, host.machine)
         todo = []
         for share in shares:
             for i, result in zip_longest(share.which, share.results):
@@ -103,24 +103,24 @@ def save(
             break
     if len(keys) > 1 and sum(payload.size_bytes for payload in payloads) >= PART_BYTES_MIN:
         # What went in several requests was sealed head first: the end of a run would outlive it.
-        host.touch(keys, time.monotonic(), at_once=True)
+        host.touch(keys, host.machine.monotonic(), at_once=True)
     return results
 
 
-def _run(shares: Sequence[_Share], timeout_s: float) -> None:
+def _run(shares: Sequence[_Share], timeout_s: float, machine: Machine) -> None:
     """Side by side: each node is asked, all within `timeout_s`, before any answer is waited for."""
     try:
-        while begun := _begun(shares, timeout_s):
+        while begun := _begun(shares, timeout_s, machine):
             for share in begun:
-                share.finish()
+                share.finish(machine)
     finally:
         for share in shares:
             share.close()
 
 
-def _begun(shares: Sequence[_Share], timeout_s: float) -> list[_Share]:
+def _begun(shares: Sequence[_Share], timeout_s: float, machine: Machine) -> list[_Share]:
     begun: list[_Share] = []
-    for share, by in in_turn(shares, timeout_s):
+    for share, by in in_turn(shares, timeout_s, machine.monotonic):
         with connecting(by):
             if share.begin():
                 begun.append(share)
@@ -174,11 +174,11 @@ class _Share:
             self.failure, self._window = e, None
         return True
 
-    def finish(self) -> None:
+    def finish(self, machine: Machine) -> None:
         window = self._window
         if window is None:
             return
-        self.results += _with_patience(window)
+        self.results += _with_patience(window, machine)
         self.failure, self._window = window.failure, None
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class _Share:
             self._window.close()
 
 
-def _with_patience(window: _Window) -> list[PutResult | None]:
+def _with_patience(window: _Window, machine: Machine) -> list[PutResult | None]:
     """Try again what found every slot reserved: reservations are short, and some were ours."""
     results = window.finish()
     for attempt in range(NO_SPACE_TRIES):
@@ -195,7 +195,7 @@ def _with_patience(window: _Window) -> list[PutResult | None]:
         if not again:
             break
         if len(again) == len(results):
-            time.sleep(NO_SPACE_WAIT_S * 2**attempt)
+            machine.sleep(NO_SPACE_WAIT_S * 2**attempt)
         further = window.of(again)
         for i, result in zip(again, further.run(), strict=True):
             results[i] = result

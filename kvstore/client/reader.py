@@ -6,7 +6,6 @@ Whoever copies from a place checks it afterwards (rule 4).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -120,6 +119,7 @@ class Reader:
         fails."""
         self._index = index
         self._nodes = nodes
+        self._now = nodes.machine.monotonic
         self._remote = remote
         self._signer = signer
         self._reporter = reporter
@@ -178,7 +178,7 @@ class Reader:
         This host's segments are searched first; the index is asked for the rest. With
         `remembered`, what was seen in them before is not searched for: it may have left.
         """
-        now = time.monotonic()
+        now = self._now()
         self._nodes.check(now)
         seen = self.remembered if remembered else {}
         found = Search([seen.get(key) or self._local(key) for key in keys])
@@ -212,7 +212,7 @@ class Reader:
         location = unpack_record(key, record)
         if location is None:
             return None
-        now = time.monotonic()
+        now = self._now()
         attached = self._nodes.segment(location.node_id, location.epoch, now)
         if attached is None:
             return RemoteBlock(key, location) if self._reached(location, now) else None
@@ -230,7 +230,7 @@ class Reader:
 
         What is on this host is read in place. Blocks of other hosts come in one batch per node,
         into `into` as far as it has room, else into memory of their own; `deadline`, in seconds
-        of `time.monotonic`, bounds that beside the deadlines of streams. Raises `UsageError`
+        of the machine's clock, bounds that beside the deadlines of streams. Raises `UsageError`
         for an `out` that is too small for such a block.
         """
         remote = {i: ref for i, ref in enumerate(refs) if isinstance(ref, RemoteBlock)}
@@ -245,7 +245,7 @@ class Reader:
         """Where a record says that a node on another host has the block, when it can be reached."""
         if self._signer is not None and not self._signer.right(key, record):
             return None  # `resolve` has counted it
-        location, now = unpack_record(key, record), time.monotonic()
+        location, now = unpack_record(key, record), self._now()
         if location is None or self._nodes.segment(location.node_id, location.epoch, now):
             return None
         return location if self._reached(location, now) else None
@@ -358,7 +358,7 @@ class Reader:
         Headers are looked at when the block is read; here only who owns it matters, so a long
         run costs little.
         """
-        now = time.monotonic()
+        now = self._now()
         self._nodes.check(now)
         unreachable = self._unreachable([r for r in records if r is not None], now)
         if not unreachable:

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 from kvstore.client.base import AnyReservation, Later, Saver
 from kvstore.client.local.deadlines import connecting, in_turn, until
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.machine import Clock
 from kvstore.types import PutResult, rejected
 
 T = TypeVar("T")
 
 
-def commit(reservations: Sequence[AnyReservation], timeout_s: float) -> list[PutResult]:
+def commit(reservations: Sequence[AnyReservation], timeout_s: float, now: Clock) -> list[PutResult]:
     """See `BlockStore.commit`."""
     shares = _by_saver(reservations)
     posts = [
@@ -22,9 +23,9 @@ def commit(reservations: Sequence[AnyReservation], timeout_s: float) -> list[Put
         for saver, which in shares.items()
     ]
     try:
-        asked = ask_all(posts, lambda _: None, timeout_s)
+        asked = ask_all(posts, lambda _: None, timeout_s, now)
     except BaseException:
-        abort(reservations, timeout_s)  # ignored for those that are committed
+        abort(reservations, timeout_s, now)  # ignored for those that are committed
         raise
     failures = [answer for answer in asked if isinstance(answer, PeerError)]
     if failures and len(failures) == len(asked):
@@ -37,11 +38,11 @@ def commit(reservations: Sequence[AnyReservation], timeout_s: float) -> list[Put
     return [results[i] for i in range(len(reservations))]
 
 
-def abort(answers: Iterable[AnyReservation | PutResult], timeout_s: float) -> None:
+def abort(answers: Iterable[AnyReservation | PutResult], timeout_s: float, now: Clock) -> None:
     """Give back the reservations among `answers`; what cannot be said now is said by the next
     reconnect."""
     granted = [one for one in answers if not isinstance(one, PutResult)]
-    for (saver, which), by in in_turn([*_by_saver(granted).items()], timeout_s):
+    for (saver, which), by in in_turn([*_by_saver(granted).items()], timeout_s, now):
         with until(by):
             saver.abort([granted[i] for i in which])
 
@@ -58,6 +59,7 @@ def ask_all(
     posts: Sequence[Callable[[], Later[T]]],
     undo: Callable[[Sequence[T]], None],
     timeout_s: float,
+    now: Clock,
 ) -> list[list[T] | PeerError]:
     """Answers to requests that are all sent before any answer is waited for, or what failed.
     When that is interrupted, `undo` gets the answers that nobody else will. `timeout_s` is what
@@ -65,7 +67,7 @@ def ask_all(
     laters: list[Later[T] | PeerError] = []
     answers: list[list[T] | PeerError] = []
     try:
-        for post, by in in_turn(posts, timeout_s):
+        for post, by in in_turn(posts, timeout_s, now):
             with connecting(by):
                 laters.append(_or_failure(post))
         answers.extend(_collected(later) for later in laters)

@@ -216,7 +216,12 @@ class BlockSession:
         )
         self.value_names = ValueNames(self.writer)
         self.remote_writer = RemoteWriter(
-            self.remote, self.index, self.reader.readable, self.writer.introductions, signer
+            self.remote,
+            self.index,
+            self.reader.readable,
+            self.writer.introductions,
+            signer,
+            machine=machine,
         )
         self._explainer = Explainer(
             self.index,
@@ -469,10 +474,10 @@ class BlockSession:
         return None
 
     def commit(self, reservations: Sequence[AnyReservation]) -> list[PutResult]:
-        return savers.commit(reservations, self.limits.request_timeout_s)
+        return savers.commit(reservations, self.limits.request_timeout_s, self._now)
 
     def abort(self, reservations: Sequence[AnyReservation]) -> None:
-        savers.abort(reservations, self.limits.request_timeout_s)
+        savers.abort(reservations, self.limits.request_timeout_s, self._now)
 
     def touch(self, keys: Sequence[Key]) -> None:
         self.writer.touch(keys, self._now())

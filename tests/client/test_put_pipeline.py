@@ -134,7 +134,7 @@ def test_slots_are_held_before_any_other_thread_can_reconnect(writer, monkeypatc
     monkeypatch.setattr(control, "request", interrupted)
     (reservation,) = writer.reserve([want(1)], NAMESPACE)
     reservation.buffer[:] = bytes(40_000)
-    assert savers.commit([reservation], 10.0)[0].status is PutStatus.STORED
+    assert savers.commit([reservation], 10.0, time.monotonic)[0].status is PutStatus.STORED
 
 
 def test_pins_are_held_before_any_other_thread_can_reconnect(writer, monkeypatch):
@@ -160,7 +160,7 @@ def test_what_could_not_be_said_on_a_busy_channel_is_said_by_the_next_connection
     channel = writer.link().control
     channel._timeout_s = 0.05
     with channel._lock, pytest.raises(DeadlineError):
-        savers.commit(granted, 10.0)
+        savers.commit(granted, 10.0, time.monotonic)
     channel._timeout_s = 10.0
     assert writer.stats()["reserved"] == 0
 

@@ -19,6 +19,7 @@ from kvstore.filelock import try_lock
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.machine import REAL
 from kvstore.nodedir import NodeDir
 from kvstore.record import RecordSigner, pack_record
 from kvstore.segment.attached import AttachedShm
@@ -42,6 +43,8 @@ def owned(tmp_path: Path) -> Iterator[OwnedShm]:
 
 class Nodes:
     """One mapped segment, of node 7."""
+
+    machine = REAL
 
     def __init__(self, owned: OwnedShm) -> None:
         shm = AttachedShm(owned.data_path, owned.head_path)

@@ -7,6 +7,7 @@ import pytest
 from kvstore.client.reader import Reader
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.errors import IndexUnavailableError
+from kvstore.machine import REAL
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import Superblock, hint_of
 from kvstore.segment.shm import OwnedShm
@@ -29,6 +30,8 @@ class NoIndex:
 
 class Nodes:
     """One mapped segment."""
+
+    machine = REAL
 
     def __init__(self, shm):
         self.mapped = (SimpleNamespace(shm=shm, gone=False),)

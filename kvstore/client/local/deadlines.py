@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from kvstore.machine import REAL, Clock
+from kvstore.machine import Clock
 
 T = TypeVar("T")
 
@@ -54,9 +54,7 @@ def _at_most(bound: str, value: float) -> Iterator[None]:
         setattr(call, bound, before)
 
 
-def in_turn(
-    nodes: Sequence[T], timeout_s: float, now: Clock = REAL.monotonic
-) -> Iterator[tuple[T, float]]:
+def in_turn(nodes: Sequence[T], timeout_s: float, now: Clock) -> Iterator[tuple[T, float]]:
     """Each of `nodes`, and until when it may be asked: one that hangs leaves the others their
     equal part of `timeout_s`, one that answers leaves them what it did not need."""
     over_at = now() + timeout_s

@@ -9,7 +9,6 @@ In one file because it is `Writer` once more, call by call.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -79,7 +78,7 @@ class HostWriter(HostWriters):
         return [share for share in shares.values() if share[2]]
 
     def _homes(self, links: Sequence[NodeLink]) -> list[Home]:
-        now = time.monotonic()
+        now = self._now()
         if now >= self._free_until or not all(link in self._free for link in links):
             self._free = {link: link.control.directory.room() for link in links}
             self._free_until = now + ROOM_BELIEVED_S
@@ -122,7 +121,7 @@ class HostWriter(HostWriters):
         without: set[NodeLink] = set()
         failure: PeerError | None = None
         each_s = 0.0
-        give_back = partial(abort, timeout_s=self.timeout_s)
+        give_back = partial(abort, timeout_s=self.timeout_s, now=self._now)
         try:
             for _ in range(ROUNDS):
                 blocks = [(wants[i].key, wants[i].size_bytes) for i in todo]
@@ -139,7 +138,7 @@ class HostWriter(HostWriters):
                     for writer, _, which in shares
                 ]
                 with each_within(each_s):
-                    asked = ask_all(posts, give_back, self.timeout_s)
+                    asked = ask_all(posts, give_back, self.timeout_s, self._now)
                 for (_, link, which), answer in zip(shares, asked, strict=True):
                     if not isinstance(answer, PeerError):
                         for i, one in zip(which, answer, strict=True):
@@ -164,7 +163,7 @@ class HostWriter(HostWriters):
         """The record of a block that now stays until `unpin(key, record)`."""
         failures: list[PeerError] = []
         writers = self._likely_first((key,))
-        for writer, by in in_turn(writers, self.timeout_s):
+        for writer, by in in_turn(writers, self.timeout_s, self._now):
             try:
                 with until(by):
                     record = writer.pin(key)
@@ -205,7 +204,7 @@ class HostWriter(HostWriters):
         records: list[bytes | None] = [None] * len(keys)
         failures: list[PeerError] = []
         writers = self._likely_first(keys)
-        for writer, by in in_turn(writers, self.timeout_s):
+        for writer, by in in_turn(writers, self.timeout_s, self._now):
             which = [i for i, record in enumerate(records) if record is None]
             try:
                 with until(by):
@@ -226,7 +225,7 @@ class HostWriter(HostWriters):
             location = unpack_record(key, record)
             if location is not None:
                 by_node.setdefault(location.node_id, []).append((key, record))
-        for (node_id, share), by in in_turn([*by_node.items()], self.timeout_s):
+        for (node_id, share), by in in_turn([*by_node.items()], self.timeout_s, self._now):
             writer = self._of(node_id)
             if writer is not None:
                 with until(by):
@@ -250,7 +249,7 @@ class HostWriter(HostWriters):
         of the others."""
         dropped = [False] * len(keys)
         failure: PeerError | None = None
-        for writer, by in in_turn(self.writers(), self.timeout_s):
+        for writer, by in in_turn(self.writers(), self.timeout_s, self._now):
             try:
                 with until(by):
                     flags = writer.drop(keys)
@@ -265,7 +264,7 @@ class HostWriter(HostWriters):
     def clear(self, namespace_id: int) -> int:
         """How many blocks were dropped. Raises when a node could not be told; the others were."""
         dropped, failure = 0, None
-        for writer, by in in_turn(self.writers(), self.timeout_s):
+        for writer, by in in_turn(self.writers(), self.timeout_s, self._now):
             try:
                 with until(by):
                     dropped += writer.clear(namespace_id)
@@ -278,7 +277,7 @@ class HostWriter(HostWriters):
     def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
         """Tell one node of a reset; the number that it got. The others hear of it from that one."""
         failure: PeerError = NodeUnavailableError(nobody_here(self._name))
-        for writer, by in in_turn(self.writers(), self.timeout_s):
+        for writer, by in in_turn(self.writers(), self.timeout_s, self._now):
             try:
                 with until(by):
                     return writer.reset(number, namespace_ids)
@@ -292,7 +291,7 @@ class HostWriter(HostWriters):
         """The counters of those nodes that this client saves to, added up."""
         total: dict[str, int | float] = {}
         failure: PeerError | None = None
-        for (writer, _), by in in_turn(self._targets(), self.timeout_s):
+        for (writer, _), by in in_turn(self._targets(), self.timeout_s, self._now):
             try:
                 with until(by):
                     counters = writer.stats()
@@ -313,7 +312,7 @@ class HostWriter(HostWriters):
             writers = self.writers()
         except NodeUnavailableError:
             return found
-        for writer, by in in_turn(writers, self.timeout_s):
+        for writer, by in in_turn(writers, self.timeout_s, self._now):
             link = writer.linked
             if link is None:
                 continue
@@ -329,7 +328,7 @@ class HostWriter(HostWriters):
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
         """A page of at most `LIST_ROWS_MAX` of all nodes together (core/listed.py)."""
         rows = []
-        for writer, by in in_turn(self.writers(), self.timeout_s):
+        for writer, by in in_turn(self.writers(), self.timeout_s, self._now):
             with until(by):
                 rows.append(writer.listing(after, at_most))
         return list(islice(heapq.merge(*rows, key=lambda row: place_of(row.key)), at_most))

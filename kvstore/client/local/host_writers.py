@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 
 from kvstore.client.local.embedded_node import POLL_S
@@ -51,6 +49,8 @@ class HostWriters:
         self.introductions: dict[int, bytes] = {}
         """Fields of the namespaces that this client saves to, by id."""
         self._nodes = nodes
+        self.machine = nodes.machine
+        self._now = self.machine.monotonic
         self._name = name
         self.timeout_s = timeout_s
         self._checksums = checksums
@@ -58,7 +58,7 @@ class HostWriters:
         self._patient = True
         self._first_wait_s = FIRST_QUESTION_WAIT_S if start_node is None else FIRST_NODE_WAIT_S
         # A handler of signals may close the client at any moment.
-        self._lock = threading.RLock()
+        self._lock = self.machine.lock()
         in_each_child(self)
         self._closed = False
         self._by_name: dict[str, Writer] = {}
@@ -98,12 +98,12 @@ class HostWriters:
 
     def _known(self) -> tuple[Writer, ...]:
         """Empty when it is time to look around, and when a node has gone."""
-        if time.monotonic() < self._look_at and all(w.linked is not None for w in self._found):
+        if self._now() < self._look_at and all(w.linked is not None for w in self._found):
             return self._found
         return ()
 
     def _look(self, start: bool) -> tuple[Writer, ...]:
-        now = time.monotonic()
+        now = self._now()
         if now < self._search_at:
             raise NodeUnavailableError(nobody_here(None))
         try:
@@ -112,7 +112,7 @@ class HostWriters:
                 self._start(self._start_node)
                 words = self._writables(start)
         except IndexUnavailableError as e:
-            self._search_at = time.monotonic() + NODE_SEARCH_S
+            self._search_at = self._now() + NODE_SEARCH_S
             raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
         joined: list[Writer] = []
         failure = NodeUnavailableError(nobody_here(None))
@@ -138,13 +138,13 @@ class HostWriters:
 
     def _start(self, start_node: Callable[[], None]) -> None:
         """Where it failed lately, it is not tried again: each try may cost a process."""
-        now = time.monotonic()
+        now = self._now()
         if self._not_started is None or now >= self._start_at:
             self._not_started = None
             try:
                 start_node()
             except (NodeUnavailableError, DeadlineError, NoSpaceError) as e:
-                self._not_started, self._start_at = e, time.monotonic() + START_AGAIN_AFTER_S
+                self._not_started, self._start_at = e, self._now() + START_AGAIN_AFTER_S
         if self._not_started is not None:
             raise NodeUnavailableError(str(self._not_started)) from self._not_started
 
@@ -152,15 +152,15 @@ class HostWriters:
         """The first save waits for an index that is slow to say whose the nodes are: where one
         client starts many do, perhaps with their node and its Redis, and the machine is busy."""
         wait_s = self._first_wait_s if start and self._patient else 0.0
-        give_up_at = time.monotonic() + wait_s
+        give_up_at = self._now() + wait_s
         while True:
             try:
                 found = self._nodes.writables()
             except IndexUnavailableError:
-                if time.monotonic() >= give_up_at:
+                if self._now() >= give_up_at:
                     self._patient = self._patient and not start
                     raise
-                time.sleep(POLL_S)
+                self.machine.sleep(POLL_S)
             else:
                 self._patient = self._patient and not found
                 return found
@@ -233,7 +233,7 @@ class HostWriters:
         return None
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()  # a thread of the parent may have had it
+        self._lock = self.machine.lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""

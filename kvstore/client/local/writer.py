@@ -6,8 +6,6 @@ the requests that change it (rule 5).
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -77,13 +75,15 @@ class Writer:
     ) -> None:
         """`introductions`, where they are shared, are `self.introductions`."""
         self._nodes = nodes
+        self._machine = nodes.machine
+        self._now = self._machine.monotonic
         self.introductions: dict[int, bytes] = {} if introductions is None else introductions
         """Fields of the namespaces that this client saves to, by id."""
         self._name = name
         self._timeout_s = timeout_s
         self._checksums = checksums
         # A handler of signals may close the client at any moment.
-        self._lock = threading.RLock()
+        self._lock = self._machine.lock()
         in_each_child(self)
         self.linked: NodeLink | None = None
         """The link, if there is one: nothing is looked for."""
@@ -92,7 +92,7 @@ class Writer:
         self._former: list[NodeLink] = []
         """Of nodes that are gone, while something of theirs is still in somebody's hands: the
         next start may use the same memory, and the lease keeps it off those slots."""
-        self.pins = Pins(self._unpin_viewed)
+        self.pins = Pins(self._unpin_viewed, self._machine)
 
     # --- the link ---------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Writer:
         return link
 
     def _find(self) -> NodeLink:
-        now = time.monotonic()
+        now = self._now()
         if now < self._search_at:
             raise NodeUnavailableError(nobody_here(self._name))
         try:
@@ -152,14 +152,14 @@ class Writer:
             (announcement.node_id, announcement.epoch),
             self._timeout_s,
             held.said,
-            machine=self._nodes.machine,
+            machine=self._machine,
         )
         try:
-            link = NodeLink(announcement, control, held, machine=self._nodes.machine)
+            link = NodeLink(announcement, control, held, machine=self._machine)
         except (OSError, ValueError) as e:
             raise NodeUnavailableError(f"segment of node {announcement.name}: {e}") from e
         # Known to be a node of this index: its blocks can be read without asking the index.
-        self._nodes.segment(announcement.node_id, announcement.epoch, time.monotonic())
+        self._nodes.segment(announcement.node_id, announcement.epoch, self._now())
         return link
 
     def _ask(self, op: Op, *args: object, accept: Callable[[NodeLink, object], T]) -> T:
@@ -514,7 +514,7 @@ class Writer:
         return self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body))
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()  # a thread of the parent may have had it
+        self._lock = self._machine.lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
         """Give back everything but pins that somebody still has a view of: their nodes are told

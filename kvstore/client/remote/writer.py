@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -24,6 +22,7 @@ from kvstore.fork import in_each_child
 from kvstore.index.announced import nodes_among, strangers_among
 from kvstore.index.base import Index, Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
+from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement, Stranger
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import InvalidReplyError, reset_number
@@ -54,18 +53,22 @@ class RemoteWriter:
         readable: Callable[[Sequence[Key]], Sequence[Record | None]],
         introductions: Mapping[int, bytes],
         signer: RecordSigner | None = None,
+        *,
+        machine: Machine = REAL,
     ) -> None:
         """`readable` gives the records of blocks that can be read from here (`Reader.readable`),
         `introductions` the fields of namespaces, by id; with `signer`, only nodes count whose
         announcement it signed."""
         self._remote = remote
+        self._machine = machine
+        self._now = machine.monotonic
         self._index = index
         self._readable = readable
         self._introductions = introductions
         self._signer = signer
         self._random = random.Random()
-        self._lock = threading.RLock()
-        self._looking = threading.RLock()
+        self._lock = self._machine.lock()
+        self._looking = self._machine.lock()
         """Of the one that asks the index which nodes there are."""
         in_each_child(self)
         self._nodes: dict[int, Announcement] = {}
@@ -82,7 +85,7 @@ class RemoteWriter:
 
     def _targets(self, deadline: float) -> list[Announcement]:
         """Nodes that can be reached or are to be tried again."""
-        now = time.monotonic()
+        now = self._now()
         if now >= self._looked_at + LOOK_AROUND_S:
             self._look_around(deadline)
         there = [
@@ -101,14 +104,14 @@ class RemoteWriter:
             # Of another host's word only what can be true is reckoned with.
             min(max(announcement.size_bytes, 1), CAPACITY_BYTES_MAX),
             min(max(announcement.free_bytes - sent_bytes, 0), CAPACITY_BYTES_MAX),
-            min(announcement.up_s, RAMP_S) + time.monotonic() - self._looked_at,
+            min(announcement.up_s, RAMP_S) + self._now() - self._looked_at,
         )
 
     def _look_around(self, deadline: float) -> None:
         """Ask the index. Whoever comes meanwhile goes on with the nodes that are known, or waits
         for what the first one finds, until its deadline."""
         looks = self._looks
-        wait_s = 0.0 if self._nodes else max(deadline - time.monotonic(), 0.0)
+        wait_s = 0.0 if self._nodes else max(deadline - self._now(), 0.0)
         try:
             if self._looking.acquire(timeout=wait_s) and self._looks == looks:
                 self._ask_index()
@@ -133,7 +136,7 @@ class RemoteWriter:
             }
             with self._lock:
                 self._sent_bytes = {}
-        self._looked_at = time.monotonic()
+        self._looked_at = self._now()
         self._looks += 1
 
     # --- resets -------------------------------------------------------------
@@ -177,7 +180,7 @@ class RemoteWriter:
     def _save(self, batch: Sequence[SavePayload], namespace: tuple[int, bytes]) -> list[PutResult]:
         """What finds no room in one node is offered to the next; by one deadline for all of it."""
         size_bytes = sum(payload.size_bytes for payload in batch)
-        began = time.monotonic()
+        began = self._now()
         deadline = began + self._remote.timeout_s(size_bytes)
         answer_by = began + self._remote.timeout_s(0) * ANSWER_SHARE
         failure: PeerError = NodeUnavailableError(NOBODY)
@@ -252,14 +255,14 @@ class RemoteWriter:
 
         Raises `NodeUnavailableError` when no node can be reached.
         """
-        if not self._targets(time.monotonic() + self._remote.timeout_s(0)):
+        if not self._targets(self._now() + self._remote.timeout_s(0)):
             raise NodeUnavailableError(self._nobody())
         try:
             records = self._readable(keys)
         except IndexUnavailableError:
             records = [None] * len(keys)
         answers: list[ReserveAnswer] = []
-        now = time.monotonic()
+        now = self._now()
         for key, record in zip(keys, records, strict=True):
             if record is not None and not self._in_vram(key, record, now):
                 answers.append(EXISTS)
@@ -305,4 +308,4 @@ class RemoteWriter:
 
     def after_fork_in_child(self) -> None:
         """A thread of the parent may have had them."""
-        self._lock, self._looking = threading.RLock(), threading.RLock()
+        self._lock, self._looking = self._machine.lock(), self._machine.lock()

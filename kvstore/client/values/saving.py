@@ -6,7 +6,6 @@ remote/writer.py's where there is no node.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from kvstore.client.put_pipeline import check_wanted, save
@@ -28,6 +27,7 @@ class ValueSaver:
     def __init__(self, session: BlockSession, namespace_id: int) -> None:
         """`session` is its caller's, who closes it, and has told it of the namespace."""
         self._session = session
+        self._now = session.machine.monotonic
         self._reader = session.reader
         self._writer = session.writer
         self._namespace_id = namespace_id
@@ -96,7 +96,7 @@ class ValueSaver:
         left_s = self._session.remote.timeout_s(0)
         """One deadline for all nodes of other hosts that are silent: each takes its part of it."""
         for key, location in there.items():
-            began = time.monotonic()
+            began = self._now()
             try:
                 if location is None:
                     self.delete(key)
@@ -107,7 +107,7 @@ class ValueSaver:
             except PeerError as e:
                 if location is not None:
                     nodes.discard(location.node_id)
-                    left_s = max(left_s - (time.monotonic() - began), 0.0)
+                    left_s = max(left_s - (self._now() - began), 0.0)
                 undropped[key] = rejected(f"the value that is there cannot be dropped: {e}")
         return undropped
 

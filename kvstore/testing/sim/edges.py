@@ -13,14 +13,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client import pins, put_pipeline, reader
-from kvstore.client.local import (
-    host_writer,
-    host_writers,
-    writer,
-)
-from kvstore.client.remote import writer as remote_writer
-from kvstore.client.values import getting, saving
+from kvstore.client import pins, put_pipeline
+from kvstore.client.values import getting
 from kvstore.testing.sim import memory
 
 if TYPE_CHECKING:
@@ -33,34 +27,10 @@ PART_BYTES_MIN = 4000
 
 def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     """(module, name, what stands there during a simulation)"""
-    time = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep, time=world.wall)
-    time.time_ns = lambda: int(world.wall() * 1e9)
-    for module in (
-        *(
-            host_writer,
-            host_writers,
-            reader,
-            remote_writer,
-            put_pipeline,
-            saving,
-            writer,
-        ),
-    ):
-        if hasattr(module, "time"):
-            yield module, "time", time
-
-    lock = world.machine.lock
-
-    for module in (host_writers, remote_writer, writer):
-        yield module, "threading", SimpleNamespace(RLock=lock)
-    # Pins end by calls alone, as below: a thread of the real machine would not replay.
+    # Pins end by calls alone: who closes one settles all that have ended.
     no_thread = SimpleNamespace(start=lambda: None, is_alive=lambda: True)
-    yield (
-        pins,
-        "threading",
-        SimpleNamespace(RLock=lock, local=threading.local, Thread=lambda **_: no_thread),
-    )
-
+    threads = SimpleNamespace(local=threading.local, Thread=lambda **_: no_thread)
+    yield pins, "threading", threads
     yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
     for module in (put_pipeline, getting):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)

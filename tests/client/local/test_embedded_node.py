@@ -24,6 +24,7 @@ from kvstore.client.local import embedded_node, host_writers
 from kvstore.client.local.embedded_node import embedded_name, start_embedded_node
 from kvstore.client.local.writer import NODE_SEARCH_S
 from kvstore.index.embedded_redis.server import EmbeddedRedis
+from kvstore.machine import Machine
 from kvstore.nodedir import NodeDir
 from kvstore.rundir import listens
 from kvstore.testing.stopping import stop
@@ -121,7 +122,7 @@ def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
     monkeypatch.setattr(host_writers, "FIRST_NODE_WAIT_S", 0.5)
     slept = []
     monkeypatch.setattr(host_writers, "POLL_S", 0.0123)  # told from what other threads sleep
-    monkeypatch.setattr(host_writers.time, "sleep", lambda s: (slept.append(s), sleep(s)))
+    monkeypatch.setattr(Machine, "sleep", staticmethod(lambda s: (slept.append(s), sleep(s))))
     run_dir = tmp_path / "run"
     with EmbeddedRedis.acquire(run_dir) as redis:
 
