@@ -27,7 +27,7 @@ PinAnswer = bytes | str | None
 
 
 class ResetAnswer(NamedTuple):
-    """To `Reset`."""
+    """Answer to `Reset`."""
 
     number: int
     """Which the reset got."""
@@ -35,7 +35,7 @@ class ResetAnswer(NamedTuple):
 
 
 class BlockRow(NamedTuple):
-    """To `Listing`: one sealed block."""
+    """Answer to `Listing`, of which there is one for each sealed block."""
 
     key: Key
     size_bytes: int
@@ -63,7 +63,7 @@ Counters = dict[str, int | float]
 
 
 class ColdBlock(NamedTuple):
-    """To `Coldest`: a block that is to leave, pinned for whoever asked."""
+    """Answer to `Coldest`: a block that is to leave, pinned for whoever asked."""
 
     key: Key
     slot: int

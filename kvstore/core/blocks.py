@@ -250,7 +250,7 @@ class Blocks:
             self.allocator.became_evictable(slot)
 
     def record(self, slot: Slot, epoch: int) -> bytes:
-        """What the index holds about it, as a start of that epoch says it."""
+        """The record of a block in the index, as a start of that epoch writes it."""
         record = pack_place(
             slot.key,
             self.node_id,

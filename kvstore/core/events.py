@@ -34,35 +34,47 @@ class Commit(NamedTuple):
 
 
 class Abort(NamedTuple):
+    """Free these reserved (slot, generation) of the session, unwritten."""
+
     session: int
     request: int
     items: Sequence[tuple[int, int]]
 
 
 class Pin(NamedTuple):
+    """Keep the blocks of these keys from being evicted or moved, once more for this session."""
+
     session: int
     request: int
     keys: Sequence[Key]
 
 
 class Unpin(NamedTuple):
+    """Count down, by one each, what this session has pinned: (slot, generation)."""
+
     session: int
     request: int
     items: Sequence[tuple[int, int]]
 
 
 class Touch(NamedTuple):
+    """The blocks of these keys were used; one way."""
+
     session: int
     keys: Sequence[Key]
 
 
 class Drop(NamedTuple):
+    """Drop the blocks of these keys; the answer says which were there."""
+
     session: int
     request: int
     keys: Sequence[Key]
 
 
 class Clear(NamedTuple):
+    """Drop every block of one namespace; the answer says how many there were."""
+
     session: int
     request: int
     namespace_id: int
@@ -81,6 +93,8 @@ class Reset(NamedTuple):
 
 
 class Stat(NamedTuple):
+    """Ask for the node's counters (core/report.py)."""
+
     session: int
     request: int
 
@@ -261,6 +275,8 @@ class CheckSlot(NamedTuple):
 
 
 class Reply(NamedTuple):
+    """Send the answer to one request of a session."""
+
     session: int
     request: int
     body: Answer

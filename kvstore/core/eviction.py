@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Holds exactly the slots that may be evicted: sealed and not pinned.
+    """Orders exactly the slots that may be evicted: those sealed and not pinned.
 
     Pure and deterministic. Every operation, and every step of `coldest`, is constant time.
     """

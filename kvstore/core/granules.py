@@ -17,7 +17,7 @@ PAGED = 4 * PAGE
 
 
 def granules_of(length: int) -> int:
-    """What a value of `length` bytes takes; a value of no bytes takes a page as well."""
+    """Granules that a value of `length` bytes takes; one of no bytes takes a page as well."""
     size = -(-length // GRANULE_BYTES)
     if size <= PAGED:
         return size if size > PAGE else PAGE

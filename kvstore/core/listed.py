@@ -26,7 +26,7 @@ def _bucket(key: bytes) -> int:
 
 
 class Listed:
-    """Each change costs the same, however many there are."""
+    """The sealed blocks by key. A change costs the same however many there are."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, set[Key]] = {}
@@ -39,14 +39,14 @@ class Listed:
         return self._count
 
     def add(self, slot: Slot) -> None:
-        """It was sealed."""
+        """A block was sealed."""
         self._buckets.setdefault(_bucket(slot.key), set()).add(slot.key)
         self._by_namespace[slot.namespace_id] = self._by_namespace.get(slot.namespace_id, 0) + 1
         self.bytes += slot.length
         self._count += 1
 
     def remove(self, slot: Slot) -> None:
-        """It was sealed, and is about to be no block any more."""
+        """A sealed block is about to leave."""
         number = _bucket(slot.key)
         bucket = self._buckets[number]
         bucket.remove(slot.key)
@@ -73,5 +73,5 @@ class Listed:
         return found[:at_most]
 
     def namespaces(self, at_most: int) -> list[tuple[int, int]]:
-        """(namespace id, blocks) of those with most blocks, the first of them first."""
+        """(namespace id, blocks) of the namespaces with most blocks, in descending order."""
         return Counter(self._by_namespace).most_common(at_most)

@@ -32,7 +32,7 @@ def namespace_of(raw: Any) -> Namespace:
 
 
 class Namespaces:
-    """The last `namespaces_max` that clients have told of, the least recently told first."""
+    """The last `namespaces_max` namespaces that clients told of, the least recently told first."""
 
     __slots__ = ("_by_id", "_namespaces_max")
 

@@ -15,7 +15,8 @@ REMOVALS_REPEATED_MAX = 1 << 14
 
 
 class Outbox:
-    """Work is taken, tried, and only then reported done: a failure loses nothing."""
+    """What the index must still hear. Work is taken, tried, and only then reported done, so a
+    failure loses nothing."""
 
     def __init__(self, removals_max: int) -> None:
         self._removals_max = removals_max
@@ -45,7 +46,7 @@ class Outbox:
         return len(self._removals)
 
     def publish(self, slot: Slot) -> None:
-        """A block was sealed."""
+        """A block was sealed: its record is due in the index."""
         self._unpublished[slot.key] = slot
 
     def publish_again(self, slot: Slot) -> None:
@@ -62,7 +63,7 @@ class Outbox:
             self.remove(slot.key, slot.record)
 
     def remove(self, key: Key, record: bytes) -> None:
-        """The index may hold this record, and it is wrong."""
+        """Have this record removed: the index may hold it, and it is wrong."""
         if len(self._removals) >= self._removals_max:
             self._removals.popitem(last=False)
             self.forgotten += 1

@@ -57,7 +57,7 @@ class Resets:
         return (newest >> RANDOM_BITS) + 1 << RANDOM_BITS | wanted & (1 << RANDOM_BITS) - 1
 
     def news(self, told: Resets) -> list[tuple[int, tuple[int, ...]]]:
-        """What is `told` and not known here, the oldest first.
+        """The resets in `told` that are not known here, the oldest first.
 
         Who has let go of resets that are not known here may have let go of any: everything
         is dropped then.
@@ -69,7 +69,7 @@ class Resets:
         return fresh
 
     def pack(self) -> str:
-        """For an announcement or a file."""
+        """The resets as bytes, for an announcement or a file."""
         raw = struct.pack("<Q", self.floor) + b"".join(
             _HEAD.pack(number, len(ids)) + struct.pack(f"<{len(ids)}I", *ids)
             for number, ids in sorted(self._known.items())
@@ -78,7 +78,7 @@ class Resets:
 
     @classmethod
     def unpack(cls, text: str) -> Resets:
-        """What `pack` wrote; nothing of what is damaged."""
+        """The resets that `pack` wrote; none where the bytes are damaged."""
         found = cls()
         try:
             raw = base64.b64decode(text, validate=True)

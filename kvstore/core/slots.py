@@ -10,7 +10,7 @@ from kvstore.types import Key
 
 
 class SlotState(enum.IntEnum):
-    """The first three are what a header can say; DOOMED is the node's own knowledge."""
+    """The state of a slot. A header can say the first three; DOOMED only the node knows."""
 
     FREE = 0
     RESERVED = 1
@@ -21,6 +21,8 @@ class SlotState(enum.IntEnum):
 
 
 class SlotEvent(enum.IntEnum):
+    """What happens to a slot; `TRANSITIONS` says in which state it may."""
+
     RESERVE = 0
     COMMIT = 1
     ABORT = 2
@@ -103,7 +105,7 @@ class Slot:
 
     @property
     def granule(self) -> int:
-        """Which granule of its page it begins with."""
+        """The granule of its page with which the slot begins."""
         return self.start % PAGE
 
     def move(self, event: SlotEvent) -> None:

@@ -18,7 +18,7 @@ then one that is a page larger is not."""
 
 
 class Space:
-    """Best fit: what is taken comes out of the smallest extent that holds it."""
+    """The free extents. Best fit: what is taken comes out of the smallest one that holds it."""
 
     __slots__ = ("_by_size", "_ends", "_sizes", "_starts", "free", "size")
 
@@ -43,7 +43,7 @@ class Space:
 
     @property
     def largest(self) -> int:
-        """Granules of the largest extent."""
+        """Size of the largest free extent, in granules."""
         return self._sizes[-1] if self._sizes else 0
 
     def take(self, size: int, *, high: bool) -> int | None:
@@ -65,7 +65,7 @@ class Space:
         return None
 
     def give(self, start: int, size: int) -> None:
-        """These are free again; with neighbours that are they become one."""
+        """Make these granules free again, joined with the free extents that they touch."""
         self.free += size
         before = self._ends.get(start)
         if before is not None:
@@ -80,17 +80,17 @@ class Space:
         self.free -= self._remove(start)
 
     def largest_first(self) -> Iterator[tuple[int, int]]:
-        """(start, size) of each extent; good until the next change."""
+        """(start, size) of each free extent, the largest first; good until the next change."""
         for size in reversed(self._sizes):
             for start in self._by_size[size]:
                 yield start, size
 
     def at(self, start: int) -> int:
-        """Granules of the free extent that begins there; 0: none does."""
+        """Size in granules of the free extent that begins there; 0 when none does."""
         return self._starts.get(start, 0)
 
     def ending(self, end: int) -> int | None:
-        """Where the free extent begins that ends there."""
+        """First granule of the free extent that ends there."""
         return self._ends.get(end)
 
     def _cut(self, start: int, have: int, at: int, size: int) -> None:

@@ -6,7 +6,7 @@ from kvstore.types import Key
 
 
 class Names:
-    """Of at most `names_max` blocks that are there; the one told first goes first.
+    """Names of at most `names_max` blocks that are there; the one told first goes first.
 
     A key is a hash, so this alone leads back to what it was made of. Nothing depends on it, and
     a restarted node knows none.
@@ -28,9 +28,9 @@ class Names:
             del self._by_key[next(iter(self._by_key))]
 
     def get(self, key: Key) -> bytes:
-        """Empty when nobody has told."""
+        """What users call that key; empty when nobody has told."""
         return self._by_key.get(key, b"")
 
     def forget(self, key: Key) -> None:
-        """Its block is gone."""
+        """Forget the name of a key whose block is gone."""
         self._by_key.pop(key, None)

@@ -71,6 +71,8 @@ _CLIENT_ID = re.compile("[0-9a-f]{32}")
 
 
 class Op(enum.IntEnum):
+    """What a request asks for: the first item of its message."""
+
     HELLO = 0
     RESERVE = 1
     COMMIT = 2

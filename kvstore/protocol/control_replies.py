@@ -26,18 +26,18 @@ rejection, and travels as its reason."""
 
 
 class InvalidReplyError(ValueError):
-    """An answer that is none: the node is broken, or no node."""
+    """A node's answer is not what its request is answered by: it is broken, or no node."""
 
 
 def encoded(answer: Answer) -> object:
-    """What msgpack makes the answer's bytes of."""
+    """An answer of the core as what msgpack encodes."""
     if not isinstance(answer, list):
         return answer
     return [encoded_outcome(one) if isinstance(one, PutResult) else one for one in answer]
 
 
 def encoded_outcome(result: PutResult) -> int | str:
-    """Its code, or why it was rejected."""
+    """What became of a block: its code, or why it was rejected."""
     return OUTCOMES.index(result) if result in OUTCOMES else result.reason
 
 
@@ -60,7 +60,7 @@ def _items(body: object, count: int | None = None, what: str = "items") -> list[
 
 
 def whole(value: object) -> int:
-    """A number from 0."""
+    """A whole number of at least 0; CLEAR is answered by one."""
     if type(value) is not int or value < 0:
         raise InvalidReplyError(f"expected a number, got {str(value)[:40]!r}")
     return value

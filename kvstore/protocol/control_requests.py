@@ -23,7 +23,7 @@ class Want(NamedTuple):
 def reserve_arguments(
     wants: Sequence[Want], namespace_id: int, *, checksums: bool
 ) -> tuple[Any, ...]:
-    """Column by column; values and checksums that nobody has are left out."""
+    """The arguments of a RESERVE request, column by column; empty columns are left out."""
     keys, sizes, kinds, meta_lengths, values, sums = zip(*wants, strict=True)
     return (
         namespace_id,

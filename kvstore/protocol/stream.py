@@ -207,7 +207,7 @@ class NodeHandshake:
         return _NODE_HELLO.pack(_MAGIC, abilities, *self._node, self._nonce)
 
     def answer(self, client_hello: bytes) -> bytes:
-        """What to send back. Raises `WireError` when no client of this protocol speaks."""
+        """The message to send back. Raises `WireError` unless a client of this protocol speaks."""
         magic, abilities, _ = _unpacked(_CLIENT_HELLO, client_hello)
         _check_magic(magic, "client")
         if self._needed:
@@ -225,7 +225,7 @@ class NodeHandshake:
         return True, bytes([ACCEPTED]) + _proof(self._secret, b"node", self._transcript)
 
     def seals(self) -> Seals:
-        """Of this connection, once the client is known to know the secret."""
+        """The seals of this connection, once the client is known to know the secret."""
         return _seals(self._secret, self._mac, b"node", b"client", self._transcript)
 
 
@@ -244,6 +244,8 @@ FRAME_HEAD_BYTES = _FRAME.size
 
 
 class Frame(enum.IntEnum):
+    """Type of a frame; the head of this module says what each asks for."""
+
     READ = 1
     PUT = 2
     CONTROL = 3
@@ -257,7 +259,7 @@ Message = tuple[Frame, bytes]
 
 
 def frame(message: Message, seal: StreamSeal) -> bytes:
-    """A head, the body, and the tag of both."""
+    """A frame as bytes: a head, the body, and the tag of both."""
     kind, body = message
     raw = _FRAME.pack(kind, len(body) + TAG_BYTES) + body
     return raw + seal.tag(raw)

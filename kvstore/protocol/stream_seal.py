@@ -40,11 +40,11 @@ class StreamSeal(Protocol):
     """One end of one direction. One thread at a time, and in the order of the bytes."""
 
     def update(self, piece: memoryview) -> None:
-        """Payload that goes by."""
+        """Count a part of a payload that goes by."""
         ...
 
     def payload_tag(self) -> bytes:
-        """Of what went by since the one before."""
+        """Tag of the payload that went by since the last such tag."""
         ...
 
     def tag(self, message: bytes) -> bytes: ...
@@ -54,7 +54,7 @@ class PlainSeal:
     """A CRC-32 of messages; payloads have their checksums."""
 
     def update(self, piece: memoryview) -> None:
-        """Nothing."""
+        """Counts nothing: payloads have checksums of their own."""
 
     def payload_tag(self) -> bytes:
         return bytes(TAG_BYTES)
@@ -127,7 +127,7 @@ class GmacSeal:
 
 
 class Seals(NamedTuple):
-    """Of one end of a connection."""
+    """The seals of one end of a connection, one for each direction."""
 
     sent: StreamSeal
     received: StreamSeal
@@ -144,7 +144,7 @@ def keyed(mac: Mac, sent_key: bytes, received_key: bytes) -> Seals:
 
 @cache
 def available() -> frozenset[Mac]:
-    """What this installation can do."""
+    """The MACs that this installation can make."""
     try:
         GmacSeal(bytes(KEY_BYTES)).tag(b"")
     except Exception:  # not installed, or of a kind that its own checks of this machine refuse
