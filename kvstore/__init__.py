@@ -21,6 +21,7 @@ from kvstore.client.base import (
 from kvstore.client.client import Client
 from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.health import Health
+from kvstore.client.local.vram_saver import VramSaver
 from kvstore.client.locator import Holder, Holders, Locator
 from kvstore.client.pinned import Pinned, TokenMatch
 from kvstore.client.reset_result import ResetResult
@@ -55,6 +56,7 @@ from kvstore.settings import (
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, PutStatus
+from kvstore.vram.owner import vram_for_saves
 from kvstore.vram.pool import VramPool
 from kvstore.weights import weights_fingerprint
 
@@ -102,6 +104,8 @@ __all__ = [
     "in_batches",
     "Key",
     "VramPool",
+    "VramSaver",
+    "vram_for_saves",
     "DeviceReservation",
     "AnyReservation",
     "Buffer",

@@ -31,6 +31,8 @@ from kvstore import (
     PutStatus,
     ResetResult,
     VramPool,
+    VramSaver,
+    vram_for_saves,
 )
 
 log = logging.getLogger(__name__)
@@ -51,16 +53,18 @@ class VramStore:
     def __init__(
         self, store: BlockSession, device: CudaDevice, size_bytes: int, **options: Any
     ) -> None:
-        """With `size_bytes` 0 it only reads VRAM; `options` are those of `VramPool`.
+        """With `size_bytes` 0 it only reads VRAM. Else it saves to the node of this host that owns
+        VRAM of this device; where there is none it keeps `size_bytes` itself, and `options`
+        are those of `VramPool`.
 
         A pool that cannot be made is said and left out: saves go to host memory then.
         """
         self._store = store
         self._viewed_bytes = 0
-        self.pool: VramPool | None = None
+        self.pool: VramPool | VramSaver | None = None
         try:
             if size_bytes:
-                self.pool = VramPool(store, device, size_bytes, **options)
+                self.pool = vram_for_saves(store, device, size_bytes, **options)
         except KVStoreError as e:
             log.warning("no blocks are kept in VRAM: %s", e)
 
@@ -102,7 +106,7 @@ class VramStore:
         return {**self._store.read_bytes(), "cuda_ipc": self._viewed_bytes}
 
     def open_vram(self) -> frozenset[tuple[int, int]]:
-        """See `BlockSession.open_vram`."""
+        """See `BlockSession.vram_for_saves`."""
         return self._store.open_vram()
 
     def mappings(self) -> Sequence[PoolMapping]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvstore import rundir
 from kvstore.cli.node_table import NodeTable, node_table
 from kvstore.cli.options import (
+    STOP_SIGNALS,
     add_store,
     add_verbose,
     no_password,
@@ -21,6 +22,7 @@ from kvstore.cli.options import (
     use_config,
 )
 from kvstore.cli.output import human_bytes
+from kvstore.cli.vram_node import serve_vram
 from kvstore.config_file import ConfigFile, read_config
 from kvstore.core.eviction import POLICIES
 from kvstore.index.open import open_guarded
@@ -42,13 +44,24 @@ from kvstore.transport.stream.security import (
     StreamSecurity,
 )
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_store(parser, file=True)
     add_memory(parser)
+    parser.add_argument(
+        "--vram",
+        type=size_bytes,
+        metavar="SIZE",
+        help="own so much VRAM, for engines that keep blocks there, and no memory in /dev/shm",
+    )
+    parser.add_argument(
+        "--device",
+        type=int,
+        metavar="NUMBER",
+        help=f"the CUDA device of --vram (default: {NodeTable().device})",
+    )
     parser.add_argument("--name", help=f"unique on this host (default: {NodeTable().name})")
     parser.add_argument(
         "--config",
@@ -154,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
     run_dir = rundir.run_dir(table.run_dir)
     if args.clean:
         return _clean(run_dir)
+    if table.vram_in_bytes is not None:
+        return serve_vram(table, table.vram_in_bytes, run_dir, file.limits())
     config = NodeConfig(
         run_dir=run_dir,
         name=table.name,

@@ -6,14 +6,14 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kvstore.cli.options import KEY_PREFIX_DEFAULT, size_bytes
 from kvstore.config_file import ConfigFile
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.rundir import RUN_DIR_ENV
-from kvstore.settings import allowed_in, check_settings, read_settings
+from kvstore.settings import NumberRange, allowed_in, check_settings, read_settings
 
 VARIABLES = {"url": URL_VARIABLE, "run_dir": RUN_DIR_ENV}
 """Which variable wins over which name of the table."""
@@ -35,6 +35,10 @@ class NodeTable:
     size: str = ""
     """Of its memory in /dev/shm: 1GiB, 512MiB, 1048576; empty: 1 GiB, or less where the
     container's memory limit allows less."""
+    vram: str = ""
+    """Of VRAM of a CUDA device that this node owns, in place of `size` (docs/decisions/0055)."""
+    device: Annotated[int, NumberRange(0)] = 0
+    """Which device `vram` is of."""
     policy: Literal["lru"] = "lru"
     """What goes when it is full."""
     listen: str = ""
@@ -54,15 +58,29 @@ class NodeTable:
 
     def __post_init__(self) -> None:
         check_settings(self, inside="node.")
-        self.size_in_bytes  # noqa: B018  # refuses what is no size
+        self.size_in_bytes, self.vram_in_bytes  # noqa: B018  # refuse what is no size
+        if not self.vram:
+            return
+        for name in ("size", "listen", "nixl", "keep", "group", "end_with_last_client"):
+            if value := getattr(self, name):
+                raise UsageError(f"node.{name}", value, "is not for a node with `vram`")
 
     @property
     def size_in_bytes(self) -> int | None:
         """`size` as a number; None where it is not asked for."""
-        try:
-            return size_bytes(self.size) if self.size else None
-        except argparse.ArgumentTypeError as e:
-            raise UsageError("node.size", self.size, f"must be a size: {e}") from e
+        return _bytes_of("size", self.size)
+
+    @property
+    def vram_in_bytes(self) -> int | None:
+        """`vram` as a number; None where it is not asked for."""
+        return _bytes_of("vram", self.vram)
+
+
+def _bytes_of(field: str, size: str) -> int | None:
+    try:
+        return size_bytes(size) if size else None
+    except argparse.ArgumentTypeError as e:
+        raise UsageError(f"node.{field}", size, f"must be a size: {e}") from e
 
 
 def node_table(file: ConfigFile, options: argparse.Namespace | None = None) -> NodeTable:
@@ -72,8 +90,8 @@ def node_table(file: ConfigFile, options: argparse.Namespace | None = None) -> N
     for name, variable in VARIABLES.items():
         if value := os.environ.get(variable):
             over.setdefault(name, value)
-    if "size" in over:
-        over["size"] = str(over["size"])
+    for name in {"size", "vram"} & over.keys():
+        over[name] = str(over[name])
     table = file.table("node")
     read_settings(NodeTable, table, where=file.where("node"))
     return read_settings(NodeTable, {**table, **over}, where="options")

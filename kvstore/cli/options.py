@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kvstore.toml_file import CONFIG, read_toml
 
 KEY_PREFIX_DEFAULT = "kv:default"
 NAMESPACE_DEFAULT = "default"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,19})?)\s*([kmgtp]?)(?:(i?)b?)", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import FrameType
 
 from kvstore.cli.fleet import Fleet, node_names
-from kvstore.cli.node import STOP_SIGNALS, add_memory, node_bytes
+from kvstore.cli.node import add_memory, node_bytes
 from kvstore.cli.node_table import NodeTable
 from kvstore.cli.options import (
     KEY_PREFIX_DEFAULT,
+    STOP_SIGNALS,
     add_store,
     add_verbose,
     at_least_one,

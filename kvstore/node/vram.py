@@ -1,6 +1,5 @@
-"""Runs a node inside its writer's process, with its segment in VRAM (docs/decisions/0023).
-
-To everybody else it is a node that can only be read: over CUDA IPC, on this host.
+"""Runs a node with its segment in VRAM (docs/decisions/0023): inside its writer's process, or in
+one of its own that others save to (0055). It is read over CUDA IPC, on this host.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 from kvstore.core.demotion import DemotingCore
-from kvstore.core.events import Event
+from kvstore.core.events import Commit, Event, Reserve
 from kvstore.core.node import NodeCore
 from kvstore.cuda.base import CudaDevice
 from kvstore.cuda.handover import hand_over
+from kvstore.errors import UsageError
 from kvstore.index.base import Index
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import Node
@@ -27,6 +27,7 @@ from kvstore.node.restart import FormerClients, Started, superblock_of
 from kvstore.nodedir import Announcement
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
+from kvstore.types import Key
 
 log = logging.getLogger("kvstore.node")
 
@@ -36,15 +37,20 @@ ACCEPT_PAUSE_S = 1.0
 
 
 class VramNode(Node):
-    """Runs in a thread of its writer's process; `session` is how that process writes."""
+    """Runs in a thread; `session` is how its own process writes."""
 
     core_class = DemotingCore
     restartable = False
-    takes_saves = False
 
-    def __init__(self, config: NodeConfig, index: Index, device: CudaDevice) -> None:
+    def __init__(
+        self, config: NodeConfig, index: Index, device: CudaDevice, *, takes_saves: bool = False
+    ) -> None:
+        """With `takes_saves`, other processes of this user may save to it."""
         super().__init__(config, index)
         self.device = device
+        self.takes_saves = takes_saves
+        self.on_save: Callable[[], None] = lambda: None
+        """Called, in the node's thread, when slots were asked for or filled."""
         self._memory: OwnedCuda | None = None
 
     def session(self) -> LocalSession:
@@ -59,6 +65,11 @@ class VramNode(Node):
     def _inside(self) -> LocalSessions:
         assert self._loop is not None
         return LocalSessions(self._loop, self.sessions, self._act)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its thread has ended, by itself or by `stop`."""
+        return self._thread is None or not self._thread.is_alive()
 
     @property
     def address(self) -> int:
@@ -81,9 +92,23 @@ class VramNode(Node):
         # Whoever has the descriptor can write to the memory: this user's processes get it, by a
         # socket in this directory.
         self._listen()
-        address = DeviceAddress(self.device.uuid, self._memory.shared.name)
+        address = DeviceAddress(self.device.uuid, self._memory.shared.name, self.takes_saves)
         self.dir.announce(replace(announcement, transports={NAME: str(address)}))
         return Started(make_core(), self._memory, announcement, clients)
+
+    def _try_slot(self, key: Key) -> bool:
+        return True  # no byte of it is this process's to write
+
+    def _act(self, event: Event) -> None:
+        """Raises `UsageError` for what only host memory can: values that travel in a request, and
+        checksums."""
+        if isinstance(event, Reserve) and any(value is not None for value in event.values):
+            raise UsageError("values", len(event.values), "this node's slots are written by DMA")
+        if isinstance(event, Commit) and any(checksum for *_, checksum in event.items):
+            raise UsageError("checksum", event.items[0][2], "this node's blocks have none")
+        super()._act(event)
+        if isinstance(event, Reserve | Commit):
+            self.on_save()
 
     def _listen(self) -> None:
         self.dir.vram_socket.unlink(missing_ok=True)

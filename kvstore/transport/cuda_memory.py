@@ -16,27 +16,32 @@ from kvstore.nodedir import Announcement
 from kvstore.types import Key, Location
 
 NAME = "cuda_ipc"
+SAVES = "/saves"
 MOMENT_S = 0.001
 """A socket without time does not wait at all, and fails."""
 
 
 class DeviceAddress(NamedTuple):
-    """What a node in VRAM announces: `UUID/NAME`. Whoever it is handed over to opens it."""
+    """What a node in VRAM announces: `UUID/NAME`, and `/saves` where others may save to it.
+    Whoever the memory is handed over to opens it."""
 
     uuid: str
     name: bytes
+    saves: bool = False
 
     def __str__(self) -> str:
-        return f"{self.uuid}/{self.name.hex()}"
+        return f"{self.uuid}/{self.name.hex()}{SAVES if self.saves else ''}"
 
     @classmethod
     def parse(cls, text: str) -> DeviceAddress | None:
-        uuid, _, name = text.rpartition("/")
+        uuid, _, name = text.removesuffix(SAVES).rpartition("/")
         try:
             raw = bytes.fromhex(name)
         except ValueError:
             return None
-        return cls(uuid, raw) if uuid and len(raw) == SHARED_NAME_BYTES else None
+        return (
+            cls(uuid, raw, text.endswith(SAVES)) if uuid and len(raw) == SHARED_NAME_BYTES else None
+        )
 
 
 class DevicePlace(NamedTuple):

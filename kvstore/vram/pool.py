@@ -69,8 +69,10 @@ class VramPool:
         *,
         name: str | None = None,
         signing_key: bytes | None = None,
+        takes_saves: bool = False,
     ) -> None:
-        """Allocates `size_bytes` of the device.
+        """Allocates `size_bytes` of the device. With `takes_saves`, other processes of this user
+        may save to it.
 
         `store` is where blocks go down to; the caller closes it after `stop`. Raises
         `UsageError` (size, name taken), `NoSpaceError` and `DeviceError`.
@@ -95,7 +97,8 @@ class VramPool:
             run_dir=store.run_dir,
             limits=store.limits,
         )
-        self.node = VramNode(config, self._index.index, device)
+        self._takes_saves = takes_saves
+        self.node = self._made(config)
         try:
             self._start(own_name=name is None)
             self._session = self.node.session()
@@ -106,6 +109,7 @@ class VramPool:
                 store,
                 size_bytes // RESERVE_PART,
             )
+            self.node.on_save = self.demoter.wake
         except BaseException:
             self.node.stop()
             self.node.free()
@@ -123,7 +127,10 @@ class VramPool:
                 if not own_name or e.field != "name" or number > NAMES_MAX:
                     raise
             config = replace(self.node.config, name=f"vram-{os.getpid()}-{number}")
-            self.node = VramNode(config, self._index.index, self.device)
+            self.node = self._made(config)
+
+    def _made(self, config: NodeConfig) -> VramNode:
+        return VramNode(config, self._index.index, self.device, takes_saves=self._takes_saves)
 
     @contextmanager
     def _asking(self, instead: Request | None = None) -> Iterator[tuple[LocalSession, float]]:
@@ -146,8 +153,6 @@ class VramPool:
         answers: list[DeviceReservation | PutResult] = []
         for batch in in_batches(keys, BATCH_KEYS_MAX):
             answers += self._reserve(batch, size_bytes, namespace_id)
-        if any(answer is FULL for answer in answers):
-            self.demoter.wake()
         return answers
 
     def _reserve(
@@ -183,7 +188,6 @@ class VramPool:
                 results = session.ask(sealing, deadline)
         except PeerError as e:
             return [rejected(str(e))] * len(items)
-        self.demoter.wake()
         return results
 
     def commit_later(self, reservations: Sequence[DeviceReservation]) -> Later[PutResult]:

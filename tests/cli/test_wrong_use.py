@@ -57,6 +57,7 @@ def test_a_wrong_argument_is_named(
     ("args", "field"),
     [
         (["node", "--size", "1KiB"], "size_bytes=1024"),
+        (["node", "--vram", "1GiB", "--size", "1GiB"], "node.size='1073741824'"),
         (["node", "--name", "../x", "--url", "redis://127.0.0.1:1"], "name='../x'"),
         (["node", "--url", "http://x"], "url='http://x'"),
         (["up", "--url", "http://u:p@x"], "url='http://x'"),

@@ -168,6 +168,7 @@ def test_the_real_bindings_take_every_call_and_the_suites_of_a_device_pass(fake_
     between_processes = TESTS / "gpu" / "test_gpu_vram.py"
     fake_driver.run(
         Path(__file__).with_name("on_fake_driver.py"),
+        Path(__file__).with_name("on_fake_driver_node.py"),
         TESTS / "gpu" / "test_bindings_contract.py",
         f"{between_processes}::test_all_blocks_of_another_process_arrive_byte_for_byte",
         f"{between_processes}::test_blocks_that_are_overwritten_meanwhile_are_misses_never_others",

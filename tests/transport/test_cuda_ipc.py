@@ -341,3 +341,8 @@ def test_reading_others_memory_cannot_change_it(place, reader):
     with place.transport.memory.view(place.word, key, location) as view, pytest.raises(DeviceError):
         put(reader, view.memory.address, b"2")
     assert reads(place.read((key, location))[0]) == [Read.HIT]
+
+
+def test_an_address_says_whether_others_may_save_there():
+    for address in (DeviceAddress("a/b", bytes(16), True), DeviceAddress("a/b", bytes(16))):
+        assert DeviceAddress.parse(str(address)) == address

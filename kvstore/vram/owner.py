@@ -1,0 +1,30 @@
+"""Decides whose VRAM a process saves to: a node's of this host, or its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore.client.local.vram_saver import VramSaver
+from kvstore.client.session import BlockSession
+from kvstore.cuda.base import CudaDevice
+from kvstore.vram.pool import VramPool
+
+
+def vram_for_saves(
+    store: BlockSession, device: CudaDevice, size_bytes: int, **options: Any
+) -> VramPool | VramSaver:
+    """The node of this host that owns VRAM of `device`, where there is one: what is saved there
+    outlives this process. Else a pool of `size_bytes` inside this process, with `options`.
+
+    Raises what `VramPool` raises.
+    """
+    saver = VramSaver(
+        store.run_dir,
+        store.key_prefix,
+        store.index.identity(),
+        device,
+        store.limits.request_timeout_s,
+    )
+    if saver.found():
+        return saver
+    return VramPool(store, device, size_bytes, **options)

@@ -1,0 +1,73 @@
+"""Run by test_bindings.py, in a process whose libcuda.so.1 is tests/support/fake_driver.cpp: what
+`kvstore node --vram` owns, an engine's process saves to and reads, through the real cuda-python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from contract.cuda import get, put
+from redis_servers import wait_until
+
+from kvstore import BlockSession, DeviceReservation, VramSaver, cuda_device, vram_for_saves
+from kvstore.client import savers
+from kvstore.nodedir import NodeDir
+from kvstore.types import STORED
+
+MIB = 1 << 20
+KEY = b"k" * 32
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def options(redis_server, tmp_path) -> dict[str, object]:
+    return {"url": redis_server.url, "run_dir": tmp_path, "key_prefix": f"kv:{tmp_path.name}"}
+
+
+@pytest.fixture
+def process(options):
+    arguments = ("--url", options["url"], "--run-dir", str(options["run_dir"]))
+    arguments += ("--key-prefix", options["key_prefix"], "--vram", "8MiB", "--device", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.cli", "node", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+    )
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready.startswith("kvstore node vram-1: ready, 8 MiB of VRAM of device 1"), ready
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def test_an_engine_saves_to_the_nodes_vram_and_the_next_one_reads_it(process, options) -> None:
+    device = cuda_device(1)
+    payload = os.urandom(MIB)
+    store = BlockSession(**options, device=device)
+    saver = vram_for_saves(store, device, 4 * MIB)
+    assert isinstance(saver, VramSaver)
+    (granted,) = saver.reserve([KEY], MIB, 7)
+    assert isinstance(granted, DeviceReservation)
+    put(device, granted.buffer.address, payload)
+    assert savers.commit([granted], PATIENCE_S) == [STORED]
+    saver.stop()
+    store.close()
+
+    store = BlockSession(**options, device=device)
+    (found,) = store.match([KEY])
+    with store.device_view(found) as view:
+        assert get(device, view.memory.address, MIB) == payload
+        assert view.valid()
+    store.close()
+
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
+    directory = NodeDir(options["run_dir"], "vram-1")
+    wait_until(lambda: not directory.path.exists(), "nothing of it is left")
