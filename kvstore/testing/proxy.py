@@ -24,15 +24,20 @@ class FaultyProxy:
     Threads end with their connections, at the latest when the proxy is closed.
     """
 
-    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+    def __init__(
+        self, connect: Callable[[], socket.socket], *, address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
         self.delay_s = 0.0
         """How long every chunk is held, each way."""
         self.silent = False
         """Nothing is passed on; what arrives meanwhile waits."""
         self.flip: Callable[[bytearray], None] | None = None
-        """Called with every chunk that the server sends, to change it."""
+        """Called with every chunk that the server sends, to change it, also its length; what
+        raises `OSError` ends the connection."""
+        self.flip_requests: Callable[[bytearray], None] | None = None
+        """The same for what clients send."""
         self._connect = connect
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(address)
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -101,9 +106,10 @@ class FaultyProxy:
         try:
             while chunk := source.recv(CHUNK_BYTES):
                 self._hold()
-                if answers and self.flip is not None:
+                flip = self.flip if answers else self.flip_requests
+                if flip is not None:
                     changed = bytearray(chunk)
-                    self.flip(changed)
+                    flip(changed)
                     chunk = bytes(changed)
                 target.sendall(chunk)
             target.shutdown(socket.SHUT_WR)

@@ -1,7 +1,9 @@
 """Chaos: engines serve a steady load while the memory node and Redis are
-killed and paused, records are forged and a man in the middle changes what Redis answers.
+killed and paused, records are forged, and men in the middle change what Redis answers and what
+two hosts say to each other.
 
-Two engines with the connector share one node and one Redis. Afterwards an engine without a
+Two engines with the connector share one node and one Redis; one is on the node's host, the other
+reaches it as from another host, by streams that a secret seals. Afterwards an engine without a
 store answers the same prompts, and every answer must be its answer.
 """
 
@@ -42,6 +44,8 @@ from kvstore.testing.proxy import FaultyProxy
 from kvstore.types import Key, Location
 
 ENGINES = 2
+FAR_ENGINE = 1
+"""This one is on another host than the node."""
 NEW_TOKENS = 8
 INTERVAL_S = 0.25
 """Between the starts of two requests of one engine, unless it takes longer."""
@@ -54,6 +58,11 @@ LISTED_MAX = 256
 LIE_EVERY_S = 0.05
 FLIP_CHANCE = 0.3
 """That somebody changes a bit of one answer of Redis."""
+TAMPER_CHANCE = 0.02
+"""That somebody between the hosts does something to 64 KiB."""
+TAMPER_HOLDS_S = 0.5
+HERE_HOST, BETWEEN_HOST = "127.0.0.1", "127.0.0.2"
+"""The node listens at one and says that it is at the other, where the man in the middle is."""
 KEY_PREFIX = "kv:chaos"
 HERE = Path(__file__).parent
 
@@ -79,8 +88,12 @@ class Store:
         self.out = out
         self.run_dir = Path(tempfile.mkdtemp(prefix="kvc-"))
         self.socket = self.run_dir / "redis.sock"
+        self.far_run_dir = Path(tempfile.mkdtemp(prefix="kvc-"))
+        """Of the other host."""
+        self.environment = {"KVSTORE_SECRET": secrets.token_hex()}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.forged = self.flipped = 0
+        self.forged = self.flipped = self.tampered = 0
+        self.between = FaultyProxy(self._to_node, address=(BETWEEN_HOST, 0))
         self.start("redis")
         self.start("node")
         self.wire = FaultyProxy(self._to_redis)
@@ -103,8 +116,11 @@ class Store:
             command = [sys.executable, "-m", "kvstore.cli", "node", "--url", self.url]
             command += ["--run-dir", str(self.run_dir), "--key-prefix", KEY_PREFIX]
             command += ["--size", str(NODE_BYTES), "--end-with-parent", str(os.getpid())]
+            command += ["--listen", f"{HERE_HOST}:{self.between.address[1]}"]
+            command += ["--advertise", BETWEEN_HOST]
+        environment = {**os.environ, **self.environment}
         with (self.out / f"{who}.log").open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.processes[who] = process
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while not self._up(who, process.pid):
@@ -143,6 +159,11 @@ class Store:
             self.wire.flip = self._flip
             time.sleep(fault.lasts_s)
             self.wire.flip = None
+            return
+        if fault.kind == plan.TAMPER:
+            self.between.flip = self.between.flip_requests = self._tamper
+            time.sleep(fault.lasts_s)
+            self.between.flip = self.between.flip_requests = None
             return
         victims = ("redis", "node") if fault.victim == "both" else (fault.victim,)
         if fault.kind == "pause":
@@ -185,6 +206,29 @@ class Store:
             chunk[random.randrange(len(chunk))] ^= 1 << random.randrange(8)
             self.flipped += 1
 
+    def _tamper(self, chunk: bytearray) -> None:
+        """Of what one host says to another: the seals must tell, whatever it is."""
+        if random.random() >= TAMPER_CHANCE:
+            return
+        self.tampered += 1
+        start, end = sorted(random.randrange(len(chunk) + 1) for _ in range(2))
+        match random.randrange(6):
+            case 0:
+                chunk[start - 1] ^= 1 << random.randrange(8)
+            case 1:
+                del chunk[start:end]
+            case 2:
+                chunk[end:end] = chunk[start:end]
+            case 3:
+                chunk[:] = chunk[end:] + chunk[start:end] + chunk[:start]
+            case 4:
+                time.sleep(random.uniform(0, TAMPER_HOLDS_S))
+            case _:
+                raise OSError("cut off")
+
+    def _to_node(self) -> socket.socket:
+        return socket.create_connection((HERE_HOST, self.between.address[1]), ASK_TIMEOUT_S)
+
     def _to_redis(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self.socket))
@@ -192,6 +236,7 @@ class Store:
 
     def close(self) -> None:
         self.wire.close()
+        self.between.close()
         for who, process in reversed(self.processes.items()):
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
@@ -202,7 +247,8 @@ class Store:
                     process.kill()
                     process.wait()
                     print(f"chaos: {who} had to be killed", file=sys.stderr)
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        for run_dir in (self.run_dir, self.far_run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def start_engines(
@@ -215,7 +261,8 @@ def start_engines(
     cores = sorted(os.sched_getaffinity(0))
 
     def launch(number: int) -> EngineProcess:
-        extra = {"url": store.engines_url, "run_dir": str(store.run_dir), "key_prefix": KEY_PREFIX}
+        run_dir = store.far_run_dir if number == FAR_ENGINE else store.run_dir
+        extra = {"url": store.engines_url, "run_dir": str(run_dir), "key_prefix": KEY_PREFIX}
         settings = EngineSettings(
             connector=kv_transfer(**extra, block_tokens=plan.BLOCK) if number < ENGINES else None,
             in_process=False,
@@ -223,6 +270,7 @@ def start_engines(
             max_model_len=MODEL.context_tokens,
             prefix_caching=False,
             cpus=str(cores[number % len(cores)]),
+            env=store.environment,
         )
         program = HERE / ("synthetic.py" if options.no_engine else "engines.py")
         log = options.out / f"engine-{number}.log"
@@ -312,6 +360,7 @@ def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
     computed_s = [answer.ttft_s for answer in reference if answer.tokens is not None]
     summary = {"seed": options.seed, "seconds": options.seconds}
     summary |= {"forged_records": store.forged, "changed_answers": store.flipped}
+    summary |= {"changed_streams": store.tampered, "streams": store.between.accepted}
     summary |= plan.judge(load.answers, right, windows, computed_s)
     for error in {answer.error for answer in load.answers if answer.error}:
         print(f"chaos: not answered: {error}", file=sys.stderr)
@@ -320,7 +369,7 @@ def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
     print(text, file=sys.stderr)
     draw(load.answers, windows, summary, options.out / "chaos.png")
     print(json.dumps(summary))
-    return 0 if plan.passed(summary, len(planned)) else 1
+    return 0 if plan.passed(summary, len(planned)) and store.between.accepted else 1
 
 
 def main() -> int:

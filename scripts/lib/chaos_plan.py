@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 
 VICTIMS = ("node", "redis", "both")
 KINDS = ("kill", "pause", "restart")
-LIE, FLIP = "lie", "flip"
-WAYS = (*((victim, kind) for victim in VICTIMS for kind in KINDS), ("records", LIE), ("wire", FLIP))
+LIE, FLIP, TAMPER = "lie", "flip", "tamper"
+WAYS = (
+    *((victim, kind) for victim in VICTIMS for kind in KINDS),
+    ("records", LIE),
+    ("wire", FLIP),
+    ("stream", TAMPER),
+)
 """What can happen to whom: besides what is killed, silent (paused) or restarted, records in Redis
-are forged, and a man in the middle changes what Redis answers the engines."""
+are forged, a man in the middle changes what Redis answers the engines, and one between two hosts
+flips, leaves out, repeats, reorders, holds and cuts off what they say, both ways."""
 FIRST_FAULT_S = 8.0
 """The store fills meanwhile."""
 CALM_S = (3.0, 5.0)

@@ -1,12 +1,18 @@
 """`scripts/chaos`: its plan, its verdict, and a short run of it without an engine."""
 
+import contextlib
 import itertools
 import signal
+import threading
+import time
 
 import chaos
 import chaos_plan as plan
 import pytest
+from engines import EngineSettings, kv_transfer
+from redis_servers import wait_until
 from script_runs import run_without_engine
+from synthetic import SyntheticDriver
 
 RIGHT = {(1,): [7, 8], (2,): [9]}
 SEED, SECONDS = 48, 12.0
@@ -103,3 +109,70 @@ def test_a_short_run_without_an_engine_passes(tmp_path):
     summary, _ = run_without_engine("chaos.py", *options)
     assert summary["answered"] == summary["identical"] == summary["requests"] > 0
     assert (tmp_path / "chaos.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    """(store, an engine on the node's host, one on another host, one without a store)"""
+    monkeypatch.setattr(chaos, "NODE_BYTES", 128 << 20)
+    monkeypatch.setattr(chaos, "TAMPER_CHANCE", 0.5)
+    with contextlib.ExitStack() as stack:
+        store = chaos.Store(tmp_path)
+        stack.callback(store.close)
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+
+        def engine(run_dir):
+            transfer = kv_transfer(url=store.url, run_dir=str(run_dir), key_prefix=chaos.KEY_PREFIX)
+            made = SyntheticDriver(EngineSettings(connector=transfer if run_dir else None))
+            stack.callback(made.close)
+            return made
+
+        yield store, engine(store.run_dir), engine(store.far_run_dir), engine(None)
+
+
+def of(engine, prompt, at_s=0.0):
+    (done,) = engine.generate([list(prompt)], chaos.NEW_TOKENS, {})
+    return plan.Answer(prompt, plan.REPEAT, at_s, 0.5, **done)
+
+
+def verdict_on(answers, alone):
+    right = {answer.prompt: of(alone, answer.prompt).tokens for answer in answers}
+    return plan.passed(plan.judge(answers, right, [FAULT], [0.5]), planned=1)
+
+
+def test_who_tampers_between_hosts_changes_no_answer(hosts):
+    store, near, far, alone = hosts
+    prompts = [(i,) * (plan.BLOCK + plan.TAIL_TOKENS) for i in range(3)]
+    for prompt in prompts:
+        of(near, prompt)
+    wait_until(lambda: of(far, prompts[0]).cached_tokens, "the other host loads")
+    fault = plan.Fault(0.0, "stream", plan.TAMPER, 4.0)
+    tampering = threading.Thread(target=store.carry_out, args=(fault,))
+    tampering.start()
+    answers = [of(far, prompts[0])]
+    while tampering.is_alive():
+        answers += [of(far, prompt) for prompt in prompts]
+        time.sleep(0.1)
+    tampering.join()
+    assert store.tampered > 0
+    assert {answer.tokens is None for answer in answers} == {False}
+    answers.append(of(near, prompts[0]))
+    assert verdict_on(answers, alone)
+
+
+def test_one_wrong_byte_that_is_loaded_is_noticed(hosts):
+    """The others show nothing unless this is so."""
+    _, near, far, alone = hosts
+    prompt = (5,) * (plan.BLOCK + plan.TAIL_TOKENS)
+    of(near, prompt)
+    read = far.client.get_blocks
+
+    def spoilt(tokens, out):
+        wait_until(lambda: read(tokens, out), "the other host loads")
+        out[0][-1] ^= 1
+        return 1
+
+    assert verdict_on([of(far, prompt)], alone)
+    far.client.get_blocks = spoilt
+    assert not verdict_on([of(far, prompt)], alone)
