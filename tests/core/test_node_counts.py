@@ -3,10 +3,12 @@
 import pytest
 
 from kvstore.core.events import (
+    Abort,
     Clear,
     Commit,
     Corrupt,
     Drop,
+    Explain,
     Listing,
     Pin,
     Reserve,
@@ -69,6 +71,7 @@ def test_each_thing_that_happens_is_counted_once(driven):
     driven.put(*KEYS[6:15])
     last = driven.core.by_key[KEYS[14]]
     driven.ask(Corrupt(last.slot_id, last.generation + 1))
+    assert KEYS[14] in driven.core.by_key
     driven.ask(Corrupt(last.slot_id, last.generation))
     driven.ask(Corrupt(last.slot_id, last.generation))
     assert driven.core.counts == {
@@ -234,6 +237,28 @@ def test_what_is_not_a_sealed_block_is_not_corrupt(driven):
     assert driven.ask(Commit(A, 1, [(slot, generation, 0)])) == [STORED]
 
 
+def test_what_is_being_written_is_not_checked_for_the_checksum_of_the_slots_former_block(driven):
+    driven.put(KEYS[0], checksum=9)
+    before = driven.core.by_key[KEYS[0]].slot_id
+    driven.ask(Drop(A, 1, KEYS[:1]))
+    ((slot, _, _),) = driven.reserve(KEYS[1])
+    assert slot == before
+    assert driven.core.handle(Suspect(B, KEYS[1:2]), 0.0).checks == []
+
+
+def test_what_is_not_there_or_is_being_written_is_not_pinned(driven):
+    driven.reserve(KEYS[0])
+    assert driven.ask(Pin(B, 1, KEYS[:2])) == [None, None]
+    assert not driven.core.holds(B)
+
+
+def test_the_end_of_a_client_that_held_nothing_changes_nothing(driven):
+    driven.put(KEYS[0])
+    driven.ask(SessionDead(B))
+    assert driven.core.counts["writers_died"] == 0
+    assert set(driven.core.by_key) == {KEYS[0]}
+
+
 def test_what_is_being_written_is_not_used_by_a_touch(driven):
     ((slot, generation, _),) = driven.reserve(KEYS[0], now=1.0)
     driven.ask(Touch(B, KEYS[:1]), 5.0)
@@ -249,6 +274,31 @@ def test_an_answer_that_changes_no_record_does_not_wait_for_the_index(driven):
         Listing(A, 1, b"", 9),
         Pin(A, 1, KEYS[:1]),
         Unpin(A, 1, [(0, 1)]),
+        Abort(A, 1, [(0, 1)]),
+        Explain(A, 1, KEYS[:1]),
+        Reserve(A, 1, KEYS[:2], [8192] * 2, 3, [0] * 2, [0] * 2, [None] * 2, [0] * 2),
     ):
         (reply,) = driven.core.handle(event, 0.0).replies
         assert not reply.after_publish
+
+
+def test_an_answer_to_what_changes_a_record_waits_for_the_index(driven):
+    driven.put(KEYS[0])
+    ((slot, generation, _),) = driven.reserve(KEYS[1])
+    for event in (
+        Commit(A, 1, [(slot, generation, 0)]),
+        Reserve(A, 1, KEYS[2:4], [1] * 2, 3, [0] * 2, [0] * 2, [b"v", None], [0] * 2),
+        Drop(A, 1, KEYS[:1]),
+        Clear(A, 1, 3),
+        Reset(A, 1, 1, [3]),
+    ):
+        (reply,) = driven.core.handle(event, 0.0).replies
+        assert reply.after_publish
+
+
+def test_a_value_that_travels_in_the_request_is_stored_at_once_and_counted(driven):
+    zeros = [0] * 2
+    answers = driven.ask(Reserve(A, 1, KEYS[:2], [1] * 2, 3, zeros, zeros, [b"v", b"w"], zeros))
+    assert answers == [STORED, STORED]
+    assert driven.core.counts["stored"] == 2
+    assert not driven.core.holds(A)
