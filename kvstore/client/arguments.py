@@ -14,6 +14,10 @@ from kvstore.transport.stream.security import StreamSecurity
 
 
 def is_a(field: str, value: Any, kinds: type | tuple[type, ...], must: str) -> None:
+    """Raise `UsageError`, saying what `field` `must` be, unless `value` is of `kinds`.
+
+    True and False are numbers only where `kinds` has `bool`.
+    """
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in _all(kinds)):
         raise UsageError(field, value, must)
 
@@ -23,12 +27,14 @@ def _all(kinds: type | tuple[type, ...]) -> tuple[type, ...]:
 
 
 def whole(field: str, value: Any, least: int, most: int) -> None:
+    """Check that `value` is a whole number from `least` to `most`."""
     is_a(field, value, int, f"must be a whole number from {least} to {most}")
     if not least <= value <= most:
         raise UsageError(field, value, f"must be from {least} to {most}")
 
 
 def seconds(field: str, value: Any) -> float:
+    """`value` as seconds: finite and above 0."""
     is_a(field, value, (int, float), "must be a number of seconds")
     if not 0 < value < float("inf"):
         raise UsageError(field, value, "must be greater than 0, and finite")
@@ -36,6 +42,7 @@ def seconds(field: str, value: Any) -> float:
 
 
 def text(field: str, value: Any) -> None:
+    """Check that `value` is text that can be a name: not empty, without zeros."""
     is_a(field, value, str, "must be text")
     if not value or "\0" in value or not _encodes(value):
         raise UsageError(field, value, "must not be empty, nor have zeros or lone surrogates in it")
@@ -50,6 +57,7 @@ def _encodes(value: str) -> bool:
 
 
 def flag(field: str, value: Any) -> None:
+    """Check that `value` is True or False."""
     if not isinstance(value, bool):
         raise UsageError(field, value, "must be True or False")
 

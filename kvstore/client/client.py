@@ -362,7 +362,7 @@ class Client:
     def stats(self) -> dict[str, dict[str, int | float]]:
         """Counters of this client ("client") and of this host's node ("node", empty when gone).
 
-        "transports" counts what was read, by transport. Also of misses by `MissReason`:
+        "transports" counts what was read, by transport. Misses are counted by `MissReason`:
         "missed" by calls that missed for another reason than that the index had no record,
         "explained" by calls of `explain`.
         """

@@ -88,7 +88,8 @@ class _Candidate(NamedTuple):
 
 
 class Explainer:
-    """Thread-safe. A question costs an index lookup, a look for nodes, and a request to each."""
+    """Answers why blocks are missing. Thread-safe. A question costs an index lookup, a look for
+    nodes, and a request to each."""
 
     def __init__(
         self,

@@ -56,11 +56,11 @@ class IndexWatch:
         self._closed = False
 
     def close(self) -> None:
-        """From here on, what fails does so because the client was closed."""
+        """Warn no more: what fails from here on does so because the client was closed."""
         self._closed = True
 
     def look(self, now: float) -> None:
-        """Now and then; costs one round trip every `INDEX_LOOKED_AFTER_EVERY_S`."""
+        """Ask the index, at most once every `INDEX_LOOKED_AFTER_EVERY_S`."""
         if now < self._look_at:
             return
         self._look_at = now + INDEX_LOOKED_AFTER_EVERY_S
@@ -74,7 +74,7 @@ class IndexWatch:
             log.info("the index answers again")
 
     def failed(self, error: IndexUnavailableError) -> None:
-        """Say it, once every `INDEX_WARNED_EVERY_S`."""
+        """Warn of `error`, at most once every `INDEX_WARNED_EVERY_S`."""
         now = self._now()
         self._failing = True
         if now < self._warn_at or self._closed:

@@ -71,7 +71,7 @@ class Pins:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """What ends in here has ended at the node too afterwards, as far as that can be reached."""
+        """Tell the node at the end of this block which pins ended in it, if it can be reached."""
         self._closing.here = True
         try:
             yield

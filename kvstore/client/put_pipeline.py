@@ -45,7 +45,7 @@ _stopped: ContextVar[Callable[[], bool]] = ContextVar("stopped", default=lambda:
 
 
 class StoppedError(Exception):
-    """The caller wants no more of it: what is not complete is not stored."""
+    """Saves were given up by their caller: what is not complete is not stored."""
 
 
 def unless(stopped: Callable[[], bool], call: Callable[[], R]) -> R:
@@ -58,7 +58,7 @@ def unless(stopped: Callable[[], bool], call: Callable[[], R]) -> R:
 
 
 def check_wanted() -> None:
-    """Raises `StoppedError`."""
+    """Raise `StoppedError` if this thread's caller wants its saves no more."""
     if _stopped.get()():
         raise StoppedError
 
@@ -182,7 +182,7 @@ class _Share:
         self.failure, self._window = window.failure, None
 
     def close(self) -> None:
-        """Whatever ended it, nothing stays reserved."""
+        """Give back what is reserved, whatever ended the save."""
         if self._window is not None:
             self._window.close()
 
@@ -242,7 +242,7 @@ class _Window:
         """The answer to what was asked for and is not written yet."""
 
     def of(self, which: Sequence[int]) -> _Window:
-        """A new one, of some of its values."""
+        """A new window, of some of the values of this one."""
         wants = [self._wants[i] for i in which]
         return _Window(self._writer, self._namespace_id, wants, [self._payloads[i] for i in which])
 

@@ -65,7 +65,7 @@ class Place:
 
     @property
     def size_bytes(self) -> int:
-        """Of the value alone."""
+        """Of the value alone, without its description."""
         return len(self.data)
 
     @property
@@ -73,13 +73,13 @@ class Place:
         return self.buffer[len(self.data) :]
 
     def valid(self) -> bool:
-        """Everything read from `buffer` so far is this key's block."""
+        """Whether everything read from `buffer` so far is this key's block (rule 4)."""
         attached = self.attached
         return not attached.gone and attached.shm.header(self.slot_id) == self.image
 
     def verified(self, copied: memoryview | bytes | None = None) -> bool:
-        """The payload's checksum was saved and is right; with `copied`, that of the value as it
-        was copied rather than as it lies here."""
+        """Whether the payload's checksum was saved and is right; with `copied`, that of the
+        value as it was copied rather than as it lies here."""
         if self.checksum == 0:
             return False
         if copied is None or self.meta_length:
@@ -134,7 +134,7 @@ class Reader:
         self._gone_seen = 0
 
     def index_failed(self, error: IndexUnavailableError, *, missed: bool = True) -> None:
-        """Count it, and the call when it `missed`."""
+        """Count a failure of the index, and the call when it `missed` for it."""
         self.index_failures += 1
         if missed:
             self.missed(reason_of(error))
@@ -145,7 +145,7 @@ class Reader:
         self.miss_reasons[name] = self.miss_reasons.get(name, 0) + 1
 
     def verified(self, key: Key, place: Place, copied: memoryview | bytes | None = None) -> bool:
-        """`place.verified`; otherwise it is counted, and its node is told of a damaged block."""
+        """`place.verified`; what is damaged is counted, and its node is told."""
         if place.verified(copied):
             return True
         self.forget(key)
@@ -261,13 +261,13 @@ class Reader:
         )
 
     def seen_remote(self, key: Key, location: Location) -> None:
-        """The block was read there; `forget` it when it is there no more."""
+        """Remember that the block was read there; `forget` it when it is there no more."""
         if len(self._seen_remote) >= PLACES_KEPT_MAX:
             _drop_oldest(self._seen_remote)
         self._seen_remote[key] = location
 
     def forget_remote(self, keys: Sequence[Key]) -> bool:
-        """Whether one of them was remembered on another host."""
+        """Forget where blocks of other hosts were; whether any of `keys` was among them."""
         return sum(self._seen_remote.pop(key, None) is not None for key in keys) > 0
 
     def _local(self, key: Key) -> Place | None:
@@ -353,7 +353,7 @@ class Reader:
         ]
 
     def in_reach(self, records: Sequence[Record | None]) -> list[Record | None]:
-        """Those of nodes that can be read from here, None in place of the others.
+        """The records of nodes that can be read from here, None in place of the others.
 
         Headers are looked at when the block is read; here only who owns it matters, so a long
         run costs little.

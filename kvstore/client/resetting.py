@@ -26,7 +26,7 @@ POLL_S = 0.05
 
 def reset_everywhere(
     writer: HostWriter,
-    away: RemoteWriter,
+    remote: RemoteWriter,
     index: Index,
     run_dir: Path,
     key_prefix: str,
@@ -52,7 +52,7 @@ def reset_everywhere(
             with until(deadline):
                 return writer.reset(number, some)
         except NodeUnavailableError:
-            return away.reset(number, some, deadline)
+            return remote.reset(number, some, deadline)
 
     try:
         numbers = _tell_all(tell, namespace_ids, machine)

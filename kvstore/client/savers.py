@@ -92,6 +92,6 @@ def _or_failure(call: Callable[[], T]) -> T | NodeUnavailableError | DeadlineErr
 
 
 def answered(call: Callable[[], list[T]]) -> Later[T]:
-    """For what is not asked in two steps."""
+    """An answer that is there already, for what is not asked in two steps."""
     answers = call()
     return lambda: answers

@@ -186,7 +186,7 @@ class VramNodes:
     def there(
         self, announcement: Announcement, blocks: Sequence[tuple[Key, Location]]
     ) -> list[bool]:
-        """Which of `blocks` are there, as long as their locations say."""
+        """Whether each of `blocks` is there and as long as its location says."""
         heads = attach(self._run_dir, announcement)
         if heads is None:
             return [False] * len(blocks)

@@ -72,7 +72,7 @@ def as_it_is(body: Any) -> Any:
 
 
 class Ticket:
-    """A request on its way."""
+    """A request on its way, and its answer once that has come."""
 
     __slots__ = ("accept", "answer", "done", "error", "give_up_at")
 
@@ -89,7 +89,8 @@ class Ticket:
 
 
 class ControlChannel:
-    """Connects when it is needed, again after a failure, and says then what it still holds.
+    """The connection to one node: made when it is needed, and again after a failure, when it says
+    what it still holds.
 
     Thread-safe. Raises `NodeUnavailableError` when the node is not there,
     `DeadlineError` when it does not answer, `UsageError` when it refuses.
@@ -139,7 +140,7 @@ class ControlChannel:
 
     @property
     def silent(self) -> bool:
-        """The node did not answer lately, and is not to be asked yet."""
+        """Whether the node did not answer lately, and is not to be asked yet."""
         breaker = self._breaker
         return breaker.state is not BreakerState.CLOSED and self._now() < breaker.probe_at
 

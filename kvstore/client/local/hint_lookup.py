@@ -43,7 +43,7 @@ def found_here(
 def sure_here(
     nodes: LocalNodes, signer: RecordSigner | None, keys: Sequence[Key]
 ) -> Iterator[BlockRef | None]:
-    """The same of nodes of the client's own index alone, which a lookup may believe as it
+    """As `found_here`, of nodes of the client's own index alone, which a lookup may believe as it
     believes the index.
 
     Nobody is waited for, so no deadline is asked: a starved reader would miss what lies here.
@@ -58,7 +58,7 @@ def sure_here(
 
 
 def leading(found: Iterable[BlockRef | None]) -> Iterator[BlockRef]:
-    """Those before the first that is missing."""
+    """The leading records, up to the first that is missing."""
     for one in found:
         if one is None:
             return

@@ -46,7 +46,7 @@ Share = tuple[Writer, NodeLink, list[int]]
 
 
 class HostWriter(HostWriters):
-    """What a `Writer` is for one node, for all of this host. Thread-safe."""
+    """Does for all nodes of this host what a `Writer` does for one. Thread-safe."""
 
     # --- what goes where --------------------------------------------------------
 
@@ -187,7 +187,7 @@ class HostWriter(HostWriters):
         return writers
 
     def unpin(self, key: Key, record: bytes) -> None:
-        """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
+        """Let a pin go. When it cannot be said now, the next reconnect or goodbye says it."""
         self.unpin_many([(key, record)])
 
     def view(self, pin: Pin, payload: memoryview) -> tuple[Any, Pins]:
@@ -219,7 +219,7 @@ class HostWriter(HostWriters):
         return records
 
     def unpin_many(self, pinned: Sequence[Pin]) -> None:
-        """Let each go once."""
+        """Let each of these pins go once."""
         by_node: dict[int, list[Pin]] = {}
         for key, record in pinned:
             location = unpack_record(key, record)
@@ -262,7 +262,8 @@ class HostWriter(HostWriters):
         return dropped
 
     def clear(self, namespace_id: int) -> int:
-        """How many blocks were dropped. Raises when a node could not be told; the others were."""
+        """Drop a namespace; how many blocks it had. Raises when a node could not be told: then
+        the others have dropped it."""
         dropped, failure = 0, None
         for writer, by in in_turn(self.writers(), self.timeout_s, self._now):
             try:

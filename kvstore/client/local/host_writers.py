@@ -30,7 +30,7 @@ LOOK_AROUND_S = 0.5
 
 
 class HostWriters:
-    """A `Writer` for each node of this host. Thread-safe.
+    """The writers of one client, one for each node of this host. Thread-safe.
 
     Finds nodes when they are first needed, and others when one is gone. Calls raise
     `NodeUnavailableError` when there is no node on this host.
@@ -210,11 +210,11 @@ class HostWriters:
         return self.timeout_s / max(1, min(ROUNDS, healthy))
 
     def link(self, *, start: bool = True) -> NodeLink:
-        """To one of those that may be saved to."""
+        """The link to one of the nodes that may be saved to."""
         return self._targets(start=start)[0][1]
 
     def links(self) -> list[NodeLink]:
-        """All that there are, those to nodes that are gone too while something is held there."""
+        """All links, those to nodes that are gone too while something is held there."""
         return [link for writer in self._every() for link in writer.links()]
 
     def _every(self) -> list[Writer]:

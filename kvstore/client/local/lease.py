@@ -40,7 +40,7 @@ def lease_at(leases: Path, machine: Machine = REAL) -> Lease | None:
 
 
 class Lease:
-    """Held from construction to `release`, or to the end of this process."""
+    """A lease, held from construction to `release`, or to the end of this process."""
 
     def __init__(self, leases: Path, machine: Machine = REAL) -> None:
         self.client_id = fresh_id(machine)

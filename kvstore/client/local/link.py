@@ -33,7 +33,7 @@ class Holdings:
 
     @property
     def is_viewed(self) -> bool:
-        """Somebody may look at something of it also when the client is closed."""
+        """Whether somebody may look at something of it also when the client is closed."""
         return any(list(self.viewed.values()))
 
     def pin(self, handles: Iterable[tuple[int, int]], also: Callable[[], object]) -> None:
@@ -78,7 +78,7 @@ class Granted:
         self._refused = False
 
     def note(self, held: Holdings, handle: tuple[int, int]) -> None:
-        """It is part of what the next HELLO says, unless the caller has given up."""
+        """Note a slot that is granted: the next HELLO says it, unless the caller has given up."""
         held.reserved.add(handle)
         self._noted.append((held, handle))
         if self._refused:

@@ -23,7 +23,7 @@ class Reaper:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Safe to call again."""
+        """Start the thread. Safe to call again."""
         if self._thread is not None:
             return
         with self._lock:

@@ -24,7 +24,7 @@ def processor_wanted_s(connection: socket.socket) -> float | None:
 
 
 def wanted_by_s(pid: int) -> float | None:
-    """The same of a process of this host."""
+    """As `processor_wanted_s`, of a process of this host."""
     try:
         ran_ns, waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[:2]
         return (int(ran_ns) + int(waited_ns)) / 1e9

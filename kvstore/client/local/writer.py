@@ -97,7 +97,7 @@ class Writer:
     # --- the link ---------------------------------------------------------
 
     def link(self) -> NodeLink:
-        """Raises `NodeUnavailableError` when no node of this index runs on this host."""
+        """The link to the node. Raises `NodeUnavailableError` when none of this index runs here."""
         link = self.linked
         if link is not None:
             return link
@@ -354,7 +354,7 @@ class Writer:
         self._settle()
 
     def links(self) -> list[NodeLink]:
-        """Those of former nodes too, as long as something of theirs is in use."""
+        """The link to the node, and those to its former starts while something there is in use."""
         link = self.linked
         return [*self._former, link] if link is not None else list(self._former)
 
@@ -390,7 +390,7 @@ class Writer:
         return answers
 
     def unpin(self, key: Key, record: bytes) -> None:
-        """Let it go. When it cannot be said now, the next reconnect or goodbye says it."""
+        """Let a pin go. When it cannot be said now, the next reconnect or goodbye says it."""
         self.unpin_many([(key, record)])
 
     def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
@@ -425,7 +425,7 @@ class Writer:
             raise
 
     def unpin_many(self, pinned: Iterable[Pin]) -> None:
-        """Let each go once."""
+        """Let each of these pins go once."""
         ended = deque(pinned)
         try:
             self._unpin(ended, viewed=False)
@@ -493,12 +493,14 @@ class Writer:
             self._drop(link)  # if it is gone: the next one is told of the next touches
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
+        """Drop the blocks of `keys`; which of them were there."""
         dropped: list[bool] = []
         for batch in in_batches(keys, BATCH_KEYS_MAX):
             dropped += self._ask(Op.DROP, join_keys(batch), accept=lambda _, body: flags(body))
         return dropped
 
     def clear(self, namespace_id: int) -> int:
+        """Drop every block of a namespace; how many there were."""
         return self._ask(Op.CLEAR, namespace_id, accept=lambda _, body: whole(body))
 
     def reset(self, number: int, namespace_ids: Sequence[int]) -> int:
@@ -507,6 +509,7 @@ class Writer:
         return self._ask(Op.RESET, *told, accept=lambda _, body: reset_number(body))
 
     def stats(self) -> Counters:
+        """The node's counters (core/report.py)."""
         return self._ask(Op.STAT, accept=lambda _, body: counters(body))
 
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:

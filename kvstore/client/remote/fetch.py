@@ -38,12 +38,12 @@ class FetchedBlock(NamedTuple):
 
     @property
     def buffer(self) -> memoryview:
-        """All of it, where it is in one part."""
+        """All of the payload, where it is in one part."""
         return (self.there or self.aside).toreadonly()
 
     @property
     def size_bytes(self) -> int:
-        """Of the value alone."""
+        """Of the value alone, without its description."""
         return self.location.length - self.meta_length
 
     @property
@@ -71,7 +71,7 @@ def fetch(
     outs: Sequence[Out | None] | None,
     deadline: float | None,
 ) -> dict[int, FetchedBlock]:
-    """Those of `blocks` that could be read, by the same numbers, all in one batch per node: into
+    """The blocks that could be read, by the same numbers, all in one batch per node: into
     `outs`, by these numbers too, as far as that can be, the rest into memory of their own.
 
     Raises `UsageError` for an `out` that is too small; nothing is then written into any.

@@ -225,7 +225,7 @@ class Peers:
     # --- asking its event loop: saves, questions ----------------------------------
 
     def healthy(self, node_id: int) -> bool:
-        """Nothing but reads that was asked of it last has failed."""
+        """Whether the node's event loop answered what it was asked last."""
         known = self._known.get(node_id)
         return known is not None and known.loop.state is BreakerState.CLOSED
 
@@ -245,8 +245,8 @@ class Peers:
                 self._answered(known)
 
     def failed(self, node_id: int) -> None:
-        """It was not answered: the node is left alone for a while, by reads too until a thread of
-        it has answered."""
+        """What `allows` allowed was not answered: the node is left alone for a while, by reads
+        too until a thread of it has answered."""
         with self._lock:
             known = self._known.get(node_id)
             if known is not None:

@@ -19,7 +19,7 @@ LISTEN_EVERY_S = 0.05
 
 
 class Silenced:
-    """What others say is heard once. Thread-safe: to hear it twice is no harm."""
+    """What clients of one run directory say of silent nodes; each hears it once. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / DIRECTORY
@@ -27,14 +27,14 @@ class Silenced:
         self._changed_ns = 0
 
     def say(self, node_id: int, epoch: int) -> None:
-        """That start of that node is silent."""
+        """Tell others that this start of this node is silent."""
         with suppress(OSError):
             self._path.mkdir(mode=0o700, exist_ok=True)
             self._file(node_id, epoch).touch(mode=0o600)
             os.utime(self._path)  # what listeners look at, also when the file was there
 
     def unsay(self, node_id: int, epoch: int) -> None:
-        """It is not."""
+        """Take back that this start of this node is silent."""
         with suppress(OSError):
             self._file(node_id, epoch).unlink(missing_ok=True)
 

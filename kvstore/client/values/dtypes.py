@@ -19,7 +19,7 @@ _NATIVE = "<" if sys.byteorder == "little" else ">"
 
 
 class Described(NamedTuple):
-    """The same for all that have the same numbers in the same shape."""
+    """Dtype and shape of a value: equal for all that have the same numbers in the same shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ def described(meta: bytes) -> Described:
 
 
 def read_meta(meta: bytes) -> tuple[str, list[int]]:
-    """The description, checked: it may be damaged, or somebody else's."""
+    """Decode a value's description, and check it: it may be damaged, or somebody else's."""
     try:
         dtype, shape = msgpack.unpackb(meta)
     except (ValueError, TypeError, msgpack.UnpackException) as e:
@@ -60,7 +60,7 @@ def numpy_name(dtype: Any) -> str:
 
 
 def of_format(code: str, itemsize: int) -> str:
-    """Of a `memoryview.format`."""
+    """The dtype of a `memoryview.format`."""
     letter = code.lstrip("@=" + _NATIVE)
     if letter == "?":
         return "bool"

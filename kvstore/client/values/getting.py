@@ -32,7 +32,7 @@ class ValueGetter:
         """Those of `counts` that came from other hosts."""
 
     def get(self, key: Key, out: Any) -> Any:
-        """As `get_many`, of which one that was seen in this host's memory needs nothing."""
+        """As `get_many` for one key; a value seen in this host's memory before asks nobody."""
         now = self._now()
         value = None
         place = self._reader.remembered.get(key)

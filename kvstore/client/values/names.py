@@ -30,7 +30,7 @@ class ValueNames:
         self._lock = threading.RLock()  # a thread of the parent may have had it
 
     def note(self, keys: Sequence[Key], names: Sequence[str | bytes]) -> None:
-        """These values were saved. Names above `NAME_BYTES_MAX` are not told."""
+        """Note the names of values that were saved; those above `NAME_BYTES_MAX` are not told."""
         for key, name in zip(keys, names, strict=True):
             raw = name.encode() if isinstance(name, str) else name
             if len(raw) <= NAME_BYTES_MAX and len(self._waiting) < NAMES_WAITING_MAX:

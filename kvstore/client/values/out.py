@@ -56,7 +56,7 @@ class Out:
 
     @property
     def plain(self) -> bool:
-        """Whether it takes any bytes that fit: what it is need not be compared with a value."""
+        """Whether it takes any bytes that fit, whatever dtype and shape the value has."""
         return self._is is None
 
     def check(self, kind: int, meta: bytes, size_bytes: int) -> None:
@@ -83,7 +83,7 @@ class Out:
             raise ValueError(f"{value} is not {size_bytes} bytes")
 
     def check_room(self, size_bytes: int) -> None:
-        """Raises `UsageError` when `size_bytes` do not fit."""
+        """Raise `UsageError` when a value of `size_bytes` does not fit."""
         if self.room.nbytes < size_bytes:
             raise UsageError(
                 "out", f"{self.room.nbytes} bytes", f"must have at least {size_bytes} bytes"

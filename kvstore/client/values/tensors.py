@@ -36,7 +36,7 @@ class Payload(NamedTuple):
 
 
 def encode(value: Any) -> Payload:
-    """Raises `UsageError` for what has no plain bytes."""
+    """A value as what is saved of it. Raises `UsageError` for what has no plain bytes."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         data = tensor_bytes("value", value)
@@ -128,7 +128,8 @@ def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
 
 
 def numpy_dtype(name: str) -> Any:
-    """Raises `UsageError` without the library that knows it, `ValueError` when none does."""
+    """The numpy dtype of that name. Raises `UsageError` when the library that knows it is missing,
+    `ValueError` when none does."""
     try:
         import numpy
     except ImportError as e:
@@ -142,7 +143,7 @@ def numpy_dtype(name: str) -> Any:
 
 
 def torch_dtype(name: str) -> Any:
-    """Raises `UsageError` without torch, and for a dtype it has not."""
+    """The torch dtype of that name. Raises `UsageError` without torch, and for one it has not."""
     try:
         import torch
     except ImportError as e:
