@@ -9,20 +9,16 @@ from typing import NamedTuple, Self
 
 from kvstore.batches import in_batches
 from kvstore.client.explanation import MissReason, reason_of
+from kvstore.client.remote.node_directory import NodeDirectory
 from kvstore.config_file import read_config
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.announced import announced_node
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import BATCH_KEYS_MAX, Limits
-from kvstore.nodedir import Announcement
 from kvstore.record import RecordSigner, unpack_record
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
+from kvstore.transport.select import TRANSPORTS
 from kvstore.types import Key
-
-NODES_KNOWN_S = 1.0
-"""How long what the index said of a node is believed."""
-NODES_KNOWN_MAX = 4096
 
 
 class Holder(NamedTuple):
@@ -69,13 +65,14 @@ class Locator:
             limits=limits or read_config().limits(),
         )
         self._index = self._opened.index
-        self._nodes: dict[int, tuple[float, tuple[Announcement, Holder] | None]] = {}
+        self._nodes = NodeDirectory(self._index, lambda _: TRANSPORTS, self._signer)
+        """Whether a node can be reached is not for this one to know."""
 
     def leading(self, keys: Sequence[Key]) -> Holders:
         """The holders of the longest leading run of `keys`, one each.
 
         One round trip for every `BATCH_KEYS_MAX` keys, and one for each node not heard of
-        for `NODES_KNOWN_S`. Never raises for a peer's fault: the run is shorter then.
+        for `NODE_BELIEVED_S`. Never raises for a peer's fault: the run is shorter then.
         """
         holders = Holders()
         try:
@@ -102,26 +99,10 @@ class Locator:
         location = unpack_record(key, record)
         if location is None:
             return None
-        found = self._node(location.node_id)
-        if found is None or found[0].epoch != location.epoch:
+        node = self._nodes.node(location.node_id, time.monotonic()).announcement
+        if node is None or node.epoch != location.epoch:
             return None
-        return found[1]
-
-    def _node(self, node_id: int) -> tuple[Announcement, Holder] | None:
-        now = time.monotonic()
-        known = self._nodes.get(node_id)
-        if known is not None and now < known[0]:
-            return known[1]
-        announcement = announced_node(self._index, node_id, self._signer)
-        found = (
-            None
-            if announcement is None
-            else (announcement, Holder(announcement.name, announcement.host))
-        )
-        if len(self._nodes) >= NODES_KNOWN_MAX:
-            self._nodes.clear()
-        self._nodes[node_id] = (now + NODES_KNOWN_S, found)
-        return found
+        return Holder(node.name, node.host)
 
     def close(self) -> None:
         """Give connections back. Safe to call twice."""

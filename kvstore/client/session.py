@@ -197,6 +197,7 @@ class BlockSession:
             self._vram_nodes(key_prefix, device, sees_vram),
             signer,
             Silenced(self.run_dir),
+            machine=machine,
         )
         reporter = CorruptionReporter(self.limits.request_timeout_s, machine=machine)
         self.reader = Reader(
@@ -216,12 +217,7 @@ class BlockSession:
         )
         self.value_names = ValueNames(self.writer)
         self.remote_writer = RemoteWriter(
-            self.remote,
-            self.index,
-            self.reader.readable,
-            self.writer.introductions,
-            signer,
-            machine=machine,
+            self.remote, self.reader.readable, self.writer.introductions, machine=machine
         )
         self._explainer = Explainer(
             self.index,

@@ -12,6 +12,7 @@ from stores import PATIENT, NodeProcess, announcement
 
 from kvstore import Client, Holder, Locator, MissReason
 from kvstore.client import locator as locator_module
+from kvstore.client.remote import node_directory
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis.index import open_index
 from kvstore.record import RecordSigner, pack_record
@@ -74,7 +75,7 @@ def test_more_keys_than_one_batch_are_one_run(
 def test_blocks_of_a_dead_node_have_no_holder(
     node: NodeProcess, writer: Client, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locator_module, "NODES_KNOWN_S", 0.0)
+    monkeypatch.setattr(node_directory, "NODE_BELIEVED_S", 0.0)
     writer.put_blocks(TOKENS, [b"kv"] * 4)
     with locator(node, elsewhere) as found:
         word = node.directory.announcement()
@@ -113,7 +114,7 @@ def located(
         ]
     )
     with Locator("redis://127.0.0.1:1", run_dir=tmp_path) as locator:
-        locator._index = index
+        locator._index = locator._nodes._index = index
         holders = locator.leading(names)
     return len(holders), holders.short
 
@@ -147,5 +148,5 @@ def test_with_a_signing_key_an_unsigned_record_has_no_holder(
     signed = [signer.signed(*pair) for pair in zip(names, records, strict=True)]
     index.publish(list(zip(names, [signed[0], records[1], signed[2]], strict=True)))
     with Locator("redis://127.0.0.1:1", run_dir=tmp_path, signing_key=secret) as locator:
-        locator._index = index
+        locator._index = locator._nodes._index = index
         assert len(locator.leading(names)) == 1

@@ -84,7 +84,7 @@ def test_a_false_address_in_redis_is_not_gone_to(
             index.announce(word.node_id, forged.pack(), 60.0)
             remote = reader.session.remote
             wait_until(lambda: not reader.exists("k"), "it is not believed")
-            assert remote._known[word.node_id].announcement is None
+            assert remote.directory.get(word.node_id).announcement is None
             index.close()
 
 

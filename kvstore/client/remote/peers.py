@@ -7,19 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.circuit_breaker import Breaker, BreakerState
+from kvstore.circuit_breaker import BreakerState
+from kvstore.client.remote.node_directory import KnownNode, NodeDirectory
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.vram import VramNodes
-from kvstore.errors import IndexUnavailableError, PeerError
+from kvstore.errors import PeerError
 from kvstore.fork import in_each_child
-from kvstore.index.announced import announced_node
 from kvstore.index.base import Index
 from kvstore.limits import (
-    NODE_BELIEVED_S,
-    NODE_TTL_S,
     STREAM_NODES_AT_ONCE,
     STREAM_SLOW_BYTES_PER_S,
 )
+from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.record import RecordSigner
@@ -33,16 +32,10 @@ from kvstore.transport.stream.transport import NAME as STREAM
 from kvstore.transport.stream.transport import StreamTransport
 from kvstore.types import KEY_BYTES, Location
 
-NODES_KNOWN_MAX = 1024
 PROBE_TIMEOUT_S = 0.25
 """For a node to show that it is there (again)."""
 HURRIED_SHARE = 0.5
 """Of the time that a node may take: a read that had less, and failed for it, was hurried."""
-HURRIED_MAX = 3
-"""So many of them in a row, and the node is left alone for a while, as after one that had its
-time."""
-RETRY_AFTER_S = 0.25
-RETRY_AFTER_MAX_S = 5.0
 HUNG_UP_CHECK_S = 0.25
 """Idle connections to a node are looked at so often: a process that ends hangs up."""
 
@@ -58,44 +51,6 @@ def _is_there(stream: StreamTransport, announcement: Announcement, deadline: flo
     look(stream, announcement, [(bytes(KEY_BYTES), nowhere)], deadline)
 
 
-class _Known:
-    """What is known of one node."""
-
-    __slots__ = (
-        "announcement",
-        "answered_at",
-        "asked_at",
-        "breaker",
-        "confirmed_at",
-        "looked_at",
-        "loop",
-    )
-
-    def __init__(self) -> None:
-        self.announcement: Announcement | None = None
-        self.asked_at = float("-inf")
-        self.confirmed_at = float("-inf")
-        self.answered_at = 0.0
-        """Here, by `time.time`: others' word of before does not count."""
-        self.looked_at = float("-inf")
-        """When its idle connections were looked at."""
-        # One failure costs a whole deadline: the next calls must not.
-        self.breaker, self.loop = (
-            Breaker(
-                failures_max=HURRIED_MAX,
-                retry_after_s=RETRY_AFTER_S,
-                retry_after_max_s=RETRY_AFTER_MAX_S,
-            )
-            for _ in range(2)
-        )
-        """Of reads, and of what its event loop has to answer."""
-
-    def is_believed(self, now: float) -> bool:
-        """The index need not be asked; never while it has not answered yet: another thread's
-        first question says nothing."""
-        return now < self.asked_at + NODE_BELIEVED_S and self.confirmed_at != float("-inf")
-
-
 class Peers:
     """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
 
@@ -108,20 +63,20 @@ class Peers:
         vram: VramNodes | None = None,
         signer: RecordSigner | None = None,
         silenced: Silenced | None = None,
+        *,
+        machine: Machine = REAL,
     ) -> None:
         """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
         `signer` only nodes count whose announcement it signed; by `silenced` the clients of this
         host tell each other who is silent."""
         self.vram = vram
         self._silenced = silenced
-        self._index = index
-        self._signer = signer
         self._allowed = allowed
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
         self._nixl = NixlTransport(self.stream, Layout) if NIXL in allowed else None
         self._lock = threading.RLock()
-        self._known: dict[int, _Known] = {}
+        self.directory = NodeDirectory(index, self._offered, signer, machine=machine)
         self._asking = 0
         """Threads that ask a node whether it is there."""
         in_each_child(self)
@@ -141,9 +96,7 @@ class Peers:
             return announcement
         if STREAM not in self._allowed and self._nixl is None:
             return None
-        known = self._known.get(node_id)
-        if known is None or not known.is_believed(now):
-            known = self._ask(node_id, now)
+        known = self.directory.node(node_id, now)
         announcement = known.announcement
         if announcement is None or announcement.epoch != epoch:
             return None
@@ -161,47 +114,23 @@ class Peers:
     def _listen(self, now: float) -> None:
         """Leave alone for a while whom another client of this host has found silent."""
         for node_id, epoch, said_at in () if self._silenced is None else self._silenced.heard(now):
-            known = self._known.get(node_id)
+            known = self.directory.get(node_id)
             if known is None or known.announcement is None or known.announcement.epoch != epoch:
                 continue
             with self._lock:
                 if said_at > known.answered_at and known.breaker.state is BreakerState.CLOSED:
                     known.breaker.failed(now, hung=True)
 
-    def _ask(self, node_id: int, now: float) -> _Known:
-        with self._lock:
-            known = self._known.get(node_id)
-            if known is None:
-                if len(self._known) >= NODES_KNOWN_MAX:
-                    self._known.pop(next(iter(self._known)))
-                known = self._known[node_id] = _Known()
-            if known.is_believed(now):
-                return known
-            known.asked_at = now
-        try:
-            announcement = announced_node(self._index, node_id, self._signer)
-        except IndexUnavailableError:
-            if now >= known.confirmed_at + NODE_TTL_S - NODE_BELIEVED_S:
-                known.announcement = None
-            return known
-        if announcement is not None and not choose(
-            self._allowed, self._offered(announcement), mapped=False
-        ):
-            announcement = None
-        known.announcement, known.confirmed_at = announcement, now
-        return known
-
     def _offered(self, announcement: Announcement) -> list[str]:
+        """Transports by which it can be reached, if one of them is allowed."""
         offered = [STREAM] if self.stream.usable(announcement) else []
-        return (
-            [*offered, NIXL]
-            if self._nixl is not None and self._nixl.usable(announcement)
-            else offered
-        )
+        if self._nixl is not None and self._nixl.usable(announcement):
+            offered.append(NIXL)
+        return offered if choose(self._allowed, offered, mapped=False) else []
 
     # --- what became of what was asked ------------------------------------------
 
-    def _answered(self, known: _Known) -> None:
+    def _answered(self, known: KnownNode) -> None:
         """A thread of it answered, as it does reads. The caller holds the lock."""
         was = known.breaker.state
         known.breaker.succeeded()
@@ -214,7 +143,7 @@ class Peers:
         ):
             self._silenced.unsay(announcement.node_id, announcement.epoch)
 
-    def _broke(self, known: _Known, *, hung: bool) -> None:
+    def _broke(self, known: KnownNode, *, hung: bool) -> None:
         """It did not. The caller holds the lock."""
         known.breaker.failed(time.monotonic(), hung=hung)
         known.asked_at = float("-inf")
@@ -226,20 +155,20 @@ class Peers:
 
     def healthy(self, node_id: int) -> bool:
         """Whether the node's event loop answered what it was asked last."""
-        known = self._known.get(node_id)
+        known = self.directory.get(node_id)
         return known is not None and known.loop.state is BreakerState.CLOSED
 
     def allows(self, node_id: int) -> bool:
         """Whether to ask it for something now. What becomes of that must be told: `succeeded` or
         `failed`."""
         with self._lock:
-            known = self._known.get(node_id)
+            known = self.directory.get(node_id)
             return known is not None and known.loop.allows(time.monotonic())
 
     def succeeded(self, node_id: int) -> None:
         """What `allows` allowed was answered."""
         with self._lock:
-            known = self._known.get(node_id)
+            known = self.directory.get(node_id)
             if known is not None:
                 known.loop.succeeded()
                 self._answered(known)
@@ -248,7 +177,7 @@ class Peers:
         """What `allows` allowed was not answered: the node is left alone for a while, by reads
         too until a thread of it has answered."""
         with self._lock:
-            known = self._known.get(node_id)
+            known = self.directory.get(node_id)
             if known is not None:
                 known.loop.failed(time.monotonic(), hung=True)
                 self._broke(known, hung=True)
@@ -287,7 +216,7 @@ class Peers:
         """Whether another thread asks it now; that one tells the breaker, and the word or None.
         Where there are no threads, this one does, if it `waits` for the answer anyway."""
         with self._lock:
-            known = self._known.get(announcement.node_id)
+            known = self.directory.get(announcement.node_id)
             if known is None or self._asking >= STREAM_NODES_AT_ONCE:
                 return False
             if not (known.loop if loop else known.breaker).allows(time.monotonic()):

@@ -15,6 +15,7 @@ from kvstore.client.vram import VramNodes
 from kvstore.errors import PeerError
 from kvstore.index.base import Index
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_NODES_AT_ONCE
+from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op, join_keys
 from kvstore.record import RecordSigner
@@ -48,6 +49,8 @@ class RemoteNodes(Peers):
         vram: VramNodes | None = None,
         signer: RecordSigner | None = None,
         silenced: Silenced | None = None,
+        *,
+        machine: Machine = REAL,
     ) -> None:
         """As `Peers`."""
         self._workers: ThreadPoolExecutor | None = None
@@ -56,7 +59,9 @@ class RemoteNodes(Peers):
             for way in (STREAM, NIXL)
             for what in ("hits", "bytes", "misses", "failed", "checksum")
         }
-        super().__init__(index, allowed, security, timeout_s, vram, signer, silenced)
+        super().__init__(
+            index, allowed, security, timeout_s, vram, signer, silenced, machine=machine
+        )
 
     def _ways(self, announcement: Announcement) -> list[tuple[str, Transport]]:
         """How to read from it, best first. NIXL only when it is ready, or all there is."""
@@ -111,7 +116,7 @@ class RemoteNodes(Peers):
             and CUDA_IPC in announcement.transports
         ):
             return self.vram.there(announcement, blocks)
-        known = self._known.get(at.node_id)
+        known = self.directory.get(at.node_id)
         if announcement is None or known is None:
             return [False] * len(blocks)
         try:
@@ -181,7 +186,7 @@ class RemoteNodes(Peers):
         now = time.monotonic()
         location = batch[0].location
         announcement = self.node(location.node_id, location.epoch, now)
-        known = self._known.get(location.node_id)
+        known = self.directory.get(location.node_id)
         left_s = self.timeout_s(sum(one.location.length for one in batch))
         left_s = min(left_s, deadline - now)
         with self._lock:

@@ -19,19 +19,17 @@ from kvstore.client.savers import answered
 from kvstore.core.answers import NOT_HELD
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
 from kvstore.fork import in_each_child
-from kvstore.index.announced import nodes_among, strangers_among
-from kvstore.index.base import Index, Record
+from kvstore.index.base import Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.machine import REAL, Machine
-from kvstore.nodedir import Announcement, Stranger
+from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import InvalidReplyError, reset_number
-from kvstore.record import RecordSigner, unpack_record
+from kvstore.record import unpack_record
 from kvstore.transport.stream.requests import SavePayload, ask, put
+from kvstore.transport.stream.transport import NAME as STREAM
 from kvstore.types import EXISTS, NO_SPACE, Key, Kind, PutResult, rejected
 
-LOOK_AROUND_S = 5.0
-"""How often the index is asked which nodes there are, and how much room they have."""
 ANSWER_SHARE = 0.5
 """Of a save's time besides that of its bytes, what the first node has to say what it takes: in
 the rest all others can be asked."""
@@ -49,34 +47,22 @@ class RemoteWriter:
     def __init__(
         self,
         remote: RemoteNodes,
-        index: Index,
         readable: Callable[[Sequence[Key]], Sequence[Record | None]],
         introductions: Mapping[int, bytes],
-        signer: RecordSigner | None = None,
         *,
         machine: Machine = REAL,
     ) -> None:
         """`readable` gives the records of blocks that can be read from here (`Reader.readable`),
-        `introductions` the fields of namespaces, by id; with `signer`, only nodes count whose
-        announcement it signed."""
+        `introductions` the fields of namespaces, by id."""
         self._remote = remote
         self._machine = machine
         self._now = machine.monotonic
-        self._index = index
+        self._directory = remote.directory
         self._readable = readable
         self._introductions = introductions
-        self._signer = signer
         self._random = random.Random()
         self._lock = self._machine.lock()
-        self._looking = self._machine.lock()
-        """Of the one that asks the index which nodes there are."""
         in_each_child(self)
-        self._nodes: dict[int, Announcement] = {}
-        self._strangers: list[Stranger] = []
-        self._sent_bytes: dict[int, int] = {}
-        """Since the nodes said how much room they have."""
-        self._looked_at = float("-inf")
-        self._looks = 0
         self._numbers = itertools.count(1)
         self._open: dict[int, int] = {}
         """Namespace ids of reservations, by number."""
@@ -86,58 +72,27 @@ class RemoteWriter:
     def _targets(self, deadline: float) -> list[Announcement]:
         """Nodes that can be reached or are to be tried again."""
         now = self._now()
-        if now >= self._looked_at + LOOK_AROUND_S:
-            self._look_around(deadline)
+        self._directory.look_around(now, deadline)
         there = [
             announcement
-            for node_id, announcement in self._nodes.items()
-            if self._remote.node(node_id, announcement.epoch, now) is not None
+            for known, announcement in self._directory.all()
+            if STREAM in known.offered
+            and self._remote.node(announcement.node_id, announcement.epoch, now) is not None
         ]
         if not there:
-            self._looked_at = float("-inf")
+            self._directory.looked_at = float("-inf")
         return there
 
     def _candidate(self, announcement: Announcement) -> Candidate:
-        sent_bytes = self._sent_bytes.get(announcement.node_id, 0)
+        known = self._directory.get(announcement.node_id)
+        sent_bytes, heard_at = (known.sent_bytes, known.heard_at) if known else (0, 0.0)
         return Candidate(
             announcement.node_id,
             # Of another host's word only what can be true is reckoned with.
             min(max(announcement.size_bytes, 1), CAPACITY_BYTES_MAX),
             min(max(announcement.free_bytes - sent_bytes, 0), CAPACITY_BYTES_MAX),
-            min(announcement.up_s, RAMP_S) + self._now() - self._looked_at,
+            min(announcement.up_s, RAMP_S) + self._now() - heard_at,
         )
-
-    def _look_around(self, deadline: float) -> None:
-        """Ask the index. Whoever comes meanwhile goes on with the nodes that are known, or waits
-        for what the first one finds, until its deadline."""
-        looks = self._looks
-        wait_s = 0.0 if self._nodes else max(deadline - self._now(), 0.0)
-        try:
-            if self._looking.acquire(timeout=wait_s) and self._looks == looks:
-                self._ask_index()
-        finally:
-            try:  # noqa: SIM105  # as in client/local/control.py: a signal could end it before
-                self._looking.release()
-            except RuntimeError:  # it was never got
-                pass
-
-    def _ask_index(self) -> None:
-        try:
-            raws = self._index.nodes()
-        except IndexUnavailableError:
-            pass  # those known before may still be there
-        else:
-            words = nodes_among(raws, self._signer)
-            self._strangers = strangers_among(raws)
-            self._nodes = {
-                node_id: announcement
-                for node_id, announcement in words.items()
-                if self._remote.stream.usable(announcement)
-            }
-            with self._lock:
-                self._sent_bytes = {}
-        self._looked_at = self._now()
-        self._looks += 1
 
     # --- resets -------------------------------------------------------------
 
@@ -215,7 +170,7 @@ class RemoteWriter:
 
     def _nobody(self) -> str:
         """Why there is none to save to: nodes of another version are told by name."""
-        others = self._strangers[:STRANGERS_NAMED_MAX]
+        others = self._directory.strangers[:STRANGERS_NAMED_MAX]
         return "; ".join([NOBODY, *(f"{other} (on {other.host})" for other in others)])
 
     def _in_turn(self, deadline: float) -> Iterator[Announcement]:
@@ -242,8 +197,10 @@ class RemoteWriter:
         yield from self._remote.answering(others, deadline)
 
     def _count_sent(self, node_id: int, size_bytes: int) -> None:
-        with self._lock:
-            self._sent_bytes[node_id] = self._sent_bytes.get(node_id, 0) + size_bytes
+        known = self._directory.get(node_id)
+        if known is not None:
+            with self._lock:
+                known.sent_bytes += size_bytes
 
     # --- as connectors save --------------------------------------------------
 
@@ -307,5 +264,5 @@ class RemoteWriter:
             self._open.pop(reservation.generation, None)
 
     def after_fork_in_child(self) -> None:
-        """A thread of the parent may have had them."""
-        self._lock, self._looking = self._machine.lock(), self._machine.lock()
+        """A thread of the parent may have had it."""
+        self._lock = self._machine.lock()

@@ -135,7 +135,7 @@ def test_a_client_elsewhere_that_lies_about_damage_drops_nothing(
     assert writer.put("k", value)
     assert reader.get("k") == value
     remote = reader.session.remote
-    (known,) = remote._known.values()
+    (known,) = remote.directory._nodes.values()
     assert known.announcement is not None
     raw_key = writer.namespace.value_key("k")
     message = [Op.SUSPECT, 0, raw_key + b"?" * 32]

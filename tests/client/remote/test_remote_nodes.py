@@ -6,7 +6,7 @@ import time
 import pytest
 from stores import announcement
 
-from kvstore.client.remote.peers import HURRIED_MAX
+from kvstore.client.remote.node_directory import HURRIED_MAX
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex

@@ -99,7 +99,7 @@ def test_a_writer_that_dies_half_way_leaves_nothing(far, writer, reader):
 
     remote = reader.session.remote
     reader.put("known", b"1")  # so that the node is known
-    word = next(iter(reader.session.remote_writer._nodes.values()))
+    ((_, word),) = remote.directory.all()
     channel = remote.stream.pool(word).take(time.monotonic() + 10)
     keys = [os.urandom(32) for _ in range(4)]
     offers = [SaveOffer(key, 3 * MIB, 0, 0, 1) for key in keys]

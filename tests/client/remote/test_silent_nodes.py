@@ -18,7 +18,8 @@ from two_hosts import client_of
 
 from kvstore import Client, Limits, PutStatus
 from kvstore.client.remote import peers as peers_module
-from kvstore.client.remote.peers import RETRY_AFTER_S, Peers
+from kvstore.client.remote.node_directory import RETRY_AFTER_S
+from kvstore.client.remote.peers import Peers
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.memory import MemoryIndex
@@ -209,7 +210,7 @@ def test_what_fails_while_a_node_is_tried_again_keeps_it_away_for_longer() -> No
             time.sleep(0.01)
         peers.failed(1)
         assert not peers.allows(1)
-        delays.append(peers._known[1].loop.probe_at - time.monotonic())
+        delays.append(peers.directory.get(1).loop.probe_at - time.monotonic())
     assert delays[0] < delays[1] < delays[2]
     assert not peers.healthy(1)
     peers.close()

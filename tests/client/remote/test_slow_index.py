@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 from stores import announcement
 
+from kvstore.client.remote.node_directory import LOOK_AROUND_S
 from kvstore.client.remote.reader import RemoteNodes
-from kvstore.client.remote.writer import LOOK_AROUND_S, NOBODY, RemoteWriter
+from kvstore.client.remote.writer import NOBODY, RemoteWriter
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.transport.stream.security import StreamSecurity
@@ -44,7 +45,7 @@ def index() -> SlowIndex:
 @pytest.fixture
 def writer(index: SlowIndex) -> Iterator[RemoteWriter]:
     remote = RemoteNodes(index, (STREAM,), StreamSecurity(), 0.2)
-    yield RemoteWriter(remote, index, lambda keys: [None] * len(keys), {})
+    yield RemoteWriter(remote, lambda keys: [None] * len(keys), {})
     index.answer.set()
     remote.close()
 
@@ -62,7 +63,7 @@ def test_who_knows_of_a_node_does_not_wait_for_another_thread_that_looks_around(
     writer.reserve([], 1, 0)
     index.answer.clear()
     assert index.asked.acquire(timeout=60)
-    monkeypatch.setattr(writer, "_looked_at", time.monotonic() - LOOK_AROUND_S)
+    monkeypatch.setattr(writer._directory, "looked_at", time.monotonic() - LOOK_AROUND_S)
     first = begin_to_save(writer)
     assert index.asked.acquire(timeout=60)
     assert writer.reserve([], 1, 0) == []
