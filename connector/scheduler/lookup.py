@@ -68,6 +68,8 @@ class Lookup:
     here: Lookup | None = None
     """What this host alone holds for it, when that is something but not all: for a request that
     cannot wait for the index any longer. An answer of its own, `done` from the start."""
+    looked_here: bool = False
+    """`here` will not be filled in any more."""
 
 
 @dataclass(slots=True)
@@ -119,10 +121,28 @@ class Lookups:
             thread.end()
             thread.join(SHUTDOWN_TIMEOUT_S)
 
+    def here(self, lookup: Lookup) -> Lookup | None:
+        """What this host has of `lookup`, for who cannot wait for its answer; None when that is
+        nothing. Where no thread has come to look, because there is no processor for it or too
+        much before it, the caller does: that takes microseconds a block."""
+        store = self._store.opened
+        if lookup.looked_here or store is None:
+            return lookup.here
+        own = Lookup(lookup.hashes, lookup.submitted_at)
+        with self._answering(own):
+            self._here(own, store)
+        return self._so_far(own) if own.run else None
+
+    def _so_far(self, lookup: Lookup) -> Lookup:
+        answer = replace(lookup, done=threading.Event(), answered_at=self._clock())
+        answer.done.set()
+        return answer
+
     def _look_here(self, lookup: Lookup) -> None:
         question: _Question | None = None
         with self._answering(lookup):
-            question = self._here(lookup)
+            question = self._here(lookup, self._store.get())
+            lookup.looked_here = True
         if question is not None and self._asking.put(question):
             return
         if question is not None:
@@ -160,7 +180,7 @@ class Lookups:
         except Exception:
             log.exception("warm-up failed")
 
-    def _here(self, lookup: Lookup) -> _Question | None:
+    def _here(self, lookup: Lookup, store: BlockStore | None) -> _Question | None:
         """Look for it on this host; what is left to ask the index."""
         layout = self._layout
         per_key = layout.hashes_per_key
@@ -171,7 +191,6 @@ class Lookups:
             for group in layout.groups
         ]
         lookup.keys = tuple(tuple(group[0]) for group in keys)
-        store = self._store.get()
         if store is None:
             lookup.short = MissReason.NO_STORE
             return None
@@ -186,8 +205,7 @@ class Lookups:
             return None
         lookup.short = MissReason.DEADLINE
         if lookup.run:
-            lookup.here = replace(lookup, done=threading.Event(), answered_at=self._clock())
-            lookup.here.done.set()
+            lookup.here = self._so_far(lookup)
         return _Question(lookup, store, finder, blocks)
 
     def _answer(self, question: _Question) -> None:

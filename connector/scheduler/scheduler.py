@@ -223,11 +223,12 @@ class SchedulerCore:
         if not lookup.done.is_set() and not self._wait(lookup):
             if self._worth_waiting(lookup, request.num_tokens - num_computed_tokens):
                 return None
-            if lookup.here is None:
+            here = self._lookups.here(lookup)
+            if here is None:
                 lookup.given_up = True
                 self._history.refused(request, MissReason.DEADLINE)
                 return 0
-            lookup = lookup.here
+            lookup = here
         run = usable_run(lookup.placement, state.barred, layout, request.num_tokens)
         state.present_blocks = run
         self._events.looked_up(request, lookup)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +14,10 @@ from redis_servers import RedisServer, free_port, wait_until
 from kvstore import AsyncClient, Client, IndexRefusedError, IndexUnavailableError, Limits
 from kvstore.client import health
 from kvstore.client.local.host_writers import HostWriters
+from kvstore.errors import IndexDeadlineError
+from kvstore.index.guarded import GuardedIndex
+from kvstore.index.memory import MemoryIndex
+from kvstore.types import Key
 
 if TYPE_CHECKING:
     from stores import NodeProcess
@@ -98,6 +102,26 @@ def test_the_end_of_the_trouble_is_said_and_the_next_trouble_warns_again(
                 ),
                 "the end is said",
             )
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_an_index_that_is_late_for_a_moment_is_not_away(
+    late: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither for people nor for calls, whose breaker stays closed."""
+    answers = iter([False] * late + [True] * 10)
+
+    class Late(MemoryIndex):
+        def lookup(self, keys: Sequence[Key]) -> list[bytes | None]:
+            if next(answers):
+                return super().lookup(keys)
+            raise IndexDeadlineError("late")
+
+    index = GuardedIndex(Late())
+    with caplog.at_level(logging.INFO):
+        health.IndexWatch(index).look(1.0)
+    assert len(warnings(caplog)) == (late == 3)
+    assert index.reading.opened == 0
 
 
 def test_ping_and_health_of_a_store_that_works(node: NodeProcess, client: Client) -> None:

@@ -55,6 +55,7 @@ class TokenRequest:
     block_tokens: int
     num_computed_tokens: int = 0
     salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:

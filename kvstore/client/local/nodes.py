@@ -122,7 +122,9 @@ class LocalNodes:
     def _map_around(self, now: float, *, ours_only: bool) -> bool:
         if not self._use or now < self._look_around_at[ours_only]:
             return False
-        with self._lock:
+        if not self._lock.acquire(blocking=not ours_only):
+            return False  # another thread looks, and the index can be asked
+        try:
             self._look_around_at[ours_only] = now + ABSENT_S
             before, identity = self.mapped, self._index.identity()
             for directory in self.machine.node_dirs(self._run_dir):
@@ -139,6 +141,8 @@ class LocalNodes:
                 elif (ours or not ours_only) and directory.alive():
                     self._add(announcement, directory, ours=ours)
             return self.mapped != before
+        finally:
+            self._lock.release()
 
     def _add(
         self, announcement: Announcement, directory: NodeDir, *, ours: bool
@@ -167,10 +171,11 @@ class LocalNodes:
         return Attached(announcement, shm, directory, ours=ours)
 
     def check(self, now: float) -> None:
-        """Drop the segments of nodes that died; costs nothing between checks."""
-        if now < self._checked_at + ALIVE_CHECK_S:
+        """Drop the segments of nodes that died; costs nothing between checks, and waits for no
+        other thread, which may be starved."""
+        if now < self._checked_at + ALIVE_CHECK_S or not self._lock.acquire(blocking=False):
             return
-        with self._lock:
+        try:
             self._checked_at = now
             dead = [
                 place
@@ -181,6 +186,8 @@ class LocalNodes:
                 self._attached.pop(place).gone = True
             self.mapped = tuple(a for a in self.mapped if not a.gone)
             self.gone += len(dead)
+        finally:
+            self._lock.release()
         if dead:
             self.machine.sweep(self._run_dir)
 

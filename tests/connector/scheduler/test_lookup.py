@@ -83,3 +83,19 @@ def test_the_index_answers_for_all_when_it_is_in_time(side: Side, hold: Hold) ->
     hold.await_reached()
     hold.release()
     assert side.match(longer) == 4 * BLOCK
+
+
+def test_what_is_here_is_found_though_no_thread_has_come_to_look(
+    side: Side, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that gives them no processor."""
+    here(side, seed=1, blocks=3)
+    looking = side.core._lookups._looking
+    monkeypatch.setattr(looking, "put", lambda lookup: True)
+    whole, longer = prompt(3, extra=1, seed=1), prompt(4, extra=1, seed=1)
+    for request in (whole, longer):
+        assert side.core.match(request, 0) is None
+    clock.now += LOOKUP_TIMEOUT_S
+    for request in (whole, longer):
+        assert side.core.match(request, 0) == 3 * BLOCK
+    assert side.store.match_calls == 0
