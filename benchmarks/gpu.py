@@ -139,6 +139,10 @@ class Rig:
         self.locked_bytes = 0
         self.pool = LockedPool(cuda, lambda: [mapping] if locked else [], self._count)
         self.pool.look()
+        with self.pool.holding([mapping.memory] if locked else []):
+            pass  # as after copies that used all of it
+        while self.pool.lock_next() is not None:
+            pass
         layout = layout_of(layers, geometry, BLOCK_TOKENS)
         staging = max(DEVICE_STAGING_BYTES, layout.payload_bytes)
         self.device = CudaDevice(cuda, staging, DEVICE_PAGES_MAX, self.pool)

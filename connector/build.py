@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from connector.copiers.base import Holding, nothing_held
 from connector.layout.geometry import (
     Field,
     GroupLayout,
@@ -59,10 +60,17 @@ def open_store(
     )
 
 
-def open_in_vram(config: ConnectorSettings, ordinal: int | None, *, saves: bool) -> BlockStore:
+def open_in_vram(
+    config: ConnectorSettings,
+    ordinal: int | None,
+    *,
+    saves: bool,
+    holding: Holding = nothing_held,
+) -> BlockStore:
     """`open_store` for a worker whose copiers take memory of the device `ordinal`, if any.
 
     One that `saves` keeps recent blocks on the device, any other only reads those of others.
+    `holding` is that of `KVMemory`.
     """
     if not config.vram or ordinal is None:
         return open_store(config)
@@ -72,7 +80,7 @@ def open_in_vram(config: ConnectorSettings, ordinal: int | None, *, saves: bool)
         log.warning("blocks are neither kept in VRAM nor read there: %s", e)
         return open_store(config)
     size_bytes = config.vram_size_bytes if saves else 0
-    return VramStore(open_store(config, device), device, size_bytes)
+    return VramStore(open_store(config, device), device, size_bytes, holding=holding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +201,7 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
     layout = shape.layout(config)
 
     def open_to_save() -> BlockStore:
-        store = open_in_vram(config, lazy.device, saves=shape.saves)
+        store = open_in_vram(config, lazy.device, saves=shape.saves, holding=lazy.holding)
         store.register_namespaces(tuple(layout.all_namespaces()))
         return store
 

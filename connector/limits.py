@@ -68,6 +68,13 @@ DEVICE_BLOCKS_MAX: Count = 32
 outrun the bus by far."""
 POOL_LOOK_EVERY_S: Seconds = 1.0
 """How often a worker looks for memory of the store that is to be page-locked, or is gone."""
+PAGE_LOCK_BYTES_MAX: Annotated[int, NumberRange(0)] = 64 << 30
+"""Of the node's memory that one worker page-locks, in the order of use; each GiB takes about 2 MiB
+of the device's memory."""
+PAGE_LOCK_RETRY_S: Seconds = 5.0
+"""Pause before a part that could not be page-locked is tried again; doubles each time up to"""
+PAGE_LOCK_RETRY_MAX_S: Seconds = 600.0
+"""this."""
 FORWARD_TIMEOUT_S: Seconds = 600.0
 """A forward that takes longer saves nothing of what it has written layer by layer."""
 PINNED_FRACTION_MAX = 0.25

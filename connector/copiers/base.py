@@ -5,7 +5,8 @@ One suite (tests/contract/kvblocks.py) runs against every copier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from kvstore import Buffer
@@ -67,6 +68,14 @@ class KVCopier(Protocol):
         ...
 
 
+Holding = Callable[[Iterable[memoryview]], AbstractContextManager[None]]
+
+
+def nothing_held(buffers: Iterable[memoryview]) -> AbstractContextManager[None]:
+    """`KVMemory.holding` where nothing is page-locked."""
+    return nullcontext()
+
+
 class KVMemory(NamedTuple):
     """All of an engine's KV."""
 
@@ -76,3 +85,6 @@ class KVMemory(NamedTuple):
     """Give back what the copiers have of the system; nothing may be copied any more."""
     device: int | None = None
     """Ordinal of the device whose memory payloads may be in, too."""
+    holding: Holding = nothing_held
+    """Held while somebody else copies between that device and buffers of the store: they stay
+    page-locked as they are."""

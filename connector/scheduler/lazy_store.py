@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from connector.copiers.base import Holding, nothing_held
 from connector.limits import STORE_RETRY_S, Clock
 from kvstore import BlockStore, KVStoreError, PoolMapping, UsageError
 
@@ -27,6 +28,8 @@ class LazyStore:
     def __init__(self, opener: Opener, clock: Clock = time.monotonic) -> None:
         self.device: int | None = None
         """Ordinal of the device whose memory copiers take; see `KVMemory`."""
+        self.holding: Holding = nothing_held
+        """See `KVMemory.holding`."""
         self._opener = opener
         self._clock = clock
         self._lock = threading.Lock()
@@ -38,15 +41,16 @@ class LazyStore:
     def get(self) -> BlockStore | None:
         """The store, None while it cannot be opened or after `close`."""
         if self._store is not None or self._closed:
-            return self._store
+            return None if self._closed else self._store
         with self._lock:
             if self._store is None and not self._closed and self._clock() >= self._not_before:
                 self._store = self._open()
             return self._store
 
     def mappings(self) -> Sequence[PoolMapping]:
-        """See `BlockStore.mappings`; opens the store like `get`."""
-        store = self.get()
+        """See `BlockStore.mappings`; opens the store like `get`. Also while it is being closed:
+        what goes down to host memory then is copied there."""
+        store = self._store if self._closed else self.get()
         return () if store is None else store.mappings()
 
     @property
@@ -75,7 +79,8 @@ class LazyStore:
     def close(self) -> None:
         """Close the store if it was opened. Safe to call twice."""
         with self._lock:
-            self._closed = True
-            store, self._store = self._store, None
-        if store is not None:
+            closing, self._closed = not self._closed, True
+            store = self._store
+        if store is not None and closing:
             store.close()
+            self._store = None

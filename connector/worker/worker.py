@@ -29,6 +29,7 @@ One class, because loads and saves end by the same few lines under the same lock
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +55,16 @@ from connector.metrics import Counts
 from connector.work_thread import WorkThread
 from connector.worker import transfers
 from connector.worker.transfers import Load, Reserved, Save, Transfer, gather_all
-from kvstore import BlockStore, InternalError, Key, KVStoreError, MissReason, PutResult, in_batches
+from kvstore import (
+    BlockStore,
+    InternalError,
+    Key,
+    KVStoreError,
+    MissReason,
+    PoolMapping,
+    PutResult,
+    in_batches,
+)
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
@@ -97,7 +107,7 @@ class WorkerCore:
         self._blocks: list[KVCopier] = []
         """Per group; empty before the engine has given its memory."""
         self._close_memory: Callable[[], None] = lambda: None
-        self._staging = memoryview(bytearray(max(LOAD_STAGING_BYTES, largest_read)))
+        self._staging = memoryview(mmap.mmap(-1, max(LOAD_STAGING_BYTES, largest_read)))
         """Where blocks of other hosts arrive; only the loading thread uses it, and none of its
         pages exist before it does."""
         self._wake = threading.Condition()
@@ -121,14 +131,23 @@ class WorkerCore:
                 for kv_caches, pieces in zip(groups, self._groups, strict=True)
             ],
             self._layout.block_tokens,
-            # Not before it is known on which device: asking opens the store.
-            lambda: self._store.mappings() if self._blocks else (),
+            self._mappings,
             self._counts.page_locked,
         )
-        self._close_memory, self._store.device = memory.close, memory.device
+        self._close_memory = memory.close
+        self._store.device, self._store.holding = memory.device, memory.holding
         self._blocks = memory.groups
         self._loading.start()
         self._saving.start()
+
+    def _mappings(self) -> Sequence[PoolMapping]:
+        """Memory that payloads are copied from and to: the store's, and where they arrive from
+        other hosts. Nothing before the device is known: asking opens the store."""
+        if not self._blocks:
+            return ()
+        # In one part, which readers of other memory know nothing of and copy across.
+        staging = PoolMapping(self._staging[:], len(self._staging), True, 0, 0)
+        return [staging, *self._store.mappings()]
 
     # Called by the engine's thread
 
@@ -265,8 +284,9 @@ class WorkerCore:
         for thread in threads:
             thread.end()
         if all(thread.join(max(0.0, deadline - self._clock())) for thread in threads):
-            self._close_memory()
+            # Blocks in VRAM go down to host memory meanwhile, through what is page-locked.
             self._store.close()
+            self._close_memory()
         else:
             log.warning(
                 "a transfer thread did not end within %g s and is left behind", SHUTDOWN_TIMEOUT_S

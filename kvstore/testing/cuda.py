@@ -3,7 +3,8 @@
 For tests on machines that have no device, between real processes too. What a driver would
 punish with wrong bytes or an error it punishes as well: a copy is carried out by another
 thread some time after it was queued, in parts; addresses that are no memory of the device,
-and writes to what was opened to be read, are refused.
+writes to what was opened to be read, and copies over the border of what was page-locked at
+once are refused; memory that is unlocked under a copy breaks the device for good.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ class ModelCuda:
         """Every copy fails from here on, as after a fault in a kernel."""
         self.queued = 0
         """Copies so far."""
+        self.pageable = 0
+        """Of them, those from or to host memory that was not page-locked when they were made."""
+        self._flying: list[Copy] = []
 
     def allocate(self, size_bytes: int) -> int:
         if size_bytes < 1:
@@ -151,8 +155,15 @@ class ModelCuda:
 
     def unregister_host(self, address: int) -> None:
         with self._lock:
-            if self._registered.pop(address, None) is None:
+            size_bytes = self._registered.pop(address, None)
+            if size_bytes is None:
                 raise DeviceError("cuMemHostUnregister: CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
+            if any(
+                _touch(at, length, address, address + size_bytes)
+                for to, source, length in self._flying
+                for at in (to, source)
+            ):
+                self.broken = True  # the DMA goes on, to pages that may be anybody's
 
     def stream(self) -> ModelStream:
         return ModelStream(self)
@@ -177,8 +188,31 @@ class ModelCuda:
             )
             if not needed or guarded or min(to, source) < NO_ADDRESS_BELOW:
                 raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE")
+            for at in (to, source):
+                touched = [
+                    (start, length)
+                    for start, length in self._registered.items()
+                    if _touch(at, size_bytes, start, start + length)
+                ]
+                if any(not _within(at, size_bytes, s, s + length) for s, length in touched):
+                    # No DMA may leave what was registered at once.
+                    raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE")
+                own = any(
+                    _touch(at, size_bytes, s, s + len(m.map)) for s, m in self._memory.items()
+                )
+                self.pageable += not touched and not own
             self.queued += 1
+            self._flying.append(copy)
         return needed
+
+    def landed(self, copies: Sequence[Copy]) -> None:
+        with self._lock:
+            for copy in copies:
+                self._flying.remove(copy)
+
+
+def _touch(address: int, size_bytes: int, start: int, end: int) -> bool:
+    return start < address + size_bytes and address < end
 
 
 def _within(address: int, size_bytes: int, start: int, end: int) -> bool:
@@ -216,6 +250,7 @@ class ModelStream:
                 part_bytes = min(PART_BYTES, size_bytes - start)
                 ctypes.memmove(to + start, source + start, part_bytes)
         memory.clear()
+        self._device.landed(batch)
 
     def record(self) -> ModelEvent:
         with self._lock:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -35,6 +36,15 @@ ANSWER_TIMEOUT_S = 5.0
 """How long the node in VRAM may take to answer; then it is asked again later."""
 
 
+Holding = Callable[[Iterable[memoryview]], AbstractContextManager[None]]
+"""What is held while memory below is copied to: who page-locks it unlocks none of it then."""
+
+
+def nothing_held(buffers: Iterable[memoryview]) -> AbstractContextManager[None]:
+    """Where nothing is page-locked."""
+    return nullcontext()
+
+
 class Demoter:
     """A thread that keeps `reserve_bytes` of a node in VRAM free.
 
@@ -50,9 +60,11 @@ class Demoter:
         device: CudaDevice,
         store: HostBlockStore,
         reserve_bytes: int,
+        holding: Holding = nothing_held,
     ) -> None:
         """`session` is one of the node in VRAM, `address` that of its segment. Raises
         `DeviceError`."""
+        self._holding = holding
         self._session = session
         self._address = address
         self._store = store
@@ -62,7 +74,7 @@ class Demoter:
         self._ending = False
         self._drain_until = 0.0
         self._in_doubt: Sequence[Any] = ()
-        """What a copy may still write to."""
+        """What a copy may still write to, and what holds it as it is."""
         self.counts = dict.fromkeys(("demoted", "demoted_bytes", "already_below", "lost"), 0)
         self._thread = threading.Thread(target=self._run, name="kvstore-demoter", daemon=True)
         self._thread.start()
@@ -150,8 +162,11 @@ class Demoter:
 
     def _copy_and_commit(self, granted: Sequence[tuple[ColdBlock, Reservation]]) -> None:
         reservations = [reservation for _, reservation in granted]
-        # Until the copies are known to be done the slots are not given back (rule 5).
-        self._in_doubt = granted
+        # Until the copies are known to be done the slots are not given back (rule 5), nor what
+        # holds them: a device must not find memory unlocked under its copies.
+        held = ExitStack()
+        held.enter_context(self._holding(reservation.buffer for reservation in reservations))
+        self._in_doubt = (granted, held)
         try:
             self._stream.copy(
                 [
@@ -165,6 +180,7 @@ class Demoter:
             raise InternalError(f"the device refused to copy out of VRAM: {e}") from e
         if not done:
             raise InternalError(f"copies out of VRAM hang for {CUDA_IPC_DRAIN_S} s")
+        held.close()
         self._in_doubt = ()
         try:
             results = self._store.commit(reservations)

@@ -36,7 +36,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.local_session import LocalSession
 from kvstore.node.vram import VramNode
 from kvstore.types import NO_SPACE, Key, Kind, PutResult, rejected
-from kvstore.vram.demoter import Demoter
+from kvstore.vram.demoter import Demoter, Holding, nothing_held
 
 TIMEOUT_S = 5.0
 """How long the node may take to answer: it is a thread of this process, and publishes to the
@@ -70,11 +70,13 @@ class VramPool:
         name: str | None = None,
         signing_key: bytes | None = None,
         takes_saves: bool = False,
+        holding: Holding = nothing_held,
     ) -> None:
         """Allocates `size_bytes` of the device. With `takes_saves`, other processes of this user
         may save to it.
 
-        `store` is where blocks go down to; the caller closes it after `stop`. Raises
+        `store` is where blocks go down to; the caller closes it after `stop`. `holding` is
+        entered while they are copied there. Raises
         `UsageError` (size, name taken), `NoSpaceError` and `DeviceError`.
         """
         if size_bytes < SEGMENT_BYTES_MIN:
@@ -108,6 +110,7 @@ class VramPool:
                 device,
                 store,
                 size_bytes // RESERVE_PART,
+                holding,
             )
             self.node.on_save = self.demoter.wake
         except BaseException:

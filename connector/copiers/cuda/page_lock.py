@@ -10,13 +10,21 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from connector.copiers.base import Payload
 from connector.copiers.cuda.kernel_plan import HostPlace, apart
-from connector.limits import POOL_LOOK_EVERY_S, SHUTDOWN_TIMEOUT_S
+from connector.limits import (
+    PAGE_LOCK_BYTES_MAX,
+    PAGE_LOCK_RETRY_MAX_S,
+    PAGE_LOCK_RETRY_S,
+    POOL_LOOK_EVERY_S,
+    SHUTDOWN_TIMEOUT_S,
+    Clock,
+)
 from kvstore import DeviceRange, PoolMapping
 
 log = logging.getLogger(__name__)
@@ -33,26 +41,64 @@ class Registrar(Protocol):
     def unlock(self, address: int) -> None: ...
 
 
-class _Locked(NamedTuple):
-    mapping: PoolMapping
-    """Holds the mapping: memory that is mapped anew where some is still locked would have the
-    device write to what was there before."""
-    address: int
-    parts: list[int]
-    """Addresses that are locked."""
+_REMEDIES = {
+    "out_of_memory": "The driver has none left for it: page tables take about 2 MiB of the "
+    "device's memory for each GiB, and the system may have too little to lock",
+    "not_supported": "The device locks no memory that is mapped read-only",
+    "operating_system": "The system refuses: look at the container's memory limit",
+    "limit": "PAGE_LOCK_BYTES_MAX (connector_limits) is reached: that is all of it",
+}
+
+
+class _Locked:
+    """A mapping, and what of it is locked or to be."""
+
+    __slots__ = ("address", "asked", "mapping", "not_before", "parts", "refused", "wait")
+
+    def __init__(self, mapping: PoolMapping, address: int) -> None:
+        self.mapping = mapping
+        """Held: memory that is mapped anew where some is still locked would have the device write
+        to what was there before."""
+        self.address = address
+        self.parts: dict[int, int] = {}
+        """Bytes of each that is locked, by address."""
+        self.asked: set[int] = set()
+        """Numbers of the parts that were copied from or to."""
+        self.wait: deque[int] = deque()
+        """Those of them that are to be locked."""
+        self.refused: dict[int, tuple[float, float]] = {}
+        """Those that could not be: when they are tried again, and how long after the last time."""
+        self.not_before = float("-inf")
+        """Others are tried no earlier."""
+
+    @property
+    def end(self) -> int:
+        return self.address + len(self.mapping.memory)
+
+    def due(self, now: float) -> int | None:
+        """The part to be locked now."""
+        if now < self.not_before:
+            return None
+        if self.wait:
+            return self.wait[0]
+        return next((n for n, (due, _) in self.refused.items() if now >= due), None)
 
 
 class _Table:
-    """What is locked, as one copy sees it; immutable but for `users`."""
+    """What may be locked, as one copy sees it; immutable but for `users`."""
 
     def __init__(
-        self, ranges: list[tuple[int, int, int]], locked: list[tuple[int, int, int]]
+        self,
+        ranges: list[tuple[int, int, int]],
+        locked: list[_Locked],
+        use: Callable[[_Locked, range], None],
     ) -> None:
-        """Of (start, end, how far from there the same memory is locked), and of (start, end,
-        bytes of a part) what is locked, or will be."""
+        """Of (start, end, how far from there the same memory is locked), and of what is locked, or
+        will be. `use` is told of parts that a copy is about to take."""
         self.ranges = ranges
         self.locked = locked
         self.users = 0
+        self._use = use
 
     def address(self, view: Payload) -> int:
         """See `HostMemory.address`."""
@@ -66,9 +112,14 @@ class _Table:
         """See `HostMemory.apart`."""
         if not place.on_device:
             last = place.address + (place.rows - 1) * place.pitch_bytes + place.row_bytes - 1
-            for start, end, part_bytes in self.locked:
-                if start <= place.address < end:
-                    if (place.address - start) // part_bytes != (last - start) // part_bytes:
+            for locked in self.locked:
+                start, part_bytes = locked.address, locked.mapping.part_bytes
+                if start <= place.address < locked.end:
+                    first, final = (
+                        at // part_bytes for at in (place.address - start, last - start)
+                    )
+                    self._use(locked, range(first, final + 1))
+                    if first != final:
                         return apart(place, start, part_bytes)
                     break
         return ((0, place),)
@@ -77,7 +128,10 @@ class _Table:
 class LockedPool:
     """Looks for memory of the store, in a thread of its own, and locks it part by part.
 
-    Memory that the process may write is locked once. A second, read-only mapping of it
+    A part is locked when a copy has used it: a lock holds up all that talk to the driver, about
+    0.1 s a GB, and takes page tables on the device. So the thread also rests after each part for
+    as long as that took, and locks no more than `bytes_max`. What fails is tried again, later
+    each time. Memory that the process may write is locked once. A second, read-only mapping of it
     is not: few devices can lock one, so reads from there are made from the first.
     """
 
@@ -86,23 +140,27 @@ class LockedPool:
         registrar: Registrar,
         mappings: Callable[[], Sequence[PoolMapping]],
         count: Callable[[int, str], None],
+        *,
+        bytes_max: int = PAGE_LOCK_BYTES_MAX,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`count` is told of bytes and why they could not be locked, empty when they are."""
+        self._bytes_max = bytes_max
+        self._clock = clock
+        self._locked_bytes = 0
         self._registrar = registrar
         self._mappings = mappings
         self._count = count
         self._changed = threading.Condition()
         self._locked: dict[int, _Locked] = {}
         """By address; of the thread alone while it runs."""
-        self._new: list[_Locked] = []
-        """To be locked once no copy runs that does not know of their parts."""
-        self._table = _Table([], [])
+        self._table = _Table([], [], self._use)
         self._older: list[_Table] = []
         """That were replaced while somebody used them."""
         self._leaving: list[tuple[list[_Table], list[_Locked]]] = []
         """What to let go when nobody uses one of the tables of then any more."""
         self._closing = False
-        self._said = False
+        self._said: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -122,6 +180,15 @@ class LockedPool:
                 table.users -= 1
                 self._changed.notify_all()
 
+    @contextmanager
+    def holding(self, buffers: Iterable[memoryview]) -> Iterator[None]:
+        """`held` for copies that somebody else makes, within parts, from or to `buffers`."""
+        with self.held() as table:
+            for buffer in buffers:
+                for _ in table.apart(HostPlace(address_of(buffer), len(buffer), 1, len(buffer))):
+                    pass
+            yield
+
     def close(self) -> None:
         """Unlock all, at most within `SHUTDOWN_TIMEOUT_S`; nothing is copied any more."""
         with self._changed:
@@ -138,18 +205,24 @@ class LockedPool:
 
     def _loop(self) -> None:
         try:
+            look_at = self._clock()
             while not self._closing:
-                self.look()
+                if self._clock() >= look_at:
+                    self.look()
+                    look_at = self._clock() + POOL_LOOK_EVERY_S
+                took_s = self.lock_next()
                 with self._changed:
-                    if not self._closing:
-                        self._changed.wait(POOL_LOOK_EVERY_S)
+                    if took_s is not None:  # the driver's locks are the engine's for as long
+                        self._changed.wait_for(lambda: self._closing, took_s)
+                    elif not self._closing and not self._usable():
+                        self._changed.wait(max(0.0, look_at - self._clock()))
         except Exception:
             log.exception("the store's memory is not page-locked: copies are slower")
         finally:
             self._unlock_all()
 
     def _unlock_all(self) -> None:
-        gone, self._locked, self._new = list(self._locked.values()), {}, []
+        gone, self._locked = list(self._locked.values()), {}
         self._publish([], gone)
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
         while self._leaving and time.monotonic() < deadline:
@@ -159,7 +232,7 @@ class LockedPool:
                     self._changed.wait(POOL_LOOK_EVERY_S)
 
     def look(self) -> None:
-        """One round: let go what is gone, lock what is new."""
+        """One round: let go what is gone, show what is new."""
         there = {address_of(m.memory): m for m in self._mappings() if len(m.memory)}
         gone = [self._locked.pop(address) for address in set(self._locked) - set(there)]
         if gone:
@@ -168,16 +241,67 @@ class LockedPool:
         written = {_place(m) for m in there.values() if m.writable}
         for address, mapping in there.items():
             if address not in self._locked and (mapping.writable or _place(mapping) not in written):
-                locked = self._locked[address] = _Locked(mapping, address, [])
-                self._new.append(locked)
+                self._locked[address] = _Locked(mapping, address)
         self._publish(self._ranges(there))
+
+    def _use(self, locked: _Locked, parts: range) -> None:
+        """A copy takes `parts`. Called by the threads that copy, for every one of their copies."""
+        if locked.asked.issuperset(parts):
+            return
         with self._changed:
-            in_use = any(table.users for table in self._older)
-        if not in_use:
-            new, self._new = self._new, []
-            for locked in new:
-                if self._locked.get(locked.address) is locked:
-                    self._lock(locked)
+            new = [number for number in parts if number not in locked.asked]
+            locked.asked.update(new)
+            locked.wait.extend(new)
+            self._changed.notify_all()
+
+    def _usable(self) -> list[_Locked]:
+        """What has parts to be locked now; under the lock. Nothing while a copy runs that does not
+        know where its parts begin: it may go over the border of two."""
+        now = self._clock()
+        older = [table for table in self._older if table.users]
+        return [
+            locked
+            for locked in self._locked.values()
+            if locked.due(now) is not None
+            and not any(locked not in table.locked for table in older)
+        ]
+
+    def lock_next(self) -> float | None:
+        """Lock one part that was used, and say how many seconds that took; None: there is none
+        to be locked now."""
+        with self._changed:
+            usable = self._usable()
+            number = usable[0].due(self._clock()) if usable else None
+            if number is None:
+                return None
+            locked = usable[0]
+            if number in locked.wait:
+                locked.wait.remove(number)
+        memory, part_bytes = locked.mapping.memory, locked.mapping.part_bytes
+        address = locked.address + number * part_bytes
+        part = min(part_bytes, len(memory) - number * part_bytes)
+        if self._locked_bytes + part > self._bytes_max:
+            locked.refused.pop(number, None)
+            self._count(part, "limit")
+            self._say("limit")
+            return 0.0
+        began = self._clock()
+        failure = self._registrar.lock(address, part, locked.mapping.writable)
+        took_s = self._clock() - began
+        if not failure:
+            self._count(part, "")
+            self._locked_bytes += part
+            locked.parts[address] = part
+            locked.refused.pop(number, None)
+            return took_s
+        if number not in locked.refused:
+            self._count(part, failure)
+        self._say(failure)
+        _, before_s = locked.refused.get(number, (0.0, 0.0))
+        pause_s = min(max(before_s * 2, PAGE_LOCK_RETRY_S), PAGE_LOCK_RETRY_MAX_S)
+        locked.refused[number] = (self._clock() + pause_s, pause_s)
+        locked.not_before = self._clock() + PAGE_LOCK_RETRY_S
+        return took_s
 
     def _ranges(self, there: Mapping[int, PoolMapping]) -> list[tuple[int, int, int]]:
         """Read-only memory that is locked elsewhere."""
@@ -188,39 +312,23 @@ class LockedPool:
             if not mapping.writable and _place(mapping) in at
         ]
 
-    def _lock(self, locked: _Locked) -> None:
-        """Part by part: each call keeps the driver, and with it the engine, a moment."""
-        size_bytes, part_bytes = len(locked.mapping.memory), locked.mapping.part_bytes
-        for offset in range(0, size_bytes, part_bytes):
-            if self._closing:
-                return
-            address, part = locked.address + offset, min(part_bytes, size_bytes - offset)
-            failure = self._registrar.lock(address, part, locked.mapping.writable)
-            self._count(part if not failure else size_bytes - offset, failure)
-            if failure:
-                self._say(failure)
-                return
-            locked.parts.append(address)
-
     def _say(self, failure: str) -> None:
-        if not self._said:
+        if failure not in self._said:
             log.warning(
-                "the store's memory cannot be page-locked (%s): copies between it and the "
-                "device are slower. A limit on locked memory? `ulimit -l` shows it",
+                "some of the store's memory is not page-locked (%s): copies between it and the "
+                "device are slower. %s",
                 failure,
+                _REMEDIES.get(failure, "It is tried again later"),
             )
-        self._said = True
+        self._said.add(failure)
 
     def _publish(self, ranges: list[tuple[int, int, int]], gone: Sequence[_Locked] = ()) -> None:
         """Let new copies see `ranges`; `gone` goes when no older copy runs any more."""
-        locked = [
-            (x.address, x.address + len(x.mapping.memory), x.mapping.part_bytes)
-            for x in self._locked.values()
-        ]
+        locked = list(self._locked.values())
         with self._changed:
             if (ranges, locked) == (self._table.ranges, self._table.locked) and not gone:
                 return
-            old, self._table = self._table, _Table(ranges, locked)
+            old, self._table = self._table, _Table(ranges, locked, self._use)
             self._older = [table for table in (*self._older, old) if table.users]
             if gone:
                 self._leaving.append((list(self._older), list(gone)))
@@ -236,8 +344,9 @@ class LockedPool:
                     free += gone
             self._leaving = waiting
         for locked in free:
-            for address in locked.parts:
+            for address, size_bytes in locked.parts.items():
                 self._registrar.unlock(address)
+                self._locked_bytes -= size_bytes
             with contextlib.suppress(BufferError):  # else it is unmapped with the last view
                 locked.mapping.memory.release()
 

@@ -50,4 +50,4 @@ def device_memory(
         for layout, (layers, _, _) in zip(layouts, groups, strict=True)
     ]
     pool.start()
-    return KVMemory(list(copiers), device.close, groups[0][0][0].device.index)
+    return KVMemory(list(copiers), device.close, groups[0][0][0].device.index, pool.holding)

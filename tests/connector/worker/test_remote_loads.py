@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from connector_parts import Worker, bits, keys, load_job, loaded, save, save_job
 from stores import NodeProcess
 
+from connector.copiers.cuda.page_lock import address_of
+from connector.copiers.registered import kv_memory
 from connector.worker import worker as worker_module
 from kvstore import BlockSession, Limits
 from kvstore.transport.stream.security import StreamSecurity
@@ -70,6 +73,34 @@ def test_a_worker_loads_what_another_host_has_one_batch_a_window(
     assert report.invalid_block_ids == set()
     assert torch.equal(bits(other.kv)[:, 11:19], bits(one.kv)[:, 1:9])
     assert len(batches) == -(-4 // window_blocks)
+
+
+def test_where_blocks_of_other_hosts_arrive_is_page_locked_like_the_store(near, far, monkeypatch):
+    """Else all that comes over the network goes to the device by the driver's own staging."""
+    asked = []
+
+    def memory(groups, block_tokens, mappings, count):
+        asked.append(mappings)
+        return kv_memory(groups, block_tokens)
+
+    monkeypatch.setattr(worker_module, "kv_memory", memory)
+    one, other = Worker(near, seed=1), Worker(far, seed=2)
+    save(one, save_job(2))
+    job = load_job(far, 2)
+    arrived = []
+    views = far.views
+    monkeypatch.setattr(
+        far, "views", lambda *args: (arrived.append(view) or view for view in views(*args))
+    )
+    other.core.start_loads([job])
+    assert loaded(other).invalid_block_ids == set()
+    (staging,) = [m for m in asked[1]() if m.writable]
+    assert staging.part_bytes == len(staging.memory) >= worker_module.LOAD_STAGING_BYTES
+    start = address_of(staging.memory)
+    assert start % mmap.PAGESIZE == 0
+    for view in arrived:
+        assert 0 <= address_of(view.buffer) - start < len(staging.memory)
+    assert arrived
 
 
 def test_a_worker_saves_to_another_host(near, far):
