@@ -261,6 +261,7 @@ class Driver:
         max_tokens: int,
         abort_after_s: dict[str, float],
         kv_transfer_params: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
     ) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
@@ -279,7 +280,10 @@ class Driver:
             self._next += 1
             started[name] = time.perf_counter()
             results[name] = {"tokens": [], "ttft_s": -1.0, "cached_tokens": -1}
-            self.engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+            tokens: dict[str, Any] = {"prompt_token_ids": prompt}
+            if cache_salt is not None:
+                tokens["cache_salt"] = cache_salt
+            self.engine.add_request(name, tokens, parameters)
             if str(i) in abort_after_s:
                 aborts[name] = started[name] + abort_after_s[str(i)]
         while self.engine.has_unfinished_requests():

@@ -1,0 +1,135 @@
+"""The judge of connectors calls wrong what is wrong, and only that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
+
+from conformance import (  # noqa: E402
+    CONTROL,
+    DIED,
+    LOADED,
+    NOT_RUN,
+    RECOMPUTED,
+    SHARED,
+    WRONG,
+    Verdict,
+    failed,
+    filled_in,
+    flip_bits,
+    judge,
+    lose_store,
+)
+from engines import Generated  # noqa: E402
+
+RIGHT = [[1, 2, 3], [4, 5, 6]]
+
+
+def answers(tokens: list[list[int]], cached: int) -> list[Generated]:
+    return [Generated(one, 0.1, cached) for one in tokens]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "apart", "verdict"),
+    [
+        (RIGHT, 64, False, LOADED),
+        (RIGHT, 0, False, RECOMPUTED),
+        (RIGHT, 0, True, RECOMPUTED),
+        (RIGHT, 64, True, SHARED),
+        ([RIGHT[0], [4, 5, 7]], 64, False, WRONG),
+        ([RIGHT[0], [4, 5]], 0, False, WRONG),
+        ([RIGHT[0], [4, 5, 7]], 64, True, WRONG),
+    ],
+)
+def test_a_verdict_says_what_was_answered_and_where_it_came_from(
+    tokens: list[list[int]], cached: int, apart: bool, verdict: str
+) -> None:
+    found = judge("c", RIGHT, answers(tokens, cached), 1000, apart=apart)
+    assert (found.verdict, found.cached_tokens) == (verdict, 2 * cached)
+
+
+@pytest.mark.parametrize(
+    ("case", "verdict", "fails"),
+    [
+        ("c", LOADED, False),
+        ("c", RECOMPUTED, False),
+        ("c", NOT_RUN, False),
+        ("c", WRONG, True),
+        ("c", SHARED, True),
+        ("c", DIED, True),
+        (CONTROL, WRONG, False),
+        ("shared-prefix", LOADED, False),
+        ("shared-prefix", RECOMPUTED, True),
+        (CONTROL, LOADED, True),
+        (CONTROL, RECOMPUTED, True),
+        (CONTROL, DIED, True),
+    ],
+)
+def test_a_run_fails_for_what_is_bad_and_for_a_control_that_passes(
+    case: str, verdict: str, fails: bool
+) -> None:
+    assert failed([Verdict("other", LOADED), Verdict(case, verdict)]) is fails
+
+
+def test_the_folder_of_the_run_stands_wherever_the_configuration_wants_it() -> None:
+    given = {"a": "{dir}/x", "b": [{"c": "kv:{id}"}], "d": 3}
+    assert filled_in(given, Path("/w"), "n") == {"a": "/w/x", "b": [{"c": "kv:n"}], "d": 3}
+
+
+def test_bits_are_flipped_where_bytes_are_and_nowhere_else(tmp_path: Path) -> None:
+    payload, empty, small = tmp_path / "payload", tmp_path / "empty", tmp_path / "small"
+    payload.write_bytes(bytes(4096) + b"\x01" * 4096)
+    empty.write_bytes(bytes(8192))
+    small.write_bytes(b"a name")
+    assert flip_bits(tmp_path) == ""
+    assert payload.read_bytes()[:4096] == bytes(4096)
+    assert sum(a != 1 for a in payload.read_bytes()[4096:]) == 8
+    assert (empty.read_bytes(), small.read_bytes()) == (bytes(8192), b"a name")
+
+
+def test_what_cannot_be_reached_is_said_and_not_counted(tmp_path: Path) -> None:
+    assert "no file of {dir}" in flip_bits(tmp_path)
+    assert "no file in {dir}" in lose_store(tmp_path)
+
+
+def test_a_store_is_lost_with_its_nodes_or_else_with_its_files(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "payload").write_bytes(b"x" * 8192)
+    assert lose_store(files) == ""
+    assert list(files.iterdir()) == []
+
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    node = tmp_path / "nodes" / "n"
+    node.mkdir(parents=True)
+    word = {"pid": process.pid, "data_path": str(tmp_path / "gone")}
+    (node / "node.json").write_text(json.dumps(word))
+    assert lose_store(tmp_path) == ""
+    assert process.wait(10) == -9
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_this_projects_connector_gives_nothing_wrong_and_the_control_does() -> None:
+    script = PROJECT / "scripts" / "lib" / "conformance.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--json"],
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    cases = {one["case"]: one["verdict"] for one in json.loads(done.stdout)["cases"]}
+    assert cases.pop(CONTROL) == WRONG
+    assert cases["shared-prefix"] == cases["long-prefix"] == LOADED
+    assert cases["flipped-bits"] == RECOMPUTED
