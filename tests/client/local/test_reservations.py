@@ -13,6 +13,7 @@ from stores import NodeProcess
 
 from kvstore import BlockSession, Client, DeadlineError, NodeUnavailableError
 from kvstore.client.base import Later, Reservation, ReserveAnswer
+from kvstore.client.local import writer as writer_module
 from kvstore.client.local.control import ControlChannel, Ticket
 from kvstore.client.local.link import Granted, Holdings
 from kvstore.client.local.writer import Want
@@ -257,3 +258,15 @@ def test_what_is_held_can_be_said_while_another_thread_unpins() -> None:
     held.pinned = {Handle((1, 1)): 1, (9, 9): 1, (2, 2): 1}
     _, pinned = held.said()
     assert len(pinned) == 3
+
+
+def test_a_slot_that_reaches_out_of_the_segment_is_granted_to_nobody(
+    patient: BlockSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view of it would be shorter than the block, and what follows another's memory."""
+    last = len(patient.writer.link().payload) - LENGTH
+    monkeypatch.setattr(writer_module, "grants", lambda count, raw: [(0, 1, last)])
+    assert len(reserved(patient, KEYS[0]).buffer) == LENGTH
+    monkeypatch.setattr(writer_module, "grants", lambda count, raw: [(0, 1, last + 1)])
+    with pytest.raises(NodeUnavailableError):
+        reserved(patient, KEYS[1])
