@@ -46,6 +46,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="setuser",
         help="commands for redis-cli, or lines of an aclfile (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-scripts",
+        action="store_true",
+        help="nodes may run no script, which could keep Redis busy without end; they remove "
+        "records by transactions, which take four times as long",
+    )
     passwords = parser.add_mutually_exclusive_group()
     passwords.add_argument(
         "--passwords",
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
                 password = secrets.token_urlsafe(PASSWORD_BYTES)
                 made.append(f"{user} {password}")
             hashed = password_hash(password)
-        rules = acl_rules(role, args.key_prefix, hashed)
+        rules = acl_rules(role, args.key_prefix, hashed, scripts=not args.no_scripts)
         lines.append(f"user {user} {rules}" if args.format == "file" else _setuser(user, rules))
     print("\n".join(lines))
     if made:

@@ -42,6 +42,11 @@ COMMANDS: dict[AclRole, tuple[str, ...]] = {
     AclRole.OPERATOR: (*_EVERYONE, "mget", "smembers", "info"),
 }
 
+SCRIPTS = ("evalsha", "script|load")
+TRANSACTIONS = ("watch", "unwatch", "multi", "exec")
+"""What a node removes records with where it has no right to `SCRIPTS`: who has can keep a Redis
+busy without end. It takes four times as long, and more on a Redis Cluster."""
+
 _NODE_ID = "[0-9a-f]" * 16
 _BLOCKS, _NODES = ("{*",), ("nodes", f"node:{_NODE_ID}")
 _EPOCHS = ("epoch", "epoch:[0-9]*")
@@ -58,8 +63,9 @@ def password_hash(password: str) -> str:
     return sha256(password.encode()).hexdigest()
 
 
-def acl_rules(role: AclRole, key_prefix: str, hashed: str | None) -> str:
-    """The words after `ACL SETUSER name`, or after `user name` in an ACL file.
+def acl_rules(role: AclRole, key_prefix: str, hashed: str | None, *, scripts: bool = True) -> str:
+    """The words after `ACL SETUSER name`, or after `user name` in an ACL file. Without `scripts`
+    a node has the right to `TRANSACTIONS` in their place.
 
     Everything the user had is taken away first, except, with `hashed` None, its
     passwords. Raises `UsageError` for a prefix or a hash that is none.
@@ -71,7 +77,10 @@ def acl_rules(role: AclRole, key_prefix: str, hashed: str | None) -> str:
     if hashed is not None:
         words += ["resetpass", f"#{hashed}"]
     words += [f"~{key_prefix}:{pattern}" for pattern in KEYS[role]]
-    words += [f"+{name}" for name in COMMANDS[role]]
+    names = COMMANDS[role]
+    if not scripts and role is AclRole.NODE:
+        names = (*(name for name in names if name not in SCRIPTS), *TRANSACTIONS)
+    words += [f"+{name}" for name in names]
     return " ".join(words)
 
 

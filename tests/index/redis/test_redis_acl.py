@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -195,6 +195,30 @@ def test_an_operator_can_run_every_command_that_looks(
         findings = redis_check.look(Context(where[1], TENANT, tmp_path))
         assert Level.FAIL not in [finding.level for finding in findings]
         assert not any("allow this user" in (finding.do or "") for finding in findings)
+
+
+def test_a_node_without_scripts_removes_its_records_and_runs_none(server: RedisServer) -> None:
+    rules = acl_rules(AclRole.NODE, TENANT, password_hash(PASSWORD), scripts=False).split()
+    server.admin().execute_command("ACL", "SETUSER", "no-scripts", *rules)
+    url = f"redis://no-scripts:{PASSWORD}@127.0.0.1:{server.port}"
+    with closing(open_index(url, key_prefix=TENANT, timeout_s=5, publish_timeout_s=5)) as index:
+        index.publish(RECORDS)
+        assert index.remove([*RECORDS[:2], KeyRecord(KEYS[2], b"another")]) == 2
+        assert index.remove([KeyRecord(KEYS[0], b"absent")]) == 0
+        assert index.lookup(KEYS) == [None, None, RECORDS[2].record]
+        index.remove(RECORDS)
+    its = redis.Redis(port=server.port, username="no-scripts", password=PASSWORD)
+    for words in (
+        ("SCRIPT", "LOAD", "return 1"),
+        ("EVAL", "return 1", 0),
+        ("EVALSHA", "0" * 40, 0),
+        ("FUNCTION", "LIST"),
+        ("FCALL", "f", 0),
+    ):
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            its.execute_command(*words)
+    for role in (AclRole.CLIENT, AclRole.OPERATOR):
+        assert acl_rules(role, TENANT, None, scripts=False) == acl_rules(role, TENANT, None)
 
 
 def refused(server: RedisServer, role: AclRole, *words: object) -> bool:
