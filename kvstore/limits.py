@@ -97,7 +97,7 @@ thread, which a silent node keeps for a whole deadline."""
 STREAM_UNPROVEN_MAX: Threads = 64
 """Connections that have not proved to know the secret yet, besides `STREAM_CONNECTIONS_MAX`."""
 STREAM_UNPROVEN_PER_ADDRESS_MAX: Threads = 32
-"""Of the connections that have not proved it yet, those from one address."""
+"""Connections from one address that have not proved to know the secret yet."""
 STREAM_RESERVED_SHARE: Count = 4
 """One client host may have reserved one in so many bytes of a node by saves under way; whoever
 wants more waits for its own."""
@@ -119,7 +119,7 @@ slower than this hangs, and what they write to can neither be used nor given bac
 DEMOTE_BLOCKS_MAX: Annotated[int, NumberRange(1, BATCH_KEYS_MAX)] = 64
 """Blocks that leave VRAM for host memory at a time."""
 DEMOTE_BYTES_MAX: Count = 64 << 20
-"""Their payload; one larger block travels alone."""
+"""Payload that leaves VRAM at a time; one larger block travels alone."""
 NAMES_LOOKED_UP_MAX: Threads = 8
 """Host names that one process looks up at the same time: each has a thread that cannot be called
 off, and one more fails at once."""
@@ -181,7 +181,8 @@ NODE_TTL_S = 6.0
 """A node that died is gone for every client that reaches the index this long after its last
 heartbeat, and after the client last heard of it where the index cannot be reached."""
 NODE_BELIEVED_S = 1.0
-"""Part of it: how long a client uses what it heard of a node without asking the index again."""
+"""How long a client uses what it heard of a node without asking the index again; part of
+`NODE_TTL_S`."""
 FIRST_NODE_WAIT_S: Seconds = 5.0
 """How long the first save of a client that may start a node waits for an index that does not
 say whether the node there, which names its index otherwise, is one of its own."""
