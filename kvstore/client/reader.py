@@ -190,6 +190,8 @@ class Reader:
                     found[i] = RemoteBlock(keys[i], location, remembered=True)
                 else:
                     unknown.append(i)
+        if not unknown:
+            return found
         try:
             for wanted in in_batches(unknown, BATCH_KEYS_MAX):
                 batch = [keys[i] for i in wanted]

@@ -44,7 +44,7 @@ class KnownNode:
     __slots__ = (
         "announcement",
         "answered_at",
-        "asked_at",
+        "believed_until",
         "breaker",
         "confirmed_at",
         "epoch",
@@ -61,7 +61,8 @@ class KnownNode:
         """None until it was heard of."""
         self.offered: Collection[str] = ()
         """Transports by which this client can reach it."""
-        self.asked_at = float("-inf")
+        self.believed_until = float("-inf")
+        """The index need not be asked."""
         self.confirmed_at = float("-inf")
         self.heard_at = float("-inf")
         """When the announcement was another one than before."""
@@ -81,11 +82,6 @@ class KnownNode:
             for _ in range(2)
         )
         """Of reads, and of what its event loop has to answer."""
-
-    def is_believed(self, now: float) -> bool:
-        """The index need not be asked; never while it has not answered yet: another thread's
-        first question says nothing."""
-        return now < self.asked_at + NODE_BELIEVED_S and self.confirmed_at != float("-inf")
 
 
 class NodeDirectory:
@@ -131,13 +127,14 @@ class NodeDirectory:
     def node(self, node_id: int, now: float) -> KnownNode:
         """What is believed of it; the index is asked for what is not."""
         known = self._nodes.get(node_id)
-        if known is not None and known.is_believed(now):
+        if known is not None and now < known.believed_until:
             return known
         with self._lock:
             known = self._nodes.get(node_id) or self._new(node_id)
-            if known.is_believed(now):
+            if now < known.believed_until:
                 return known
-            known.asked_at = now
+            if known.confirmed_at != float("-inf"):  # others go on with what was heard, if anything
+                known.believed_until = now + NODE_BELIEVED_S
         try:
             announcement = announced_node(self._index, node_id, self._signer)
         except IndexUnavailableError:
@@ -187,7 +184,7 @@ class NodeDirectory:
             known.epoch, known.offered = announcement.epoch, self._offered(announcement)
             known.heard_at, known.sent_bytes = now, 0
         known.announcement = announcement if known.offered else None
-        known.asked_at = known.confirmed_at = now
+        known.confirmed_at, known.believed_until = now, now + NODE_BELIEVED_S
         return known
 
     def _new(self, node_id: int) -> KnownNode:

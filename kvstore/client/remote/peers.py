@@ -146,7 +146,7 @@ class Peers:
     def _broke(self, known: KnownNode, *, hung: bool) -> None:
         """It did not. The caller holds the lock."""
         known.breaker.failed(time.monotonic(), hung=hung)
-        known.asked_at = float("-inf")
+        known.believed_until = float("-inf")
         announcement = known.announcement
         if known.breaker.state is BreakerState.OPEN and announcement and self._silenced is not None:
             self._silenced.say(announcement.node_id, announcement.epoch)
