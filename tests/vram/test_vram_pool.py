@@ -99,6 +99,11 @@ def test_transports_can_leave_it_out(producer, node, device):
     without.close()
 
 
+def test_who_has_nothing_left_to_save_below_reserves_nothing(producer):
+    """What VRAM has taken is not asked for again, and often that is all."""
+    assert producer.store.reserve([], 1000, NAMESPACE) == []
+
+
 def test_a_process_without_a_device_may_look_up_for_others(producer, node, consumer):
     producer.save(0)
     scheduler = BlockSession(**node.client_options, sees_vram=lambda node_id, epoch: True)

@@ -116,6 +116,8 @@ class HostWriter(HostWriters):
     def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
         """A slot, or what became of it, for each of `wants`. Raises `NodeUnavailableError` or
         `DeadlineError` when no node answered: then nothing is reserved."""
+        if not wants:
+            return []
         answers: list[ReserveAnswer | None] = [None] * len(wants)
         todo = list(range(len(wants)))
         without: set[NodeLink] = set()
