@@ -88,6 +88,11 @@ class BlockStoreContract:
             assert mapping.memory[offset : offset + SIZE] == view.buffer
             assert offset // mapping.part_bytes == (offset + SIZE - 1) // mapping.part_bytes
 
+    def test_nothing_may_be_reserved_committed_and_aborted(self, store: BlockStore) -> None:
+        assert list(store.reserve([], SIZE, NAMESPACE)) == []
+        assert store.commit([]) == []
+        store.abort([])
+
     def test_match_is_the_longest_leading_run(self, store: BlockStore) -> None:
         a, b, c, d = keys(4)
         for i, key in enumerate((a, b, d)):
