@@ -3,6 +3,7 @@
 import msgpack
 import pytest
 
+from kvstore.core.events import Commit
 from kvstore.errors import UsageError
 from kvstore.limits import (
     BATCH_KEYS_MAX,
@@ -126,3 +127,15 @@ def test_extensions_and_keys_of_maps_that_are_no_text_end_the_connection(sent):
     unpacker.feed(msgpack.packb([int(Op.STAT), 1, sent]))
     with pytest.raises(ValueError):
         next(unpacker)
+
+
+@pytest.mark.parametrize("items", [7, None, b"x", "x", {}])
+def test_what_is_no_list_where_one_is_due_is_refused_by_name(items):
+    with pytest.raises(UsageError, match=r"^items="):
+        read([Op.COMMIT, 1, items])
+
+
+def test_a_message_is_read_as_it_comes_out_of_the_byte_stream():
+    unpacker = control.unpacker()
+    unpacker.feed(control.packed([Op.COMMIT, 1, [[0, 1, 2]]]))
+    assert [read(message) for message in unpacker] == [Commit(1, 1, [(0, 1, 2)])]
