@@ -48,7 +48,14 @@ def run_dir(path: str | Path | None = None) -> Path:
         return _checked(Path(runtime) / "kvstore", "XDG_RUNTIME_DIR", group_may_enter=True)
     own = Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}"
     if _is_anothers(own):
+        log.warning(
+            "%s belongs to user %d, not to this one: another directory beside it is used",
+            own,
+            own.lstat().st_uid,
+        )
         return _instead_of(own)
+    if not own.exists() and any(not _is_anothers(path) for path in _beside(own)):
+        return _instead_of(own)  # who was first is gone: this user's processes stay together
     return _checked(own, RUN_DIR_ENV, group_may_enter=True)
 
 
@@ -59,16 +66,15 @@ def _is_anothers(path: Path) -> bool:
         return False
 
 
+def _beside(taken: Path) -> list[Path]:
+    return sorted(taken.parent.glob(f"{taken.name}-*"))
+
+
 def _instead_of(taken: Path) -> Path:
     """A directory that all processes of this user find, where another user was first to make the
     one called after this user. Its name cannot be guessed, so nobody can be first again."""
-    log.warning(
-        "%s belongs to user %d, not to this one: another directory beside it is used",
-        taken,
-        taken.lstat().st_uid,
-    )
     with _alone_in(taken.parent):
-        for path in sorted(taken.parent.glob(f"{taken.name}-*")):
+        for path in _beside(taken):
             if not _is_anothers(path):
                 with contextlib.suppress(UsageError):
                     return _checked(path, RUN_DIR_ENV, group_may_enter=True)
