@@ -35,9 +35,18 @@ READ_PATH = (
 READ_TESTS = tuple(
     f"tests/client/{name}.py"
     for name in (
-        *("test_locator", "test_client", "test_integrity", "remote/test_lying_records"),
+        *(
+            "test_interrupted_pins",
+            "test_locator",
+            "test_client",
+            "test_integrity",
+            "remote/test_lying_records",
+        ),
         *("values/test_existing", "test_health"),
     )
+)
+REMOTE_TESTS = tuple(
+    f"tests/client/remote/test_{name}.py" for name in ("remote_nodes", "slow_index", "silent_nodes")
 )
 LONE = ("record", "circuit_breaker", "token_bucket", "client/placement")
 """Pure modules outside of those folders."""
@@ -226,7 +235,8 @@ def nearest_tests(root: Path, path: Path) -> list[str]:
     if str(path.with_suffix("").relative_to("kvstore")) in LONE:
         found = [str(Path("tests", *path.parts[1:-1], f"test_{path.stem}.py"))]
     elif "client" in path.parts:
-        found = [str(Path("tests", *path.parts[1:-1], f"test_{path.stem}.py")), *READ_TESTS]
+        own = Path("tests", *path.parts[1:-1], f"test_{path.stem}.py")
+        found = [str(own), *(REMOTE_TESTS if "remote" in path.parts else ()), *READ_TESTS]
     else:
         core = path.parent.name == "core"
         folders = ["core", "protocol", "segment"] if core else [path.parts[-2]]

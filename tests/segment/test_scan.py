@@ -228,17 +228,19 @@ def test_generations_may_reach_the_middle_of_what_there_is(headers: Headers) -> 
 
 
 def test_pages_that_were_never_used_are_not_looked_at(headers: Headers) -> None:
-    headers.sealed(seal(3), seal(4), seal(9), seal(10)).left(seal(5), seal(8))
+    used = [seal(0), seal(3), seal(10, length=2 * PAGE_BYTES), seal(12)]
+    headers.sealed(*used, seal(4), seal(9)).left(seal(5), seal(8), seal(11), seal(13))
     seen = headers.seen(Bounds(LAST, 4, 10))
-    assert seen.sealed == [seal(3), seal(10)]
-    assert seen.gone == []
+    assert seen.sealed == used
+    assert seen.gone == [seal(13)]
 
 
 def test_all_are_where_the_used_ones_meet(headers: Headers) -> None:
-    headers.sealed(seal(3), seal(4), seal(5)).left(seal(9))
+    used = [seal(3, length=2 * PAGE_BYTES), seal(5)]
+    headers.sealed(*used).left(seal(9))
     for bounds in (Bounds(LAST, 4, 4), Bounds(LAST, 5, 4)):
         seen = headers.seen(bounds)
-        assert seen.sealed == [seal(3), seal(4), seal(5)]
+        assert seen.sealed == used
         assert seen.gone == [seal(9)]
 
 

@@ -3,14 +3,14 @@ import os
 
 import pytest
 
-from kvstore.core.events import Fill, Mark, Seal
+from kvstore.core.events import Fill, Hold, Mark, Seal
 from kvstore.errors import NoSpaceError
 from kvstore.machine import Machine
 from kvstore.memory_files import Room
 from kvstore.segment import shm
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import FREE, RESERVED, SEALED, Superblock, unpack
-from kvstore.segment.shm import OwnedShm
+from kvstore.segment.shm import OwnedShm, check_room, files_bytes, header_file_bytes, never_fits
 
 KEY = bytes(range(32))
 BLOCK = Superblock(7, 3, 0, 128 << 10)
@@ -183,3 +183,48 @@ def test_what_lacks_room_is_refused_before_a_page_is_taken(tmp_path):
     with pytest.raises(NoSpaceError, match="asked for"):
         OwnedShm(tmp_path / "segment", BLOCK, machine=Full())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_header_file_has_a_page_the_headers_the_hints_and_a_byte_for_each_page(owned):
+    """As docs/architecture.md has it: a restart finds them there."""
+    pages = BLOCK.size_bytes >> 12
+    table = pages * 4
+    end = 4096 + pages * 64 + table * 4 + pages
+    assert header_file_bytes(BLOCK.size_bytes) == owned.head_path.stat().st_size == end
+    assert files_bytes(BLOCK.size_bytes) == BLOCK.size_bytes + end
+    owned.apply(Seal(5, 9, bytes(31) + b"k", 7, 0, 1, 0, 0, 5))
+    owned.apply(Seal(6, 9, bytes(8) + b"\xff" * 24, 7, 0, 1, 0, 0, 5))
+    before = owned.head_path.read_bytes()
+    hints = memoryview(before[4096 + pages * 64 :][: table * 4]).cast("I")
+    assert (hints[0], hints[table - 1]) == (5, 6), "the first place and the last"
+    for page in (0, pages - 1):
+        owned.apply(Hold(page, True))
+    held = owned.head_path.read_bytes()
+    assert held[:-pages] == before[:-pages]
+    assert held[-pages:] == b"\1" + bytes(pages - 2) + b"\1"
+
+
+class Roomy(Machine):
+    def __init__(self, free_bytes, total_bytes):
+        self._room = Room(free_bytes, total_bytes)
+
+    def room(self, where):
+        return self._room
+
+
+def test_what_fits_to_the_byte_beside_what_is_left_for_others_fits(tmp_path):
+    need = files_bytes(BLOCK.size_bytes) + shm.RESERVE_BYTES
+    check_room(tmp_path, BLOCK.size_bytes, Roomy(need, need))
+    assert not never_fits(tmp_path, BLOCK.size_bytes, Roomy(0, need))
+    with pytest.raises(NoSpaceError):
+        check_room(tmp_path, BLOCK.size_bytes, Roomy(need - 1, need))
+    assert never_fits(tmp_path, BLOCK.size_bytes, Roomy(0, need - 1))
+
+
+def test_who_cannot_take_a_segment_over_leaves_it_to_others(tmp_path):
+    OwnedShm(tmp_path / "segment", BLOCK).close(keep=True)
+    other_shape = BLOCK._replace(epoch=4, size_bytes=2 * BLOCK.size_bytes)
+    with pytest.raises(ValueError, match="segment") as held:
+        OwnedShm(tmp_path / "segment", other_shape, reopen=True)
+    OwnedShm(tmp_path / "segment", BLOCK._replace(epoch=4), reopen=True).close()
+    assert held.value is not None
