@@ -45,8 +45,12 @@ def open_store(
     device: CudaDevice | None = None,
     *,
     sees_vram: Callable[[int, int], bool] | None = None,
+    patient: bool = False,
 ) -> BlockSession:
-    """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet."""
+    """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet.
+
+    `patient` is that of `BlockSession`, for who saves on a thread of its own.
+    """
     return BlockSession(
         config.url,
         key_prefix=config.key_prefix,
@@ -57,6 +61,7 @@ def open_store(
         node_size_bytes=config.node_size_bytes,
         device=device,
         sees_vram=sees_vram,
+        patient=patient,
     )
 
 
@@ -73,14 +78,15 @@ def open_in_vram(
     `holding` is that of `KVMemory`.
     """
     if not config.vram or ordinal is None:
-        return open_store(config)
+        return open_store(config, patient=True)
     try:
         device = cuda_device(ordinal)
     except DeviceError as e:
         log.warning("blocks are neither kept in VRAM nor read there: %s", e)
-        return open_store(config)
+        return open_store(config, patient=True)
     size_bytes = config.vram_size_bytes if saves else 0
-    return VramStore(open_store(config, device), device, size_bytes, holding=holding)
+    store = open_store(config, device, patient=True)
+    return VramStore(store, device, size_bytes, holding=holding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,9 @@ class BlockSession:
     protected by; None takes it from the environment. With a `device`, blocks that nodes
     of this host keep in VRAM are read too, unless "always" is to be verified: they have no
     checksums. `sees_vram` is for a process without one that looks up for others that have: it
-    says of a node's id and epoch whether they can read its VRAM (`open_vram`).
+    says of a node's id and epoch whether they can read its VRAM (`open_vram`). `patient` is
+    for calls from threads that may wait: the answer of a node of this host that gets no
+    processor is waited for beyond `request_timeout_s`, up to `FIRST_ANSWER_WAIT_S`.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class BlockSession:
         security: StreamSecurity | None = None,
         device: CudaDevice | None = None,
         sees_vram: Callable[[int, int], bool] | None = None,
+        patient: bool = False,
         machine: Machine = REAL,
     ) -> None:
         arguments.session_settings(
@@ -214,6 +217,7 @@ class BlockSession:
             timeout_s=self.limits.request_timeout_s,
             checksums=verify == "always",
             start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
+            patient=patient,
         )
         self.value_names = ValueNames(self.writer)
         self.remote_writer = RemoteWriter(

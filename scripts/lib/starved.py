@@ -213,7 +213,7 @@ def run(rounds: int, busy_per_core: int, run_dir: Path) -> dict[str, Any]:
         here, away = open_store(config), open_store(config)
         core = scheduler_side(stack, config, here)
         far = scheduler_side(stack, config, Elsewhere(away))
-        worker = stack.enter_context(closing(open_store(config)))
+        worker = stack.enter_context(closing(open_store(config, patient=True)))
         watch = Watch(here.url, config.key_prefix)
         stack.callback(watch.close)
         saves = Saves(worker, client.session, watch.index)

@@ -103,9 +103,12 @@ class ControlChannel:
         timeout_s: float,
         held: Callable[[], Held],
         *,
+        patient: bool = False,
         machine: Machine = REAL,
     ) -> None:
-        """`node` is the (node id, epoch) to talk to: a restarted node is another one."""
+        """`node` is the (node id, epoch) to talk to: a restarted node is another one. With
+        `patient`, not only the first answer of a starved node is waited for beyond the
+        deadline, but every one."""
         self.directory = directory
         self._machine = machine
         self._now = machine.monotonic
@@ -134,6 +137,7 @@ class ControlChannel:
         self._patient_until = self._now() + max(FIRST_ANSWER_WAIT_S, timeout_s)
         """Until the first answer, or failure, a starved node is waited for beyond the deadline:
         a client that begins loses more by giving up. `-inf` from then on."""
+        self._patient = patient
         self._wanted_s: float | None = None
         self._seen_idle = False
         in_each_child(self)
@@ -177,6 +181,8 @@ class ControlChannel:
             if not self._breaker.allows(now):
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
             probes = self._breaker.state is BreakerState.HALF_OPEN
+            if self._patient and not probes:
+                self._patient_until = now + max(FIRST_ANSWER_WAIT_S, timeout_s)
             try:
                 soon = now + PROBE_TIMEOUT_S if probes else give_up_at
                 patient = not probes and self._has_all_the_time(now)
@@ -206,7 +212,8 @@ class ControlChannel:
                 self._acquire(ticket.give_up_at)
                 try:
                     self._receive(ticket)
-                    self._patient_until = NEVER
+                    if not self._patient:
+                        self._patient_until = NEVER
                     if ticket.error is None or isinstance(ticket.error, InternalError):
                         self._breaker.succeeded()
                 except (DeadlineError, NodeUnavailableError) as e:

@@ -72,8 +72,11 @@ class Writer:
         timeout_s: float,
         checksums: bool,
         introductions: dict[int, bytes] | None = None,
+        patient: bool = False,
     ) -> None:
-        """`introductions`, where they are shared, are `self.introductions`."""
+        """`introductions`, where they are shared, are `self.introductions`; `patient` is that of
+        `ControlChannel`."""
+        self._patient = patient
         self._nodes = nodes
         self._machine = nodes.machine
         self._now = self._machine.monotonic
@@ -152,6 +155,7 @@ class Writer:
             (announcement.node_id, announcement.epoch),
             self._timeout_s,
             held.said,
+            patient=self._patient,
             machine=self._machine,
         )
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from stores import NodeProcess
 
-from kvstore import Client
+from kvstore import BlockSession, Client, DeadlineError, Reservation
 from kvstore.client.local import control
 from kvstore.client.local.control import ControlChannel, Ticket
 from kvstore.client.local.starved import processor_wanted_s
@@ -89,6 +89,30 @@ def test_a_first_put_waits_for_a_node_that_is_late_because_it_is_starved(
             child = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {node.process.pid}"])
             try:
                 assert client.put("k", b"v").status is PutStatus.STORED
+            finally:
+                child.wait()
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_patient_session_waits_for_every_answer_of_a_starved_node(
+    redis_server, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """Also for one after the first, which others wait for until their deadline."""
+    wanted = iter(range(1, 1000))
+    with NodeProcess(redis_server) as node:
+        limits = Limits(redis_timeout_s=5.0, request_timeout_s=1.0)
+        options = {**node.client_options, "limits": limits}
+        with closing(BlockSession(**options, patient=patient)) as session:
+            assert session.pin([b"?" * 32]) == [None]
+            monkeypatch.setattr(control, "processor_wanted_s", lambda _: float(next(wanted)))
+            node.signal(signal.SIGSTOP)
+            child = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {node.process.pid}"])
+            try:
+                if patient:
+                    assert isinstance(session.reserve([b"k" * 32], 100, 0)[0], Reservation)
+                else:
+                    with pytest.raises(DeadlineError):
+                        session.reserve([b"k" * 32], 100, 0)
             finally:
                 child.wait()
 
