@@ -7,7 +7,7 @@ from kvstore.core.events import Fill, Seal
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import SUPERBLOCK_BYTES, Superblock, pack
-from kvstore.segment.locate import locate, sealed_as
+from kvstore.segment.locate import hinted, locate, sealed_as
 from kvstore.segment.shm import OwnedShm
 from kvstore.types import Location
 
@@ -95,6 +95,8 @@ def test_a_header_that_leads_out_of_its_segment_or_page_or_value_is_not_believed
     promised = AT._replace(slot=slot, length=length, granule=granule)
     assert sealed_as(reader.header(slot), KEY, promised) is not None
     assert locate(reader, KEY, promised) is None
+    assert reader.hinted(KEY)[0] == slot, "its hint leads there"
+    assert hinted(reader, KEY) is None
 
 
 @pytest.mark.parametrize(
