@@ -13,7 +13,6 @@ from contract.cuda import get, put
 from redis_servers import wait_until
 
 from kvstore import BlockSession, DeviceReservation, VramSaver, cuda_device, vram_for_saves
-from kvstore.client import savers
 from kvstore.nodedir import NodeDir
 from kvstore.types import STORED
 
@@ -56,7 +55,7 @@ def test_an_engine_saves_to_the_nodes_vram_and_the_next_one_reads_it(process, op
     (granted,) = saver.reserve([KEY], MIB, 7)
     assert isinstance(granted, DeviceReservation)
     put(device, granted.buffer.address, payload)
-    assert savers.commit([granted], PATIENCE_S) == [STORED]
+    assert store.commit([granted]) == [STORED]
     saver.stop()
     store.close()
 

@@ -21,7 +21,6 @@ from kvstore import (
     VramSaver,
     vram_for_saves,
 )
-from kvstore.client import savers
 from kvstore.nodedir import NodeDir
 from kvstore.protocol.control import Op
 from kvstore.testing.cuda import ModelCuda
@@ -86,7 +85,7 @@ class Engine:
     def save(self, *numbers: int) -> None:
         reservations = self.reserve(*numbers)
         self.fill(reservations, *numbers)
-        assert savers.commit(reservations, PATIENCE_S) == [STORED] * len(numbers)
+        assert self.store.commit(reservations) == [STORED] * len(numbers)
 
     def read(self, *numbers: int) -> list[bytes | None]:
         """What is there in VRAM."""
@@ -173,7 +172,7 @@ def _saved(engine, number):
     if not isinstance(answers[0], DeviceReservation):
         return False
     engine.fill(answers, number)
-    return savers.commit(answers, PATIENCE_S) == [STORED]
+    return engine.store.commit(answers) == [STORED]
 
 
 def test_what_was_saved_goes_down_when_the_node_ends(engine, owner):
@@ -194,7 +193,7 @@ def test_when_the_node_is_killed_its_memory_stays_for_who_still_writes_there(nod
     (answer,) = engine.reserve(2)
     assert answer.status is PutStatus.REJECTED
     assert engine.device.mapped == 1, "it may still be written to"
-    (result,) = savers.commit(granted, PATIENCE_S)
+    (result,) = engine.store.commit(granted)
     assert result.status is PutStatus.REJECTED
     assert engine.device.mapped == 0
     again = Owner(node, model_dir)
@@ -213,7 +212,7 @@ def test_what_its_node_cannot_do_is_refused_and_the_node_goes_on(engine):
     with pytest.raises(UsageError, match="values"):
         start.control.request(Op.RESERVE, *arguments)
     engine.fill([granted], 2)
-    assert savers.commit([granted], PATIENCE_S) == [STORED]
+    assert engine.store.commit([granted]) == [STORED]
     assert engine.read(1, 2) == [payload_of(1), payload_of(2)]
 
 
@@ -225,7 +224,7 @@ def test_a_namespace_is_cleared_there_too(engine):
 
 def test_what_is_given_up_is_free_again(engine):
     granted = engine.reserve(1, 2)
-    savers.abort(granted, PATIENCE_S)
+    engine.store.abort(granted)
     engine.save(1, 2)
 
 
