@@ -58,8 +58,9 @@ LISTED_MAX = 256
 LIE_EVERY_S = 0.05
 FLIP_CHANCE = 0.3
 """That somebody changes a bit of one answer of Redis."""
-TAMPER_CHANCE = 0.02
-"""That somebody between the hosts does something to 64 KiB."""
+TAMPER_CHANCE = 0.2
+"""That somebody between the hosts does something to a chunk, of 64 KiB at most: blocks of a small
+model are few of them."""
 TAMPER_HOLDS_S = 0.5
 HERE_HOST, BETWEEN_HOST = "127.0.0.1", "127.0.0.2"
 """The node listens at one and says that it is at the other, where the man in the middle is."""
