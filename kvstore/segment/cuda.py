@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from kvstore.cuda.base import CudaDevice
+from kvstore.cuda.probe import PROBE_BYTES, write_probe
 from kvstore.errors import InternalError
 from kvstore.filelock import fd_is_locked
 from kvstore.segment.attached import AttachedHeads
@@ -34,11 +35,12 @@ class OwnedCuda(OwnedHeads):
         self.data_path = base_path.with_suffix(".data")
         self.device = device
         check_free(base_path.parent, header_file_bytes(superblock.size_bytes))
-        self.address = device.allocate(superblock.size_bytes)
+        self.address = device.allocate(superblock.size_bytes + PROBE_BYTES)
         with contextlib.ExitStack() as undo:
             undo.callback(device.free, self.address)
             self.shared = device.export(self.address)
             undo.callback(os.close, self.shared.fd)
+            write_probe(device, self.address + superblock.size_bytes, self.shared.name)
             os.close(os.open(self.data_path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
             undo.callback(self.data_path.unlink)
             super().__init__(base_path, superblock, home=home)

@@ -72,6 +72,8 @@ class ModelCuda:
         self.hold.set()
         self.broken = False
         """Every copy fails from here on, as after a fault in a kernel."""
+        self.loses_reads = False
+        """Nothing arrives of what is read from other processes' memory, and nobody says so."""
         self.queued = 0
         """Copies so far."""
         self.pageable = 0
@@ -205,6 +207,14 @@ class ModelCuda:
             self._flying.append(copy)
         return needed
 
+    def loses(self, source: int) -> bool:
+        """Whether a copy from there brings nothing."""
+        with self._lock:
+            return self.loses_reads and any(
+                not memory.owned and start <= source < start + len(memory.map)
+                for start, memory in self._memory.items()
+            )
+
     def landed(self, copies: Sequence[Copy]) -> None:
         with self._lock:
             for copy in copies:
@@ -245,6 +255,8 @@ class ModelStream:
     def _carry_out(self, batch: Sequence[Copy], memory: list[_Memory]) -> None:
         time.sleep(self._device.late_s)
         for to, source, size_bytes in batch:
+            if self._device.loses(source):
+                continue
             for start in range(0, size_bytes, PART_BYTES):
                 self._device.hold.wait()
                 part_bytes = min(PART_BYTES, size_bytes - start)

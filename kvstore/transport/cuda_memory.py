@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -9,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from kvstore.cuda.base import SHARED_NAME_BYTES, CudaDevice, DeviceRange, Shared
+from kvstore.cuda.base import SHARED_NAME_BYTES, CudaDevice, DeviceRange, Shared, Stream
+from kvstore.cuda.probe import PROBE_EVERY_S, read_probe
 from kvstore.errors import DeviceError
 from kvstore.limits import CUDA_IPC_NODES_MAX, CUDA_IPC_OPEN_S
 from kvstore.nodedir import Announcement
@@ -79,7 +81,7 @@ class Heads(Protocol):
 class Opened:
     """The memory of one start of a node, open in this process."""
 
-    __slots__ = ("address", "gone", "heads", "users")
+    __slots__ = ("address", "gone", "heads", "probed_at", "users")
 
     def __init__(self, heads: Heads, address: int) -> None:
         self.heads = heads
@@ -87,6 +89,7 @@ class Opened:
         self.users = 0
         """Reads and views that count on it; the lock of `OpenMemory` guards it."""
         self.gone = False
+        self.probed_at = -math.inf
 
 
 class DeviceBlock:
@@ -135,12 +138,15 @@ class OpenMemory:
         self._opened: dict[tuple[int, int], Opened] = {}
         """By node id and epoch, that used last at the end."""
         self._closed = False
+        self._stream: Stream | None = None
+        """For probes."""
 
     def use(self, node: Announcement, deadline: float = math.inf) -> Opened | None:
         """The node's memory, opened now if it is not yet, until `done_with`; None: out of reach.
 
         Raises `DeviceError` when the node does not hand it over, by `deadline` and in
-        `CUDA_IPC_OPEN_S`, or the driver does not open it.
+        `CUDA_IPC_OPEN_S`, the driver does not open it, or what is read there is not what the
+        node has written: that is looked at now, and every `PROBE_EVERY_S`.
         """
         address = DeviceAddress.parse(node.transports.get(NAME, ""))
         with self._lock:
@@ -149,9 +155,22 @@ class OpenMemory:
             known = (node.node_id, node.epoch)
             opened = self._opened.pop(known, None) or self._open(node, address, deadline)
             if opened is not None:
+                try:
+                    self._probe(opened, node, address)
+                except BaseException:
+                    self._retire(opened)
+                    raise
                 self._opened[known] = opened
                 opened.users += 1
             return opened
+
+    def _probe(self, opened: Opened, node: Announcement, address: DeviceAddress) -> None:
+        now = time.monotonic()
+        if now < opened.probed_at + PROBE_EVERY_S:
+            return
+        self._stream = self._stream or self.device.stream()
+        read_probe(self._stream, opened.address + node.size_bytes, address.name)
+        opened.probed_at = now
 
     def _open(self, node: Announcement, address: DeviceAddress, deadline: float) -> Opened | None:
         if len(self._opened) >= CUDA_IPC_NODES_MAX:
@@ -237,3 +256,7 @@ class OpenMemory:
         with self._lock:
             for known in list(self._opened):
                 self._retire(self._opened.pop(known))
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            with contextlib.suppress(DeviceError):
+                stream.close()

@@ -70,6 +70,7 @@ def test_neighbours_on_both_sides_are_one_copy(place, reader):
     payloads = [os.urandom(MIB) for _ in range(4)]
     blocks = [place.save(payload) for payload in payloads]
     mine = reader.allocate(4 * MIB)
+    look(place)
     queued = reader.queued
     order = [0, 1, 3, 2]  # 0 and 1 follow each other here as they do there
     wanted = [
@@ -88,9 +89,38 @@ def test_pieces_on_the_device_must_be_as_long_as_the_block(place):
         place.transport.read(place.word, wanted, far())
 
 
+def look(place):
+    """Open its memory, which takes a copy of what everybody knows."""
+    place.transport.memory.done_with(place.transport.memory.use(place.word))
+
+
+def test_trap_reads_that_are_lost_are_no_hits(tmp_path, owner, reader, monkeypatch):
+    """The driver says that there is peer access; what is read stays as it was."""
+    place = VramPlace(tmp_path, owner, reader)
+    key, location = place.save(b"1" * MIB)
+    into = room(location)
+    reader.loses_reads = True
+    monkeypatch.setattr(cuda_memory, "PROBE_EVERY_S", 0.0)
+    (outcome,) = place.transport.read(place.word, [Wanted(key, location, (into,))], far())
+    assert outcome.read is Read.FAILED, "it was open: it is looked at now and then"
+    assert "lost" in outcome.reason
+    (outcome,) = place.transport.read(place.word, [Wanted(key, location, (into,))], far())
+    assert outcome.read is Read.FAILED, "and when it is opened"
+    assert reader.mapped == 0
+    with pytest.raises(DeviceError, match="lost"):
+        place.transport.memory.view(place.word, key, location)
+    reader.loses_reads = False
+    assert reads(place.transport.read(place.word, [Wanted(key, location, (into,))], far())) == [
+        Read.HIT
+    ]
+    assert bytes(into) == b"1" * MIB
+    place.close()
+
+
 @pytest.fixture
 def start(place, reader):
     """Begins a read in another thread, and waits until it has queued its first copies."""
+    look(place)
     with ThreadPoolExecutor(2) as pool:
 
         def start(wanted, deadline_s=PATIENCE_S, copies=1):
@@ -166,6 +196,7 @@ def test_after_close_nothing_more_is_queued(place, reader, start, monkeypatch):
 
 
 def test_a_read_that_is_interrupted_ends_when_what_is_queued_is_done(place, reader, monkeypatch):
+    look(place)
     block = place.save(b"1" * MIB)
     into = room(block[1])
     reader.hold.clear()
@@ -186,6 +217,7 @@ def test_a_read_that_is_interrupted_ends_when_what_is_queued_is_done(place, read
 
 def test_a_device_that_hangs_is_no_failed_read_but_an_error(place, reader, monkeypatch):
     """Nobody may think that the destination is free."""
+    look(place)
     monkeypatch.setattr(cuda_ipc, "CUDA_IPC_DRAIN_S", 0.1)
     key, location = place.save(b"1" * MIB)
     reader.hold.clear()
