@@ -106,7 +106,7 @@ class VramStore:
         return {**self._store.read_bytes(), "cuda_ipc": self._viewed_bytes}
 
     def open_vram(self) -> frozenset[tuple[int, int]]:
-        """See `BlockSession.vram_for_saves`."""
+        """See `BlockSession.open_vram`."""
         return self._store.open_vram()
 
     def mappings(self) -> Sequence[PoolMapping]:
