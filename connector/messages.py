@@ -5,15 +5,19 @@ All of it is plain, picklable data: the two sides usually live in different proc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore import BlockRef, Key
 
 
 class EngineRequest(Protocol):
-    """What the core reads of an engine's request; it never writes one."""
+    """What the core reads of an engine's request; it never writes one.
+
+    Beside these, where an engine has them: `cache_salt`, and `kv_transfer_params`, a mapping of
+    what the sender wants done with the request's KV.
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -27,11 +31,6 @@ class EngineRequest(Protocol):
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is in the engine, before the step that is being planned."""
-        ...
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What its sender wants done with its KV, as the engine was given it."""
         ...
 
     @property

@@ -287,7 +287,7 @@ class SchedulerCore:
 
     def _own_settings(self, state: RequestState, request: EngineRequest) -> RequestSettings:
         if state.settings is None:
-            params = request.kv_transfer_params
+            params = getattr(request, "kv_transfer_params", None)
             state.settings = RequestSettings.of(request.request_id, params)
         return state.settings
 

@@ -14,6 +14,7 @@ from kvstore.client.local.nodes import Attached
 from kvstore.client.reader import Reader
 from kvstore.client.values import tensors
 from kvstore.index.memory import MemoryIndex
+from kvstore.machine import REAL
 from kvstore.nodedir import NodeDir
 from kvstore.record import RecordSigner, pack_record, unpack_record
 from kvstore.segment import header
@@ -83,6 +84,8 @@ def test_any_file_is_a_segment_or_a_value_error(
 
 class _Nodes:
     """One node's segment, mapped."""
+
+    machine = REAL
 
     def __init__(self, attached: Attached) -> None:
         self.mapped = (attached,)

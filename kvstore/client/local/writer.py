@@ -213,11 +213,19 @@ class Writer:
         answers: list[ReserveAnswer] = []
         try:
             for batch in in_batches(wants, BATCH_KEYS_MAX):
-                answers += self.reserve_later(batch, namespace_id)()
+                answers += self._reserve(batch, namespace_id)
         except BaseException:
             self.abort([answer for answer in answers if isinstance(answer, Reservation)])
             raise
         return answers
+
+    def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
+        try:
+            return self.reserve_later(wants, namespace_id)()
+        except NodeUnavailableError:
+            if self.linked is not None:  # this start of the node lives: it was asked in vain
+                raise
+            return self.reserve_later(wants, namespace_id)()
 
     def _introduce(self, namespace_id: int) -> None:
         """Tell the node once what the id stands for. After a request: then the channel is open,

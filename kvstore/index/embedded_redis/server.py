@@ -254,7 +254,9 @@ def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
         raise IndexUnavailableError(f"embedded Redis: {command[0]}: {e.strerror}") from e
     assert process.stdout is not None
     with process.stdout as stdout:
-        ready, _, _ = select.select([stdout], [], [], max(deadline - monotonic(), 0))
+        poll = select.poll()  # an engine may have more files open than select can name
+        poll.register(stdout, select.POLLIN)
+        ready = poll.poll(max(deadline - monotonic(), 0) * 1000)
         said = os.read(stdout.fileno(), 4096).decode(errors="replace").strip() if ready else ""
     if said != "ready":
         with suppress(ProcessLookupError):

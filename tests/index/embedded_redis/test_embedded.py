@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -37,6 +38,22 @@ def test_it_is_a_redis_that_an_index_can_use(run_dir: Path) -> None:
         index.close()
         pids = held.pid, held.supervisor_pid
     nothing_is_left(run_dir, *pids)
+
+
+def test_it_starts_in_a_process_with_more_open_files_than_select_can_name(run_dir: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("needs a limit of 4096 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    files = [null, *(os.dup(null) for _ in range(1100))]
+    try:
+        with EmbeddedRedis.acquire(run_dir) as held:
+            assert held.pid
+    finally:
+        for fd in files:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_it_is_named_in_the_log(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
