@@ -101,6 +101,7 @@ def test_redis_is_up_once_it_answers_whatever_sockets_lie_about(tmp_path):
         store.close()
 
 
+@pytest.mark.long
 def test_a_short_run_without_an_engine_passes(tmp_path):
     pytest.importorskip("matplotlib", reason="the demo extra is not installed")
     (fault,) = plan.faults(SEED, SECONDS)
