@@ -30,9 +30,9 @@ def start_in_background(command: Sequence[str], **options: Any) -> subprocess.Po
 
 @contextlib.contextmanager
 def _on_all_processors() -> Iterator[None]:
-    """For this thread and what it starts meanwhile: an engine binds its workers to one core
-    each, and what these start would share it with the forward. The kernel takes out what the
-    cgroup does not allow. A kernel or a sandbox that forbids it leaves things as they are."""
+    """Let this thread, and what it starts meanwhile, use every processor: an engine binds its
+    workers to one core each, and what these start would share it with the forward. The kernel
+    takes out what the cgroup does not allow; where it forbids the call, nothing changes."""
     try:
         bound_to = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(CPUS_MAX))

@@ -14,10 +14,10 @@ def in_batches(
     size_of: Callable[[T], int] | None = None,
     bytes_max: int = 0,
 ) -> Iterator[Sequence[T]]:
-    """Slices of `items` in their order, at most `count_max` of them each; none is empty.
+    """Cut `items`, in their order, into slices of at most `count_max` of them; none is empty.
 
-    With `size_of`, in bytes, also at most `bytes_max` together, but for one that is larger and
-    goes alone.
+    With `size_of`, the size of an item in bytes, those of a slice have at most `bytes_max`
+    together; an item that is larger has a slice of its own.
     """
     if size_of is None:
         for start in range(0, len(items), count_max):

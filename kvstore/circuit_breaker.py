@@ -31,7 +31,7 @@ class BreakerState(enum.StrEnum):
 
 class Breaker:
     """Opens after `failures_max` failures in a row or a call that hung; lets one probe through
-    per delay."""
+    per delay. The caller asks `allows` before each call and reports how it ended."""
 
     __slots__ = (
         "_delay_s",
@@ -86,7 +86,7 @@ class Breaker:
         self._delay_s = self._retry_after_s
 
     def failed(self, now: float, *, hung: bool = False) -> None:
-        """`hung`: it ended by its deadline, without an answer."""
+        """A call failed at `now`; `hung` if it ended by its deadline, without an answer."""
         if self.state is BreakerState.OPEN:
             return
         if self.state is BreakerState.HALF_OPEN:

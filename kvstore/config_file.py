@@ -55,7 +55,11 @@ class ConfigFile:
         return f"{self.path} [{name}]"
 
     def limits(self, over: Mapping[str, Any] | None = None) -> Limits:
-        """`[limits]`, with `over` in place of what it says."""
+        """The node's limits: what `over` says, else `[limits]`, else the defaults.
+
+        Raises `UsageError` for a name or a value that cannot be, and for a constant that this
+        process has imported with another value.
+        """
         table, where = self.table("limits"), self.where("limits")
         known_names(table, [*allowed_in(Limits), *allowed_in(MOVABLE.kind)], where=where)
         MOVABLE.check({n: v for n, v in table.items() if n in MOVABLE}, where=where)
@@ -64,7 +68,7 @@ class ConfigFile:
         return read_settings(Limits, over or {}, where="limits", besides=asdict(limits))
 
     def security(self) -> SecurityFiles:
-        """`[security]`."""
+        """The table `[security]`. Raises `UsageError` for a name or a value that cannot be."""
         return read_settings(SecurityFiles, self.table("security"), where=self.where("security"))
 
 

@@ -1,6 +1,8 @@
-"""One root, three families: your fault, a peer's fault, our bug.
+"""Defines the errors of the store: one root, three families.
 
-A miss is a value (`None`, a shorter run, a `PutResult`), never one of these.
+`UsageError` is the caller's fault, `PeerError` that of Redis, a node or the machine, and
+`InternalError` a bug of ours. A miss is a value (`None`, a shorter run, a `PutResult`), never
+one of these.
 """
 
 from __future__ import annotations

@@ -33,11 +33,12 @@ class FileLock:
 
     @property
     def fd(self) -> int:
-        """Its descriptor, -1 when it is not held any more."""
+        """The descriptor of the file; -1 after `release` or `close`, and in a forked child."""
         return self._fd
 
     def take(self, *, shared: bool = False) -> bool:
-        """Whether the lock could be had now; then it is this process's until `release`."""
+        """Take the lock, `shared` or alone, if it can be had without waiting; whether it was. It
+        is this process's until `release`."""
         try:
             fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -45,7 +46,8 @@ class FileLock:
         return True
 
     def release(self) -> None:
-        """Safe to call twice, and in a child, where nothing is held."""
+        """Give the lock back and close the file. Safe to call twice, and in a forked child, which
+        holds nothing."""
         with no_forks:
             if self._fd >= 0:
                 # At once, also where a child has just been forked and has yet to close it.
@@ -53,7 +55,7 @@ class FileLock:
                 self.close()
 
     def close(self) -> None:
-        """Close it here; the lock stays that of whoever has the open file too."""
+        """Close the file in this process; whoever else has the same open file keeps the lock."""
         _open.discard(self)
         fd, self._fd = self._fd, -1
         os.close(fd)
@@ -74,9 +76,10 @@ in_each_child(_children)
 
 
 def try_lock(path: Path, *, create: bool = True) -> FileLock | None:
-    """The exclusive lock on `path`; None when another holds it.
+    """The exclusive lock on the file `path`; None when another holds it.
 
-    Raises `FileNotFoundError` when it is not there and may not be created.
+    Raises `FileNotFoundError` when the file is not there and may not be created, and `OSError`
+    when it cannot be opened for writing.
     """
     lock = FileLock(path, os.O_RDWR | (os.O_CREAT if create else 0))
     if lock.take():
@@ -98,7 +101,8 @@ def is_locked(path: Path) -> bool:
 
 
 def fd_is_locked(fd: int) -> bool:
-    """The same for an open file, unless it is locked through this descriptor itself."""
+    """Whether somebody holds the lock on the open file `fd`; a lock taken through this very
+    descriptor does not count, and is given back."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

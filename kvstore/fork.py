@@ -27,7 +27,7 @@ no_forks = threading.RLock()
 
 
 def in_each_child(owner: Forgetful) -> None:
-    """Call its `after_fork_in_child` there, for as long as it lives."""
+    """Call `after_fork_in_child` of an object in each child, for as long as the object lives."""
     _all.add(owner)
 
 

@@ -1,4 +1,4 @@
-"""Keys and namespaces: who may share what with whom.
+"""Computes keys and namespaces, which decide who may share what with whom.
 
 A key is 32 bytes, `tag (8) + digest (24)`. The digest chains over the whole
 prefix and is bound to the namespace, so equal keys mean equal bytes. The tag
@@ -107,7 +107,8 @@ class Namespace:
         """Keys of all full blocks of `block_tokens` tokens at the head of `tokens`.
 
         digest[i] = sha256(digest[i-1] + tokens of block i as little-endian u32), the first
-        one after a root of this namespace; a key carries the first 24 bytes of it.
+        one after a root of this namespace; a key carries the first 24 bytes of it. Raises
+        `UsageError` for tokens that are no sequence of integers from 0 to 2**32 - 1.
         """
         if not isinstance(block_tokens, int) or block_tokens < 1:
             raise UsageError("block_tokens", block_tokens, "must be a whole number, at least 1")
@@ -143,7 +144,7 @@ def _with_tags(digests: list[bytes]) -> list[Key]:
 
 
 def _length(tokens: Sequence[int]) -> int:
-    """How many there are; they must be in order, and no text: its bytes are no tokens."""
+    """The number of `tokens`, which must be a sequence and no text: its bytes are no tokens."""
     ordered = hasattr(tokens, "__len__") and hasattr(tokens, "__getitem__")
     if ordered and not isinstance(tokens, str | bytes | bytearray | Mapping):
         with suppress(TypeError):  # an array or tensor of no dimension

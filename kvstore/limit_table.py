@@ -21,7 +21,7 @@ class LimitTable:
     """The constants of `module` that declare a range, as the table `table` of the file."""
 
     def __init__(self, module: str, table: str) -> None:
-        """To be made at the module's end."""
+        """Read what `module` declares so far, so make it at the module's end."""
         self.module = sys.modules[module]
         self.table = table
         self.kind: type = make_dataclass(
@@ -40,7 +40,7 @@ class LimitTable:
         return name in self.kind.__dataclass_fields__  # type: ignore[attr-defined]
 
     def move(self) -> None:
-        """Put what the file says in place of the constants, or nothing of it if some is wrong.
+        """Give the constants the file's values, or leave all as they are if one of these is wrong.
 
         Nothing is raised here, where a package is imported: who reads the file for its other
         settings says what is wrong with it.
@@ -56,12 +56,15 @@ class LimitTable:
             setattr(self.module, name.upper(), value)
 
     def in_force(self) -> Any:
-        """What holds in this process, as an instance of `kind`."""
+        """The values that hold in this process, as an instance of `kind`."""
         names = self.kind.__dataclass_fields__  # type: ignore[attr-defined]
         return self.kind(**{name: getattr(self.module, name.upper()) for name in names})
 
     def not_in_force(self, values: Mapping[str, Any], *, where: str) -> list[str]:
-        """Which of `values` do not hold in this process; `UsageError` for one that cannot be."""
+        """The names in `values` whose value does not hold in this process.
+
+        Raises `UsageError` for an unknown name and for a value that cannot be.
+        """
         read_settings(self.kind, values, where=where)
         return [n for n, value in values.items() if getattr(self.module, n.upper()) != value]
 

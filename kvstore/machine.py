@@ -66,7 +66,7 @@ class HeldFile(Protocol):
 
 
 class Machine:
-    """The real one. Another overrides what it wants to decide."""
+    """The machine that the process runs on. A subclass overrides what it wants to decide."""
 
     monotonic: Clock = staticmethod(time.monotonic)
     """A clock that never runs backwards."""
@@ -85,16 +85,16 @@ class Machine:
         return threading.Event()
 
     def start_thread(self, target: Callable[[], None], name: str) -> None:
-        """In the background: it does not keep the process alive. Raises `RuntimeError` when there
-        is no room for one."""
+        """Run it in a daemon thread, which does not keep the process alive. Raises `RuntimeError`
+        when the machine has no room for another thread."""
         threading.Thread(target=target, name=name, daemon=True).start()
 
     def when_dropped(self, owner: object, call: Callable[[], None]) -> None:
-        """Do `call` when nobody has `owner` any more, or when the process ends."""
+        """Call `call` once, when nobody has `owner` any more or the process ends."""
         weakref.finalize(owner, call)
 
     def unix_socket(self) -> socket.socket:
-        """A fresh one for a stream, not connected yet."""
+        """A new Unix socket for a stream, not connected yet."""
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def lock_file(self, path: Path) -> HeldFile | None:
@@ -102,7 +102,7 @@ class Machine:
         return filelock.try_lock(path)
 
     def may_write(self, path: Path) -> bool:
-        """Whether this user may write to that file."""
+        """Whether this user may write to the file."""
         return os.access(path, os.W_OK)
 
     def node_dirs(self, run_dir: Path) -> Iterator[NodeDir]:
@@ -130,7 +130,7 @@ class Machine:
         return memory_files.own(path)
 
     def remove_memory(self, path: Path) -> None:
-        """Whoever has it mapped keeps it until then."""
+        """Remove the file; whoever has it mapped keeps the memory until it unmaps it."""
         path.unlink(missing_ok=True)
 
     def room(self, where: Path) -> Room:

@@ -30,7 +30,7 @@ _mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Room(NamedTuple):
-    """Of a file system, in bytes."""
+    """The room of a file system, in bytes."""
 
     free_bytes: int
     total_bytes: int
@@ -46,7 +46,7 @@ class WritableMap(mmap.mmap):
         return self
 
     def after_fork_in_child(self) -> None:
-        """No slot of the parent's can be written from here on."""
+        """Make the mapping read-only: the child can write no slot of its parent's any more."""
         if self.closed:
             return
         start = ctypes.addressof(ctypes.c_char.from_buffer(self))
@@ -55,9 +55,9 @@ class WritableMap(mmap.mmap):
 
 
 def create(path: Path, size_bytes: int) -> mmap.mmap:
-    """Make a file with all its pages and map it for writing.
+    """Make a file of `size_bytes` with all its pages and map it for writing.
 
-    Raises `NoSpaceError` when they cannot be had, and `FileExistsError`.
+    Raises `NoSpaceError` when the pages cannot be had, `FileExistsError` when there is such a file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -73,7 +73,10 @@ def create(path: Path, size_bytes: int) -> mmap.mmap:
 
 
 def reopen(path: Path, size_bytes: int) -> mmap.mmap:
-    """Map a file of one's own for writing; raises `ValueError` when it has another size."""
+    """Map a file of this user's own for writing.
+
+    Raises `OSError` when it is not there, and `ValueError` when it does not have `size_bytes`.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         found_bytes = os.fstat(fd).st_size
@@ -85,7 +88,11 @@ def reopen(path: Path, size_bytes: int) -> mmap.mmap:
 
 
 def attach(path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
-    """Map somebody else's file; raises `ValueError` unless it is a plain one of user `owner`'s."""
+    """Map the file of somebody else's segment, for reading only unless `writable`.
+
+    Raises `OSError` when it cannot be opened, and `ValueError` when it is empty or, with `owner`,
+    is not a plain file of that user's.
+    """
     # Not waiting for the other end: what is named may be a pipe.
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
@@ -120,6 +127,6 @@ def own(path: Path) -> FileLock:
 
 
 def room(where: Path) -> Room:
-    """Of the file system that `where` is in."""
+    """The room of the file system that `where` is in. Raises `OSError`."""
     fs = os.statvfs(where)
     return Room(fs.f_bavail * fs.f_frsize, fs.f_blocks * fs.f_frsize)

@@ -83,7 +83,7 @@ class Announcement:
     """Other ways to reach it than this host's memory: an address by the transport's name."""
 
     def with_files(self, data_path: str, head_path: str) -> Announcement:
-        """The same with its segment in these files."""
+        """This announcement with its segment in these files."""
         return dataclasses.replace(self, data_path=data_path, head_path=head_path)
 
     def pack(self) -> bytes:
@@ -91,7 +91,7 @@ class Announcement:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Announcement | None:
-        """None when `raw` is not an announcement of this version: nobody to reach."""
+        """The announcement in `raw`; None when it is none of this version: nobody to reach."""
         try:
             fields = json.loads(raw)
             if not isinstance(fields, dict) or fields.get("version") != VERSION:
@@ -131,7 +131,7 @@ def stranger(raw: bytes) -> Stranger | None:
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
-    """Of an announcement of any version; none when it is no announcement."""
+    """The fields of an announcement of any version; empty when `raw` is no announcement."""
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError):
@@ -160,28 +160,31 @@ class NodeDir:
         self.vram_socket = self.path / VRAM
 
     def announce(self, announcement: Announcement) -> None:
-        """Readers see the old announcement or the new one, whenever the node is killed."""
+        """Write the announcement: readers see the old one or the new one, whenever the node is
+        killed. Raises `OSError`."""
         fresh = self.announcement_path.with_suffix(".new")
         fresh.write_bytes(announcement.pack())
         fresh.chmod(0o644)  # who may enter the directory may read it, whatever the umask
         fresh.rename(self.announcement_path)
 
     def say_ready(self, why_not: str) -> None:
-        """Empty: it is. For health checks, which are processes of their own."""
+        """Say why the node is not ready, or with an empty text that it is. Health checks, which are
+        processes of their own, read it."""
         with contextlib.suppress(OSError):
             fresh = self.ready_path.with_suffix(".new")
             fresh.write_text(why_not)
             fresh.rename(self.ready_path)
 
     def why_not_ready(self) -> str:
-        """Empty when the node is ready (node/readiness.py)."""
+        """Why the node is not ready (node/readiness.py); empty when it is."""
         try:
             return read_small(self.ready_path, FILE_BYTES_MAX).decode(errors="replace")
         except OSError:
             return "it has not tried its index and its memory yet"
 
     def say_room(self, free_bytes: int) -> None:
-        """Clients of this host weigh their nodes by it. Where it cannot be written, they do not."""
+        """Say how much is free: clients of this host weigh their nodes by it. Where it cannot be
+        written, they do not."""
         with contextlib.suppress(OSError):
             fd = os.open(self.room_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -190,20 +193,21 @@ class NodeDir:
                 os.close(fd)
 
     def room(self) -> int:
-        """What the node said last; 0 when it said nothing."""
+        """The free bytes that the node said last; 0 when it said nothing."""
         try:
             return int.from_bytes(read_small(self.room_path, ROOM_BYTES), "little")
         except OSError:
             return 0
 
     def keep_resets(self, kept: dict[str, Any]) -> None:
-        """Readers see the old ones or the new ones, whenever the node is killed."""
+        """Write `kept`, a JSON object: readers see the old one or the new one, whenever the node is
+        killed. Raises `OSError`."""
         fresh = self.resets_path.with_suffix(".new")
         fresh.write_bytes(json.dumps(kept).encode())
         fresh.rename(self.resets_path)
 
     def kept_resets(self) -> dict[str, Any]:
-        """What `keep_resets` wrote last; nothing where it cannot be read."""
+        """What `keep_resets` wrote last; empty where it cannot be read."""
         try:
             found = json.loads(read_small(self.resets_path, FILE_BYTES_MAX))
         except (OSError, ValueError, RecursionError):
@@ -211,7 +215,8 @@ class NodeDir:
         return found if isinstance(found, dict) else {}
 
     def keep_segment(self) -> None:
-        """From here on, and while this is said again and again, a crash costs no blocks."""
+        """Leave a sign of life: for `RESTART_WITHIN_S` from the last one, the segment of a dead
+        node waits for its next start."""
         self.keep.touch(mode=0o600)
         announcement = self.announcement()
         if announcement is not None:
@@ -221,7 +226,8 @@ class NodeDir:
                 )  # for who finds the segment alone (segment/abandoned.py)
 
     def kept_for_s(self) -> float:
-        """How long the segment of this node, if it is dead, waits for its next start; 0: not."""
+        """How many seconds the segment of this node, if it is dead, still waits for its next start;
+        0 when it does not."""
         paths = self._segment_paths()
         try:
             died_at = self.keep.stat().st_mtime
@@ -261,7 +267,8 @@ class NodeDir:
         return self.path.stat().st_uid
 
     def alive(self) -> bool:
-        """Believed where nobody can look: no file descriptor is left, say."""
+        """Whether the node's process lives: its lock is held. True, too, where nobody can look: no
+        file descriptor is left, say."""
         try:
             return is_locked(self.lock)
         except OSError:

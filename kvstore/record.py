@@ -40,7 +40,7 @@ def pack_place(
     length: int,
     checksum: int,
 ) -> bytes:
-    """The same from the parts of a location."""
+    """As `pack_record`, from the parts of a location."""
     body = _BODY.pack(
         RECORD_VERSION, granule, segment, epoch, node_id, generation, slot, length, checksum
     )
@@ -62,7 +62,7 @@ def unpack_record(key: Key, record: bytes) -> Location | None:
 
 
 def slot_of(record: bytes) -> tuple[int, int]:
-    """(slot, generation) in a record that a node has just made; nothing is checked."""
+    """The (slot, generation) in a record that this node has made itself; nothing is checked."""
     _, _, _, _, _, generation, slot, _, _ = _BODY.unpack_from(record)
     return slot, generation
 
@@ -88,7 +88,7 @@ class RecordSigner:
             start.update(len(raw).to_bytes(4, "little") + raw)
 
     def signed(self, key: Key, record: bytes) -> bytes:
-        """`record` and its signature."""
+        """`record`, which is that of `key`, followed by its signature."""
         return record + self._signature(key, record)
 
     def right(self, key: Key, record: bytes) -> bool:

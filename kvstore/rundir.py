@@ -1,6 +1,6 @@
-"""The per-user directory where processes of one machine find each other.
+"""Finds the run directory, where processes of one user and machine find each other.
 
-`$KVSTORE_RUN_DIR`, or `$XDG_RUNTIME_DIR/kvstore`, or `<tmp>/kvstore-<uid>`. Whoever
+It is `$KVSTORE_RUN_DIR`, or `$XDG_RUNTIME_DIR/kvstore`, or `<tmp>/kvstore-<uid>`. Whoever
 can write there can pose as a node or as Redis, so this user alone may, or it is not
 used; where another user has made `<tmp>/kvstore-<uid>` first, it is `<tmp>/kvstore-<uid>-<random>`.
 A group may enter it where a node lets one read (node/permissions.py), and who is in
@@ -83,7 +83,8 @@ def _instead_of(taken: Path) -> Path:
 
 @contextlib.contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """One of this user's processes at a time, as far as nobody else holds the lock for long."""
+    """Lets one of this user's processes in at a time; after `LOCK_WAIT_S` it lets more in, since
+    another user may hold the lock."""
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         give_up_at = time.monotonic() + LOCK_WAIT_S
@@ -132,8 +133,8 @@ def socket_path(path: Path, *, field: str = "run_dir") -> Path:
 
 
 def listens(path: Path) -> bool:
-    """Whether somebody can connect to this Unix socket: its file is there a moment before, and
-    for ever after one that was killed."""
+    """Whether somebody listens at this Unix socket. Its file alone does not say so: it is there a
+    moment before, and stays after a listener that was killed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -17,11 +17,11 @@ SALT = "KVSTORE_SALT"
 
 
 def secret(name: str, given: str | bytes | None = None) -> bytes | None:
-    """`given`, else the variable `name`, else what is in the file that `name`_FILE names, else in
-    the one that `[security]` of the operator's file does.
+    """The secret: `given`, else the variable `name`, else what is in the file that `name`_FILE
+    names, else in the one that `[security]` of the operator's file names.
 
-    None when there is none of them; white space around it does not count. Raises
-    `UsageError`, which does not show it, when it is too short or its file cannot be
+    None when there is none of them; white space around it does not count. Raises `UsageError`,
+    which does not show the secret, when it has too few or too many bytes, or its file cannot be
     read, or can be read by everybody.
     """
     where = name.removeprefix("KVSTORE_").lower()
@@ -44,7 +44,7 @@ def secret(name: str, given: str | bytes | None = None) -> bytes | None:
     except UnicodeEncodeError:
         raise UsageError(where, "(text)", "must be text without lone surrogates") from None
     if not SECRET_BYTES_MIN <= len(raw) <= SECRET_BYTES_MAX:
-        must = f"must have {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX}"
+        must = f"must have {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes"
         raise UsageError(where, f"{len(raw)} bytes", must)
     return raw
 

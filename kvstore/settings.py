@@ -60,7 +60,7 @@ class ItemsMax(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What one field may be, without `None`."""
+    """What one field may be; `optional` says whether it may be None besides."""
 
     kind: Any
     range: NumberRange
@@ -90,7 +90,7 @@ class Allowed:
         return "a table of names and values"
 
     def takes(self, value: object) -> bool:
-        """Whether a field may have that value; that of a dataclass checks itself."""
+        """Whether the field may have `value`. An instance of a dataclass has checked itself."""
         if value is None:
             return self.optional
         if self.kind is bool:
@@ -110,7 +110,8 @@ class Allowed:
 
 
 def check_settings(settings: Any, *, inside: str = "") -> None:
-    """Hold every field of the dataclass `settings` against its annotation.
+    """Raise `UsageError` for the first field of the dataclass `settings` that its annotation does
+    not allow.
 
     `inside` is what messages put before the name of a field.
     """
@@ -128,10 +129,11 @@ def read_settings(
     only: Collection[str] = (),
     besides: Mapping[str, Any] | None = None,
 ) -> T:
-    """A `kind` of `values`, as TOML, JSON or an engine has them; `where` they stand, for messages.
+    """Make a `kind`, a dataclass, of `values` as TOML, JSON or an engine has them.
 
-    With `only`, a name that is not among these is unknown too: it would have no effect.
-    `besides` are the values of fields that `values` does not name.
+    `where` says in messages where the values stand. With `only`, a name that is not among these
+    is unknown too: it would have no effect. `besides` are the values of fields that `values` does
+    not name. Raises `UsageError` for a name that is unknown, and what `kind` raises for a value.
     """
     known_names(values, only or allowed_in(kind), where=where)
     made = dict(besides or {})
@@ -141,7 +143,8 @@ def read_settings(
 
 
 def known_names(values: Mapping[str, Any], known: Collection[str], *, where: str) -> None:
-    """Raise `UsageError` for the first name in `values` that is not known, with the nearest."""
+    """Raise `UsageError` for the first name in `values` that is not among `known`; its message has
+    the nearest one that is."""
     if not isinstance(values, Mapping):
         raise UsageError(where, values, "must be a table of names and values")
     for name in values:
@@ -152,7 +155,7 @@ def known_names(values: Mapping[str, Any], known: Collection[str], *, where: str
 
 
 def allowed_in(kind: type) -> dict[str, Allowed]:
-    """What each field of the dataclass `kind` may be."""
+    """What each field of the dataclass `kind` may be, by the field's name."""
     found = _known.get(kind)
     if found is None:
         found = _known[kind] = _allowed_in(kind)

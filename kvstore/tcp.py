@@ -1,4 +1,4 @@
-"""TCP connections by a deadline, the look-up of the host's name included.
+"""Opens TCP connections by a deadline, which covers the look-up of the host's name too.
 
 `getaddrinfo` has no time-out and cannot be called off, so a thread waits for it.
 """
@@ -22,8 +22,8 @@ _Found = list[tuple[Any, ...]]
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """The first address of `host` that takes the connection, with TCP_NODELAY. One that does not
-    answer has its share of the time: it may be of a network that does not lead there.
+    """A connection, with TCP_NODELAY, to the first address of `host` that takes it. An address
+    that does not answer has its share of the time: its network may not lead there.
 
     `deadline` is in seconds of `time.monotonic`. Raises `OSError`: `TimeoutError` when it has
     passed, `socket.gaierror` when there is no such name.
@@ -49,7 +49,11 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def addresses(host: str, port: int, deadline: float) -> _Found:
-    """As `socket.getaddrinfo` for TCP; raises `TimeoutError` at the deadline."""
+    """The addresses of `host`, as `socket.getaddrinfo` returns them for TCP.
+
+    Raises `TimeoutError` at `deadline` (seconds of `time.monotonic`), and `OSError` when the name
+    cannot be looked up.
+    """
     if _is_address(host):
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return _names.find((host, port), deadline)
@@ -76,7 +80,8 @@ class _LookUp:
 
 
 class _Names:
-    """Whoever asks for the same name waits for the same thread, and for a while gets its answer."""
+    """Names that were looked up lately: all who ask for one wait for the same thread, and have its
+    answer for `NAME_KEPT_S`."""
 
     def __init__(self) -> None:
         self._fill()

@@ -1,15 +1,15 @@
 """Limits how many bytes a second a node checks because clients report them as damaged.
 
-A client that sees a wrong checksum says so; the node looks itself, and only what
-it finds wrong is dropped. Looking takes its event loop's time, so there is a limit
-in a second: beyond it a report is passed over, and the next reader reports again.
+A client that sees a wrong checksum says so; the node looks itself, and only what it finds wrong
+is dropped. Looking takes the node's time, so there is a limit for each second: beyond it a
+report is passed over, and the next reader reports again.
 """
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """At most `bytes_per_s`, and at most one second's worth at once."""
+    """Allows at most `bytes_per_s`, and at most one second's worth at once. Not thread-safe."""
 
     __slots__ = ("_at", "_bytes_per_s", "_left")
 

@@ -16,7 +16,8 @@ TABLES = ("limits", "security", "node", "connector", "connector_limits", "transf
 
 
 def read_toml(path: str | Path | None = None) -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """The file at `path`, else the one that KVSTORE_CONFIG names, and its tables; else nothing.
+    """The path and the tables of the file at `path`, else of the one that KVSTORE_CONFIG names,
+    else (None, {}).
 
     Raises `UsageError` when it cannot be read, is no TOML, or has a table that nobody reads.
     """

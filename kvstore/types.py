@@ -1,4 +1,4 @@
-"""Words of the design as types: keys, locations and what a put says.
+"""Defines the words of the design as types: keys, locations and what a put says.
 
 Nothing here does I/O; everything above imports from here.
 """
@@ -47,7 +47,7 @@ class Kind(enum.IntEnum):
 
 
 class PutStatus(enum.StrEnum):
-    """What a put did. None of them is an error: a cache may decline."""
+    """What a put did. No status is an error: a cache may decline."""
 
     STORED = "stored"
     EXISTS = "exists"
@@ -63,7 +63,7 @@ class PutResult(NamedTuple):
 
     status: PutStatus
     reason: str = ""
-    """Why, when rejected or when another value is there; empty otherwise."""
+    """Why it was rejected, or which value is there instead; empty otherwise."""
 
     def __bool__(self) -> bool:
         return self.status in (PutStatus.STORED, PutStatus.EXISTS)

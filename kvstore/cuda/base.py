@@ -1,4 +1,5 @@
-"""What the store needs of a CUDA device. One suite (tests/contract/cuda.py) runs against each."""
+"""Defines what the store needs of a CUDA device. One suite (tests/contract/cuda.py) runs against
+each implementation."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class DeviceRange:
 
 
 Buffer = memoryview | DeviceRange
-"""Where a block's payload is."""
+"""The memory that a block's payload is in, of the host or of a device."""
 
 
 class Shared(NamedTuple):
@@ -48,7 +49,7 @@ class Shared(NamedTuple):
 
 
 class Event(Protocol):
-    """What was queued on a stream up to one moment."""
+    """Stands for all that was queued on a stream up to one moment."""
 
     def done(self) -> bool:
         """Whether all of it has been carried out. Raises `DeviceError` when it failed."""
@@ -71,7 +72,7 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """After the last copy is done. Safe to call twice."""
+        """Give the stream back, after its last copy is done. Safe to call twice."""
         ...
 
 
@@ -86,28 +87,31 @@ class CudaDevice(Protocol):
 
     @property
     def uuid(self) -> str:
-        """The same in every process, whatever CUDA_VISIBLE_DEVICES says there."""
+        """The device's own name, the same in every process whatever its CUDA_VISIBLE_DEVICES."""
         ...
 
     @property
     def maps_read_only(self) -> bool:
-        """Whether what is opened without `writable` cannot be written to; known for sure once
-        something was opened so."""
+        """Whether memory that is opened without `writable` cannot be written to; known for sure
+        once some was opened so."""
         ...
 
     def allocate(self, size_bytes: int) -> int:
-        """The address of memory that `export` takes (the VMM API's). Raises `NoSpaceError`."""
+        """The address of new memory of at least `size_bytes`, which `export` takes (the VMM API's).
+
+        Raises `NoSpaceError` when the device has no room.
+        """
         ...
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` returned, once no copy of this process uses it there.
+        """Give back the memory that `allocate` returned; no copy of this process may use it there.
 
-        It stays for those who have it open, and is gone with the last of them.
+        The memory stays for those who have it open, and is gone with the last of them.
         """
         ...
 
     def export(self, address: int) -> Shared:
-        """What other processes open; its descriptor is the caller's to close.
+        """The allocation as other processes open it; its descriptor is the caller's to close.
 
         Raises `UsageError` for what `allocate` did not return: parts of an allocation, and
         memory of others (torch's, an engine's).
@@ -115,20 +119,20 @@ class CudaDevice(Protocol):
         ...
 
     def open(self, shared: Shared, *, writable: bool = False) -> int:
-        """The address here of memory that was exported, of one's own too: another one each time,
-        and each needs its `close`. The descriptor may be closed after it.
+        """Map memory that was exported, by this process too, and return its address here: another
+        one each time, and each needs its `close`. The descriptor may be closed after it.
 
         Raises `DeviceError` for a descriptor of anything else.
         """
         ...
 
     def close(self, address: int) -> None:
-        """Let go of what `open` returned, once no copy uses it there."""
+        """Unmap the memory that `open` returned; no copy of this process may use it there."""
         ...
 
     def reaches(self, uuid: str) -> bool:
-        """False when the driver says that this device cannot map that one's memory. A device
-        that is hidden from this process cannot be asked about: then `open` will tell."""
+        """Whether this device may map memory of the device `uuid`: False when the driver says no.
+        True for a device that is hidden from this process, of which `open` will tell."""
         ...
 
     def register_host(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
@@ -144,7 +148,7 @@ class CudaDevice(Protocol):
         ...
 
     def stream(self) -> Stream:
-        """A new one."""
+        """A new stream, which is the caller's to close."""
         ...
 
 
@@ -167,5 +171,6 @@ def wait(event: Event, deadline: float) -> bool:
 
 
 def address_of(memory: memoryview) -> int:
-    """Of writable, contiguous host memory of at least one byte, which the caller keeps alive."""
+    """The address of host memory: writable, contiguous, at least one byte. The caller keeps it
+    alive."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

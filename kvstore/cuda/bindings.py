@@ -31,8 +31,9 @@ _devices: dict[int, BindingsDevice] = {}
 
 
 def open_device(ordinal: int = 0, driver: Any = None) -> BindingsDevice:
-    """The device of that number among those this process sees, with its primary context (which
-    torch uses too), made now where there is none yet. The same one each time.
+    """The device of that number among those that this process sees; the same object each time.
+
+    It has the device's primary context, which torch uses too, made now where there is none yet.
 
     Raises `DeviceError` when there is none, or no driver or no cuda-python to reach it
     with. `driver` stands in for `cuda.bindings.driver`.
@@ -64,7 +65,7 @@ def _open(ordinal: int, driver: Any) -> BindingsDevice:
 
 
 class _Calls:
-    """Calls of the driver: the value of each. Raises `DeviceError` for its error."""
+    """Calls functions of the driver; returns their values, raises `DeviceError` for an error."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -80,11 +81,11 @@ class _Calls:
 
 
 class _Mapped(NamedTuple):
-    """Memory that is mapped here."""
+    """Memory that is mapped in this process."""
 
     size_bytes: int
     name: bytes
-    """Of our own; empty for what is opened."""
+    """The name of memory of our own; empty for memory that was opened."""
 
 
 class BindingsDevice:
@@ -206,7 +207,8 @@ class BindingsDevice:
         self._unmap(address)
 
     def _retained(self, name: bytes) -> Any:
-        """Our own memory of that name: nothing promises that a process may import its own."""
+        """A handle to our own memory of that name, None if there is none: nothing promises that a
+        process may import what it has exported itself."""
         with self._lock:
             own = next((a for a, mapped in self._mapped.items() if mapped.name == name), None)
             if own is None:
@@ -221,7 +223,7 @@ class BindingsDevice:
         return mapped
 
     def _map(self, memory: Any, mapped: _Mapped, *, writable: bool) -> int:
-        """Takes `memory` over: from here on its mapping alone keeps it."""
+        """Map `memory`, and release its handle: from here on the mapping alone keeps it."""
         call, driver, size_bytes = self.call, self.driver, mapped.size_bytes
         with contextlib.ExitStack() as undo:
             with contextlib.ExitStack() as release:
@@ -237,7 +239,8 @@ class BindingsDevice:
         return address
 
     def _let_in(self, address: int, size_bytes: int, *, writable: bool) -> None:
-        """Give this device access: to read only where that is asked for and can be had."""
+        """Give this device access to mapped memory: read-only unless `writable`, where the driver
+        can do that."""
         flags, results = self.driver.CUmemAccess_flags, self.driver.CUresult
         access = self.driver.CUmemAccessDesc()
         access.location = self._location()

@@ -1,7 +1,7 @@
 """Hands memory of a device to another process of this host: a name, a size and a descriptor.
 
-Over a Unix socket, in one message. A descriptor crosses PID namespaces, containers that
-share the socket's directory too, which legacy IPC handles do not.
+They go over a Unix socket, in one message. A descriptor crosses PID namespaces, so containers
+that share the socket's directory too, which legacy IPC handles do not.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ MESSAGE_BYTES = SHARED_NAME_BYTES + SIZE_BYTES
 
 
 def hand_over(connection: socket.socket, shared: Shared) -> None:
-    """Send it; the sender's own descriptor stays open. Raises `OSError`."""
+    """Send `shared` to the other end; this process's descriptor stays open. Raises `OSError`."""
     message = shared.name + shared.size_bytes.to_bytes(SIZE_BYTES, "little")
     socket.send_fds(connection, [message], [shared.fd])
 
 
 def take_over(path: Path, timeout_s: float) -> Shared:
-    """What the socket at `path` hands over; the descriptor is the caller's to close.
+    """The memory that is handed over at the socket `path`; its descriptor is the caller's to close.
 
-    Raises `OSError` when nobody does within `timeout_s`, or hands over something else.
+    Raises `OSError` when nobody hands any over within `timeout_s`, or what comes is something else.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)

@@ -1,8 +1,8 @@
-"""Bytes that everybody knows, at the end of shared memory of a device: whoever reads them wrong
-reads nothing else there.
+"""Writes and reads a probe: bytes that everybody knows, at the end of shared memory of a device.
 
-That a device has access to another one's memory is a capability, not a promise: with an IOMMU or
-PCIe access control in the way reads come back empty, and nothing says so.
+Whoever reads other bytes there reads nothing else of that memory. That a device has access to
+another one's memory is a capability, not a promise: with an IOMMU or PCIe access control in the
+way reads come back empty, and nothing says so.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from kvstore.errors import DeviceError
 PROBE_BYTES = 4096
 PROBE_TIMEOUT_S = 2.0
 PROBE_EVERY_S = 60.0
-"""How often whoever has memory open looks again."""
+"""How often a process that has memory open reads its probe again."""
 
 
 def probe_of(name: bytes) -> bytes:
-    """What memory of that name (`Shared.name`, drawn at random and announced) ends with."""
+    """The `PROBE_BYTES` bytes that memory of that name ends with; the name (`Shared.name`) is
+    drawn at random and announced."""
     return shake_128(name).digest(PROBE_BYTES)
 
 
 def write_probe(device: CudaDevice, address: int, name: bytes) -> None:
-    """Write it to memory of one's own. Raises `DeviceError`."""
+    """Write the probe of the memory `name` to `address` of this process's own. Raises
+    `DeviceError`."""
     source = memoryview(bytearray(probe_of(name)))
     stream = device.stream()
     _copy(stream, address, address_of(source), source)
@@ -33,7 +35,8 @@ def write_probe(device: CudaDevice, address: int, name: bytes) -> None:
 
 
 def read_probe(stream: Stream, address: int, name: bytes) -> None:
-    """Read it where that memory is open here. Raises `DeviceError` for any other bytes."""
+    """Read the probe of the memory `name` at `address`, where it is open here. Raises
+    `DeviceError` for any other bytes, and when the copy takes longer than `PROBE_TIMEOUT_S`."""
     arrived = memoryview(bytearray(PROBE_BYTES))
     _copy(stream, address_of(arrived), address, arrived)
     if arrived != probe_of(name):
@@ -44,7 +47,7 @@ def read_probe(stream: Stream, address: int, name: bytes) -> None:
 
 
 _hanging: list[memoryview] = []
-"""What a copy may still use."""
+"""Memory that a copy may still write to."""
 
 
 def _copy(stream: Stream, to: int, source: int, host: memoryview) -> None:

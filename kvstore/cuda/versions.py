@@ -13,13 +13,14 @@ DISTRIBUTION = "cuda-bindings"
 
 
 def install_command(torch_cuda: str | None = None) -> str:
-    """How to get the cuda-python that fits torch's CUDA ("12.8"; None: any will do)."""
+    """The command that installs a cuda-python for torch's CUDA ("12.8"; None: any will do)."""
     major = (torch_cuda or "").partition(".")[0]
     return f"pip install 'cuda-python=={major}.*'" if major else "pip install cuda-python"
 
 
 def torch_cuda() -> str | None:
-    """CUDA that torch is for, where this process has imported it and it is for one."""
+    """The CUDA version that torch is for; None where this process has not imported torch, or it is
+    for none."""
     version = getattr(sys.modules.get("torch"), "version", None)
     cuda: str | None = getattr(version, "cuda", None)
     return cuda

@@ -1,1 +1,1 @@
-"""The lookup buffer's index: key -> record. It says where blocks are and holds none."""
+"""Maps keys to records: the index says where blocks are and holds none of them."""

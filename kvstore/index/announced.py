@@ -12,29 +12,31 @@ from kvstore.record import RecordSigner
 def announced_node(
     index: Index, node_id: int, signer: RecordSigner | None = None
 ) -> Announcement | None:
-    """What `node_id` announces; None when it does not, or not so that it counts.
+    """The announcement of `node_id`; None when there is none that counts: of this version, whole
+    and under its own id.
 
-    With a `signer`, only what it signed counts: who can write into the index could name
-    another address. Raises `IndexUnavailableError`.
+    With a `signer`, only what it signed counts: who can write into the index could name another
+    address. Raises `IndexUnavailableError`.
     """
     return _believed(node_id, index.node(node_id), signer)
 
 
 def announced_nodes(index: Index, signer: RecordSigner | None = None) -> dict[int, Announcement]:
-    """All nodes that announce themselves, by id; as `announced_node` otherwise."""
+    """The announcements of all nodes that count, by node id; as `announced_node` otherwise."""
     return nodes_among(index.nodes(), signer)
 
 
 def nodes_among(
     raws: Mapping[int, bytes], signer: RecordSigner | None = None
 ) -> dict[int, Announcement]:
-    """Those of `Index.nodes` that count, as `announced_node` has it."""
+    """Those of the answer `raws` of `Index.nodes` that count, as `announced_node` has it."""
     believed = {node_id: _believed(node_id, raw, signer) for node_id, raw in raws.items()}
     return {node_id: word for node_id, word in believed.items() if word is not None}
 
 
 def strangers_among(raws: Mapping[int, bytes]) -> list[Stranger]:
-    """Those of `Index.nodes` that are of another version: to be named, not used."""
+    """The nodes in the answer `raws` of `Index.nodes` that are of another version: to be named,
+    not used."""
     return [other for raw in raws.values() if (other := stranger(raw)) is not None]
 
 

@@ -1,4 +1,4 @@
-"""The index contract. One suite (tests/contract/index.py) runs against every implementation."""
+"""Defines what an index has to do. One suite (tests/contract/index.py) runs against each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Index(Protocol):
         ...
 
     def withdraw(self, node_id: int) -> None:
-        """Take the announcement back; fine when there is none."""
+        """Take the announcement of `node_id` back; there need not be one."""
         ...
 
     def node(self, node_id: int) -> bytes | None:

@@ -1,4 +1,23 @@
-"""Puts circuit breakers before an index: while Redis does not answer, calls fail at once."""
+"""Puts circuit breakers before an index: while Redis does not answer, calls fail at once.
+
+Calls that read and calls that write are a side each, with a breaker (circuit_breaker.py) and a
+flag `open`, which is what callers look at:
+
+    open     set by                                                  a call then
+    False    `_probe_until_closed`, once a ping was answered         asks the index
+    True     `_failed`, when the side's breaker says so              raises at once
+
+Flag and breaker change under the lock, but for a call that succeeded: a count one too high or
+too low is fine, a lock for each call is not. While a side is open, one thread asks for all
+callers: it pings with growing delays, and ends when no side is open. A forked child, where that
+thread is missing, starts with both sides closed.
+
+Must never happen:
+
+- a call that waits while its side is open, except `ping` and `close`, which always go through;
+- a side that stays open with nobody pinging: each refused call sees to the thread anew;
+- a caller's mistake, or what a signal's handler raised, counted as a failure of the index.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +77,7 @@ class _Side:
 
 
 def _without_frames(error: IndexUnavailableError) -> IndexUnavailableError:
-    """To be kept: `error` itself keeps what the failing call had in its hands."""
+    """A copy of `error` to be kept: the error itself keeps alive what the failing call held."""
     return type(error)(str(error))
 
 
@@ -83,8 +102,8 @@ class GuardedIndex:
         retry_after_max_s: float = 5.0,
         machine: Machine = REAL,
     ) -> None:
-        """Opens after `failures_max` failures in a row or a time-out; delays between pings are
-        in seconds."""
+        """A side opens after `failures_max` failures in a row, or one time-out; pauses between
+        pings grow from `retry_after_s` to `retry_after_max_s` (seconds)."""
 
         def side() -> _Side:
             return _Side(
@@ -173,13 +192,13 @@ class GuardedIndex:
         return answer
 
     def _count(self, side: _Side, error: Exception) -> None:
-        """What an index call raised."""
+        """Count what an index call raised, if it is the index's failure."""
         if isinstance(error, IndexUnavailableError):
             side.last = _without_frames(error)
             self._failed(side, hung=isinstance(error, IndexDeadlineError))
         elif not isinstance(error, KVStoreError):
             # Our bug, but a heartbeat or a lookup that ends with it would not be there again.
-            log.error("an index call failed in an unforeseen way", exc_info=error)
+            log.error("an index call raised an unexpected error", exc_info=error)
             side.last = IndexUnavailableError(repr(error))
             self._failed(side, hung=False)
 
@@ -229,7 +248,7 @@ class GuardedIndex:
                         side.open = False
 
     def _ping_failure(self) -> IndexUnavailableError | None:
-        """None when it answers."""
+        """Why the index does not answer a ping; None when it does."""
         try:
             self._index.ping()
         except IndexUnavailableError as e:

@@ -1,4 +1,4 @@
-"""The index as a dict: the model that the real ones are compared with."""
+"""Keeps the index in a dict: the model that the real ones are compared with."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from kvstore.protocol.control_replies import encoded
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection; the daemon decides, this only moves bytes.
+    """One client's connection to the control socket; the daemon decides, this only moves bytes.
 
     Whoever breaks the framing, or lets more than one full message of answers
     pile up, is hung up on: a slow client must not fill the node's memory.
@@ -46,7 +46,7 @@ class Connection(asyncio.Protocol):
         self._on_made(self)
 
     def peer_uid(self) -> int:
-        """Whose process is at the other end."""
+        """The user whose process is at the other end."""
         assert self._transport is not None
         return peer_uid(self._transport.get_extra_info("socket"))
 
@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
                 self.hang_up()
 
     def _carried_out(self, message: object) -> bool:
-        """Whether this request, or one that was made after it, came before.
+        """Whether this request, or one that the client made after it, has come before.
 
         To reserve or pin twice would leak: the client hears one answer.
         """
@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
             self._send([request, False, str(error)])
 
     def welcome(self, request: int, node_id: int, epoch: int) -> None:
-        """The answer to HELLO."""
+        """Answer the client's HELLO, which was `request`, with who this node is."""
         self._send([request, True, [node_id, epoch]])
 
     def send(self, reply: Reply) -> None:

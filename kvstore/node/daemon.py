@@ -1,7 +1,28 @@
-"""A memory node at work: the core's decisions carried out on shared memory, sockets and the index.
+"""Runs a memory node: carries the core's decisions out on shared memory, sockets and the index.
 
-One event loop does everything, so headers have one writer (rule 2). In one file because the
-order in which an event's effects are carried out is what rule 3 rests on.
+A node goes through these, once each, and starts anew under the next epoch:
+
+    takes its name   `take_name`: it waits for the lock of its directory, which it keeps to the end
+    begins           `_create`: it takes its former segment over or makes an empty one (restart.py)
+    serves           `_run`: clients can connect; whether the index and a slot were tried as well,
+                     readiness.py says
+    ends             `stop`, or `_fail` after a bug of ours: clients find it no more (`_vanish`),
+                     then its records leave the index; with `keep`, they and the segment stay
+
+The thread of the event loop alone changes the core, the slot headers and the sessions (rule 2).
+Other threads hand it events (local_session.py); those of streams write payload, and only into
+slots that the core gave to their session.
+
+`_act` carries one event out, and the order is what rule 3 rests on, hence one file: first what
+the core wants written, then a reset to disk, then a look at what was reported as damaged, then
+the removals that somebody waits for, then the answers. An answer that promises that a block can
+be found is held until its record is in the index, or the index is away (publisher.py).
+
+Must never happen:
+
+- a record in the index, or an answer to a client, before the header that it speaks of is written;
+- two processes that are one node: who lacks the lock writes nothing;
+- a node that goes on after its core has raised: its state cannot be trusted.
 """
 
 from __future__ import annotations
@@ -137,7 +158,7 @@ class Node:
         return self
 
     def stop(self) -> None:
-        """End it, remove its segment and its records, unless the configuration says `keep`.
+        """End the node and remove its segment and records, unless the configuration says `keep`.
 
         Safe to call twice, from any thread.
         """
@@ -240,7 +261,7 @@ class Node:
     def _begin(
         self, announcement: Announcement, make_core: Callable[[], NodeCore]
     ) -> restart.Started:
-        """What it starts with; `announcement` says where an empty segment is to be."""
+        """Core and segment to start with; `announcement` says where an empty one is to be."""
         check_limit(self.config.segment_bytes, memory_limit())
         catch_up = self._resets.catch_up
         return restart.start(
@@ -318,7 +339,7 @@ class Node:
         return self._beat
 
     def _hear(self, announcements: Iterable[Announcement]) -> str:
-        """What others say was reset is dropped here too; the answer is what is known then."""
+        """Drop what other nodes say was reset; returns the resets that this node knows of then."""
         for number, namespace_ids in self._resets.unknown_to(self.core.resets, announcements):
             self._act(Reset(NOBODY, 0, number, namespace_ids))
         return self.core.resets.pack()
@@ -359,7 +380,7 @@ class Node:
         return self.core.allocator.free_bytes
 
     def _serve_streams(self) -> None:
-        """Open to other hosts, and let the announcement say so."""
+        """Open the node to other hosts, and let the announcement say so."""
         if self.config.listen is None:
             return
         assert self._loop is not None
@@ -419,7 +440,8 @@ class Node:
         elif ours or self.config.group is not None:
             session, known = self.sessions.enter_reader(uid, hello.client_id, connection), False
         else:
-            raise UsageError("user", uid, "this node is its own user's alone")
+            must = "this node is its own user's alone; --group lets the members of a group read"
+            raise UsageError("user", uid, must)
         connection.session = session
         if known:
             self._act(SessionResumed(session.number, hello.reserved, hello.pinned))
@@ -483,7 +505,7 @@ class Node:
         self._say_room()
 
     def _say_room(self) -> None:
-        """Not for every block: what it says is weighed, not counted on."""
+        """Tell clients how much is free, in steps: they weigh nodes by it, no more."""
         free_bytes = self._free_bytes()
         steps = free_bytes * ROOM_STEPS // self.core.allocator.capacity_bytes
         if steps != self._said_room:
@@ -513,7 +535,10 @@ class Node:
             self._act(SessionDead(FORMER))
 
     def stats(self) -> dict[str, int | float]:
-        """Counters of the core; for the thread that runs the node, and for tests after it ended."""
+        """Counters of the core; for the thread that runs the node, and for tests after it ended.
+
+        Raises `NodeUnavailableError` when the node has failed.
+        """
         if self._thread is not None and not self._thread.is_alive() and self._failure:
             raise NodeUnavailableError(f"node {self.config.name} failed: {self._failure}")
         return stats(self.core, self._now())

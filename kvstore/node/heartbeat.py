@@ -1,4 +1,4 @@
-"""Announces a node in the index, again and again, and notices an index that lost keys (rule 7)."""
+"""Announces a node in the index every second, and notices an index that lost keys (rule 7)."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class Heartbeat:
         *,
         machine: Machine = REAL,
     ) -> None:
-        """With `signer`, what is announced is signed. `news` is told what all nodes announce and
-        says which resets this one knows of then; `announced` hears of every announcement, with
-        the index's incarnation; `counts` are for whoever looks at the node; `on_beat` is told
-        after each beat what kept it from reaching the index."""
+        """With `signer`, the announcement is signed. The rest are called in each beat: `on_lost`
+        when the index lost keys; `free_bytes` and `counts` for what is announced; `news` with
+        what all nodes announce, for the resets that this one knows of then; `announced` with the
+        index's incarnation, once the announcement is there; `on_beat` at the end, with what kept
+        the beat from the index or None."""
         self._news = news
         self._announced = announced
         self._index = index
@@ -69,7 +70,7 @@ class Heartbeat:
             await asyncio.sleep(HEARTBEAT_S * random.uniform(1 - JITTER, 1 + JITTER))
 
     def beat(self) -> None:
-        """One beat; returns within the index's deadline whatever happens."""
+        """Announce the node once; returns within the index's deadlines whatever happens."""
         first, self._first = self._first, False
         try:
             incarnation = self._index.incarnation()

@@ -22,7 +22,8 @@ log = logging.getLogger("kvstore.node")
 
 
 async def wait_for_last_client(sessions: Sessions, end: Callable[[], None]) -> None:
-    """Calls `end` once there were clients and are none for `EMPTY_S`, or none ever came."""
+    """Call `end`, and return, once the last client has been gone for `EMPTY_S`, or none has come
+    for `FIRST_CLIENT_TIMEOUT_S`."""
     loop = asyncio.get_running_loop()
     empty_since = loop.time()
     admitted = 0

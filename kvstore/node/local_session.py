@@ -1,4 +1,4 @@
-"""Sessions that threads of the node's own process hold: streams speak for clients elsewhere.
+"""Opens sessions for threads of the node's own process, such as those of streams.
 
 The event loop alone changes the core (rule 2); a thread hands it an event and waits.
 """
@@ -35,7 +35,7 @@ TakeBack = Callable[[Answer], Request]
 
 
 class LocalSessions:
-    """Opens sessions. For any thread."""
+    """Opens sessions, and hands events to the event loop. Thread-safe."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sessions: Sessions, act: Callable[[Event], None]
@@ -49,7 +49,10 @@ class LocalSessions:
         return LocalSession(self)
 
     def tell(self, event: Event) -> None:
-        """A hint: passed over while `TOLD_MAX` of them wait. Raises `NodeUnavailableError`."""
+        """Hand over an event that is only a hint: it is passed over while `TOLD_MAX` of them wait.
+
+        Raises `NodeUnavailableError` when the node has ended.
+        """
         if self._room.acquire(blocking=False):
             self.call(lambda: self._hear(event))
 
@@ -93,7 +96,7 @@ class LocalSession:
 
     @property
     def busy(self) -> bool:
-        """An answer is late, and so would be that to anything else."""
+        """Whether an answer is late: then so would be that to anything else."""
         return bool(self._late)
 
     @overload
@@ -115,8 +118,11 @@ class LocalSession:
     @overload
     def ask(self, what: Request, deadline: float, take_back: TakeBack | None = None) -> Answer: ...
     def ask(self, what: Request, deadline: float, take_back: TakeBack | None = None) -> Answer:
-        """The core's answer; session and number of the request are filled in. Raises
-        `DeadlineError`; what was asked is carried out all the same.
+        """The core's answer; session and number of the request are filled in.
+
+        Raises `NodeUnavailableError` when the node has ended, and `DeadlineError` when no answer
+        has come by `deadline` (seconds of `time.monotonic`): what was asked is carried out all
+        the same.
 
         What it then grants to nobody is given back by `take_back` as soon as it is known
         (rule 5: who was told of no slot writes to none); without it, by `close`.
@@ -131,7 +137,7 @@ class LocalSession:
             # An interrupt too: its answer must never be taken for the next one's.
             self._give_up(request, take_back)
             if isinstance(e, queue.Empty):
-                raise DeadlineError("the node is busy") from e
+                raise DeadlineError("timed out: the node did not answer") from e
             raise
         return answer.body
 
@@ -145,7 +151,10 @@ class LocalSession:
             self.tell(take_back(body))
 
     def tell(self, what: Request) -> None:
-        """Have it carried out, after all that was asked before. The answer is nobody's."""
+        """Have `what` carried out, after all that was asked before; its answer is dropped.
+
+        Raises `NodeUnavailableError` when the node has ended.
+        """
         request = next(self._requests)
         with self._lock:
             self._told.add(request)
@@ -170,7 +179,7 @@ class LocalSession:
             self.tell(take_back(reply.body))
 
     def hang_up(self) -> None:
-        """Part of a speaker's duties; the stream server ends its connections itself."""
+        """Do nothing: the stream server ends its connections itself."""
 
     def close(self) -> None:
         self._inside.call(self._leave)

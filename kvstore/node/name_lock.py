@@ -1,4 +1,4 @@
-"""Sees to it that at most one process at a time is the node of a name."""
+"""Makes a process the node of a name, which at most one process is at a time: a lock says which."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOCK_RETRY_S = 0.01
 
 
 async def take_name(directory: NodeDir, run_dir: Path, give_up: Callable[[], bool]) -> FileLock:
-    """Become the one process that is this node, and clear what dead ones left.
+    """Become the one process that is this node, and remove what dead nodes left in `run_dir`.
 
-    Returns the lock that says so. Raises `UsageError` when a node of this
-    name runs, or `give_up` says so.
+    Returns the lock that says so; the node holds it to its end. Raises `UsageError` when another
+    node of this name keeps it for longer than one that stops would, or `give_up` says so.
     """
     socket_path(directory.socket)
     sweep(run_dir)
@@ -44,6 +44,8 @@ async def take_name(directory: NodeDir, run_dir: Path, give_up: Callable[[], boo
         patience_s = NAME_TAKEN_TIMEOUT_S if serving else NAME_FREED_TIMEOUT_S
         if time.monotonic() - started_at > patience_s or give_up():
             raise UsageError(
-                "name", directory.name, f"a node of this name runs in {directory.path}"
+                "name",
+                directory.name,
+                f"a node of this name runs in {directory.path}: stop it, or choose another name",
             )
         await asyncio.sleep(LOCK_RETRY_S)

@@ -1,8 +1,8 @@
 """Runs the process that offers a node's memory through NIXL.
 
-It maps the segment and does nothing but let UCX work, so that whatever a reader's
-death or a forged address does to UCX is done to that process: the node goes on, its
-clients use streams, and a new one is started after a while.
+That process maps the segment and does nothing but let UCX work, so that whatever a reader's
+death or a forged address does to UCX is done to it alone: the node goes on, its clients use
+streams, and another such process is started after a while.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 2.0
 
 
 class NixlSidecar:
-    """One process at a time, until `stop`. Thread-safe."""
+    """Keeps one such process alive, until `stop`. Thread-safe."""
 
     def __init__(self, announcement: Announcement, access: str) -> None:
         """`access`: "read-only" or "writable", what its mapping of the payload is."""
@@ -44,7 +44,7 @@ class NixlSidecar:
         self.starts = 0
 
     def start(self) -> None:
-        """Returns at once: until it is ready there is no endpoint."""
+        """Start the process in the background; until it is ready there is no endpoint."""
         self._thread.start()
 
     @property
@@ -53,7 +53,8 @@ class NixlSidecar:
         return process.pid if process is not None else None
 
     def way(self) -> list[Any]:
-        """What `unpack_endpoint` of protocol/nixl.py takes; empty while there is no endpoint."""
+        """The endpoint, as `unpack_endpoint` of protocol/nixl.py takes it; empty while there is
+        none. A process that does not answer within `ANSWER_TIMEOUT_S` is killed."""
         process = self._process
         if process is None:
             return []
@@ -110,7 +111,7 @@ class NixlSidecar:
             process.kill()
 
     def stop(self) -> None:
-        """Kill it. Waits at most `STOP_TIMEOUT_S`."""
+        """Kill the process and start no other. Waits at most `STOP_TIMEOUT_S`."""
         self._stopping.set()
         if self._started is not None:
             self._started.kill()

@@ -1,8 +1,8 @@
 """Decides which users of this host may use a node: its own, and one group that may read.
 
 The group gets what a reader needs: to find the node, to map its segment read-only and
-to say what it used (`wire.READER_OPS`). It cannot write a byte of a block, reserve, pin
-or drop: whoever may write payload may put wrong bytes under a right key.
+to say what it used (`READER_OPS` of protocol/control.py). It cannot write a byte of a block,
+reserve, pin or drop: whoever may write payload may put wrong bytes under a right key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def group_id(name: str) -> int:
-    """The number of the group called `name`, or numbered so. This process must be in it."""
+    """The number of the group called `name`, or numbered so.
+
+    Raises `UsageError` when there is no such group or this user is not in it.
+    """
     try:
         gid = int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
     except (KeyError, ValueError) as e:
@@ -32,14 +35,16 @@ def group_id(name: str) -> int:
 
 
 def share_directory(run_dir: Path, directory: NodeDir, gid: int | None) -> None:
-    """Let the group find the node, or nobody but the user. The caller holds the node's lock."""
+    """Let the group find the node; without one, nobody but the user. The caller holds the node's
+    lock. Raises `UsageError` when the run directory is another group's."""
     if gid is None:
         directory.path.chmod(0o700)
         directory.lock.chmod(0o600)
         return
     status = run_dir.stat()
     if status.st_mode & stat.S_IXGRP and status.st_gid != gid:
-        raise UsageError("group", gid, f"{run_dir} is group {status.st_gid}'s: one each")
+        other = f"{run_dir} is shared with group {status.st_gid}: use another run directory"
+        raise UsageError("group", gid, other)
     for path, mode in (
         (run_dir, 0o710),
         (directory.path.parent, 0o750),
@@ -50,8 +55,8 @@ def share_directory(run_dir: Path, directory: NodeDir, gid: int | None) -> None:
 
 
 def share_files(announcement: Announcement, gid: int | None) -> None:
-    """Let the group map the segment read-only, or nobody but the user: it may be one that the
-    node's former start left, with another group."""
+    """Let the group map the segment read-only; without one, nobody but the user. The files may be
+    those that the node's former start left, with another group."""
     for path in (Path(announcement.data_path), Path(announcement.head_path)):
         if gid is None:
             path.chmod(0o600)
@@ -60,7 +65,7 @@ def share_files(announcement: Announcement, gid: int | None) -> None:
 
 
 def give(path: Path, gid: int, mode: int) -> None:
-    """The group first: its rights must never be another group's."""
+    """Give the file to the group, then set its mode: these rights are never another group's."""
     os.chown(path, -1, gid)
     path.chmod(mode)
 

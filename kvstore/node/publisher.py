@@ -45,20 +45,22 @@ class Publisher:
         self._loop = loop
         self._now = machine.monotonic
         self.away = False
-        """The last publication failed: nobody waits for the next one."""
+        """Whether the last publication failed: then no answer waits for the next one."""
         self._held: list[tuple[Speaker, Reply]] = []
         self._flush_due = False
         self._remove_due = False
 
     def answer(self, to: Speaker, reply: Reply) -> None:
-        """Send it when what was sealed up to now is in the index, or will not be soon."""
+        """Send `reply` once all that was sealed up to now is in the index; at once while the index
+        is away."""
         if self._core.outbox.awaited and not self.away:
             self._held.append((to, reply))
         else:
             to.send(reply)
 
     def schedule(self) -> None:
-        """See to it that what is pending goes out soon."""
+        """Have what is pending sent to the index: publications in the loop's next turn, removals
+        after `REMOVE_DELAY_S`."""
         if self._core.outbox.publications_pending and not self._flush_due:
             # All requests that are ready in this turn of the loop are handled
             # before the flush: that is the group commit.
@@ -97,7 +99,7 @@ class Publisher:
             self._flush_due = False
 
     def remove(self) -> None:
-        """Take out a batch of what is to be removed, and the rest later."""
+        """Remove a batch of records that are due from the index now, and the rest later."""
         work = self._core.outbox.take_removals(REMOVE_BATCH)
         if not work:
             self._remove_due = False
@@ -113,16 +115,14 @@ class Publisher:
             self._loop.call_later(again_s, self.remove)
 
     def refill(self) -> None:
-        """The index lost keys: publish everything anew."""
+        """Publish every block anew: the index lost keys."""
         count = self._core.republish()
         log.info("the index was emptied, restarted or failed over: publishing %d blocks", count)
         self.schedule()
 
     def withdraw_all(self) -> None:
-        """Take out the records of all blocks: the node ends and its segment goes.
-
-        Raises `IndexUnavailableError`.
-        """
+        """Remove the records of all blocks, for at most `STOP_TIMEOUT_S`: the node ends and its
+        segment goes. Raises `IndexUnavailableError`."""
         give_up_at = self._now() + STOP_TIMEOUT_S
         while self._now() < give_up_at:
             batch = self._core.take_published(REMOVE_BATCH)

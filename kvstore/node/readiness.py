@@ -30,8 +30,8 @@ class Readiness:
         node: tuple[int, int],
         try_slot: Callable[[bytes], bool],
     ) -> None:
-        """`node` is its (id, epoch). `try_slot` writes a block of this key and these bytes into
-        a slot and frees it: whether it read back the same."""
+        """`node` is its (id, epoch). `try_slot` writes a block whose key and payload are the bytes
+        it is given, frees it, and says whether it read back the same."""
         self._index = index
         self._directory = directory
         self._key = blake2b(b"ready %x %x" % node, digest_size=KEY_BYTES).digest()
@@ -41,14 +41,14 @@ class Readiness:
         self._on_ready: Callable[[], None] | None = None
 
     def serving(self, on_ready: Callable[[], None] | None) -> None:
-        """Clients can connect: call `on_ready` once the rest is proved too."""
+        """Clients can connect from now on: call `on_ready` once the rest is proved too."""
         if on_ready is not None and self._proved:
             on_ready()
         elif on_ready is not None:
             self._on_ready = on_ready
 
     def beaten(self, error: IndexUnavailableError | None) -> None:
-        """After each heartbeat; `error` is why it did not reach the index."""
+        """Take note of a heartbeat; `error` is why it did not reach the index, None when it did."""
         if error is None and not self._proved:
             error = self._prove()
         if isinstance(error, IndexBreakerOpenError):

@@ -1,7 +1,7 @@
-"""Spreads resets among nodes, and lets a node catch up with those it has missed.
+"""Spreads resets of namespaces among nodes, and lets a node catch up with those it has missed.
 
-Nodes tell each other: by their announcements in the index, and by a file each in the run
-directory, which needs no index. docs/decisions/0029-reset.md.
+Nodes tell each other of resets by their announcements in the index, and by a file each in the
+run directory, which needs no index. docs/decisions/0029-reset.md says why that is enough.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ResetNews:
     # --- what the index keeps beyond the life of nodes --------------------
 
     def _in_index(self) -> str:
-        """What some node put there last; nothing where it cannot be believed."""
+        """The resets that a node put into the index last; empty where they cannot be believed."""
         try:
             raw = self._index.node(RECORD_ID)
         except IndexUnavailableError:
@@ -76,7 +76,7 @@ class ResetNews:
         return str(found.get("resets", "")) if isinstance(found, dict) else ""
 
     def _put_in_index(self, resets: Resets) -> None:
-        """Unless all of it is there."""
+        """Put the resets into the index, unless all of them are there and will stay for a while."""
         now = self._now()
         there = Resets.unpack(self._in_index())
         if not len(resets) or (not there.news(resets) and now < self._put_at + RESETS_KEPT_S / 4):
@@ -104,7 +104,8 @@ class ResetNews:
         return sorted(found.items())
 
     def _told_here(self) -> Iterable[str]:
-        """By nodes of this run directory, alive or not, this one's former start among them."""
+        """The resets that nodes of this run directory, alive or not, have on file; this node's
+        former start is one of them."""
         for directory in self._machine.node_dirs(self._run_dir):
             kept = directory.kept_resets()
             if kept.get("key_prefix") == self._key_prefix:
@@ -113,20 +114,20 @@ class ResetNews:
     # --- what a next start will want to know ------------------------------
 
     def save(self, resets: Resets) -> None:
-        """On record before anybody is told that this node knows of it."""
+        """Write the resets to disk, before anybody is told that this node knows of them."""
         text = resets.pack()
         if text != self._written:
             self._write(text, self._machine.wall())
 
     def announced(self, incarnation: str, resets: Resets) -> None:
-        """The index has had a sign of life, in this incarnation of it."""
+        """Take note that the node was announced in this incarnation of the index."""
         self._incarnation = incarnation
         self._write(resets.pack(), self._machine.wall())
         with suppress(IndexUnavailableError):  # then with the next one
             self._put_in_index(resets)
 
     def withdrawn(self) -> None:
-        """From here on a reset does not count on this node."""
+        """Take note that the announcement is withdrawn: no reset waits for this node then."""
         self._write(self._written, 0.0)
 
     def _write(self, text: str, announced_at: float) -> None:
@@ -181,5 +182,6 @@ class ResetNews:
 
 
 def _counted_on(announced_at: Any, now: float) -> bool:
-    """Whether its announcement has stood all the time: then every reset has waited for it."""
+    """Whether the node's announcement has stood all the time that it was down: then every reset
+    has waited for it."""
     return isinstance(announced_at, float) and 0.0 <= now - announced_at < ANNOUNCEMENT_TTL_S

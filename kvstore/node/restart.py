@@ -1,7 +1,25 @@
 """Takes over a node's former segment at its start, and watches the clients that may still use it.
 
-A segment is taken over in place. Readers that mapped it keep reading right bytes (rule 4);
-the epoch in its superblock is what makes their places misses in the end.
+A start is warm when the former one left a segment of the same node, key prefix and size, in the
+same place; any doubt on the way makes it an empty one, which costs a recompute. The way:
+
+    reopen     the lock on the header file makes this process the segment's owner
+    recover    headers become blocks (core/recovery.py); what a client of a former start may still
+               write to, or has pinned, is held for all of them as session FORMER
+    catch up   what was reset while the node was down is dropped (resets.py)
+    watch      `FormerClients` opens the leases that former starts granted
+    adopt      the superblock gets the new epoch, then the directory announces it
+
+No client can connect before the last of these. The headers are changed in place: a reader that
+has the segment mapped goes on reading right bytes, since each reuse of a slot has a generation of
+its own (rule 4). Who maps it anew with a former start's epoch finds another one, and has a miss.
+
+Must never happen:
+
+- a slot that a former client may still write to, given out before the last of these clients has
+  gone (rule 5): the daemon ends FORMER then, and not before;
+- a block that was reset while the node was down, served by the new start;
+- a start that fails because nothing can be made of what the former one left.
 """
 
 from __future__ import annotations
@@ -49,13 +67,13 @@ class Started(NamedTuple):
 
 
 class FormerClients:
-    """Those of former starts that live: their leases outlive the node that granted them.
+    """The clients of former starts that live: their leases outlive the node that granted them.
 
     Until all of them are gone, nobody can say who of them may still write where (rule 5).
     """
 
     def __init__(self, leases: Path, *, matter: bool) -> None:
-        """Leases that are free are removed; all of them, when the clients do not matter."""
+        """Open the leases in `leases`, and remove the free ones; all, unless they `matter`."""
         self._open: dict[Path, int] = {}
         for path in leases.iterdir():
             try:
@@ -71,7 +89,7 @@ class FormerClients:
         return len(self._open)
 
     def gone(self) -> bool:
-        """Whether none is left; each lease that was freed meanwhile is removed."""
+        """Whether no such client is left; each lease that was freed meanwhile is removed."""
         for path in [path for path, fd in self._open.items() if not fd_is_locked(fd)]:
             self._let_go(path)
         return not self._open
@@ -99,11 +117,11 @@ def start(
     segment_class: type[OwnedShm] = OwnedShm,
     clients_class: type[FormerClients] = FormerClients,
 ) -> Started:
-    """Warm when the former start left a segment of this size, else with an empty one.
+    """Start with the blocks of the former start where they can be had, else with an empty segment.
 
     `announcement` says where an empty segment is to be. The caller holds the node's lock.
     `catch_up` drops what may not be read any more, and raises `ValueError` when it cannot tell.
-    The classes are for tests that look on. Raises `NoSpaceError`.
+    The classes are for tests that look on. Raises `NoSpaceError` when an empty one does not fit.
     """
     directory.leases.mkdir(exist_ok=True, mode=0o700)
     former = directory.announcement()
@@ -113,7 +131,7 @@ def start(
     if warm is None:
         other = directory.stranger()
         if other is not None:
-            log.warning("what %s left is not taken over", other)
+            log.warning("%s: the segment that it left is not taken over", other)
         directory.remove_segment()
     clients = clients_class(directory.leases, matter=warm is not None)
     try:
@@ -207,8 +225,9 @@ def _at(announcement: Announcement, segment: OwnedShm) -> Announcement:
 
 
 def _make_room(where: Path, announcement: Announcement, run_dir: Path, machine: Machine) -> None:
-    """What dead nodes of this run directory could be restarted with goes first. What clients
-    still map of nodes that were just killed is free a moment later."""
+    """Raise `NoSpaceError` unless the segment fits, be it after freeing those that dead nodes of
+    this run directory could be restarted with. What clients still map of nodes that were just
+    killed is free a moment later, so there are tries for `ROOM_WAIT_S`."""
     try:
         check_room(where, announcement.size_bytes, machine)
         return
@@ -233,14 +252,15 @@ def _make_room(where: Path, announcement: Announcement, run_dir: Path, machine: 
 
 
 async def stay_restartable(directory: NodeDir) -> None:
-    """Leave a sign of life now and then: a sweep spares what died lately."""
+    """Leave a sign of life every `SIGN_OF_LIFE_S`, for ever: a sweep spares what died lately."""
     while True:
         await asyncio.sleep(SIGN_OF_LIFE_S)
         directory.keep_segment()
 
 
 async def free_memory_of_the_dead(sweeper: Sweeper) -> None:
-    """Look for it now and then, in a thread: to clear a large segment takes the kernel seconds."""
+    """Sweep every `sweeper.every_s`, for ever; in a thread, because clearing a large segment
+    takes the kernel seconds."""
     while True:
         await asyncio.to_thread(sweeper.sweep)
         await asyncio.sleep(sweeper.every_s)

@@ -1,4 +1,5 @@
-"""Finds and repairs what the index lost without its incarnation telling."""
+"""Finds blocks whose records the index lost, though its incarnation is the same, and publishes
+them again."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SCRUB_KEYS = 512
 
 
 class Scrubber:
-    """Looks up a few keys now and then, unless blocks are to be published; then lost ones are."""
+    """Looks up `SCRUB_KEYS` keys every `SCRUB_EVERY_S`, and has those published that are lost."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class Scrubber:
         beat: Callable[[], None],
         signer: RecordSigner | None = None,
     ) -> None:
-        """`beat` asks the index at once whether it is the one that it was; with `signer`, other
+        """`beat` asks the index at once whether its incarnation is the same; with `signer`, other
         nodes count only when it signed what they announce."""
         self._scrub = Scrub(core)
         self._index = index

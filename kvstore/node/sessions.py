@@ -17,7 +17,7 @@ from kvstore.filelock import fd_is_locked
 
 
 class Speaker(Protocol):
-    """What a session's answers go to."""
+    """Takes a session's answers to its client."""
 
     def send(self, reply: Reply) -> None: ...
 
@@ -115,7 +115,7 @@ class Sessions:
         return session
 
     def enter_inside(self, transport: Speaker) -> ClientSession:
-        """A session of this process's own, without a lease: `leave_inside` ends it."""
+        """A session of a thread of this process, without a lease: `leave_inside` ends it."""
         self.admitted += 1
         session = ClientSession(self.admitted, "", self._leases, -1)
         session.transport = transport
@@ -126,7 +126,7 @@ class Sessions:
         self._by_number.pop(session.number, None)
 
     def forget(self, session: ClientSession) -> None:
-        """The client is gone for good."""
+        """Forget a client that is gone for good, and remove its lease."""
         del self._by_client[session.client_id]
         del self._by_number[session.number]
         if session.lease_fd is None:
@@ -143,11 +143,12 @@ class Sessions:
 
     @staticmethod
     def dead(session: ClientSession) -> bool:
-        """The client's process has ended: its lease is free."""
+        """Whether the client's process has ended: its lease is free."""
         return session.lease_fd is None or not fd_is_locked(session.lease_fd)
 
     def close(self, *, keep: bool = False) -> None:
-        """With `keep`, the leases stay: they tell the node's next start who lives."""
+        """Forget all clients. With `keep`, the leases stay: they tell the node's next start who
+        lives."""
         for session in self.all():
             if keep and session.lease_fd is not None:
                 os.close(session.lease_fd)

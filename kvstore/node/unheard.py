@@ -1,5 +1,8 @@
-"""Limits connections of other users that have not said HELLO yet: a member of the group that opens
-one after the other must not take the file descriptors that the node's own clients need."""
+"""Limits connections of other users that have not said HELLO yet.
+
+A member of the group that opens one connection after the other must not take the file
+descriptors that the node's own clients need.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ UNHEARD_PER_USER_MAX = 8
 
 
 class Unheard(Protocol):
-    """One of these connections."""
+    """A connection that has not said HELLO yet."""
 
     def peer_uid(self) -> int: ...
 
@@ -18,14 +21,15 @@ class Unheard(Protocol):
 
 
 class UnheardReaders:
-    """Those of one node. Not thread-safe."""
+    """The connections of other users to one node that have not said HELLO. Not thread-safe."""
 
     def __init__(self) -> None:
         self._users: dict[Unheard, int] = {}
         """In the order in which they came."""
 
     def enter(self, connection: Unheard) -> None:
-        """For it goes who has been here for longest, of the same user where that has its share."""
+        """Let a connection in. Where there is no room, the one that came first is hung up on: of
+        the same user, if that has its share, else of all."""
         uid = connection.peer_uid()
         same = [one for one, user in self._users.items() if user == uid]
         longest = None
@@ -39,5 +43,5 @@ class UnheardReaders:
         self._users[connection] = uid
 
     def leave(self, connection: Unheard) -> None:
-        """It has said HELLO, or is gone."""
+        """Forget a connection that has said HELLO, or is gone."""
         self._users.pop(connection, None)

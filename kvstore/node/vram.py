@@ -1,5 +1,7 @@
-"""Runs a node with its segment in VRAM (docs/decisions/0023): inside its writer's process, or in
-one of its own that others save to (0055). It is read over CUDA IPC, on this host.
+"""Runs a node with its segment in VRAM (docs/decisions/0023).
+
+The node is inside its writer's process, or in one of its own that others save to (0055). It is
+read over CUDA IPC, on its host.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ ACCEPT_PAUSE_S = 1.0
 
 
 class VramNode(Node):
-    """Runs in a thread; `session` is how its own process writes."""
+    """A node in VRAM, in a thread of this process, which saves through `session`."""
 
     core_class = DemotingCore
     restartable = False
@@ -54,11 +56,12 @@ class VramNode(Node):
         self._memory: OwnedCuda | None = None
 
     def session(self) -> LocalSession:
-        """For one thread at a time; to be closed once it has stopped writing (rule 5)."""
+        """A session for one thread at a time, which closes it once it has stopped writing
+        (rule 5)."""
         return self._inside.open()
 
     def tell(self, event: Event) -> None:
-        """An event that nobody waits for. Raises `NodeUnavailableError`."""
+        """Hand over an event that nobody waits for, as `LocalSessions.tell` does."""
         self._inside.tell(event)
 
     @cached_property
@@ -73,7 +76,7 @@ class VramNode(Node):
 
     @property
     def address(self) -> int:
-        """Of the segment on the device."""
+        """The address of the segment on the device."""
         assert self._memory is not None
         return self._memory.address
 
@@ -125,7 +128,8 @@ class VramNode(Node):
             self._loop.add_reader(self._listener, self._hand_over)
 
     def _hand_over(self) -> None:
-        """To one process, which waits for it; a message to a fresh connection never has to."""
+        """Hand the memory over to one process, which waits for it. The message, the first on its
+        connection, never has to wait."""
         assert self._loop is not None
         assert self._memory is not None
         try:

@@ -42,7 +42,7 @@ HEAD, DATA = ".head", ".data"
 
 
 def segment_base(shm_dir: Path, node_id: int, epoch: int) -> Path:
-    """A name for a new segment, less its suffixes: nobody has had it or can guess it."""
+    """The path of a new segment's files, less their suffixes: nobody has had it or can guess it."""
     token = os.urandom(8).hex()
     return shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-{token}"
 
@@ -61,7 +61,7 @@ class Segment(NamedTuple):
 
     @property
     def homeless(self) -> bool:
-        """Its node's directory says nothing of it, so that no start can take it over."""
+        """Whether its node's directory says nothing of it, so that no start can take it over."""
         if self.home is None:
             return False
         try:
@@ -72,19 +72,20 @@ class Segment(NamedTuple):
 
     @property
     def home_named(self) -> str:
-        """For messages: the node and its run directory."""
+        """The node and its run directory, as messages name them."""
         if self.home is None:
             return "a node that it does not name"
         return f"node {self.home.name} in run directory {self.home.parent.parent}"
 
     @property
     def waits_s(self) -> float:
-        """How long it is left for its node's next start; 0: whoever looks may free it."""
+        """How many seconds it is left for its node's next start; at 0 whoever looks may free it,
+        unless it is `owned`."""
         return 0.0 if self.owned else max(RESTART_WITHIN_S - self.age_s, 0.0)
 
 
 def segments(shm_dir: Path = SHM_DIR) -> list[Segment]:
-    """Those of this user, in the order of their names, and at most `SEGMENTS_SEEN_MAX`."""
+    """The segments of this user, in the order of their names, at most `SEGMENTS_SEEN_MAX`."""
     bases = {path.with_suffix("") for path in _files(shm_dir) if _ours(path)}
     found = [_look(base) for base in sorted(bases)[:SEGMENTS_SEEN_MAX]]
     return [segment for segment in found if segment is not None]
@@ -141,7 +142,7 @@ def _look(base: Path) -> Segment | None:
 
 
 def _owned(head: Path) -> bool:
-    """Believed where nobody can look."""
+    """Whether the segment's owner lives. True, too, where nobody can look."""
     try:
         return _ours(head) and is_locked(head)
     except OSError:
@@ -196,6 +197,6 @@ class Sweeper:
         return True
 
     def sweep(self) -> None:
-        """Once. It may take as long as the kernel needs to clear that memory."""
+        """Free what is there now. It may take as long as the kernel needs to clear that memory."""
         sweep(self._run_dir)
         free_abandoned(self._shm_dir)

@@ -1,4 +1,4 @@
-"""Segments that others own, mapped here: headers read-only, payload as far as it may be written."""
+"""Maps segments that other processes own: headers for reading, payload for writing if allowed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class AttachedHeads:
             yield slot_id, image
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the headers."""
         self._hints.release()
         self._head.close()
 
@@ -153,7 +153,7 @@ class AttachedShm(AttachedHeads):
                 self._advise(*self._part(part))
 
     def _part(self, part: int) -> tuple[int, int]:
-        """(start, bytes)"""
+        """(start, bytes) of a part of `LOCK_PART_BYTES`; the segment's last one may be smaller."""
         start = part * LOCK_PART_BYTES
         return start, min(LOCK_PART_BYTES, self.superblock.size_bytes - start)
 
@@ -197,10 +197,10 @@ class AttachedShm(AttachedHeads):
 
 
 def private_pages(path: str, offset: int, size_bytes: int) -> Any:
-    """A part of a segment as a ctypes array of this caller alone: what it writes to nobody sees.
+    """A part of a segment as a ctypes array of this caller alone: nobody sees what it writes there.
 
-    What it has not written to is the segment's as it is now. Raises `OSError` and `ValueError`
-    when there is no such part.
+    The pages that it has not written to are the segment's, as they are now. Raises `OSError` and
+    `ValueError` when there is no such part.
     """
     start = offset & -mmap.PAGESIZE
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

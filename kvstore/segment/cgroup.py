@@ -26,19 +26,20 @@ HEADERS_LEAVE, HEADERS_OF = 15, 16
 
 
 class MemoryLimit(NamedTuple):
-    """The lowest limit, and where it stands."""
+    """The lowest memory limit, and the file that it stands in."""
 
     limit_bytes: int
     file: Path
 
     @property
     def segment_bytes(self) -> int:
-        """What both files of a segment may take at most."""
+        """How many bytes both files of a segment may take at most."""
         return max(self.limit_bytes - min(OTHERS_BYTES, self.limit_bytes // 4), 0)
 
 
 def memory_limit(proc_file: Path = PROC_FILE, mount: Path = MOUNT) -> MemoryLimit | None:
-    """Of this process's group and all above it, version 2 or 1; None when there is none.
+    """The lowest limit of this process's control group and all above it, version 2 or 1; None
+    when there is none.
 
     Never raises: what cannot be read limits nothing.
     """
@@ -77,7 +78,7 @@ def _limit(file: Path) -> int | None:
 
 
 def check_limit(size_bytes: int, limit: MemoryLimit | None, *, nodes: int = 1) -> None:
-    """Raises `UsageError` when so many segments of that size are beyond the limit."""
+    """Raise `UsageError` when `nodes` segments of `size_bytes` each exceed the limit."""
     need_bytes = files_bytes(size_bytes) * nodes
     of_all = f", of {nodes} nodes" if nodes > 1 else ""
     if limit is not None and need_bytes > limit.limit_bytes:
@@ -91,18 +92,19 @@ def check_limit(size_bytes: int, limit: MemoryLimit | None, *, nodes: int = 1) -
 
 
 def fitting_size(limit: MemoryLimit, nodes: int = 1) -> int:
-    """Of each of so many nodes, in whole MiB, so that there is room for their processes too."""
+    """The largest size in bytes, in whole MiB, for the segment of each of `nodes` nodes; it leaves
+    room for their processes."""
     return (limit.segment_bytes // nodes * HEADERS_LEAVE // HEADERS_OF) >> 20 << 20
 
 
 def size_within(size_bytes: int, limit: MemoryLimit | None, *, nodes: int = 1) -> int:
-    """`size_bytes`, which nobody asked for, or with a warning what the limit allows."""
+    """`size_bytes`, a default, or the largest size that the limit allows, with a warning."""
     if limit is None or files_bytes(size_bytes) * nodes <= limit.segment_bytes:
         return size_bytes
     fits = fitting_size(limit, nodes)
     log.warning(
         "a node has %d MiB, not %d MiB: the memory limit of this control group is %d MiB (%s); "
-        "raise it, or say a size",
+        "raise it, or set a size",
         fits >> 20,
         size_bytes >> 20,
         limit.limit_bytes >> 20,

@@ -1,4 +1,4 @@
-"""Copies between buffers: plain below a size, without the GIL above it."""
+"""Copies between buffers of this host; large ones without the GIL, so that other threads run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PYBUF_SIMPLE = 0
 
 
 def address_of(view: memoryview) -> int:
-    """Where a contiguous view begins; good for as long as the view is."""
+    """The address at which a contiguous view begins; good for as long as the view is."""
     buffer = _PyBuffer()
     _get_buffer(view, ctypes.byref(buffer), _PYBUF_SIMPLE)
     try:
@@ -45,7 +45,10 @@ def address_of(view: memoryview) -> int:
 
 
 def copy(destination: memoryview, source: memoryview) -> None:
-    """Copy `source` over `destination`: both format 'B', contiguous, equally long."""
+    """Copy `source` over `destination`, both of format 'B' and contiguous.
+
+    Raises `ValueError` unless they are equally long.
+    """
     size_bytes = source.nbytes
     if size_bytes < GIL_FREE_BYTES:
         destination[:] = source

@@ -1,8 +1,8 @@
-"""Segments in VRAM: headers in shared memory as everywhere, the payload one allocation on a device.
+"""Makes and attaches segments in VRAM: headers in shared memory, the payload one allocation.
 
-An empty file stands where the payload's would be: who can only map files finds none. The
-owner holds the lock on the header file as long as it gives out what the segment has. Its
-memory stays for those who have it open (`CudaDevice.free`).
+An empty file stands where the payload's would be, so that who can only map files finds none. The
+owner holds the lock on the header file as long as the segment's blocks may be read. The memory
+stays for those who have it open (`CudaDevice.free`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIPE_BYTES = 1 << 20
 
 
 class OwnedCuda(OwnedHeads):
-    """The own segment of a node that lives in the process that writes it.
+    """A node's own segment in VRAM. Only the node's event loop uses it.
 
     It takes no values inline and knows no checksums: its bytes never cross a host.
     """
@@ -31,7 +31,8 @@ class OwnedCuda(OwnedHeads):
     def __init__(
         self, base_path: Path, superblock: Superblock, device: CudaDevice, *, home: str = ""
     ) -> None:
-        """Raises `NoSpaceError` (device, /dev/shm) and `DeviceError`."""
+        """Allocate the segment and make its files. Raises `NoSpaceError` when the device or
+        /dev/shm has no room, and `DeviceError`."""
         self.data_path = base_path.with_suffix(".data")
         self.device = device
         check_free(base_path.parent, header_file_bytes(superblock.size_bytes))
@@ -50,7 +51,7 @@ class OwnedCuda(OwnedHeads):
         raise InternalError("a block in VRAM was saved with a checksum")
 
     def close(self, *, keep: bool = False) -> None:
-        """Every block is a miss from here on, for those who have the headers mapped too.
+        """Make every block a miss, for those who have the headers mapped too, and remove the files.
 
         The memory itself stays until `free`.
         """
@@ -70,10 +71,10 @@ class OwnedCuda(OwnedHeads):
 
 
 class AttachedCuda(AttachedHeads):
-    """Somebody else's segment in VRAM: its headers.
+    """The headers of somebody else's segment in VRAM.
 
-    Raises `OSError` when it is not on this host or has ended, and `ValueError` when the file
-    is of no segment.
+    Raises `OSError` when the segment is not on this host or its owner has ended, and `ValueError`
+    when the file is of no segment.
     """
 
     def __init__(self, head_path: Path, *, owner: int | None = None) -> None:

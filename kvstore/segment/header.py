@@ -10,6 +10,16 @@
     56  u32  namespace id
     60  u32  CRC-32 of bytes 0..60, with the word as it is when SEALED
 
+A header says one of three states, of those that core/slots.py knows:
+
+    FREE      readers miss; the body may still describe the block that was here last
+    RESERVED  readers miss; one writer may write the payload (rule 5)
+    SEALED    the body describes the block, and its payload is in place
+
+The way is FREE, RESERVED, SEALED, FREE, or from RESERVED back to FREE. The node's event loop
+alone writes headers, as the core says (segment/shm.py); everybody else maps them read-only, looks
+at all 64 bytes, copies the payload, and looks again (rule 4).
+
 The word is one aligned 8-byte store, so a reader sees either the old or the
 new state. The body is written while the word says RESERVED, the SEALED word
 last; a crash in between leaves a header that nobody trusts, and the CRC covers
@@ -17,19 +27,22 @@ what a torn write could leave. A RESERVED word says where the slot is, as the bo
 still describes the block before: a restarted node must keep off it (rule 5). It is
 the last 24 bits of the generation << 40 | granules << 16 | granule << 8 | state.
 
-A header is that of the slot that begins in its page, if one does. Headers of the
-other pages of a slot say FREE.
+Must never happen: a word that says SEALED before body and payload are written; a generation that
+was used before, over restarts too; a slot that begins within another one.
+
+Each page of the segment has a header, which is that of the slot that begins in the page, if
+one does.
 
 On the first page, beside the two copies of the superblock, two words say what a
 restart would else have to look for: a generation that is above all there are, and
 from which page to which (u32 each) none was ever used.
 
-After the headers comes a table of u32 slot ids, for readers on this host: where a
-key may be. A key has two places in it, side by side; a third key with the same
-takes one over, and nothing is ever taken out: the header says whether it is true.
+After the headers comes the table of hints, u32 slot ids for readers on this host: where a
+key may be. A key has two places in it, side by side; a third key with the same places
+takes one over, and nothing is ever taken out: the header says whether a hint is true.
 
-Last comes one byte a page: 1 while a client has it pinned, and so may look at it
-without checking.
+Last comes one byte a page: 1 while a client has the slot that begins there pinned, and so may
+look at its payload without checking.
 """
 
 from __future__ import annotations
@@ -55,7 +68,7 @@ _WHOLE = 0x2144DF1C
 
 
 class Header(NamedTuple):
-    """A SEALED header."""
+    """What a SEALED header says; sizes in bytes, `granule` as in the table above."""
 
     generation: int
     key: Key
@@ -79,20 +92,22 @@ _LOW_GENERATION = (1 << 24) - 1
 
 
 def word(state: int, generation: int, granule: int = 0, size: int = 0) -> int:
-    """`granule` and `size`, in granules, are told of a RESERVED slot."""
+    """The first 8 bytes of a header. Only of a RESERVED slot does it say `granule` and `size` (in
+    granules)."""
     if state != RESERVED:
         return generation << 16 | state
     return (generation & _LOW_GENERATION) << 40 | size << 16 | granule << 8 | state
 
 
 def of_word(w: int) -> tuple[int, int]:
-    """(state, generation) as `word` put them together, when it is not RESERVED."""
+    """(state, generation) of a word; the state alone is right where it says RESERVED."""
     return w & 0xFF, w >> 16
 
 
 def of_reserved(w: int, last_generation: int) -> tuple[int, int, int]:
-    """(generation, granule, size) as `word` put them together. The generation is the last one up
-    to that which the word can mean, so it is no lower than it was."""
+    """(generation, granule, size in granules) of a word that says RESERVED. The word has the lower
+    bits of the generation; the result is the highest that they can mean up to `last_generation`,
+    so no lower than it was."""
     low = w >> 40
     generation = last_generation - ((last_generation - low) & _LOW_GENERATION)
     return max(generation, low), w >> 8 & 0xFF, w >> 16 & (1 << _SIZE_BITS) - 1
@@ -168,7 +183,7 @@ def pack_superblock(block: Superblock) -> bytes:
 
 
 def unpack_superblock(raw: bytes) -> Superblock | None:
-    """None unless `raw` starts with a whole superblock of this layout version."""
+    """The superblock that `raw` starts with; None unless it is whole and of this layout version."""
     body = raw[: _SUPERBLOCK.size]
     if len(raw) < _SUPERBLOCK.size + 4:
         return None
@@ -190,20 +205,22 @@ def layout_of(page: bytes) -> int | None:
 
 
 def newest_superblock(page: bytes) -> Superblock | None:
-    """The one of the last start, of the copies on a header file's first page."""
+    """The superblock of the last start, of the copies on a header file's first page; None when
+    neither copy is whole."""
     copies = [unpack_superblock(page), unpack_superblock(page[SUPERBLOCK_COPY:])]
     return max((c for c in copies if c is not None), key=lambda c: c.epoch, default=None)
 
 
 def superblock_place(page: bytes) -> int:
-    """Where on that page the next start writes its superblock."""
+    """The offset on a header file's first page at which the next start writes its superblock."""
     first, second = unpack_superblock(page), unpack_superblock(page[SUPERBLOCK_COPY:])
     newer = first is not None and (second is None or first.epoch > second.epoch)
     return SUPERBLOCK_COPY if newer else 0
 
 
 def pack_home(home: str) -> bytes:
-    """The directory of the segment's node for `HOME_PLACE`; none when it is too long."""
+    """What stands at `HOME_PLACE`: the directory of the segment's node, or nothing if it is too
+    long."""
     raw = os.fsencode(home)
     if len(raw) > SUPERBLOCK_COPY - HOME_PLACE - 2:
         raw = b""

@@ -14,8 +14,8 @@ from kvstore.types import Key, Location
 
 
 class Layout:
-    """Of the segment of an announced node. A location that leads out of it leads nowhere, and so
-    does every one when there is no segment of the announced shape."""
+    """Says where the blocks of an announced node's segment are. A location that leads out of the
+    segment has no place, nor has any when no segment can have the announced size."""
 
     header_bytes = HEADER_BYTES
 
@@ -29,7 +29,8 @@ class Layout:
         self.slots = announcement.size_bytes // SLOT_BYTES_MIN if right else 0
 
     def places(self, location: Location) -> tuple[int, int] | None:
-        """(offset of its header in the header file, of its payload in the segment)."""
+        """(offset of the header in the header file, of the payload in the segment), in bytes; None
+        when the location leads nowhere."""
         block = self.superblock
         if (location.node_id, location.epoch, location.segment) != block[:3]:
             return None

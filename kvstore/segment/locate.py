@@ -23,7 +23,7 @@ class Spot(NamedTuple):
 
 
 def locate(shm: AttachedHeads, key: Key, location: Location) -> Spot | None:
-    """None unless the slot's header is SEALED and says what the location does.
+    """Where the block of `location` is; None unless its header is SEALED and says the same.
 
     The node and its epoch are for the caller to compare: they made it choose `shm`.
     """
@@ -38,7 +38,7 @@ def locate(shm: AttachedHeads, key: Key, location: Location) -> Spot | None:
 
 
 def hinted(shm: AttachedHeads, key: Key) -> Spot | None:
-    """None unless a hint leads to a SEALED header of that key."""
+    """Where the block of `key` is; None unless a hint leads to a SEALED header of that key."""
     slot_id, image = shm.hinted(key)
     header = fields(image) if image[KEY_PART] == key else None
     offset = None if header is None else offset_of(shm.superblock.size_bytes, slot_id, header)
@@ -46,15 +46,15 @@ def hinted(shm: AttachedHeads, key: Key) -> Spot | None:
 
 
 def sealed_as(image: bytes, key: Key, location: Location) -> Fields | None:
-    """What a header says, None unless it is SEALED, whole, and of that key and location."""
+    """What the header `image` says; None unless it is SEALED, whole, of that key and location."""
     header = fields(image)
     promised = (location.generation, key, location.length, location.granule)
     return header if header is not None and header[:4] == promised else None
 
 
 def offset_of(size_bytes: int, slot_id: int, header: Fields) -> int | None:
-    """Where the payload that a header describes begins, None unless it lies in a segment of so
-    many bytes."""
+    """The offset in bytes of the payload that a header describes; None unless all of it lies in a
+    segment of `size_bytes`."""
     length, granule, meta_length = header[2], header[3], header[5]
     offset = slot_id * SLOT_BYTES_MIN + granule * GRANULE_BYTES
     right = granule < PAGE and meta_length <= length and offset + length <= size_bytes

@@ -1,12 +1,12 @@
 """Scans all slot headers of a segment when its node is started again.
 
-Headers are the truth. From the first page on: a header that says SEALED or RESERVED is that
-of a slot, and says how far it goes; those within it say FREE, or the segment is damaged.
-So does one that says FREE while clients have its block pinned, as long as they have. What
-lies between slots is free.
+Headers are the truth (header.py). From the first page on, a header that says SEALED or RESERVED
+is that of a slot and says how far the slot goes; the headers within the slot say FREE, or the
+segment is damaged. A header that says FREE is that of a slot too while clients have its block
+pinned. What lies between slots is free.
 
-A segment of 100 GiB has 26 million headers. Those of pages that were never used are not
-looked at (the segment says which), of the others one byte is, except where a slot begins.
+A segment of 100 GiB has 26 million headers. Those of pages that were never used are not looked
+at (the segment says which), and of each of the others only one byte, except where a slot begins.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _make_seal = partial(tuple.__new__, Seal)
 
 
 class DamagedSegmentError(ValueError):
-    """Its headers contradict each other: nobody can say what may be reused."""
+    """The headers of a segment contradict each other: nobody can say what may be reused."""
 
 
 def scan(size_bytes: int, bounds: Bounds, headers: memoryview, held: memoryview) -> Seen:
@@ -70,7 +70,8 @@ class _Scan:
         self._held = held
 
     def look(self, first: int, last: int) -> int:
-        """Those pages; returns the page after the last slot, or after those pages."""
+        """Look at pages `first` to `last` - 1; returns the page after them, or after the last slot
+        that begins in them, if that is later."""
         # A slot begins where the state is not FREE, or where somebody has it pinned.
         states = bytes(self._headers[first * HEADER_BYTES : last * HEADER_BYTES : HEADER_BYTES])
         held = bytes(self._held[first:last])
@@ -97,7 +98,7 @@ class _Scan:
         return max(last, first + end)
 
     def _slot(self, page: int, pinned: bool) -> int:
-        """Note the slot that begins there; the first page in which another may begin."""
+        """Note the slot that begins in `page`; returns the first page in which another may."""
         word = self._words[page]
         state = word & 0xFF
         if state == SEALED:
@@ -133,12 +134,12 @@ class _Scan:
 
     @staticmethod
     def _after(page: int, granule: int, size: int) -> int:
-        """Of the pages that a slot touches, another may begin in the last one if that is not
-        all the slot's."""
+        """The first page in which another slot may begin: the last one that this slot touches, if
+        that is not all the slot's, else the next."""
         return page + (granule + size) // PAGE
 
     def _gone(self, first: int, last: int) -> None:
-        """Blocks that left pages which are free now."""
+        """Note the blocks that left pages which are free now."""
         gone = self._found.gone
         if first >= last or len(gone) >= GONE_MAX:
             return
@@ -149,7 +150,7 @@ class _Scan:
                     gone.append(block)
 
     def _left(self, page: int) -> Seal | None:
-        """The block that was there last, if the body still tells."""
+        """The block that was there last, if the header's body still tells."""
         state, generation = of_word(self._words[page])
         if state != FREE or not generation:
             return None

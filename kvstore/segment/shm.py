@@ -1,4 +1,4 @@
-"""Segments in POSIX shared memory: one file of payload, one of headers, both in /dev/shm.
+"""Makes a node's segment in POSIX shared memory: a file of payload, one of headers, in /dev/shm.
 
 All pages are allocated at creation, so that a full /dev/shm is a clear error
 at the start and never a SIGBUS in the middle of a write.
@@ -44,7 +44,7 @@ RESERVE_BYTES = 16 << 20
 
 
 def header_file_bytes(size_bytes: int) -> int:
-    """Of a segment of `size_bytes`."""
+    """The size of the header file of a segment of `size_bytes`."""
     slots = size_bytes // SLOT_BYTES_MIN
     return SUPERBLOCK_BYTES + slots * HEADER_BYTES + hints_of(slots) * HINT_BYTES + slots
 
@@ -62,14 +62,14 @@ def _held(head: mmap.mmap, superblock: Superblock) -> memoryview:
 
 
 def check_room(where: Path, size_bytes: int, machine: Machine = REAL) -> None:
-    """Raises `NoSpaceError` when a segment of that size does not fit."""
+    """Raise `NoSpaceError` when a segment of that size does not fit into the folder `where`."""
     # fallocate on tmpfs takes page after page until memory is gone; asking
     # first keeps a mistyped size from starving the whole machine.
     check_free(where, files_bytes(size_bytes), machine)
 
 
 def check_free(where: Path, need_bytes: int, machine: Machine = REAL) -> None:
-    """Raises `NoSpaceError` unless there is as much room, and some for others."""
+    """Raise `NoSpaceError` unless `where` has as much room, and `RESERVE_BYTES` for others."""
     free = free_bytes(where, machine)
     if need_bytes > free:
         raise NoSpaceError(
@@ -79,7 +79,7 @@ def check_free(where: Path, need_bytes: int, machine: Machine = REAL) -> None:
 
 
 def free_bytes(where: Path, machine: Machine = REAL) -> int:
-    """Room for segments: some is left for everyone else."""
+    """Room for segments in `where`: `RESERVE_BYTES` are left for everyone else."""
     return machine.room(where).free_bytes - RESERVE_BYTES
 
 
@@ -89,7 +89,7 @@ def never_fits(where: Path, size_bytes: int, machine: Machine = REAL) -> bool:
 
 
 def files_bytes(size_bytes: int) -> int:
-    """Both files of a segment of that size together."""
+    """The size of both files of a segment of that size together."""
     return size_bytes + header_file_bytes(size_bytes)
 
 
@@ -142,7 +142,7 @@ class OwnedHeads:
             self._bounds(Bounds(0, 0, superblock.size_bytes // SLOT_BYTES_MIN))
 
     def seen(self) -> tuple[int, Seen]:
-        """(its last epoch, what its headers say) of a segment that was left behind.
+        """(last epoch, what the headers say) of a segment that was left behind.
 
         Raises `ValueError` when it is another node's, of another shape, or damaged.
         """
@@ -159,7 +159,7 @@ class OwnedHeads:
             return found.epoch, scan(found.size_bytes, bounds, headers, self._held)
 
     def adopt(self) -> None:
-        """Make it this start's: from here on readers of the start before find another epoch."""
+        """Make the segment this start's: who maps it from here on finds this start's epoch."""
         place = superblock_place(self._head[:SUPERBLOCK_BYTES])
         raw = pack_superblock(self.superblock)
         self._head[place : place + len(raw)] = raw
@@ -184,7 +184,8 @@ class OwnedHeads:
         self._hint(write.key, write.slot_id)
 
     def _hint(self, key: Key, slot_id: int) -> None:
-        """Say where `key` is, at its second place when the first is another's."""
+        """Write the hint that `key` is in this slot, at its second place if a block whose hint is
+        there too has the first."""
         hints = self._hints
         place = hint_of(key, len(hints))
         start = SUPERBLOCK_BYTES + hints[place] * HEADER_BYTES
@@ -202,7 +203,7 @@ class OwnedHeads:
         return self._head[start : start + HEADER_BYTES]
 
     def close(self, *, keep: bool = False) -> None:
-        """Unmap and remove it; with `keep`, leave it for the node's next start."""
+        """Unmap and remove the file; with `keep`, leave it for the node's next start."""
         if self._closed:
             return
         self._closed = True
@@ -229,7 +230,7 @@ class OwnedShm(OwnedHeads):
         reopen: bool = False,
         machine: Machine = REAL,
     ) -> None:
-        """See `OwnedHeads`; raises `NoSpaceError` too."""
+        """See `OwnedHeads`. Raises `NoSpaceError` when a new segment does not fit."""
         self.data_path = base_path.with_suffix(".data")
         if not reopen:
             check_room(base_path.parent, superblock.size_bytes, machine)

@@ -3,7 +3,7 @@
 In a run directory of this user everything is this user's own word. One that another user shares
 (node/permissions.py) may name any path, also a file of the reader's: so only what lies where
 segments lie and is called like one of that user's counts, and opening it must show a plain file
-of that user's (`_map` in shm.py).
+of that user's (`attach` in memory_files.py).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvstore.segment.shm import SHM_DIR
 
 
 class SegmentFiles(NamedTuple):
-    """Of one segment."""
+    """The files of one segment, and who may do what with them."""
 
     data: Path
     head: Path
     owner: int
-    """The user whose both files must be."""
+    """The user to whom both files must belong."""
     may_write: bool
     """They are this user's (or this is root); else nothing may be opened for writing."""
 
 
 def files_of(directory: NodeDir, announcement: Announcement) -> SegmentFiles:
-    """Those that `announcement`, found in `directory`, names.
+    """The files that `announcement`, found in `directory`, names.
 
     Raises `ValueError` when another user names what cannot be a segment of theirs, and `OSError`
     when the directory is gone.

@@ -1,4 +1,4 @@
-"""The transport contract. One suite (tests/contract/transport.py) runs against every one."""
+"""Defines what a transport has to do. One suite (tests/contract/transport.py) runs against each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Read(enum.StrEnum):
 
 
 class Outcome(NamedTuple):
-    """Unless a HIT, what the destination holds is undefined."""
+    """What became of one block, and why. Unless it is a HIT, what its destination holds is
+    undefined."""
 
     read: Read
     reason: str = ""
@@ -70,7 +71,8 @@ class Transport(Protocol):
 
 
 def check_wanted(wanted: Sequence[Wanted]) -> None:
-    """Raises `UsageError` for what no peer is to be blamed for."""
+    """Raise `UsageError` when there are more than `STREAM_BLOCKS_MAX` blocks, or a destination is
+    read-only or not as long as its block."""
     if len(wanted) > STREAM_BLOCKS_MAX:
         raise UsageError("wanted", len(wanted), f"at most {STREAM_BLOCKS_MAX} blocks a batch")
     for one in wanted:

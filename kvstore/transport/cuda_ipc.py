@@ -1,4 +1,4 @@
-"""Reads from a node in VRAM on this host: its memory opened here, copies on our own stream.
+"""Reads from a node in VRAM on this host: opens its memory here, and copies on our own stream.
 
 A copy needs only an address, so a destination may be memory of a device or of the host.
 The headers lie in shared memory; each is compared again after the event that says that
@@ -32,7 +32,7 @@ _MISS = Outcome(Read.MISS, "the node does not have it (any more)")
 
 
 class WantedAnywhere(NamedTuple):
-    """`Wanted` with pieces that may lie on a device."""
+    """One block to read, as `Wanted`, with destinations that may lie on a device."""
 
     key: Key
     location: Location
@@ -57,7 +57,7 @@ class CudaIpcTransport:
     def read(
         self, node: Announcement, wanted: Sequence[Wanted | WantedAnywhere], deadline: float
     ) -> Sequence[Outcome]:
-        """See `Transport.read`; it ends after its deadline by what is queued then.
+        """See `Transport.read`; it ends later than `deadline` by what is queued on the device then.
 
         Raises `InternalError` when the device does not carry that out in `CUDA_IPC_DRAIN_S`:
         the destination can neither be used nor given back.
@@ -84,7 +84,7 @@ class CudaIpcTransport:
                 self.memory.done_with(opened)
 
     def _begun(self, batch: _Batch) -> Stream:
-        """Our own stream, made when it is first needed. Raises `DeviceError`."""
+        """Our own stream, made when it is first needed. Raises `DeviceError` once it is closed."""
         with self._changed:
             if self._closed:
                 raise DeviceError("this client is closed")
@@ -119,7 +119,7 @@ def _failed(wanted: Sequence[Wanted | WantedAnywhere], reason: str) -> list[Outc
 
 
 class _Window(NamedTuple):
-    """Copies that are under way, and the blocks that they are of."""
+    """Copies that are under way together, and the blocks whose bytes they bring."""
 
     places: list[tuple[int, DevicePlace]]
     """(number of the block, where it was found)"""
@@ -127,7 +127,7 @@ class _Window(NamedTuple):
 
 
 class _Batch:
-    """One read, of the thread that called: queues window after window of copies."""
+    """One read, by the thread that called: it queues window after window of copies."""
 
     def __init__(
         self,
@@ -180,7 +180,8 @@ class _Batch:
             self._settle(self._windows.popleft())
 
     def _drain(self) -> None:
-        """It was interrupted, maybe between a copy and its event: wait for all that is queued."""
+        """Wait for all that is queued, after an interruption that may have come between a copy and
+        its event."""
         with contextlib.suppress(DeviceError):
             _wait(self._stream.record(), time.monotonic())
         self.ended = True
@@ -223,13 +224,15 @@ class _Batch:
 
 
 def _wait(event: Event, deadline: float) -> None:
-    """For `CUDA_IPC_DRAIN_S` beyond the deadline. Raises `InternalError` when that is too short."""
+    """Wait for `event`, for at most `CUDA_IPC_DRAIN_S` beyond the deadline. Raises `InternalError`
+    when it is not done by then."""
     if not wait(event, max(deadline, time.monotonic()) + CUDA_IPC_DRAIN_S):
         raise InternalError(f"copies on the device hang for {CUDA_IPC_DRAIN_S} s")
 
 
 def _add_copies(copies: list[Copy], source: int, into: Sequence[Piece]) -> None:
-    """Those of one block; what follows the last one on both sides is made part of it."""
+    """Add the copies of one block; one that goes on where the last one ends, on both sides, is
+    made part of it."""
     for piece in into:
         size_bytes = size_of(piece)
         if size_bytes:

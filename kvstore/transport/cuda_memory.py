@@ -24,8 +24,8 @@ MOMENT_S = 0.001
 
 
 class DeviceAddress(NamedTuple):
-    """What a node in VRAM announces: `UUID/NAME`, and `/saves` where others may save to it.
-    Whoever the memory is handed over to opens it."""
+    """The address that a node in VRAM announces: `UUID/NAME`, the device's and the memory's, and
+    `/saves` where other processes may save to it."""
 
     uuid: str
     name: bytes
@@ -53,14 +53,14 @@ class DevicePlace(NamedTuple):
     kind: int
     meta_length: int
     token: Any
-    """For `Heads.same`."""
+    """What `Heads.same` compares the header with."""
 
 
 class Heads(Protocol):
     """The headers of one start of a node of this host. Thread-safe."""
 
     def locate(self, key: Key, location: Location) -> DevicePlace | None:
-        """None unless the header is SEALED and says what the location does."""
+        """Where the block is; None unless its header is SEALED and says what the location does."""
         ...
 
     def same(self, place: DevicePlace) -> bool:
@@ -72,7 +72,8 @@ class Heads(Protocol):
         ...
 
     def memory(self, timeout_s: float) -> Shared:
-        """What the node hands over; its descriptor is the caller's to close. Raises `OSError`."""
+        """The memory that the node hands over; its descriptor is the caller's to close. Raises
+        `OSError` when it does not within `timeout_s`."""
         ...
 
     def close(self) -> None: ...
@@ -129,7 +130,10 @@ class DeviceBlock:
 
 
 class OpenMemory:
-    """Thread-safe. `attach` finds the headers of a node of this host; None: not there."""
+    """The memory of nodes that is open in this process, at most `CUDA_IPC_NODES_MAX` of them.
+
+    Thread-safe. `attach` finds the headers of a node, None when it is not on this host.
+    """
 
     def __init__(self, device: CudaDevice, attach: Callable[[Announcement], Heads | None]) -> None:
         self.device = device
@@ -142,11 +146,13 @@ class OpenMemory:
         """For probes."""
 
     def use(self, node: Announcement, deadline: float = math.inf) -> Opened | None:
-        """The node's memory, opened now if it is not yet, until `done_with`; None: out of reach.
+        """The node's memory, opened now if it is not yet; it stays open until `done_with`.
 
-        Raises `DeviceError` when the node does not hand it over, by `deadline` and in
-        `CUDA_IPC_OPEN_S`, the driver does not open it, or what is read there is not what the
-        node has written: that is looked at now, and every `PROBE_EVERY_S`.
+        None when it is out of reach: the node is not on this host or has no VRAM, or all the
+        memory that may be open is in use. Raises `DeviceError` when the node does not hand it
+        over, by `deadline` (seconds of `time.monotonic`) and within `CUDA_IPC_OPEN_S`, when the
+        driver does not open it, or when what is read there is not what the node has written: that
+        is looked at now, and every `PROBE_EVERY_S`.
         """
         address = DeviceAddress.parse(node.transports.get(NAME, ""))
         with self._lock:
@@ -209,7 +215,7 @@ class OpenMemory:
                 self._let_go(opened)
 
     def starts(self) -> frozenset[tuple[int, int]]:
-        """Node id and epoch of each whose memory is open here."""
+        """The (node id, epoch) of each node whose memory is open here."""
         with self._lock:
             return frozenset(self._opened)
 
@@ -234,7 +240,8 @@ class OpenMemory:
             opened.heads.close()
 
     def view(self, node: Announcement, key: Key, location: Location) -> DeviceBlock | None:
-        """The block in place; None when it is not there (any more). Raises `DeviceError`."""
+        """The block in place; None when it is not there (any more). Raises `DeviceError`, as `use`
+        does."""
         opened = self.use(node)
         if opened is None:
             return None
@@ -251,7 +258,7 @@ class OpenMemory:
             self._closed = True
 
     def close(self) -> None:
-        """Close all, each when nobody uses it any more."""
+        """Open nothing any more, and close each memory once nobody uses it."""
         self.shut()
         with self._lock:
             for known in list(self._opened):

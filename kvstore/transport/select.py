@@ -18,9 +18,10 @@ VARIABLE = "KVSTORE_TRANSPORTS"
 
 
 def allowed(names: Sequence[str] | None) -> tuple[str, ...]:
-    """`names` in the order of `TRANSPORTS`; None takes KVSTORE_TRANSPORTS (with commas), else all.
+    """`names` in the order of `TRANSPORTS`; without them, those in KVSTORE_TRANSPORTS (separated by
+    commas), else all.
 
-    Raises `UsageError` for a name that is none.
+    Raises `UsageError` for a name that is no transport's, and when there is no name.
     """
     if names is None:
         text = os.environ.get(VARIABLE, "")

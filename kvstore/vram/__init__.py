@@ -1,1 +1,1 @@
-"""Nodes that live inside the process that uses them."""
+"""Runs nodes in VRAM inside the process that saves to them, and moves their blocks down."""

@@ -41,7 +41,7 @@ Holding = Callable[[Iterable[memoryview]], AbstractContextManager[None]]
 
 
 def nothing_held(buffers: Iterable[memoryview]) -> AbstractContextManager[None]:
-    """Where nothing is page-locked."""
+    """The `Holding` of a process that page-locks nothing."""
     return nullcontext()
 
 
@@ -62,8 +62,8 @@ class Demoter:
         reserve_bytes: int,
         holding: Holding = nothing_held,
     ) -> None:
-        """`session` is one of the node in VRAM, `address` that of its segment. Raises
-        `DeviceError`."""
+        """`session` is one of the node in VRAM, `address` that of its segment, and `holding` is
+        entered while blocks are copied. Raises `DeviceError`."""
         self._holding = holding
         self._session = session
         self._address = address
@@ -80,11 +80,11 @@ class Demoter:
         self._thread.start()
 
     def wake(self) -> None:
-        """Slots were taken, or could not be."""
+        """Look now whether enough is free: slots were taken, or could not be."""
         self._wake.set()
 
     def stop(self, drain_s: float) -> bool:
-        """End, after all blocks have gone down or `drain_s` have passed; False when a copy
+        """End, after all blocks have gone down or `drain_s` have passed. Returns False when a copy
         hangs: then the node's memory must stay."""
         self._drain_until = time.monotonic() + drain_s
         self._ending = True
@@ -105,10 +105,11 @@ class Demoter:
             while time.monotonic() < self._drain_until and self._step(1 << 62):
                 pass
         except KVStoreError as e:
-            log.error("blocks in VRAM do not go down to host memory any more: %s", e)
+            log.error("blocks in VRAM are no longer moved to host memory: %s", e)
 
     def _step(self, free_bytes: int) -> bool:
-        """Move some of the coldest; False when enough is free or nothing can go."""
+        """Move some of the coldest blocks, unless `free_bytes` are free. Returns False when that is
+        enough for now: enough is free, or nothing can go."""
         if self._session.busy:
             return False
         try:
@@ -133,7 +134,7 @@ class Demoter:
         self._session.tell(_unpin(stay))
 
     def _move(self, batch: Sequence[ColdBlock]) -> list[ColdBlock]:
-        """Save blocks of one size and namespace below; those that must stay for now.
+        """Save blocks of one size and namespace below; returns those that must stay for now.
 
         Raises `InternalError` when the device hangs: slots below may then be written to for
         ever, and stay reserved as long as this process lives.
@@ -194,7 +195,8 @@ class Demoter:
 
 
 def _copies(reservation: Reservation, source: int, size_bytes: int) -> Iterator[Copy]:
-    """The memory below may be page-locked in this process, in parts that no copy may cross."""
+    """The copies of one block, cut where memory below may be page-locked in parts: no copy may
+    cross from one part into the next."""
     target = address_of(reservation.buffer)
     at = reservation.slot * SLOT_BYTES_MIN + target % SLOT_BYTES_MIN
     done = 0

@@ -49,7 +49,7 @@ FULL = rejected("no space in VRAM: save it to host memory")
 
 
 def _give_back(answer: Answer) -> Abort:
-    """The slots in an answer to `Reserve`."""
+    """Gives back the slots that an answer to `Reserve` grants."""
     assert isinstance(answer, list)
     return Abort(0, 0, [one[:2] for one in answer if isinstance(one, Grant)])
 
@@ -72,12 +72,12 @@ class VramPool:
         takes_saves: bool = False,
         holding: Holding = nothing_held,
     ) -> None:
-        """Allocates `size_bytes` of the device. With `takes_saves`, other processes of this user
-        may save to it.
+        """Allocate `size_bytes` of the device. With `takes_saves`, other processes of this user may
+        save to it.
 
-        `store` is where blocks go down to; the caller closes it after `stop`. `holding` is
-        entered while they are copied there. Raises
-        `UsageError` (size, name taken), `NoSpaceError` and `DeviceError`.
+        `store` is where blocks go down to; the caller closes it after `stop`. `holding` is entered
+        while they are copied there. Raises `UsageError` (size, name taken), `NoSpaceError` and
+        `DeviceError`.
         """
         if size_bytes < SEGMENT_BYTES_MIN:
             raise UsageError("size_bytes", size_bytes, f"at least {SEGMENT_BYTES_MIN}")
@@ -120,8 +120,9 @@ class VramPool:
             raise
 
     def _start(self, *, own_name: bool) -> None:
-        """Under the first name that is free: other processes may have the same number, in
-        containers that share the run directory, and this one may have several pools."""
+        """Start the node, with `own_name` under the first name that is free: other processes may
+        have the same number, in containers that share the run directory, and this one may have
+        several pools."""
         for number in itertools.count(2):
             try:
                 self.node.start()
@@ -137,13 +138,13 @@ class VramPool:
 
     @contextmanager
     def _asking(self, instead: Request | None = None) -> Iterator[tuple[LocalSession, float]]:
-        """The session, for one request, and its deadline. While an answer is late nobody waits
-        for another one: then `instead` is carried out, and `DeadlineError` raised."""
+        """The session and the deadline for one request. While an earlier answer is late nobody
+        waits for another one: then `instead` is carried out, and `DeadlineError` raised."""
         with self._lock:
             if self._session.busy:
                 if instead is not None:
                     self._session.tell(instead)
-                raise DeadlineError("the node in VRAM is busy")
+                raise DeadlineError("the node in VRAM has not answered an earlier request")
             yield self._session, time.monotonic() + TIMEOUT_S
 
     def reserve(
@@ -181,8 +182,8 @@ class VramPool:
         return DeviceReservation(key, memory, self, slot, generation)
 
     def commit(self, reservations: Sequence[DeviceReservation]) -> list[PutResult]:
-        """The bytes are in place (the work that writes them is done, not only queued): seal and
-        publish. Never raises for a peer's fault: then all are rejected, but a node that is only
+        """Seal and publish blocks whose bytes are in place: the work that writes them is done, not
+        only queued. Never raises for a peer's fault: then all are rejected, but a node that is only
         late seals them when it can."""
         items = [(r.slot, r.generation, 0) for r in reservations]
         sealing = Commit(0, 0, items)
@@ -223,7 +224,7 @@ class VramPool:
             self._tell(Introduce(0, namespace))
 
     def stats(self) -> dict[str, int | float]:
-        """Of the node and of the demoter; sizes in bytes. Raises `PeerError`."""
+        """The counters of the node and of the demoter; sizes in bytes. Raises `PeerError`."""
         with self._asking() as (session, deadline):
             counters = session.ask(Stat(0, 0), deadline)
         return {**counters, **self.demoter.counts}

@@ -57,7 +57,8 @@ def test_a_second_node_of_the_same_name_says_who_is_in_the_way(place: Place) -> 
     place.node()
     second = place.kv("node", "--size", "4MiB")
     assert second.returncode == 2
-    said = f"kvstore: name='node': a node of this name runs in {place.run_dir}/nodes/node\n"
+    runs = f"a node of this name runs in {place.run_dir}/nodes/node"
+    said = f"kvstore: name='node': {runs}: stop it, or choose another name\n"
     assert second.stderr.decode() == said
     assert len(place.segments("node")) == 2
 

@@ -1,1 +1,1 @@
-"""A Redis of our own, for a machine where nobody gave a URL."""
+"""Runs a Redis of our own, on a machine where nobody gave a URL."""

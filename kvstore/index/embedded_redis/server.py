@@ -1,4 +1,4 @@
-"""A Redis of its own for a machine where nobody gave a URL.
+"""Finds or starts the embedded Redis of a machine where nobody gave a URL.
 
 The first process starts a real server on a Unix socket in the run directory, the
 others find it, and it ends with the last of them, however they end (see
@@ -75,7 +75,7 @@ def find_server() -> ServerBinary:
 
 
 class EmbeddedRedis:
-    """One user's hold on the machine's embedded Redis, which lives while there is any."""
+    """One user's hold on the embedded Redis, which lives as long as somebody holds it."""
 
     def __init__(self, path: Path, users_lock: int, details: dict[str, object]) -> None:
         """Use `acquire`."""

@@ -49,7 +49,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def locked(descriptor: int, how: int) -> bool:
-    """Take a flock if it is free."""
+    """Take the flock of kind `how` if it is free; whether it was."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -78,7 +78,7 @@ def given_up(path: Path) -> str:
 
 
 def remove_files(directory: Path) -> None:
-    """Leave nothing behind. Only for who holds all three locks."""
+    """Remove all files of the embedded Redis. Only for who holds all three locks."""
     for name in (*FILES, GIVEN_UP, *LOCKS):
         (directory / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # someone put a file of his own there
@@ -126,8 +126,8 @@ class Supervisor:
         return os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _watch(self, locks: dict[str, int]) -> None:
-        """Until the last user is gone, or Redis ended more than `RESTARTS_MAX` times
-        within `RESTARTS_WITHIN_S`."""
+        """Start Redis again when it ends, until the last user is gone, or it has ended more than
+        `RESTARTS_MAX` times within `RESTARTS_WITHIN_S`."""
         restarts: list[float] = []
         why = ""
         while True:

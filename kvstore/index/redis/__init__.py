@@ -1,1 +1,1 @@
-"""The index in Redis: one server, behind Sentinel, or a cluster of them."""
+"""Keeps the index in Redis: one server, behind Sentinel, or a cluster of them."""

@@ -1,4 +1,4 @@
-"""Announcements of nodes in Redis: a key each that expires, and a set of the ids of all.
+"""Keeps the announcements of nodes in Redis: a key each that expires, and a set of all ids.
 
 The set is what readers find the nodes by: no walk over the keys of the database. An id
 stays in it when its node dies; whoever announces takes those out now and then. A node
@@ -27,7 +27,7 @@ _NODE_ID = re.compile(rb"[0-9a-f]{16}")
 
 
 class RedisNodes:
-    """The part of an `Index` that is about nodes."""
+    """Implements what an `Index` says about nodes."""
 
     def __init__(self, space: KeySpace, read: Route, write: Route, replies: Replies) -> None:
         self._space = space
@@ -65,7 +65,8 @@ class RedisNodes:
         return found
 
     def _change(self, node_id: int, own: tuple[bytes, ...], name: bytes) -> None:
-        """Its key by the command `own`, its membership by `name`."""
+        """Change the node's key by the command `own` and its place in the set by `name`, in one
+        round trip."""
         key = self._space.node_key(node_id)
         mine, membership = self._write.run(
             [

@@ -1,4 +1,9 @@
-"""Redis Cluster: which shard holds a key, and one round trip to all that are needed."""
+"""Sends requests to the shards of a Redis Cluster that hold their keys, in one round trip.
+
+A shard that fails is away: its keys are misses and nobody waits for it, until its breaker lets a
+request try it again. The slot map says which shard serves a slot; it is fetched again after a
+shard has failed or has answered MOVED.
+"""
 
 from __future__ import annotations
 

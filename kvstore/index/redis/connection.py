@@ -1,4 +1,4 @@
-"""Connections to one Redis server: few, kept, each used by one call at a time.
+"""Keeps connections to one Redis server: few, and each used by one call at a time.
 
 redis-py opens them (TCP, TLS, Unix); hiredis parses. redis-py's own command path
 costs 25 to 35 us a call before the first byte leaves, more than Redis needs for a
@@ -213,7 +213,7 @@ class Link:
 
 
 class RefusedError(Exception):
-    """Redis did not let us in: wrong user name, password or db."""
+    """Raised when Redis does not let us in: wrong user name, password or db."""
 
     def __init__(self, reply: Exception) -> None:
         super().__init__(str(reply)[:ERROR_CHARS_MAX])
@@ -259,7 +259,7 @@ class Links:
             self.give(link)
 
     def run_each(self, requests: Iterator[bytes]) -> list[Reply]:
-        """The same for requests of one reply each, sent as they are made."""
+        """As `run` within `timeout_s`, for requests of one reply each, sent as they are made."""
         deadline = monotonic() + self.timeout_s
         link = self.take(deadline)
         try:
@@ -270,7 +270,11 @@ class Links:
             self.give(link)
 
     def take(self, deadline: float) -> Link:
-        """A connection for the caller alone, to be given back with `give`."""
+        """A connection for the caller alone, to be given back with `give`.
+
+        Raises `IndexDeadlineError` when all are in use until `deadline` (`monotonic`), and
+        `IndexUnavailableError` after `close`.
+        """
         if self._closed:
             raise IndexUnavailableError(f"the index at {self.label} was closed")
         try:
@@ -309,7 +313,8 @@ class Links:
                 self._returned.notify()
 
     def drop_idle(self) -> None:
-        """Open all connections again at their next use: the server is the wrong one now."""
+        """Close the idle connections, so that their next use opens them anew: the server is the
+        wrong one now."""
         mine: list[Link] = []
         try:
             while True:  # ends: there are only links_max of them
@@ -339,12 +344,13 @@ class Links:
         return IndexUnavailableError(f"Redis at {self.label}: {str(error)[:ERROR_CHARS_MAX]}")
 
     def after_fork_in_child(self) -> None:
-        """The parent's sockets are not ours: two processes must never share a stream."""
+        """Begin with new connections: two processes must never share a stream."""
         self._fill()
 
 
 def refused(label: str, error: Exception) -> IndexUnavailableError:
-    """Redis said no. The advice depends on why; the text is the server's and has no secret."""
+    """The error for a refusal by Redis, with advice that depends on why. The text is the server's
+    and has no secret."""
     text = str(error)[:ERROR_CHARS_MAX]
     hint = {
         "WRONGPASS": "wrong user name or password: ",

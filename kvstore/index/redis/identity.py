@@ -11,8 +11,8 @@ NETWORK = Path("/proc/self/ns/net")
 
 
 def identity_of(target: Target) -> str:
-    """The same for two processes of this host whose targets are one Redis for certain; empty
-    where nothing can be told. Without user names, passwords and what TLS is made of.
+    """A text that is the same for two processes of this host only if their targets are one Redis;
+    empty where nothing can be told. It has no user name, no password and nothing of TLS.
 
     A Unix socket is known by the directory that it is in, which stays while servers come and
     go, and is the same in containers that share it. An address of this host itself is that of

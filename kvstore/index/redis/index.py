@@ -1,8 +1,7 @@
-"""The index in Redis: one string key a block, one MGET a lookup.
+"""Implements the index in Redis: one string key for a block, one MGET for a lookup.
 
-See docs/decisions/0003-index-records.md for the figures behind the shape.
-
-All calls of the contract stand together, beside the fallbacks they share.
+docs/decisions/0003-index-records.md has the figures behind the shape. All calls of the contract
+stand together, beside the fallbacks that they share.
 """
 
 from __future__ import annotations
@@ -247,7 +246,8 @@ class RedisIndex:
         )
 
     def _evalsha(self, records: Sequence[KeyRecord]) -> tuple[list[int], Reply]:
-        """What each batch dropped, and the reply that says that scripts are banned, if so."""
+        """How many keys each batch dropped, and the reply that says that scripts are banned, if
+        they are."""
 
         def pack(batch: Sequence[KeyRecord]) -> bytes:
             return self._space.script_request(_REMOVE_SHA, batch)

@@ -1,4 +1,4 @@
-"""Asks the servers behind a URL for INFO; for people, not for the load path."""
+"""Asks the servers behind a URL for INFO, for people to read; loads do not ask."""
 
 from __future__ import annotations
 

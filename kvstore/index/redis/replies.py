@@ -17,7 +17,8 @@ _RECORD_TYPES: tuple[set[type], ...] = (
 
 
 class Replies:
-    """Of the Redis at `label`; `mistaken` is told when it is not the server for us (READONLY)."""
+    """Decodes the replies of the Redis that messages call `label`; calls `mistaken` when it is not
+    the server for us (READONLY)."""
 
     def __init__(self, label: str, mistaken: Callable[[], None]) -> None:
         self._label = label
@@ -34,7 +35,7 @@ class Replies:
         raise refused(self._label, reply)
 
     def number(self, reply: Reply) -> int:
-        """0 from a shard that is away: what it holds is stale, which is a miss."""
+        """The number in `reply`; 0 from a shard that is away: what it holds is stale, a miss."""
         if isinstance(reply, LostReply):
             return 0
         value = self.value(reply)
@@ -43,7 +44,7 @@ class Replies:
         return value
 
     def records(self, reply: Reply, size: int) -> list[Record | None]:
-        """Of `size` keys; None for those that are not there or whose shard is away."""
+        """The records of `size` keys; None for those that are not there or whose shard is away."""
         if isinstance(reply, LostReply):
             return [None] * size
         if type(reply) is not list or len(reply) != size:
@@ -53,11 +54,11 @@ class Replies:
         return reply
 
     def surprised(self, reply: Reply) -> IndexUnavailableError:
-        return IndexUnavailableError(f"Redis at {self._label}: odd reply {str(reply)[:80]!r}")
+        return IndexUnavailableError(f"Redis at {self._label}: invalid reply {str(reply)[:80]!r}")
 
 
 def banned(reply: Reply) -> bool:
-    """This user may not use that command, or the server does not know it."""
+    """Whether this user may not use the command, or the server does not know it."""
     if not isinstance(reply, ErrorReply):
         return False
     text = str(reply)

@@ -1,4 +1,7 @@
-"""Chooses the server for a request: the only one, or Sentinel's master (cluster.py: shards)."""
+"""Chooses the server for a request: the only one, or the master that Sentinel names.
+
+`Route` is the contract; cluster.py implements it for the shards of a Redis Cluster.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ class Route(Protocol):
     def ask_all(
         self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
     ) -> list[list[Reply]]:
-        """`replies` replies of every server that holds keys, in the order of `shards`.
+        """The replies, `replies` of each, of all servers that hold keys, in the order of `shards`.
 
         `LostReply` as in `run`. With `even_if_away` a shard that failed lately is asked
         all the same.
@@ -83,7 +86,7 @@ class Route(Protocol):
         ...
 
     def mistaken(self) -> None:
-        """The server is not the one for us (READONLY): find out anew at the next call."""
+        """Find out anew at the next call which server is the right one: this one says READONLY."""
         ...
 
     def close(self) -> None: ...

@@ -77,7 +77,7 @@ class Target:
 
     @property
     def label(self) -> str:
-        """How messages name it: never with a user name or password."""
+        """The name of the target in messages: without user name and password."""
         if self.path:
             return f"unix:{self.path}"
         shown = ",".join(f"{host}:{port}" for host, port in self.hosts)

@@ -1,5 +1,7 @@
-"""Accepts streams from other hosts and gives each a thread, so that the node's event loop never
-waits for a network. What clients may do is in service.py."""
+"""Accepts streams from other hosts and gives each a thread.
+
+So the node's event loop never waits for a network. What clients may do is in service.py.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class StreamServer:
     def __init__(
         self, config: NodeConfig, announcement: Announcement, inside: LocalSessions
     ) -> None:
-        """Listens from here on. Raises `UsageError` when it cannot."""
+        """Listen from here on. Raises `UsageError` when the address cannot be used."""
         assert config.listen is not None
         if config.nixl and not installed():
             raise UsageError("nixl", config.nixl, f"is not installed: {INSTALL}")
@@ -150,7 +152,7 @@ class StreamServer:
             guest.socket.close()
 
     def _greet(self, poll: select.poll, waiting: dict[int, Guest]) -> Guest | None:
-        """One more connection, if there is one after all; another may have to go for it."""
+        """Accept a connection, if there is one after all; another may have to go for it."""
         try:
             connection, peer = self._listener.accept()
         except TimeoutError:
@@ -168,7 +170,7 @@ class StreamServer:
         return guest
 
     def _send_off(self, guest: Guest, poll: select.poll, waiting: dict[int, Guest]) -> None:
-        """Hang up; one that has a thread is closed by that."""
+        """Hang up on a connection; one that has a thread is closed by its thread."""
         with self._lock:
             self._unproven.leave(guest)
         if waiting.get(guest.fd) is guest:

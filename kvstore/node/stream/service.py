@@ -1,4 +1,4 @@
-"""Serves the requests of clients on other hosts, one of a connection at a time."""
+"""Serves the requests of clients on other hosts, those of a connection one after the other."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CHECKSUMS_KEPT_MAX = 1 << 16
 CONTROL_EVENTS = (Stat, Explain, Touch, Suspect, Drop, Reset)
 """What a client on another host may ask of the core besides reading and saving."""
 Part = memoryview | bytes
-"""Of what is sent."""
+"""A part of what is sent."""
 CHECKSUM_WRONG = rejected("its bytes arrived with another checksum")
 
 
@@ -104,18 +104,21 @@ class StreamService:
         self._served: dict[Key, Served] = {}
         self._checks = TokenBucket(CHECKED_BYTES_PER_S_MAX)
         self._lock = threading.Lock()
-        """Of the budget."""
+        """Guards `_checks`."""
         self._nixl = nixl
         self._shares = Shares(len(shm.payload) // STREAM_RESERVED_SHARE)
 
     def request(self, channel: Channel) -> tuple[Frame, int]:
-        """Wait for one request: (type, bytes that follow). Raises `PeerError` when the connection
-        is to end."""
+        """Wait for one request, at most `IDLE_TIMEOUT_S`: (type, bytes that follow).
+
+        Raises `PeerError` when the connection is to end.
+        """
         idle_until = time.monotonic() + IDLE_TIMEOUT_S
         return channel.receive_head(idle_until)
 
     def answer(self, channel: Channel, request: tuple[Frame, int], client: str) -> None:
-        """Take the rest of it and answer. Raises `PeerError` when the connection is to end.
+        """Receive the rest of `request` and answer. Raises `PeerError` when the connection is to
+        end.
 
         `client` is whose share of what can be reserved it takes from: the address of its host.
         """
@@ -150,8 +153,9 @@ class StreamService:
     # --- reading ------------------------------------------------------------
 
     def _read(self, channel: Channel, asked: Sequence[Asked], deadline: float) -> None:
-        """What comes between two sends is as little as can be: a group of payloads leaves
-        nothing of this code in the processor's cache."""
+        """Send the blocks asked for that are here, group by group. As little as can be is done
+        between two sends: a group of payloads leaves nothing of this code in the processor's
+        cache."""
         spots = [self._spot(key, location) for key, location in asked]
         there = {i: spot for i, spot in enumerate(spots) if spot is not None}
         out: list[Part] = [pack_heads(_heads(spots), channel.seals.sent)]
@@ -168,7 +172,7 @@ class StreamService:
         group: Sequence[tuple[Key, Spot]],
         deadline: float,
     ) -> list[Part]:
-        """Send `before` and the payloads, in place; what is to be sent next."""
+        """Send `before` and the payloads, from where they are; returns what is to be sent next."""
         seal = channel.seals.sent
         lengths = [spot.header[2] for _, spot in group]
         payloads = [
@@ -204,7 +208,7 @@ class StreamService:
         return [*before, pack_tails(tails, seal)]
 
     def _served_checksum(self, key: Key, spot: Spot) -> int:
-        """0 when it was not served before."""
+        """The checksum of a block when it was first served; 0 when it was not served before."""
         served = self._served.get(key)
         same = served is not None and served[:2] == (spot.slot_id, spot.header[0])
         return served.checksum if served is not None and same else 0
@@ -230,7 +234,7 @@ class StreamService:
     def _put(
         self, channel: Channel, offers: Sequence[SaveOffer], namespace_id: int, deadline: float
     ) -> None:
-        """Reserve, take the payload, check it, seal; what ends before that leaves nothing."""
+        """Save what is offered: reserve, receive, check, seal. What ends before leaves nothing."""
         session = self._inside.open()
         try:
             answers = session.ask(
@@ -264,7 +268,7 @@ class StreamService:
         granted: dict[int, Grant],
         deadline: float,
     ) -> list[PutResult]:
-        """Receive what was granted and commit what is right; what became of each."""
+        """Receive what was granted and commit what is right; returns what became of each."""
         right: list[tuple[int, int, int]] = []
         wrong: list[tuple[int, int]] = []
         for i, (slot, generation, offset) in granted.items():
@@ -289,7 +293,7 @@ class StreamService:
         ]
 
     def _receive(self, channel: Channel, offset: int, offer: SaveOffer, deadline: float) -> bool:
-        """The payload of one offer into its slot; whether it is what was offered."""
+        """Receive the payload of one offer into its slot; whether it is what was offered."""
         digests = Digests([offer.size_bytes])
         for chunk in chunked([[self._shm.payload[offset : offset + offer.size_bytes]]]):
             channel.receive(list(chunk.pieces), deadline)
@@ -317,8 +321,8 @@ class StreamService:
         channel.send_frame(pack_answers([encoded(body)]), deadline)
 
     def _look_at(self, keys: Sequence[Key]) -> None:
-        """The core judges blocks with a checksum in their header; of the others only this knows
-        what they were. One that was never served before has nothing to be compared with."""
+        """Check reported blocks that have no checksum in their header (the core judges the others)
+        against what they were when they were first served."""
         for key in keys:
             served = self._served.get(key)
             if served is None:

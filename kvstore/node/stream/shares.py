@@ -11,7 +11,7 @@ from kvstore.errors import DeadlineError
 
 
 class Shares:
-    """Thread-safe."""
+    """The share of each client host, and what of it is taken, in bytes. Thread-safe."""
 
     def __init__(self, share_bytes: int) -> None:
         self._share_bytes = share_bytes
@@ -21,7 +21,8 @@ class Shares:
     @contextmanager
     def of(self, client: str, size_bytes: int, deadline: float) -> Iterator[None]:
         """Take `size_bytes` of the client's share while this lasts; a save larger than the share
-        is taken when the client has no other. Raises `DeadlineError`: its others take too long."""
+        is taken when the client has no other. Raises `DeadlineError` when its other saves leave no
+        room by `deadline` (seconds of `time.monotonic`)."""
         size_bytes = max(size_bytes, 1)  # so that whoever is in `_taken` has some
 
         def room() -> bool:
@@ -30,7 +31,7 @@ class Shares:
 
         with self._changed:
             if not self._changed.wait_for(room, max(deadline - time.monotonic(), 0.0)):
-                raise DeadlineError(f"saves of {client} under way have its share of this node")
+                raise DeadlineError(f"timed out: other saves of {client} take all of its share")
             self._taken[client] = self._taken.get(client, 0) + size_bytes
         try:
             yield

@@ -1,5 +1,8 @@
-"""Limits connections that have not yet proved to know the secret: they have a pool of their own,
-so that they take no room from others, with a share for each address, and little time."""
+"""Limits connections that have not yet proved to know the secret.
+
+They have a pool of their own, so that they take no room from others, with a share for each
+address, and little time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ HANDSHAKE_TIMEOUT_S = 1.0
 
 
 class Guest:
-    """A connection."""
+    """A connection to the stream server."""
 
     __slots__ = ("address", "came_at", "fd", "idle_since", "socket")
 
@@ -27,15 +30,15 @@ class Guest:
 
 
 class Unproven:
-    """Not thread-safe."""
+    """The connections that have not proved it yet. Not thread-safe."""
 
     def __init__(self) -> None:
         self.guests: dict[Guest, None] = {}
         """In the order in which they came."""
 
     def enter(self, guest: Guest) -> Guest | None:
-        """Whom to hang up on for it: who has been here for longest of the same address when that
-        has its share, else of all when there is no room."""
+        """Let `guest` in; returns the connection to hang up on for it, if any: the one that came
+        first of the same address, when that has its share, else of all, when there is no room."""
         same = [one for one in self.guests if one.address == guest.address]
         goes: Guest | None = None
         if len(same) >= STREAM_UNPROVEN_PER_ADDRESS_MAX:

@@ -30,7 +30,7 @@ START_TIMEOUT_S = 20.0
 
 
 def installed() -> bool:
-    """Whether NIXL can be imported; it is not."""
+    """Whether NIXL can be imported. It is only looked for, not imported."""
     for module in MODULES:
         with contextlib.suppress(ModuleNotFoundError):
             if importlib.util.find_spec(module.partition(".")[0]) is not None:
@@ -45,7 +45,10 @@ class ChildAnswer(NamedTuple):
 
 
 class NixlProcess:
-    """Thread-safe. Never waits for the process without a deadline; it may be stopped."""
+    """A process that runs child.py in one of its roles. Thread-safe.
+
+    Nothing waits for the process without a deadline: it may have been stopped.
+    """
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class NixlProcess:
         wait_for(self._hello, deadline, "it did not start in time")
 
     def ask(self, operation: int, *arguments: Any, deadline: float) -> Future[ChildAnswer]:
-        """Send a request; its answer comes by the child's own clock, or never.
+        """Send a request; it is answered when the process answers or ends, and never if it hangs.
 
         Raises `PeerError` when it does not even take the request.
         """
@@ -111,17 +114,17 @@ class NixlProcess:
                 raise NodeUnavailableError(f"its NIXL process has ended: {e}") from e
 
     def drain(self, until: float) -> None:
-        """Wait for the answers that are due."""
+        """Wait until `until` at most (seconds of `time.monotonic`) for the answers that are due."""
         for future in list(self._waiting.values()):
             with contextlib.suppress(DeadlineError, NodeUnavailableError):
                 wait_for(future, until, "")
 
     def kill(self) -> None:
-        """End it at once: the one way to be sure that no READ writes any more."""
+        """Kill the process: the one way to be sure that no READ writes any more."""
         self._process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Whether it is gone."""
+        """Whether the process has ended, within `timeout_s`."""
         return self._ended.wait(timeout_s)
 
     def _receive(self) -> None:

@@ -32,7 +32,7 @@ DRAIN_S = 1.0
 
 
 class Part(NamedTuple):
-    """Room for one request."""
+    """Room in the arena for one request."""
 
     number: int
     start: int
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class NixlReader:
-    """Thread-safe."""
+    """A process that READs, with its arena of `NIXL_REQUESTS_MAX` parts. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         size_bytes = NIXL_REQUESTS_MAX * PART_BYTES
@@ -70,7 +70,7 @@ class NixlReader:
 
     @property
     def alive(self) -> bool:
-        """Unless it is, nobody writes into the arena any more."""
+        """Whether the process lives: unless it does, nobody writes into the arena any more."""
         return self._process.alive
 
     def ready(self, deadline: float) -> None:
@@ -80,7 +80,7 @@ class NixlReader:
     def know(self, node_id: int, agent: str, metadata: bytes, deadline: float) -> None:
         """Make an owner's agent known in place of the one that `node_id` had before.
 
-        Raises `PeerError`; then nobody knows what the metadata did, and it is retired.
+        Raises `PeerError`; then nobody knows what the metadata did, and this reader is retired.
         """
         try:
             former = self._agents.pop(node_id, None)
@@ -129,7 +129,7 @@ class NixlReader:
         return future
 
     def abandon(self, part: Part, future: Future[ChildAnswer]) -> None:
-        """Nobody waits for it any more: the part is free once its READ has ended well."""
+        """Free the part once its READ has ended well; nobody waits for that any more."""
 
         def free(ended: Future[ChildAnswer]) -> None:
             if ended.result().status == OK:
@@ -145,7 +145,8 @@ class NixlReader:
             self.retire()
 
     def retire(self) -> None:
-        """No new requests; kill it when those under way are through, or had `DRAIN_S`."""
+        """Take no new requests, and kill the process when those under way have ended, or have had
+        `DRAIN_S`."""
         with self._changed:
             if self._retired:
                 return
@@ -159,7 +160,7 @@ class NixlReader:
         threading.Thread(target=bury, name="kvstore-nixl-retire", daemon=True).start()
 
     def close(self) -> None:
-        """Kill it; what is under way fails."""
+        """Kill the process; what is under way fails."""
         with self._changed:
             self._retired = True
             self._changed.notify_all()

@@ -1,4 +1,5 @@
-"""Reads one batch through NIXL: header, payload and header again of each block, then a copy."""
+"""Reads one batch of blocks through NIXL: for each its header, its payload and its header again,
+then checks what came and copies it to its destination."""
 
 from __future__ import annotations
 
@@ -30,17 +31,17 @@ _PIECE = struct.Struct("<QQQ")
 
 
 class RemoteLayout(Protocol):
-    """Of a node's segment (`kvstore.segment.layout.Layout`)."""
+    """Says where blocks are in a node's segment; `kvstore.segment.layout.Layout` is one."""
 
     @property
     def header_bytes(self) -> int: ...
 
     def places(self, location: Location) -> tuple[int, int] | None:
-        """Offsets of its header and its payload; None when it leads nowhere."""
+        """The offsets of the block's header and payload; None when the location leads nowhere."""
         ...
 
     def seen(self, image: bytes, key: Key, location: Location) -> tuple[int, int, int] | None:
-        """(kind, meta length, checksum) of a header that says what the location does."""
+        """(kind, meta length, checksum) in a header; None unless it says what the location does."""
         ...
 
 
@@ -63,7 +64,7 @@ class _Request(NamedTuple):
 
 
 class _Block:
-    """What of one block has come. Its chunks come in order."""
+    """One block, and what of it has come; its chunks come in order."""
 
     __slots__ = ("digest", "image", "pieces", "seen", "wanted")
 
@@ -134,7 +135,7 @@ class NixlBatch:
         return ""
 
     def _post(self, chunks: Sequence[_Chunk], part: Part) -> None:
-        """Let them be read. Raises `PeerError`."""
+        """Have the chunks read into `part`. Raises `PeerError`."""
         now = time.monotonic()
         try:
             stages = self._stages(chunks, part)
@@ -145,8 +146,9 @@ class NixlBatch:
         self._flying.append(_Request(chunks, part, future, now))
 
     def _late(self, request: _Request) -> str:
-        """Bytes may still come: unless the caller was in a hurry, the arena is given up, and it is
-        the peer's fault."""
+        """Why a READ that is late failed. Unless the caller gave it less than `READ_TIMEOUT_MIN_S`,
+        it is the peer's fault, and the arena is retired: bytes may still come. Then raises
+        `DeadlineError`."""
         if time.monotonic() - request.posted_at < READ_TIMEOUT_MIN_S:
             return LATE_REASON
         self._reader.retire()
@@ -155,7 +157,7 @@ class NixlBatch:
     # --- planning -----------------------------------------------------------
 
     def _plan(self) -> Iterator[list[_Chunk]]:
-        """What each request reads; large blocks are cut."""
+        """The chunks that each request reads; large blocks are cut."""
         chunks: list[_Chunk] = []
         room = NIXL_REQUEST_BYTES_MAX
         for number, block in enumerate(self._blocks):
@@ -180,8 +182,8 @@ class NixlBatch:
             yield chunks
 
     def _stages(self, chunks: Sequence[_Chunk], part: Part) -> list[bytes]:
-        """Headers, payload, headers: in this order, so that the last say whether the payload was
-        the block's all along (rule 4)."""
+        """The stages of a READ: headers, payload, headers, in this order, so that the last ones say
+        whether the payload was the block's all along (rule 4)."""
         endpoint, size_bytes = self._endpoint, self._layout.header_bytes
         before, payload, after = [], [], []
         to, heads = part.start, part.start + NIXL_REQUEST_BYTES_MAX

@@ -2,7 +2,7 @@
 
 A node is read like this only after a first READ of known bytes from it was right.
 That is tried in the background; until then, and for a while after anything went
-wrong, the node is not `ready` and others ways to it are used. NIXL itself runs in a
+wrong, the node is not `ready` and another transport reads from it. NIXL itself runs in a
 process of its own (reader.py): no peer can crash or hang this one.
 """
 
@@ -48,7 +48,7 @@ def agent_prefix(node_id: int, epoch: int) -> str:
 
 
 class _Peer:
-    """One start of one node."""
+    """What is known of one start of one node: whether it was proved that it can be read."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -89,7 +89,7 @@ class NixlTransport:
         self._closed = False
 
     def after_fork_in_child(self) -> None:
-        """The reader is the parent's, and so is what it answers."""
+        """Begin anew: the reader is the parent's, and so are its answers."""
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._peers: dict[int, _Peer] = {}
@@ -132,7 +132,7 @@ class NixlTransport:
 
     @property
     def quarantined(self) -> int:
-        """Arenas that late bytes may still come into."""
+        """The number of arenas that late bytes may still come into."""
         with self._lock:
             self._readers = {reader for reader in self._readers if reader.alive}
             return sum(not reader.usable for reader in self._readers)
@@ -149,7 +149,7 @@ class NixlTransport:
             return peer
 
     def _prove_soon(self, peer: _Peer, node: Announcement) -> threading.Event | None:
-        """The attempt under way, a new one when it is time for it, else None."""
+        """The attempt that is under way to prove it; a new one when it is time; else None."""
         with self._lock:
             if peer.proving is None:
                 if self._closed or not peer.breaker.allows(time.monotonic()):
@@ -207,7 +207,7 @@ class NixlTransport:
     # --- the process that reads ----------------------------------------------
 
     def _ready_reader(self) -> NixlReader:
-        """The one that is usable, else a new one. Raises `PeerError`."""
+        """The reader if it is usable, else a new one. Raises `PeerError` when there is none."""
         with self._starting:
             with self._lock:
                 reader = self._reader

@@ -1,1 +1,1 @@
-"""Bytes from and to nodes of other hosts over TCP, with or without TLS."""
+"""Reads from, and saves to, nodes of other hosts over TCP, with or without TLS."""

@@ -24,7 +24,8 @@ class Address(NamedTuple):
 
 
 def parse(url: str) -> Address:
-    """Raises `UsageError`."""
+    """The address that `url` names. Raises `UsageError` unless it is `tcp://HOST:PORT` or
+    `tls://HOST:PORT`."""
     try:
         parts = urlsplit(url)
         address = Address(parts.scheme, parts.hostname or "", parts.port or 0)

@@ -1,4 +1,5 @@
-"""A TCP connection, with or without TLS: many buffers at a time, each call with a deadline."""
+"""Sends and receives on a TCP connection, with or without TLS: many buffers in a call, by a
+deadline."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ _WAIT_MIN_S = 0.001
 
 
 class Channel:
-    """One thread sends and one receives at a time; any thread may `break_off`.
+    """One connection. One thread sends and one receives at a time; any thread may `break_off`.
 
-    Raises `DeadlineError` when it takes too long and `NodeUnavailableError` when the
-    other side is gone: then it is of no use any more.
+    Calls raise `DeadlineError` at their deadline (seconds of `time.monotonic`) and
+    `NodeUnavailableError` when the other side is gone: then the channel is of no use any more.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -47,7 +48,7 @@ class Channel:
         self._writable.register(connection, select.POLLOUT)
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
-        """All of `buffers`, in order."""
+        """Send all of `buffers`, in order."""
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         try:
             while left:
@@ -87,7 +88,7 @@ class Channel:
         return bytes(raw)
 
     def receive_some(self, buffers: list[memoryview], timeout_s: float) -> None:
-        """Fill what comes, at least a byte, within `timeout_s`; what is full is taken off."""
+        """Receive at least a byte within `timeout_s`; what is full is taken off `buffers`."""
         try:
             count = self._receive(buffers, timeout_s)
         except (BlockingIOError, TimeoutError) as e:
@@ -109,7 +110,7 @@ class Channel:
         return self._socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
 
     def quiet(self) -> bool:
-        """Still connected and nothing to read: as it must be between two requests."""
+        """Whether it is connected with nothing to read, as it must be between two requests."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLHUP | select.POLLERR)
         return not poll.poll(0)
@@ -141,7 +142,7 @@ def hang_up(connection: socket.socket) -> None:
 
 
 def first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
-    """What one system call may take of `buffers`: at most `size_bytes`."""
+    """The first `size_bytes` of `buffers`, or what of them one system call may take."""
     some: list[memoryview] = []
     for view in buffers[:IOV_MAX]:
         some.append(view[:size_bytes])

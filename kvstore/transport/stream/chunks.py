@@ -39,8 +39,8 @@ def chunked(payloads: Sequence[Sequence[memoryview]]) -> list[Chunk]:
 
 
 class Digests:
-    """xxh3-64 of payloads of those lengths, whose chunks come in order. What comes in a single
-    piece is hashed in one go: 17 us a MiB instead of 26."""
+    """Computes the xxh3-64 of payloads of those lengths (bytes), whose chunks come in order. What
+    comes in a single piece is hashed in one go: 17 us a MiB instead of 26."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
@@ -58,7 +58,7 @@ class Digests:
             hasher.update(piece)
 
     def value(self, number: int = 0) -> int:
-        """Of a payload whose chunks have all come."""
+        """The digest of the payload of that number, whose chunks have all come."""
         hasher = self._hashers.get(number)
         if hasher is None:
             return self._values.get(number, _OF_NOTHING)

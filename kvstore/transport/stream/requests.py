@@ -1,6 +1,6 @@
 """Sends requests other than reads to a node on another host: saves, and questions about it.
 
-Saving is offering: the node takes what it wants (rule 6).
+A save is an offer: the node says what it wants of it, and writes that itself (rule 6).
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def put(
     *,
     answer_by: float | None = None,
 ) -> list[PutResult]:
-    """What became of each of `payloads`, at most one batch of them. `namespace`: id and fields.
-    The node has to say until `answer_by` what it takes, if that is earlier than the deadline.
+    """Save `payloads`, at most one batch of them; returns what became of each, in order.
 
-    Raises `PeerError` when nobody knows: the node cannot be reached, breaks the rules
-    or is not done by the deadline.
+    `namespace` is the (id, fields) of the one that their keys are bound to. The node has to say by
+    `answer_by` what it takes, and to be done by `deadline` (both seconds of `time.monotonic`).
+    Raises `PeerError` when nobody knows what became of them: the node cannot be reached, breaks
+    the protocol or is late.
     """
     offers = [_offer(payload) for payload in payloads]
     pool = transport.pool(node)
@@ -87,9 +88,9 @@ def look(
     asked: Sequence[tuple[Key, Location]],
     deadline: float,
 ) -> list[bool]:
-    """Which of `asked`, at most `STREAM_BLOCKS_MAX`, are there, as long as their locations say.
+    """Whether each of `asked`, at most `STREAM_BLOCKS_MAX` blocks, is where its location says.
 
-    Raises `PeerError`.
+    Raises `PeerError` when the node cannot be reached, breaks the protocol or is late.
     """
     pool = transport.pool(node)
     channel = pool.take(deadline)
@@ -109,9 +110,9 @@ def look(
 def ask(
     transport: StreamTransport, node: Announcement, message: list[object], deadline: float
 ) -> object:
-    """The answer to one message of protocol/control.py, of those that are for other hosts.
+    """The answer to one message of protocol/control.py, of those that clients elsewhere may send.
 
-    Raises `PeerError`.
+    Raises `PeerError` as `look`.
     """
     (answer,) = _asked(transport, node, pack_control(message), 1, deadline)
     return answer
@@ -136,7 +137,7 @@ def nixl_endpoint(
 ) -> Endpoint | None:
     """How to read the node's memory through NIXL; None when it has no endpoint now.
 
-    Raises `PeerError`.
+    Raises `PeerError` as `look`.
     """
     return unpack_endpoint(_asked(transport, node, (Frame.NIXL, b""), None, deadline))
 
@@ -162,7 +163,8 @@ def _asked(
 
 
 def _send(channel: Channel, pieces: Sequence[memoryview], deadline: float) -> None:
-    """Each part right after it has gone by the seal, while it is in the processor's cache."""
+    """Send `pieces`, each part right after it has gone by the seal, while it is in the processor's
+    cache."""
     for chunk in chunked([pieces]):
         for piece in chunk.pieces:
             channel.seals.sent.update(piece)

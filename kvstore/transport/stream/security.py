@@ -18,7 +18,9 @@ TLS_CA, TLS_CERT, TLS_KEY = "KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_K
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSecurity:
-    """Of one end of a stream. Without a secret a client talks only to nodes that have none."""
+    """What protects one end of a stream. Without a secret a client talks only to nodes that have
+    none. Raises `UsageError` for a secret of a wrong length, and for a certificate without its key.
+    """
 
     secret: bytes | None = field(default=None, repr=False)
     tls_ca: Path | None = None
@@ -41,7 +43,8 @@ class StreamSecurity:
 
     @classmethod
     def from_environment(cls) -> StreamSecurity:
-        """KVSTORE_SECRET or KVSTORE_SECRET_FILE, KVSTORE_TLS_CA, _CERT and _KEY; all optional.
+        """Made of KVSTORE_SECRET or KVSTORE_SECRET_FILE, KVSTORE_TLS_CA, KVSTORE_TLS_CERT and
+        KVSTORE_TLS_KEY; all are optional.
 
         What they leave open is in `[security]` of the operator's file (config_file.py).
         """
@@ -54,13 +57,15 @@ class StreamSecurity:
         )
 
     def client_context(self) -> ssl.SSLContext | None:
-        """None without a CA: then TLS is not possible. Raises `UsageError` for bad files."""
+        """The TLS context of a client; None without a CA: then it uses no TLS. Raises `UsageError`
+        for files that cannot be used."""
         if self.tls_ca is None:
             return None
         return self._context(ssl.Purpose.SERVER_AUTH)
 
     def server_context(self) -> ssl.SSLContext | None:
-        """None without a certificate: the node then serves without TLS."""
+        """The TLS context of a node; None without a certificate: then it serves without TLS.
+        Raises `UsageError` for files that cannot be used."""
         if self.tls_cert is None:
             return None
         context = self._context(ssl.Purpose.CLIENT_AUTH)

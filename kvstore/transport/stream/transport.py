@@ -1,4 +1,25 @@
-"""Reads from a node on another host over TCP: straight into the destination, then checked."""
+"""Reads from a node on another host over TCP: straight into the destination, then checked.
+
+A connection is in one of these, and its `Pool` alone moves it, under its lock:
+
+    busy     one thread's own from `take` to `give`; another thread may only break it off
+    idle     kept for the next request: the last reply was read to its end, and if anything came
+             after it, the connection is closed instead of taken
+    closed   for good: after a deadline, a fault or an interruption, and in a forked child
+
+A reply does not name its blocks; it is known by its turn alone. So a connection on which a reply
+was not read to its end (not `in_step`) is closed, and never asked again.
+
+A block is a HIT by what is known after its last byte has come: the node says that it was in place
+from its first byte to its last (rule 4), the tag of that is right, and what came has the checksum
+that the node says, and that the location has, if it has one.
+
+Must never happen:
+
+- two requests under way on one connection, or one after a reply that was not read to its end;
+- a byte that goes into a destination once `read` has returned: the calling thread alone receives;
+- a wait beyond the deadline, for a free connection too.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +85,7 @@ class StreamTransport:
     def read(
         self, node: Announcement, wanted: Sequence[Wanted], deadline: float
     ) -> Sequence[Outcome]:
-        """See `Transport.read`. Bytes are received by the caller's thread: none in between."""
+        """See `Transport.read`. The caller's thread receives the bytes itself."""
         check_wanted(wanted)
         if not wanted:
             return []
@@ -85,7 +106,11 @@ class StreamTransport:
         return [batch.outcome(block, reason) for block in range(len(wanted))]
 
     def pool(self, node: Announcement) -> Pool:
-        """Connections to that start of that node. Raises `NodeUnavailableError`."""
+        """The connections to that start of that node.
+
+        Raises `NodeUnavailableError` when the node offers no stream that this client may use, or
+        the client is closed.
+        """
         address = self._address(node)
         if address is None or not self.usable(node):
             raise NodeUnavailableError(
@@ -156,7 +181,8 @@ class StreamTransport:
             pool.close()
 
     def after_fork_in_child(self) -> None:
-        """A reply does not name its blocks: it would be whoever's of the two reads first."""
+        """Let go of the parent's connections: of two processes on one, each could read the reply
+        that is meant for the other."""
         self._lock = threading.RLock()
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
@@ -184,14 +210,19 @@ class Pool:
         self._closed = False
 
     def take(self, deadline: float) -> Channel:
-        """A connection of one's own until `give`. Raises `PeerError` by the deadline."""
+        """A connection that is the caller's own until `give`.
+
+        Raises `PeerError` when it cannot be had: `DeadlineError` when all are in use until
+        `deadline`, which is in seconds of `time.monotonic`.
+        """
         place = _Place()
         try:
             with self._lock:
                 while len(self._places) >= STREAM_CONNECTIONS_PER_NODE:
                     left_s = deadline - time.monotonic()
                     if left_s <= 0:
-                        raise DeadlineError("all connections to the node are busy")
+                        most = STREAM_CONNECTIONS_PER_NODE
+                        raise DeadlineError(f"timed out: all {most} connections are in use")
                     self._returned.wait(left_s)
                 self._places.add(place)
             channel = self._kept() or self._connect(deadline)
@@ -225,9 +256,9 @@ class Pool:
             return any(not channel.quiet() for channel in self._idle)
 
     def give(self, channel: Channel, in_step: bool) -> None:
-        """Give it back. One that is not `in_step` with the node is closed, and those that are idle
-        too: what was lost in silence on one of them was so on all, and each would cost a deadline.
-        """
+        """Give a connection back. One that is not `in_step` with the node is closed, and those that
+        are idle too: what was lost in silence on one of them was lost on all, and each would cost
+        a deadline."""
         unfit: list[Channel] = []
         with self._lock:
             self._leave(self._busy.pop(channel, None))
@@ -258,7 +289,7 @@ class Pool:
 
 
 def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:
-    """The body of the frame that must come next. Raises `PeerError`."""
+    """The body of the next frame, which must be of type `expected`. Raises `PeerError`."""
     kind, size_bytes = channel.receive_head(deadline)
     if kind is not expected:
         raise WireError(f"frame type {kind} where {expected} was due")
@@ -280,7 +311,7 @@ class _Batch:
         channel.send_frame(request, deadline)
 
     def receive(self, channel: Channel, deadline: float) -> None:
-        """Payloads go straight to where they are wanted. Raises `PeerError`."""
+        """Receive the reply, payloads straight to where they are wanted. Raises `PeerError`."""
         seal = channel.seals.received
         heads = channel.receive_bytes(heads_bytes(len(self._wanted)), deadline)
         for group in self.reply.heads(heads, seal):
@@ -299,7 +330,7 @@ class _Batch:
             self.reply.tails(bytes(tail), seal)
 
     def outcome(self, block: int, reason: str) -> Outcome:
-        """Of one block; `reason` is why nothing more is known."""
+        """What became of one block; `reason` is why the reply ended early, if it did."""
         wanted, reply = self._wanted[block], self.reply.replies[block]
         seen = self._digests.get(block, 0)
         if reply is None:
