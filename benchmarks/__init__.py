@@ -1,1 +1,1 @@
-"""Measurements: one file a suite, run by `scripts/bench`."""
+"""Measures the store: one file for each suite, run by `scripts/bench`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks SUITE [--json]`; `scripts/bench` is the way to run it."""
+"""Runs one suite: `python -m benchmarks SUITE [--json]`; `scripts/bench` is the way to call it."""
 
 from __future__ import annotations
 

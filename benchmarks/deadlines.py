@@ -1,4 +1,4 @@
-"""Suite `deadlines`: what calls cost while the memory node or Redis is stopped (SIGSTOP)."""
+"""Suite `deadlines` measures what calls cost while the node or Redis is stopped (SIGSTOP)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Suite `gpu`: KV of a CUDA device through the store's shared memory, next to plain DMA.
+"""Suite `gpu` moves KV between a CUDA device and shared memory, next to plain DMA.
 
-Needs no node and no Redis: what is measured is the way of the bytes. Also
+It needs no node and no Redis: the copies alone are measured. It also
 runs as `python -m benchmarks.gpu`, which imports nothing but torch and
 cuda-python beside ours.
 """

@@ -1,7 +1,7 @@
-"""Blocks pulled out of another process's VRAM, next to plain copies on the same device.
+"""Measures pulling blocks out of another process's VRAM, next to plain copies on the same device.
 
-Needs a CUDA device. `run` is for `benchmarks/gpu.py` or for calling alone:
-`python -m benchmarks.gpu_ipc`.
+It needs a CUDA device. `benchmarks/gpu.py` calls `run`; `python -m benchmarks.gpu_ipc` runs it
+alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Pull(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Of pull to plain copies of the same shape."""
+        """Rate of the pull over that of plain copies of the same shape."""
         return self.pull / self.copies
 
 
@@ -82,7 +82,7 @@ def serve(run_dir: str, ordinal: int, blocks: int, block_bytes: int, pipe: Any) 
 
 
 def run(ordinal: int = 0) -> list[Pull]:
-    """Every shape of `SHAPES`."""
+    """Measure every shape of `SHAPES`."""
     return [_measure(ordinal, *shape) for shape in SHAPES]
 
 

@@ -1,4 +1,4 @@
-"""Suite `index`: match and publish, next to bare redis-py commands on the same keys."""
+"""Suite `index` measures match and publish, next to bare redis-py commands on the same keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suite `integrity`: what checksums and signatures cost, next to the same without them."""
+"""Suite `integrity` measures what checksums and signatures cost: calls with and without them."""
 
 from __future__ import annotations
 

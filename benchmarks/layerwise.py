@@ -1,4 +1,4 @@
-"""Suite `layerwise`: how much of loads and saves a forward hides when they go layer by layer."""
+"""Suite `layerwise` measures which part of loads and saves a forward hides, layer by layer."""
 
 from __future__ import annotations
 

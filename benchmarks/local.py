@@ -1,4 +1,4 @@
-"""Suite `local`: put, get, get_cached and pin on one host, next to memcpy."""
+"""Suite `local` measures put, get, get_cached and pin on one host, next to memcpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writer and readers of the `local` suite, each in a process of its own.
+"""Runs the writer and the readers of the `local` suite, each in a process of its own.
 
 Every repetition times the operation, a memcpy of as many bytes in the same
 process right before or after it (they take turns in going first), and for single

@@ -1,4 +1,4 @@
-"""Buffers and the yardstick: plain `memmove` between private pages.
+"""Makes the buffers that are measured, and the yardstick: `memmove` between private pages.
 
 All buffers, the yardstick's and those that are handed to the store, are alike:
 anonymous mappings of 4 KiB pages (no huge pages, as shared memory has none by

@@ -1,6 +1,6 @@
-"""Mooncake Store from PyPI, by its own zero-copy batch calls, on this host.
+"""Drives Mooncake Store from PyPI by its own zero-copy batch calls, on this host.
 
-Needs mooncake-transfer-engine(-non-cuda) in this environment, whose programs need
+It needs mooncake-transfer-engine(-non-cuda) in this environment, whose programs need
 libibverbs. One `mooncake_master`, and one `mooncake_client` that owns the memory.
 """
 

@@ -1,4 +1,4 @@
-"""Suite `nixl`: get_many through NIXL, by stream and from shared memory, of the same node.
+"""Suite `nixl` measures get_many of one node through NIXL, by stream and from shared memory.
 
 Without RDMA, NIXL reads over UCX's same-host transport (cma): that measures what our
 side of it costs, and says nothing about a network.

@@ -1,7 +1,7 @@
-"""Others under the shapes of `local`: one writer and one reader in this process, next to memcpy.
+"""Measures other stores under the shapes of `local`: one writer and one reader in this process.
 
-Each peer stores and returns whole values; which copies it makes on the way is its
-own business. A peer that is not installed is one row that says so.
+memcpy stands next to them. Each peer stores and returns whole values; which copies it makes on
+the way is its own business. A peer that is not installed is one row that says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes of a run: the node that owns the memory, and workers that are told what to do."""
+"""Starts the processes of a run: a node that owns the memory, workers that are told what to do."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Worker:
         self.answer()
 
     def call(self, method: str, *args: Any) -> None:
-        """Have it done; `answer` waits for it."""
+        """Have the worker call a method; `answer` waits for what it returns."""
         self._pipe.send((method, args))
 
     def answer(self) -> Any:

@@ -1,4 +1,4 @@
-"""Rows, their statistics, the machine they were taken on, and how they are shown."""
+"""Shows the rows of a suite with their statistics and the machine they were taken on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation; of few values the 99th is the largest or near it."""
+    """A percentile by linear interpolation; of few values the 99th is the largest or near it."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = int(place)

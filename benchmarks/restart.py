@@ -1,4 +1,4 @@
-"""Suite `restart`: a node killed with SIGKILL and started again, an index that is emptied."""
+"""Suite `restart` measures how a node comes back after SIGKILL, and an index that was emptied."""
 
 from __future__ import annotations
 

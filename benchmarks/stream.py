@@ -1,4 +1,4 @@
-"""Suite `stream`: get_many from a node that can only be reached over TCP, next to a bare stream."""
+"""Suite `stream` measures get_many of a node that only TCP reaches, next to a bare TCP stream."""
 
 from __future__ import annotations
 

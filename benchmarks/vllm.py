@@ -1,4 +1,4 @@
-"""Suite `vllm`: time to first token with nothing cached, a local hit, a hit from the store."""
+"""Suite `vllm` measures time to first token: nothing cached, vLLM's own hit, a hit in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connectors: the producer and consumer sides that tie an engine's KV cache to the store.
+"""Ties an engine's KV cache to the store: scheduler sides decide, worker sides move bytes.
 
 The core (`scheduler`, `worker`) knows no engine; `adapters/` translates one engine each;
 the names below are for people who write their own engine or connector (docs/connector.md).

@@ -49,7 +49,7 @@ def open_store(
 ) -> BlockSession:
     """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet.
 
-    `patient` is that of `BlockSession`, for who saves on a thread of its own.
+    `patient` is that of `BlockSession`: true for callers that save on a thread of their own.
     """
     return BlockSession(
         config.url,
@@ -74,8 +74,8 @@ def open_in_vram(
 ) -> BlockStore:
     """`open_store` for a worker whose copiers take memory of the device `ordinal`, if any.
 
-    One that `saves` keeps recent blocks on the device, any other only reads those of others.
-    `holding` is that of `KVMemory`.
+    A worker that `saves` keeps recent blocks on the device, any other only reads those of others.
+    `holding` is that of `KVMemory`. Raises `UsageError` as `open_store` does.
     """
     if not config.vram or ordinal is None:
         return open_store(config, patient=True)
@@ -132,7 +132,7 @@ class EngineShape:
         return cls(groups=groups, workers=topology.workers, model=model, **more)
 
     def layout(self, config: ConnectorSettings) -> StoreLayout:
-        """The same on both sides, so that they agree on every key."""
+        """The layout of this engine: the same on both sides, so that they agree on every key."""
         tokens = config.block_tokens or default_block_tokens(
             [
                 (

@@ -1,8 +1,8 @@
-"""Limits of connectors that several modules share, by name (rule 9).
+"""Names the limits of connectors that several modules share (rule 9).
 
-Times in seconds, sizes as named. An operator moves those that declare a range by
-`[connector_limits]` of the file that KVSTORE_CONFIG names. What stands in a single module is said
-in kvstore/limits.py.
+Times are in seconds, sizes in the unit of their name. An operator moves those that declare a
+range by `[connector_limits]` of the file that KVSTORE_CONFIG names. What stands in a single
+module is said in kvstore/limits.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages between the scheduler side and the worker side: plans of a step, reports, requests.
+"""Defines what scheduler and worker side say to each other: plans of a step, reports, requests.
 
 All of it is plain, picklable data: the two sides usually live in different processes.
 """
@@ -66,12 +66,16 @@ class LoadBlock(NamedTuple):
 
 
 class LoadJob(NamedTuple):
+    """Blocks that every worker loads for one request; each reports the job once."""
+
     job_id: int
     request_id: str
     blocks: tuple[LoadBlock, ...]
 
 
 class SaveBlock(NamedTuple):
+    """One store block that workers save, each its own shard."""
+
     keys: tuple[Key, ...]
     """One per shard."""
     block_ids: tuple[int, ...]
@@ -92,6 +96,9 @@ class StateBlock(NamedTuple):
 
 
 class SaveJob(NamedTuple):
+    """Blocks that workers save for one request; each reports the job once, and it may end after the
+    request. The engine blocks are pinned until then."""
+
     job_id: int
     request_id: str
     blocks: tuple[SaveBlock, ...]

@@ -108,7 +108,7 @@ METRICS = tuple(value for value in globals().values() if isinstance(value, Metri
 
 
 class Counts:
-    """Thread-safe. Counts until somebody takes what there is."""
+    """Counts and samples since somebody last took them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -122,19 +122,19 @@ class Counts:
             self._stats.add(key, count)
 
     def observe(self, metric: Metric, value: float) -> None:
-        """One sample of a histogram."""
+        """Add one sample to a histogram."""
         with self._lock:
             self._stats.add(metric.name, [value])
 
     def page_locked(self, size_bytes: int, failure: str) -> None:
-        """Of the store's memory; `failure` says why they are not locked, empty when they are."""
+        """Count bytes of the store's memory that are page-locked, or not because of `failure`."""
         if failure:
             self.add(UNLOCKED_BYTES, size_bytes, failure)
         else:
             self.add(PAGE_LOCKED_BYTES, size_bytes)
 
     def read(self, totals: Mapping[str, int]) -> None:
-        """What the store's `read_bytes` says: what came since the last call is counted."""
+        """Count what came since the last call, by what the store's `read_bytes` says."""
         with self._lock:
             before, self._read_bytes = self._read_bytes, dict(totals)
         for transport, total in totals.items():
@@ -142,7 +142,7 @@ class Counts:
                 self.add(READ_BYTES, total - before.get(transport, 0), transport)
 
     def take(self) -> CountStats | None:
-        """All since the last call; None: nothing."""
+        """All that was counted since the last call; None: nothing."""
         with self._lock:
             stats, self._stats = self._stats, CountStats()
         return None if stats.is_empty() else stats
@@ -156,7 +156,7 @@ def labelled(counts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def summary(counts: Mapping[str, Any]) -> dict[str, float]:
-    """The same for people: of samples their number, mean and maximum."""
+    """`CountStats.to_dict` for people: of samples their number, mean and maximum."""
     out: dict[str, float] = {}
     for key, value in counts.items():
         if not isinstance(value, list):

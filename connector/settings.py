@@ -1,4 +1,4 @@
-"""Settings of the connector, as they come in `kv_connector_extra_config`."""
+"""Reads the connector's settings, as they come in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 

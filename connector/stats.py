@@ -1,4 +1,4 @@
-"""Counters and samples that travel from workers and scheduler to an engine's metrics."""
+"""Holds counters and samples on their way from workers and scheduler to an engine's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that handles what it is given, one after another, until it is told to end."""
+"""Runs a thread that handles what it is given, one after another, until it is told to end."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class WorkThread(Generic[T]):
 
     @property
     def full(self) -> bool:
-        """Whether one more would be refused now."""
+        """Whether one more item would be refused now."""
         return self._items.qsize() >= self.items_max
 
     def put(self, item: T) -> bool:
-        """False when too many wait already. Never waits."""
+        """Queue an item; False when too many wait already. Never waits."""
         if self.full:
             return False
         self._items.put(item)
@@ -55,11 +55,11 @@ class WorkThread(Generic[T]):
         return item
 
     def end(self) -> None:
-        """Tell it to end after what waits. Never waits."""
+        """Tell the thread to end after what waits in its queue. Returns at once."""
         self._items.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until it has ended; whether it has. True where it never began."""
+        """Wait until the thread has ended; whether it has. True where it never began."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()

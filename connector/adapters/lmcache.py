@@ -1,4 +1,4 @@
-"""LMCache 0.5: an L2 adapter plug-in that keeps its chunks in the store.
+"""Keeps chunks of LMCache 0.5 in the store: an L2 adapter plug-in.
 
     lmcache server --l1-size-gb 20 --eviction-policy LRU --l2-adapter '{
         "type": "plugin", "module_path": "connector.adapters.lmcache",
@@ -188,7 +188,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # The rest
 
     def get_usage(self) -> AdapterUsage:
-        """Unknown: the node evicts by itself and says so to nobody."""
+        """The usage, which is unknown: the node evicts by itself and says so to nobody."""
         return AdapterUsage(total_bytes_used=0, total_capacity_bytes=0)
 
     def report_status(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Engine blocks gathered into store blocks and scattered back, wherever the KV lies."""
+"""Gathers engine blocks into store blocks and scatters them back, wherever the KV lies."""

@@ -1,6 +1,6 @@
-"""Gather engine blocks into a store block and scatter them back: the contract.
+"""Defines what a copier does: gather engine blocks into a store block and scatter them back.
 
-One suite (tests/contract/kvblocks.py) runs against every copier.
+The contract suite tests/contract/kvblocks.py runs against every copier.
 """
 
 from __future__ import annotations
@@ -86,5 +86,5 @@ class KVMemory(NamedTuple):
     device: int | None = None
     """Ordinal of the device whose memory payloads may be in, too."""
     holding: Holding = nothing_held
-    """Held while somebody else copies between that device and buffers of the store: they stay
-    page-locked as they are."""
+    """A context that is held while somebody else copies between that device and buffers of the
+    store: they stay page-locked as they are."""

@@ -1,4 +1,4 @@
-"""KV in host memory, copied by numpy, which is imported when tensors are registered."""
+"""Copies KV in host memory by numpy, which is imported when tensors are registered."""
 
 from __future__ import annotations
 

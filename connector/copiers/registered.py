@@ -1,4 +1,4 @@
-"""Copiers for the KV that an engine registered, wherever it lies."""
+"""Makes the copiers for the KV that an engine registered, wherever it lies."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Shape and place of KV: geometry, topology, keys of blocks, who reads which part. Pure."""
+"""Computes shape and place of KV: geometry, topology, keys of blocks, who reads which part."""

@@ -1,4 +1,4 @@
-"""Hashes of a request's store blocks, chained over its tokens and whatever else shapes its KV.
+"""Computes hashes of a request's store blocks, chained over its tokens and what else shapes its KV.
 
 An engine chains its own hashes over its own blocks, so that two engines with
 other block sizes never agree on one. These chain over store blocks, and need

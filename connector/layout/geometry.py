@@ -1,13 +1,12 @@
-"""Shape of one shard's KV, the store block built from it, and its namespace.
+"""Describes the shape of one shard's KV, the store block built from it, and its namespace.
 
-Payload of a store block, one shard: `[layer][head][token][C]`, C being the
-engine's packed bytes of one token and head (K, then V); of state-space layers
-`[layer][C]`, C being all of a layer's state after the block's last token. Head ranges are
-contiguous in every layer (where layers have several shapes, runs of one shape each follow one
-another), the token run covers all of `block_tokens`, so
-neither the engine's block size nor its memory layout shows in the bytes. The
-namespace of a shard names its heads and not its writer's tensor-parallel size,
-so that any reader can compute who may have saved what it needs.
+The payload of one shard's store block is `[layer][head][token][C]`, C being the engine's packed
+bytes of one token and head (K, then V); of state-space layers it is `[layer][C]`, C being all of a
+layer's state after the block's last token. Head ranges are contiguous in every layer; where layers
+have several shapes, runs of one shape each follow one another. The token run covers all of
+`block_tokens`, so neither the engine's block size nor its memory layout shows in the bytes. The
+namespace of a shard names its heads and not its writer's tensor-parallel size, so that any reader
+can compute who may have saved what it needs.
 """
 
 from __future__ import annotations
@@ -72,13 +71,13 @@ class KVGeometry:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token, or of one state."""
+        """Bytes of one token, or of one state, in all layers and heads."""
         if self.runs:
             return sum(len(run.layers) * run.heads * run.channel_bytes for run in self.runs)
         return self.layers * self.heads * self.channel_bytes
 
     def payload_slots(self, block_tokens: int) -> int:
-        """What a store block holds of each head: KV of every token, or the one state."""
+        """How many entries a store block has of each head: one a token, or the one state."""
         return 1 if self.recurrent else block_tokens
 
 
@@ -128,7 +127,7 @@ class StoreLayout:
 
     @property
     def engine_block_tokens(self) -> int:
-        """Boundaries at which blocks of every group begin."""
+        """Tokens from one boundary to the next at which blocks of every group begin."""
         return math.lcm(*(group.geometry.engine_block_tokens for group in self.groups))
 
     @property
@@ -157,7 +156,7 @@ class StoreLayout:
         return self.block_tokens // self.groups[group].geometry.engine_block_tokens
 
     def all_namespaces(self) -> Iterable[Namespace]:
-        """Of all groups and shards that this engine may load, whoever saved them."""
+        """The namespaces of all groups and shards that this engine may load, whoever saved them."""
         return (
             namespace
             for group in self.groups

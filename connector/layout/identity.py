@@ -42,7 +42,7 @@ def digest_of(value: object) -> str:
 
 
 def forward_digest(config: Mapping[str, object], leave_out: Collection[str] = NAMES_ONLY) -> str:
-    """Of a model's configuration, as deep as it goes, all that may shape the forward.
+    """The digest of all that may shape the forward in a model's configuration, however deep.
 
     What is unknown counts: a field too many costs hits, one too few wrong KV.
     """

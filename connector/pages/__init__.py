@@ -1,1 +1,1 @@
-"""Pages that an engine names and lays out itself: SGLang's and LMCache's."""
+"""Keeps pages that an engine names and lays out itself: SGLang's and LMCache's."""

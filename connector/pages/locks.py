@@ -80,8 +80,9 @@ class Locks:
         self._unpin(ended)
 
     def lost(self, key: Key) -> None:
-        """The block could not be read where it is locked: who looks it up next hears of it. A
-        block that somebody always holds a lock of would else be found, and not read, for ever."""
+        """Note that the block could not be read where it is locked: who looks it up next hears of
+        it. A block that somebody always holds a lock of would else be found, and not read, for
+        ever."""
         lock = self._locks.pop(key, None)
         if lock is not None:
             self._unpin([lock.found])

@@ -1,6 +1,6 @@
-"""Pages that an engine names and lays out itself: saved and loaded whole.
+"""Saves and loads pages that an engine names and lays out itself, each as a whole.
 
-For engines that hand over a hash and the memory of a page (or chunk) instead of
+It is for engines that hand over a hash and the memory of a page (or chunk) instead of
 block tables. A payload is the page's parts one after the other, in the order in
 which the engine lists them; what the order is belongs into the namespace.
 """

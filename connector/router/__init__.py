@@ -1,4 +1,5 @@
-"""A router for prefill and decode engines that share KV through the store (docs/prefill-decode.md).
+"""Sends requests to prefill and decode engines that share KV through the store.
 
-`routing` decides and does no I/O; `upstream` talks to engines, `server` to clients.
+`routing` decides and does no I/O; `upstream` talks to engines, `server` to clients, `prefix` to the
+index, `discovery` to the DNS. docs/prefill-decode.md is the guide.
 """

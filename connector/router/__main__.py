@@ -1,4 +1,4 @@
-"""`kvstore-router`, `python -m connector.router`: run the router until a signal."""
+"""Runs the router until a signal: `kvstore-router`, `python -m connector.router`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that stand for several engines: `dns+http://NAME:PORT` is one at each address of NAME.
+"""Looks up names that stand for several engines: `dns+http://NAME:PORT` is one at each address.
 
 So engines may come and go (`docker compose up --scale`, a headless Kubernetes service).
 """
@@ -70,7 +70,7 @@ class Name:
 
 
 async def resolve(names: list[Name], fleet: EngineFleet) -> None:
-    """Once: the fleet's engines are then the fixed ones and those at the names' addresses."""
+    """Look all names up once: the fleet then has the fixed engines and those at their addresses."""
     found = await asyncio.gather(*(name.engines() for name in names))
     before = {engine.url for engine in fleet.engines}
     fleet.replace([engine for engines in found for engine in engines])

@@ -1,4 +1,4 @@
-"""Send prompts through the router, round after round, and to a single engine; print a table.
+"""Sends prompts through the router in rounds, then to a single engine, and prints a table.
 
     round 1    nobody has seen the prompts: prefilled in one engine, decoded in another
     round 2    the same prompts: all blocks are in the store, only the decode engine works
@@ -37,6 +37,8 @@ DATA = b"data: "
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAnswer:
+    """One answer: its tokens, the time to the first one, and which way the request took."""
+
     tokens: list[int]
     ttft_s: float
     loaded_tokens: int

@@ -1,5 +1,16 @@
 """Decides which engine gets a request.
 
+What is known of an engine, each by itself; it gets requests while neither of the first two holds:
+
+    down       a request or a probe failed: until a probe is answered, or for `DOWN_S` after that
+    unsaved    its blocks did not come into the store: for `DOWN_S`, whatever probes say
+    hangs      it left `MISSED_MAX` probes in a row unanswered: a request that hears nothing of it
+               for long is given up (upstream.py). One probe that is answered ends it
+
+Only the router's event loop changes any of it. Must never happen: a request that is refused because
+all decode engines are down (one is tried nevertheless); an engine that answers probes but saves
+nothing, and is given prompts to prefill all the while.
+
 Pure: no I/O, `now` is an argument, in seconds of one clock.
 """
 
@@ -22,6 +33,8 @@ ENGINES_MAX = 256
 
 
 class Role(StrEnum):
+    """What an engine is there for: computing and saving prompts, or loading them and answering."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -47,7 +60,7 @@ class Engine:
 
     @classmethod
     def parse(cls, role: Role, text: str) -> Engine:
-        """From `URL` or `URL@NODE`."""
+        """An engine from `URL` or `URL@NODE`. Raises `UsageError` for anything else."""
         url, _, at = text.partition("@")
         if not url.startswith(("http://", "https://")):
             raise UsageError(role.value, text, "must be http://HOST:PORT, or that and @NODE")
@@ -61,7 +74,7 @@ class Engine:
         self.down_until = now + DOWN_S
 
     def answered(self) -> None:
-        """A probe. It lives; whether it can save is another question."""
+        """A probe was answered: the engine lives. Whether it can save is another question."""
         self.down_until = 0.0
         self.missed = 0
 
@@ -90,8 +103,10 @@ class EngineFleet:
         self._turns = 0
 
     def replace(self, engines: Iterable[Engine]) -> None:
-        """Those that came and went: these are there now, the first `ENGINES_MAX` with the fixed
-        ones. One that is known already keeps its counts."""
+        """Have `engines` beside the fixed ones from now on, the first `ENGINES_MAX` of all.
+
+        One that is known already, by URL and role, keeps its state and counts.
+        """
         known = {(e.url, e.role): e for e in self.engines}
         found = [*self._fixed, *(known.get((e.url, e.role), e) for e in engines)]
         self.engines = found[:ENGINES_MAX]
@@ -132,7 +147,7 @@ class EngineFleet:
         now: float,
         without: Collection[Engine] = (),
     ) -> Engine | None:
-        """`choose`, and that was its turn."""
+        """The engine of `choose`, whose turn that was: it is counted and goes behind its equals."""
         chosen = self.choose(role, held, now, without)
         if chosen is not None:
             self._turns += 1

@@ -1,4 +1,4 @@
-"""The command line of the router, and its process until a signal."""
+"""Reads the command line of the router and runs it until a signal."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""The router's HTTP side: OpenAI's completions in, the same out.
+"""Takes OpenAI's completions over HTTP and gives them to engines: the router's side to clients.
 
 A prompt goes to a prefill engine, which computes and saves its KV; then the request
 goes to a decode engine, which loads it. Prompts whose blocks are all in the store
 skip the first part. Whatever fails on the way costs time, not the request: a decode
 engine computes what it does not find.
+
+Must never happen: a wait without a deadline; a request that is tried again once its client
+has had a part of an answer (the connection is broken off then); an engine that is marked as failed
+because a client hung up or its own time was over.
 """
 
 from __future__ import annotations
@@ -59,6 +63,8 @@ ANSWER_FIELDS = ("stream_options", "min_tokens", "best_of", "logprobs", "top_log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
+    """What an operator may set of the router."""
+
     timeout_s: float = 600.0
     """One request, all its attempts together."""
     save_wait_s: float = 2.0
@@ -90,6 +96,8 @@ class _Job:
 
 
 class Router:
+    """Answers clients: a request goes to a prefill engine where that pays, then to a decode one."""
+
     def __init__(
         self,
         fleet: EngineFleet,
@@ -207,7 +215,7 @@ class Router:
         try:
             answer = await self._up.ask(engine, "/tokenize", question, job.headers, deadline)
         except EngineFailedError as e:
-            log.warning("tokens not known: %s", e)
+            log.warning("the prompt's tokens are not known, its prefix is not looked up: %s", e)
             return None
         tokens = (answer or {}).get("tokens")
         return tokens if isinstance(tokens, list) else None
@@ -310,7 +318,7 @@ class Router:
 
 
 class ClientGoneError(Exception):
-    """The client hung up: nobody's fault here."""
+    """The client hung up, or did not read in time: no engine is to blame."""
 
 
 @asynccontextmanager
@@ -329,7 +337,7 @@ async def _to_client(request: web.Request, timeout_s: float) -> AsyncIterator[No
 
 
 def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The same prompt, for one token and no stream, and with the question for its keys."""
+    """The request for a prefill engine: the same prompt, one token, no stream, and its keys."""
     out = {name: value for name, value in body.items() if name not in ANSWER_FIELDS}
     out |= {"stream": False, "max_tokens": 1, "n": 1}
     if path == CHAT:

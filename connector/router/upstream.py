@@ -1,4 +1,4 @@
-"""Calls to engines: JSON questions, and answers passed on as they come."""
+"""Calls engines: asks for JSON, and passes answers on as they come."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Answer:
         self.headers = response.headers
 
     async def part(self) -> bytes:
-        """What has come; empty at the end."""
+        """The bytes that came since the last call; empty at the end. Raises as `Upstream.send`."""
         return await _patiently(self._engine, self._deadline, self._response.content.readany)
 
     async def whole(self) -> bytes:
-        """All of it. Raises `EngineFailedError` beyond `ANSWER_BYTES_MAX`."""
+        """The whole body. Raises like `part`, and `EngineFailedError` beyond `ANSWER_BYTES_MAX`."""
         parts: list[bytes] = []
         size = 0
         while part := await self.part():

@@ -1,1 +1,1 @@
-"""The scheduler side: lookups, decisions of a step, what requests hold, why they did not hit."""
+"""Decides per engine step what is loaded and saved, looks it up, explains why requests missed."""

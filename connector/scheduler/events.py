@@ -1,7 +1,7 @@
 """Makes the events by which an engine tells routers of blocks in the store (docs/decisions/0014).
 
-Stored: this engine saved the block, or found it there when it was about to. Not
-there: a block of which that was said could not be found by a later lookup.
+"Stored" says that this engine saved the block, or found it there when it was about to. "Not
+there" says that a block of which that was told could not be found by a later lookup.
 Nobody is told when a node evicts one.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class BlockEvents:
-    """Of one engine, for its scheduling thread alone."""
+    """The block events of one engine. Its scheduling thread alone may call."""
 
     def __init__(self, layout: StoreLayout, *, wanted: bool) -> None:
         """Unless `wanted`, nothing is remembered and nothing said."""
@@ -69,12 +69,12 @@ class BlockEvents:
                 self._events.append(BlockEvent(False, request, lookup.run, group, block_hash))
 
     def clear(self) -> None:
-        """The store was cleared, and engines say that by themselves."""
+        """Forget what was said: the store was cleared, and engines say that by themselves."""
         self._announced.clear()
         self._events.clear()
 
     def take(self) -> list[BlockEvent]:
-        """Since the last call, in order."""
+        """The events since the last call, in order."""
         events = list(self._events)
         self._events.clear()
         return events

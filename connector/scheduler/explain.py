@@ -62,7 +62,7 @@ _LOOKED_UP = "lookup: %d tokens found, %d in the engine, %d offered"
 
 
 class Rate:
-    """At most `count_max` in each period; counts what it refuses."""
+    """Allows at most `count_max` in each period, and counts what it refuses."""
 
     def __init__(self, count_max: int, period_s: float) -> None:
         self._count_max = count_max
@@ -114,7 +114,7 @@ class _Trace:
 
 
 class RequestHistory:
-    """What became of the last `EXPLAIN_REQUESTS_MAX` requests. `explain` from any thread."""
+    """What became of the last `EXPLAIN_REQUESTS_MAX` requests. `explain` is for any thread."""
 
     def __init__(
         self,
@@ -153,13 +153,13 @@ class RequestHistory:
     # Noted by the scheduling thread
 
     def refused(self, request: EngineRequest, reason: MissReason) -> None:
-        """Nothing was offered, and this is why."""
+        """Note that nothing was offered, and why."""
         trace = self._trace(request)
         trace.refused = reason
         trace.note("nothing offered: %s", reason)
 
     def barred(self, request: EngineRequest, failed_loads: int) -> None:
-        """Nothing is offered any more after too many failed loads."""
+        """Note that nothing is offered any more, after too many failed loads."""
         self._trace(request).note("nothing offered: %d loads failed", failed_loads)
 
     def answered(
@@ -172,7 +172,7 @@ class RequestHistory:
         *,
         limited: bool = False,
     ) -> None:
-        """A lookup led to an offer of `tokens`; `run` blocks were found and are not barred.
+        """Note that a lookup led to an offer of `tokens`; `run` blocks were found and not barred.
         `limited`: the request itself wanted no more."""
         trace = self._trace(request)
         trace.lookup, trace.refused, trace.limited = lookup, None, limited
@@ -185,14 +185,14 @@ class RequestHistory:
         trace.note(_LOOKED_UP, found_tokens, local_tokens, tokens)
 
     def allocated(self, request_id: str, first_token: int, tokens: int) -> None:
-        """The engine made room for so many of the tokens that were offered."""
+        """Note for how many of the tokens that were offered the engine made room."""
         trace = self._traces.get(request_id)
         if trace is not None:
             trace.note("engine took %d of %d", tokens, trace.offered_tokens)
             trace.loading = (first_token, tokens) if tokens else None
 
     def load_failed(self, request_id: str, block: int, keys: tuple[Key, ...]) -> None:
-        """Store block `block` could not be loaded; what lies before it was."""
+        """Note that store block `block` could not be loaded; what lies before it was."""
         trace = self._traces.get(request_id)
         if trace is None or trace.loading is None:
             return

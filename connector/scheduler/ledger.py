@@ -38,7 +38,7 @@ class SaveLedger:
         return len(self._jobs)
 
     def jobs(self) -> list[int]:
-        """Their numbers."""
+        """The numbers of the jobs in flight."""
         return list(self._jobs)
 
     @property
@@ -54,7 +54,7 @@ class SaveLedger:
         blocks: tuple[SaveBlock, ...],
         before: tuple[tuple[tuple[Key, ...], ...], ...] = (),
     ) -> SaveJob:
-        """A job for `blocks`, which are pinned from now on."""
+        """Open a job for `blocks`, which are pinned from now on."""
         job = SaveJob(self._next_job_id, request_id, blocks, before)
         self._next_job_id += 1
         block_ids = [block_id for block in blocks for block_id in block.block_ids]
@@ -64,7 +64,7 @@ class SaveLedger:
         return job
 
     def drop(self, job_id: int) -> None:
-        """The job was not given to any worker."""
+        """End a job that was given to no worker."""
         self.ended(job_id, self._workers)
 
     def ended(
@@ -91,7 +91,7 @@ class SaveLedger:
 
 
 class NoPins:
-    """For a side that never saves, and until an engine has given its pool."""
+    """The pins of a side that never saves, and of any until its engine has given its pool."""
 
     def pin(self, block_ids: Sequence[int]) -> None:
         raise RuntimeError("no block pool was bound: a save would read unprotected blocks")

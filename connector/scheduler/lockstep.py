@@ -1,4 +1,4 @@
-"""One scheduler side decides for several, where every process of an engine has its own.
+"""Lets one scheduler side decide for several, where every process of an engine has its own.
 
 vLLM's `external_launcher` (torchrun) puts a whole engine into each process of a tensor- or
 pipeline-parallel group: a scheduler, and the worker of that rank. The engines stay together
@@ -206,7 +206,7 @@ class LockstepScheduler:
     # What came back
 
     def report(self, report: WorkerReport) -> None:
-        """What this process's own worker says; it counts when the others know."""
+        """Take what this process's own worker says; it counts when the others know."""
         self._own.merge(report)
 
     def settle(self) -> None:

@@ -1,7 +1,7 @@
-"""What the processes of one engine tell each other, in messages of plain data.
+"""Carries what the processes of one engine tell each other, in messages of plain data.
 
-Over a gloo group of its own in `torch.distributed`, which the engine has started: with its own
-deadline, and apart from what the engine sends.
+They go over a gloo group of their own in `torch.distributed`, which the engine has started: with a
+deadline of its own, and apart from what the engine sends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,27 @@
-"""Lookups off the engine's thread: two helper threads, bounded queues, one deadline each.
+"""Looks up how much of a prompt the store has, off the engine's thread.
 
-How long a request waits is decided by who asked (patience.py); here `timeout_s` bounds what the
-store is given. An answer that comes later than its request waited is good for the next to ask.
+A `Lookup` goes through two stages, each with a thread, a bounded queue and its own order:
+
+    submitted -> searched on this host -> [asked of the index] -> answered: `done` is set
+
+    this host    makes the keys and searches this host's segments, without a wait. What it finds
+                 in full is answered, as is what was given up, or finds no store or no room in
+                 the second queue. What it finds in part is left in `Lookup.here`
+    the index    asks the store once more, the index and blocks of other splits included, within
+                 `timeout_s` from the beginning of this stage
+
+So a lookup that is all on this host never waits behind one that asks the index. How long a request
+waits is decided by who asked (patience.py); an answer that comes later than its request waited is
+good for the next to ask. A request that waits no longer gets what this host has (`Lookups.here`).
+
+The thread of a stage writes a lookup; who asked writes `wanted_at` and `given_up` alone. After
+`done` only `why` is added, by explain.py.
+
+Must never happen:
+
+- a wait in the engine's thread: `submit` and `here` only search memory or put into a queue;
+- a lookup taken by `submit` that nobody answers while this is open;
+- a thread that ends by a lookup which raised: that one finds nothing, the next are served.
 """
 
 from __future__ import annotations
@@ -31,7 +51,7 @@ Ask = Callable[[Sequence[Key]], Sequence[BlockRef | None]]
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """One question. A helper thread fills it in, then `done` is set, and nothing written after."""
+    """One question and its answer. The stages write it, then set `done`; see the module's head."""
 
     hashes: Sequence[bytes]
     submitted_at: float
@@ -83,9 +103,8 @@ class _Question:
 
 
 class Lookups:
-    """Answers lookups in order, in two stages with a thread each: what this host has, found
-    without a wait, and the index for the rest. So one that is all here waits for none that asks
-    the index. One that was given up in a queue is answered "nothing"."""
+    """Answers lookups in two stages with a thread each. `submit`, `here` and `close` are for one
+    thread, the engine's."""
 
     def __init__(
         self,
@@ -122,9 +141,12 @@ class Lookups:
             thread.join(SHUTDOWN_TIMEOUT_S)
 
     def here(self, lookup: Lookup) -> Lookup | None:
-        """What this host has of `lookup`, for who cannot wait for its answer; None when that is
-        nothing. Where no thread has come to look, because there is no processor for it or too
-        much before it, the caller does: that takes microseconds a block."""
+        """What this host has of `lookup`, as an answer of its own, for a request that cannot wait
+        any longer; None when that is nothing, or the store is not open yet.
+
+        Where no thread has come to look, because there is no processor for it or too much before
+        it, the caller does: that takes microseconds a block.
+        """
         store = self._store.opened
         if lookup.looked_here or store is None:
             return lookup.here
@@ -160,7 +182,7 @@ class Lookups:
             yield
         except Exception:
             # A lookup may cost its own hit, never the thread that all others need.
-            log.exception("lookup failed")
+            log.exception("a lookup failed: its request loads nothing")
             lookup.placement = ()
             lookup.run = 0
             lookup.short = MissReason.INDEX_ERROR

@@ -1,4 +1,4 @@
-"""How long a request may wait for its lookup: as long as computing what is at stake would take.
+"""Says how long a request may wait for its lookup: as long as computing what it may save takes.
 
 To wait so long and then compute costs at most twice what knowing the answer would have. Pure:
 time comes in as `now` (seconds that never run backwards). See docs/decisions/0046.
@@ -39,7 +39,7 @@ class ComputeRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None until a window is over."""
+        """The rate; None until a window is over."""
         return max(self._rates, default=None)
 
 

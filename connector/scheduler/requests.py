@@ -26,6 +26,8 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class LoadUnderWay:
+    """A load job that not all workers have reported yet."""
+
     job: LoadJob
     first_block: int
     """Index in the prefix of the job's first store block."""
@@ -33,6 +35,8 @@ class LoadUnderWay:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
+    """What the scheduler side keeps of one request; only the scheduling thread uses it."""
+
     lookup: Lookup | None = None
     offer: Offer | None = None
     barred: dict[Key, bytes] = field(default_factory=dict)
@@ -53,7 +57,7 @@ class RequestState:
     """What they were made from."""
 
     def forget_progress(self) -> None:
-        """A preempted request starts over: its blocks are gone and come back elsewhere."""
+        """Let a preempted request start over: its blocks are gone and come back elsewhere."""
         self.lookup = None
         self.offer = None
         self.present_blocks = 0

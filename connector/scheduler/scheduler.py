@@ -1,4 +1,4 @@
-"""The scheduler side: what to load and what to save, decided per engine step.
+"""Decides per engine step what to load and what to save: the scheduler side.
 
 It knows no engine. What it keeps of a request, in `RequestState` and beside it:
 
@@ -92,6 +92,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
+    """What the scheduler side is told when it is made."""
+
     loads: bool = True
     saves: bool = True
     save_decode: bool = True
@@ -169,7 +171,7 @@ class SchedulerCore:
         num_blocks: int,
         forget: Callable[[set[int]], None] = lambda _: None,
     ) -> None:
-        """How to keep engine blocks alive, of which there are `num_blocks`; before that
+        """Take what keeps engine blocks alive, of which there are `num_blocks`; before this call
         nothing is saved.
 
         `forget` takes blocks out of the engine's own prefix cache whose KV is wrong.
@@ -467,7 +469,7 @@ class SchedulerCore:
         self._forget(wrong)
 
     def loads_ended(self, request_ids: Iterable[str]) -> None:
-        """Every worker is done with the loads of these requests."""
+        """Note that every worker is done with the loads of these requests."""
         for request_id in request_ids:
             self._loads.pop(request_id, None)
             self._history.load_ended(request_id)
@@ -496,15 +498,15 @@ class SchedulerCore:
         return self._counts.take()
 
     def take_events(self) -> list[BlockEvent]:
-        """About blocks in the store since the last call; none unless the settings want them."""
+        """Events about blocks since the last call; none unless the settings want them."""
         return self._events.take()
 
     def say_with(self, say: Callable[[str], None]) -> None:
-        """Where the lines of requests that got less than possible go; else to our own log."""
+        """Set where the lines of requests that got less than possible go; else to our own log."""
         self._history.say = say
 
     def has_pending_work(self) -> bool:
-        """Saves are in flight: an engine that stopped stepping would never learn their end."""
+        """Whether saves are in flight: an engine that stops stepping never learns of their end."""
         return len(self._ledger) > 0
 
     def forget(self) -> None:
@@ -544,7 +546,7 @@ class SchedulerCore:
         """
         self.forget()
         if not self._resetter.ask(self._ledger.jobs()):
-            log.warning("the reset goes on in the background; until it is complete nothing loads")
+            log.warning("the reset goes on in the background: until its end nothing is loaded here")
         self._events.clear()
         return True
 

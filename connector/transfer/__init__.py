@@ -1,5 +1,5 @@
-"""KV transfer with the API of `vllm.distributed.kv_transfer`, for engines and connectors.
+"""Transfers KV with the API of `vllm.distributed.kv_transfer`, for engines and connectors.
 
-Configuration, the connector protocols, the factory, aggregation of workers' reports, several
-connectors as one, lookup buffer and pipe.
+It has configuration, the connector protocols, the factory, aggregation of workers' reports,
+several connectors as one, lookup buffer and pipe.
 """

@@ -48,7 +48,7 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class StoreWorkerMetadata:
-    """Workers to scheduler, once per step."""
+    """What the workers tell the scheduler side, once per step."""
 
     report: WorkerReport
 

@@ -1,6 +1,6 @@
-"""KV of whole prompts between a producer and a consumer, found by their tokens.
+"""Hands KV of whole prompts from a producer to a consumer, who finds it by its tokens.
 
-The older interface for disaggregated prefill: `insert` on one side, a blocking
+This is the older interface for disaggregated prefill: `insert` on one side, a blocking
 `drop_select` on the other. An entry is a message (tensor_messages.py) under the buffer's name
 and its number, with a small message beside it that holds the tokens to match.
 """

@@ -1,4 +1,4 @@
-"""Several connectors as one: load from the first that offers tokens, save to all of them.
+"""Makes several connectors one: loads from the first that offers tokens, saves to all of them.
 
 Most calls are only forwarded. How, is one line each in a table, and the methods
 are made from the protocol: a call that the protocol gains and nobody has

@@ -1,6 +1,6 @@
-"""Tensors in order from one process to another, through the store.
+"""Sends tensors in order from one process to another, through the store.
 
-The older, point-to-point interface: each message is kept under the pipe's
+This is the older, point-to-point interface. Each message is kept under the pipe's
 name and its number. The receiver says how far it is by a value of its own, and
 the sender then drops what was received.
 """

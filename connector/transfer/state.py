@@ -1,4 +1,4 @@
-"""The worker-side connector of this process: one, shared by all that run in it."""
+"""Keeps the worker-side connector of this process: one, shared by all that run in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors handed from one process to another through the store: put, kept, taken, given back.
+"""Hands tensors from one process to another through the store: put, kept, taken, given back.
 
 A message is a few tensors under one name: its parts first, then a header that
 lists them, so that whoever sees the header can read the rest. The store is a
@@ -32,6 +32,8 @@ _T = TypeVar("_T")
 
 
 class MessagePin(Protocol):
+    """Keeps one value in the store until `close`."""
+
     def close(self) -> None: ...
 
 
@@ -46,6 +48,8 @@ class ValueStore(Protocol):
 
 
 class Content(NamedTuple):
+    """What was in a message."""
+
     tensors: list[Any]
     """torch tensors in CPU memory, None where None was sent."""
     note: str

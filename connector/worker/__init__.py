@@ -1,1 +1,1 @@
-"""The worker side: transfers between engine blocks and the store, beside the forward."""
+"""Moves bytes between engine blocks and the store, beside the forward: the worker side."""

@@ -1,4 +1,4 @@
-"""The transfers of one step, layer by layer, beside the forward that needs or makes them.
+"""Moves the blocks of one step layer by layer, beside the forward that needs or makes them.
 
 A load of a step must be in place when the attention of its layer reads it, and a
 save can start once that attention has written it. Neither counts before the end
@@ -21,6 +21,8 @@ from kvstore import MissReason, in_batches
 
 
 class LayerPlace(NamedTuple):
+    """Where a layer is among an engine's KV cache groups."""
+
     group: int
     layer: int
     """Its number within the group."""
@@ -53,7 +55,7 @@ class StepLoads:
 
     @property
     def hangs(self) -> bool:
-        """It was too late, and the copying thread is still busy with it."""
+        """Whether it was too late and the copying thread is still busy with it."""
         return self._late and not self._copied
 
     def left_s(self) -> float:
@@ -93,7 +95,7 @@ class StepLoads:
     # The copying thread
 
     def give_up(self, why: str = "") -> None:
-        """What is not in place will not come: the copying thread is done with it."""
+        """Say that what is not in place will not come: the copying thread is done with it."""
         with self._changed:
             self._copied = self._over = True
             for task in self.tasks if why else ():
@@ -216,7 +218,7 @@ class StepSaves:
             return self._whole is True
 
     def give_up(self, why: str) -> None:
-        """Nothing of this step will be saved."""
+        """Say that nothing of this step will be saved."""
         with self._changed:
             self._drop(why)
             self._changed.notify_all()

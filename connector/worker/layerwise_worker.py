@@ -1,4 +1,4 @@
-"""The worker side whose transfers run beside the forward of their own step."""
+"""Runs a worker side whose transfers go beside the forward of their own step."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Results(Generic[R]):
         self._results: dict[int, R] = {}
 
     def put(self, task_id: int, result: R) -> None:
-        """Keep it, then signal; the oldest that nobody asked for makes room."""
+        """Keep a result, then signal; the oldest that nobody asked for makes room."""
         with self._lock:
             if len(self._results) >= RESULTS_MAX:
                 self._results.pop(next(iter(self._results)))
@@ -45,7 +45,7 @@ class Results(Generic[R]):
 
 
 class TaskThread:
-    """Thread-safe. Every task that was submitted ends: done, failed, or refused at once."""
+    """A thread that runs tasks. Every task ends: done, failed, or refused at once. Thread-safe."""
 
     def __init__(self, name: str, clean_up: Callable[[], None]) -> None:
         self._clean_up = clean_up

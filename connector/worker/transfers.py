@@ -33,8 +33,11 @@ Views = list[tuple[BlockView, HeadPart]]
 
 
 class Load:
-    """`loaded` counts blocks that were copied and checked. `ready` stands for the work before
-    it, which may still use the blocks; see `KVCopier.wait_ready`."""
+    """A load job on this worker. `loaded` counts blocks that were copied and checked.
+
+    `ready` stands for the work before it, which may still use the blocks; see
+    `KVCopier.wait_ready`. `deadline` and `started_at` are of the worker's clock, in seconds.
+    """
 
     __slots__ = ("deadline", "ended", "guard", "job", "loaded", "ready", "started_at", "why")
 
@@ -51,7 +54,8 @@ class Load:
 
 
 class Save:
-    """`ready` stands for the work that fills the blocks; see `KVCopier.wait_ready`."""
+    """A save job on this worker. `ready` stands for the work that fills the blocks; see
+    `KVCopier.wait_ready`."""
 
     __slots__ = ("deadline", "ended", "guard", "job", "ready", "started_at", "stored", "why")
 
@@ -171,7 +175,7 @@ def load_blocks(
 
 
 def why_of(error: Exception) -> str:
-    """The reason that is counted for a save that ended so."""
+    """The reason that is counted for a save which ended with that error."""
     if isinstance(error, DeadlineError):
         return MissReason.DEADLINE
     return MissReason.NODE_DEAD if isinstance(error, NodeUnavailableError) else metrics.ERROR

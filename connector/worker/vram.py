@@ -156,7 +156,8 @@ class VramStore:
         return self._store.why_missing(question)
 
     def close(self) -> None:
-        """Blocks go down to host memory for a few seconds at most; nothing is copied any more."""
+        """Close the store; nothing may be copied any more. Blocks go down to host memory first,
+        for a few seconds at most."""
         if self.pool is not None:
             self.pool.stop()
         self._store.close()

@@ -1,4 +1,4 @@
-"""The worker side: moves one worker's bytes between engine blocks and the store.
+"""Moves one worker's bytes between engine blocks and the store: the worker side.
 
 It knows no engine. A job of the scheduler side becomes a `Load` or `Save` (transfers.py):
 
@@ -289,7 +289,9 @@ class WorkerCore:
             self._close_memory()
         else:
             log.warning(
-                "a transfer thread did not end within %g s and is left behind", SHUTDOWN_TIMEOUT_S
+                "a transfer thread did not end within %g s: the store stays open until the "
+                "process ends",
+                SHUTDOWN_TIMEOUT_S,
             )
 
     def _end(self, task: Transfer) -> None:

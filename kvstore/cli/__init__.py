@@ -1,4 +1,4 @@
-"""The `kvstore` command: one file per subcommand, imported when it is asked for."""
+"""Runs the `kvstore` command: one file per subcommand, imported when it is asked for."""
 
 from __future__ import annotations
 

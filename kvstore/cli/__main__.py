@@ -1,4 +1,4 @@
-"""`python -m kvstore.cli`: the `kvstore` command where it is not on PATH."""
+"""Runs the `kvstore` command where it is not on PATH: `python -m kvstore.cli`."""
 
 import sys
 

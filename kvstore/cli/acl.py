@@ -1,6 +1,6 @@
-"""`kvstore acl`: the rights of clients, nodes and operators, for Redis to take over.
+"""`kvstore acl` writes the rights of clients, nodes and operators, for Redis to take over.
 
-Contacts nobody. Rules go to standard output and hold no password, only hashes;
+It contacts nobody. Rules go to standard output and hold no password, only hashes;
 passwords that were made here go to standard error, once.
 """
 

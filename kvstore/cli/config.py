@@ -1,4 +1,4 @@
-"""`kvstore config`: print the settings in force on this host as TOML, and where each comes from."""
+"""`kvstore config` prints the settings in force on this host as TOML, and where each comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvstore doctor`: every check with what it found and what to do. Starts nothing."""
+"""`kvstore doctor` runs every check and says what it found and what to do. It starts nothing."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ CHECKS = (
 
 
 class Row(NamedTuple):
+    """A finding, and the check that made it."""
+
     check: str
     finding: Finding
 

@@ -1,4 +1,4 @@
-"""`kvstore explain`: how much of a prompt, or which value, is there, and why not."""
+"""`kvstore explain` says how much of a prompt, or which value, is there, and why no more."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when there was an answer, whatever it is: a miss that is explained is no failure."""
+    """The exit code: 0 when there was an answer, whatever it is. A miss that is explained is no
+    failure."""
     tokens = _tokens(args.tokens) if args.tokens is not None else []
     client = Client(
         store_url(args, run_dir_of(args)),

@@ -1,4 +1,4 @@
-"""Memory nodes as child processes: started together, again when they die, ended together."""
+"""Runs memory nodes as child processes: starts them, starts again those that die, ends them."""
 
 from __future__ import annotations
 

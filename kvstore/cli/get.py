@@ -1,4 +1,4 @@
-"""`kvstore get KEY [-o FILE]`: the value's bytes as they are."""
+"""`kvstore get KEY [-o FILE]` writes a value's bytes as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvstore ls`: the blocks on this host's nodes."""
+"""`kvstore ls` lists the blocks on this host's nodes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ where no client has told since that start. --json has them in full.
 
 
 class Block(NamedTuple):
+    """One block as a node lists it."""
+
     key: str
     """The hash, in hexadecimal."""
     name: str | None

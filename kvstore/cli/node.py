@@ -1,4 +1,4 @@
-"""`kvstore node`: one memory node in the foreground, until a signal or its last client's end."""
+"""`kvstore node` runs a memory node in the foreground, until a signal or its last client's end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """How much memory a node takes and how it uses it."""
+    """Add the options for how much memory a node takes and how it uses it."""
     parser.add_argument(
         "--size",
         type=size_bytes,
@@ -113,14 +113,14 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def node_bytes(asked: int | None, *, nodes: int = 1) -> int:
-    """What was asked for, else the default as far as the container's memory limit allows it."""
+    """The size that was asked for, else the default as far as the container's limit allows it."""
     if asked is not None:
         return asked
     return size_within(SIZE_BYTES_DEFAULT, memory_limit(), nodes=nodes)
 
 
 def add_stream(parser: argparse.ArgumentParser) -> None:
-    """How a node serves other hosts."""
+    """Add the options for how a node serves other hosts."""
     group = parser.add_argument_group(
         "other hosts", f"The secret that both sides know is in {SECRET} or {SECRET_FILE}."
     )

@@ -1,4 +1,4 @@
-"""`[node]` of the operator's file: what `kvstore node` can be told by options, too."""
+"""Reads `[node]` of the operator's file: what `kvstore node` can also be told by options."""
 
 from __future__ import annotations
 

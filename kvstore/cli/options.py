@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Defines options that several commands share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 def size_bytes(text: str) -> int:
-    """`1GiB`, `512MiB`, `1.5G` or bytes. All powers of two: memory is bought in them."""
+    """Bytes of `1GiB`, `512MiB`, `1.5G` or a number. Units are powers of two, as memory is
+    bought in them."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or (found[3] and not found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1GiB, 512MiB or 1048576")
@@ -34,7 +35,7 @@ def size_bytes(text: str) -> int:
 def add_store(
     parser: argparse.ArgumentParser, *, namespace: bool = False, file: bool = False
 ) -> None:
-    """Which store: its Redis, its prefix there, and where its local nodes leave word.
+    """Add the options that say which store: its Redis, its prefix there, its run directory.
 
     With `file`, what is not given is left to the operator's file.
     """
@@ -92,7 +93,7 @@ def at_least_one(text: str) -> int:
 
 
 def no_password(url: str) -> str:
-    """`url` for messages: less user name and password."""
+    """`url` without user name and password, for messages."""
     from kvstore.index.redis.url import parse_url
 
     try:

@@ -1,4 +1,4 @@
-"""`kvstore put KEY [FILE|-]`."""
+"""`kvstore put KEY [FILE|-]` saves a value: the bytes of a file or of standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvstore stat`: nodes in the index and on this host, what they hold, what was found."""
+"""`kvstore stat` shows nodes in the index and on this host, what they hold and what was found."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _one(args: argparse.Namespace) -> int:
 
 
 def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
-    """Everything there is to tell, as plain data. A Redis that is away is told, not raised."""
+    """Everything there is to show, as plain data. That Redis is away is shown, not raised."""
     announced: dict[int, Announcement] = {}
     others: list[Stranger] = strangers(run_dir, key_prefix)
     index: dict[str, Any] = {"redis": no_password(url), "key_prefix": key_prefix, "error": ""}

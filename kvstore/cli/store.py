@@ -31,7 +31,7 @@ def embedded_url(run_dir: Path) -> str | None:
 
 
 def store_url(args: argparse.Namespace, run_dir: Path) -> str:
-    """The Redis that is meant. Raises `NodeUnavailableError` when none is named and none runs."""
+    """The URL of Redis. Raises `NodeUnavailableError` when none is named and none runs."""
     url = args.url or os.environ.get(URL_VARIABLE) or embedded_url(run_dir)
     if not url:
         raise NodeUnavailableError(
@@ -67,7 +67,7 @@ class LocalNode(NamedTuple):
 
     @contextmanager
     def asked(self) -> Iterator[ControlChannel]:
-        """Its control channel, said goodbye to at the end."""
+        """A context with the node's control channel, which is closed at its end."""
         channel = ControlChannel(
             self.directory,
             (self.announcement.node_id, self.announcement.epoch),
@@ -80,7 +80,7 @@ class LocalNode(NamedTuple):
             channel.close()
 
     def stats(self) -> dict[str, int | float]:
-        """Raises `NodeUnavailableError` or `DeadlineError`."""
+        """What the node counts. Raises `NodeUnavailableError` or `DeadlineError`."""
         with self.asked() as channel:
             return dict(channel.request(Op.STAT, accept=counters))
 

@@ -1,4 +1,4 @@
-"""`kvstore up`: Redis and memory nodes in the foreground, and nothing left of them afterwards."""
+"""`kvstore up` runs Redis and memory nodes in the foreground, and leaves nothing of them behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvstore node --vram`: a process that owns VRAM, which engines save to and read from."""
+"""`kvstore node --vram` runs a process that owns VRAM, which engines save to and read from."""
 
 from __future__ import annotations
 

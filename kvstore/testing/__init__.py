@@ -1,1 +1,1 @@
-"""Shipped for tests, ours and yours: the simulator and the models. Production never imports it."""
+"""Holds the simulator and the models, for tests of ours and yours. Production never imports it."""

@@ -1,4 +1,4 @@
-"""A `BlockStore` in this process's memory: the model that connectors are tested with.
+"""Keeps a `BlockStore` in this process's memory: the model that connectors are tested with.
 
 It keeps the promises of the contracts (tests/contract/blockstore.py and saver.py run against
 it and against `BlockSession`) and lets a test be the rest of the world: evict a

@@ -1,6 +1,6 @@
-"""A CUDA device without one: its memory is files, descriptors stand for it, copies are late.
+"""Models a CUDA device: its memory is files, descriptors stand for it, copies are late.
 
-For tests on machines that have no device, between real processes too. What a driver would
+It is for tests on machines that have no device, between real processes too. What a driver would
 punish with wrong bytes or an error it punishes as well: a copy is carried out by another
 thread some time after it was queued, in parts; addresses that are no memory of the device,
 writes to what was opened to be read, and copies over the border of what was page-locked at

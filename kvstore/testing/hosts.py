@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces with an address each, joined by a switch.
+"""Makes several hosts of one machine: network namespaces with an address each, joined by a switch.
 
 Everything lies inside the namespaces, the switch too, so nothing of this machine's own
 network changes and any number of such clusters may exist at once. Needs root and the
@@ -213,7 +213,7 @@ class Hosts:
                 stop(pid)
 
     def resume(self, host: str) -> None:
-        """The end of `pause`."""
+        """Let every process on `host` go on after `pause`."""
         self._signal(self.pids(host), signal.SIGCONT)
 
     @staticmethod
@@ -231,7 +231,7 @@ class Hosts:
             self.cut(target, source, one_way=True)
 
     def join(self, source: str, target: str) -> None:
-        """The end of `cut`, in both directions."""
+        """Undo `cut`, in both directions."""
         for one, other in ((source, target), (target, source)):
             with suppress(OSError):  # it was not cut in this direction
                 self._next_hop(one, other, "del")
@@ -246,7 +246,7 @@ class Hosts:
         _ip("-n", self.space(SWITCH), "link", "set", f"to-{host}", "down")
 
     def rejoin(self, host: str) -> None:
-        """The end of `isolate`. Nobody remembers whom it could not find meanwhile: a kernel
+        """Undo `isolate`. Nobody remembers whom it could not find meanwhile: a kernel
         answers "no route to host" for seconds out of that memory."""
         _ip("-n", self.space(SWITCH), "link", "set", f"to-{host}", "up")
         for other in (*self.names, SWITCH):

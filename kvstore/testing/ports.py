@@ -1,4 +1,4 @@
-"""Ports for servers that are started later."""
+"""Holds ports for servers that are started later."""
 
 from __future__ import annotations
 

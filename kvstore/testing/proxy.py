@@ -1,4 +1,4 @@
-"""A TCP proxy that is slow, silent, rude or noisy on request: the network between two of us."""
+"""Puts a TCP proxy before a server: the proxy is slow, silent, rude or noisy on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping a process so that it really stands still."""
+"""Stops a process so that it really stands still."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Chaos: engines serve a steady load while the memory node and Redis are
-killed and paused, records are forged, and men in the middle change what Redis answers and what
-two hosts say to each other.
+"""Serves a steady load by engines while faults strike the store, and compares every answer.
+
+The memory node and Redis are killed and paused, records are forged, and men in the middle change
+what Redis answers and what two hosts say to each other.
 
 Two engines with the connector share one node and one Redis; one is on the node's host, the other
 reaches it as from another host, by streams that a secret seals. Afterwards an engine without a

@@ -1,4 +1,4 @@
-"""What a chaos run does and how it is judged: faults, prompts, verdict. Nothing here acts."""
+"""Plans what a chaos run does and judges it: faults, prompts, verdict. Nothing here acts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chaos run shows at its end: a table, and TTFT over time with the faults marked."""
+"""Shows a chaos run at its end: a table, and TTFT over time with the faults marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scripts/cluster`: a Redis and a memory node on each of k hosts that are network namespaces."""
+"""`scripts/cluster` runs a Redis, and a memory node on each of k hosts: network namespaces."""
 
 from __future__ import annotations
 

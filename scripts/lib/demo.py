@@ -1,4 +1,4 @@
-"""The main job: two producers and two consumers share KV through Redis and shared memory.
+"""Has two producers and two consumers share KV through Redis and shared memory: the main job.
 
     reference   an engine without a store answers every prompt: what is right
     round 1     the producers compute the prompts, half each, and save the KV

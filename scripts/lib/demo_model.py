@@ -1,6 +1,6 @@
-"""Write the demos' model and a tokenizer to a directory: `python demo_model.py DIR`.
+"""Writes the demos' model and a tokenizer to a directory: `python demo_model.py DIR`.
 
-Random weights, so it says nothing of sense; a token is a byte of the prompt.
+The weights are random, so its answers mean nothing. A token is a byte of the prompt.
 """
 
 from __future__ import annotations

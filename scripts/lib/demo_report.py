@@ -1,4 +1,4 @@
-"""What the demo shows at its end: a table and a picture of it."""
+"""Shows the demo's results at its end: a table and a picture of it."""
 
 from __future__ import annotations
 

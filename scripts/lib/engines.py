@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests, the demo and benchmarks, with a model made on the spot.
+"""Runs real vLLM engines for tests, the demo and benchmarks, with a model made on the spot.
 
     with EngineProcess(model_dir, EngineSettings(connector={...})) as engine:
         result = engine.generate([[1, 2, 3]], max_tokens=8)[0]

@@ -1,4 +1,6 @@
-"""Real vLLM engines on this machine's device share KV: `python scripts/lib/gpu_engine.py`.
+"""Checks that real vLLM engines on this machine's device share KV: run it by its path.
+
+    python scripts/lib/gpu_engine.py
 
 One engine only saves, a second only loads, a third does both; with VRAM pools and without.
 All must start, load what the first computed, and give its tokens. Runs on vLLM for CPUs as well,

@@ -1,4 +1,4 @@
-"""Plant bugs one at a time and see whether a test notices: scripts/mutants --help."""
+"""Plants bugs one at a time and looks whether a test notices: scripts/mutants --help."""
 
 from __future__ import annotations
 

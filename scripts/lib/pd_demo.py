@@ -1,4 +1,4 @@
-"""Prefill and decode engines with a router, on this machine: starts them, measures, ends them.
+"""Runs prefill and decode engines with a router on this machine, and measures them.
 
 One memory node, prefill engines that only save, decode engines that only load, one engine
 without a store to compare with, and `python -m connector.router` in front. What is sent and

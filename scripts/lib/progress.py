@@ -1,4 +1,4 @@
-"""How far a script is: bars in a terminal, lines where its output goes elsewhere."""
+"""Shows how far a script is: bars in a terminal, lines where its output goes elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scripts/rdma-check`: whether reading through NIXL works between two hosts, and over what."""
+"""`scripts/rdma-check` tests whether NIXL reads work between two hosts, and over what."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Lookups of blocks that are there, beside more busy processes than the machine can serve.
+"""Looks up blocks that are there, beside more busy processes than the machine can serve.
 
-An embedded Redis and memory node, as a user without any settings has them, all in one session.
+It uses an embedded Redis and memory node, as a user without any settings has them, in one session.
 Each round looks up through the connector's scheduler side, as an engine between two steps asks,
 once more so as if the blocks were another host's (the index is asked for all), and through
 `Client.match_prefix`; reads a prompt's blocks; and saves some, reads them, and has them published.

@@ -1,4 +1,4 @@
-"""What `scripts/starved` does beside looking up: reading, saving, publishing, asking Redis."""
+"""Does the rest of `scripts/starved` beside looking up: reads, saves, publishes, asks Redis."""
 
 from __future__ import annotations
 

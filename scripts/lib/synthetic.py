@@ -1,6 +1,6 @@
-"""An engine without a model, for machines without vLLM: its KV is hashes, worked out slowly.
+"""Stands in for an engine where there is no vLLM: its KV is hashes, worked out slowly.
 
-It speaks like the real one (engines.py), and what it "generates" depends on every
+It takes the requests of the real one (engines.py), and what it "generates" depends on every
 byte of its KV, so a wrong byte from the store shows in the output.
 """
 

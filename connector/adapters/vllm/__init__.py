@@ -1,4 +1,4 @@
-"""vLLM: its connector calls translated to the core. Importing this package imports no engine."""
+"""Translates vLLM's connector calls to the core. Importing this package imports no engine."""
 
 from typing import TYPE_CHECKING, Any
 

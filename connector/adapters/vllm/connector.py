@@ -1,4 +1,4 @@
-"""vLLM 0.32 and 0.33: translates their connector calls to the core, and nothing else."""
+"""Translates the connector calls of vLLM 0.32 and 0.33 to the core, and does nothing else."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ register_vllm()  # for those who name the module: vLLM looks a child's statistic
 
 @dataclass
 class KVStoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Scheduler to workers, once per step."""
+    """What the scheduler side tells the workers, once per step."""
 
     plan: StepPlan
 
 
 @dataclass
 class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler, once per step."""
+    """What the workers tell the scheduler side, once per step."""
 
     report: WorkerReport
 

@@ -49,7 +49,7 @@ class Watcher:
 
     @contextmanager
     def own_cache_emptied(self) -> Iterator[None]:
-        """Within, `reset_cache` is about the engine's own cache, not about the store."""
+        """A context in which `reset_cache` is about the engine's own cache, not about the store."""
         yield
 
     @property
@@ -63,8 +63,10 @@ class Watcher:
 
 
 def watch_engine_core() -> None:
-    """Safe to call again. Does nothing where vLLM's engine core is not loaded: then nobody runs
-    one in this process."""
+    """Hook into vLLM's engine core. Safe to call again.
+
+    Does nothing where that is not loaded: then nobody runs one in this process.
+    """
     module = sys.modules.get("vllm.v1.engine.core")
     core = getattr(module, "EngineCore", None)
     if core is None or getattr(core, _MARK, False):
@@ -101,7 +103,7 @@ def _scheduler_connector(core: Any) -> Any:
 
 
 def watchers(connector: Any) -> list[Watcher]:
-    """Ours: the connector itself, or those of a MultiConnector."""
+    """Our connectors: the connector itself, or those of a MultiConnector."""
     if isinstance(connector, Watcher):
         return [connector]
     return [c for child in getattr(connector, "_connectors", ()) for c in watchers(child)]

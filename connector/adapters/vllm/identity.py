@@ -23,7 +23,10 @@ UNREADABLE_FORMATS = ("ipc_cache", "modelexpress", "runai_streamer_sharded")
 
 
 def model_fields(vllm_config: Any, config: ConnectorSettings) -> dict[str, Field]:
-    """Reads the files of the weights, within `kvstore.limits.WEIGHTS_TIMEOUT_S` each."""
+    """Namespace fields of the model.
+
+    Reads the files of the weights, within `kvstore.limits.WEIGHTS_TIMEOUT_S` each.
+    """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     return {
         "engine": "vllm",

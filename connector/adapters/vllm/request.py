@@ -24,7 +24,7 @@ class HashedRequest:
         self, request: Any, block_tokens: int, hash_tokens: int, computed_with: tuple[str, ...] = ()
     ) -> None:
         """`hash_tokens`: tokens of one of vLLM's own hashes, a divisor of `block_tokens`.
-        `computed_with` is what vLLM's hashes leave out (`vllm_weights.Weights`)."""
+        `computed_with` is what vLLM's hashes leave out (`weights.Weights`)."""
         self._computed_with = computed_with
         self._request = request
         self._block_tokens = block_tokens

@@ -36,7 +36,8 @@ VLLM_NULL_BLOCK_ID = 0
 
 
 def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettings) -> EngineShape:
-    """Raises `UsageError` for what cannot be stored: it is better not to start than to guess."""
+    """What this engine caches. Raises `UsageError` for what cannot be stored: it is better not to
+    start than to guess."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -201,7 +202,9 @@ def _attention(number: int, spec: Any) -> tuple[Any, int | None]:
         )
     if spec.tokens_per_state != 1:
         raise UsageError(
-            "kv_cache_spec", (type(spec).__name__, spec.tokens_per_state), "one state a token"
+            "kv_cache_spec",
+            f"{type(spec).__name__}, {spec.tokens_per_state} tokens a state, in group {number}",
+            "cannot be stored: a state must stand for one token",
         )
     if full:
         return spec, None

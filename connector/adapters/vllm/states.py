@@ -52,7 +52,7 @@ def state_geometry(spec: MambaSpec, group: Any, pp_size: int) -> KVGeometry:
 
 
 def state_topology(spec: MambaSpec, tp_size: int, pp_size: int) -> TpKVTopology:
-    """Every worker has a part of its own, unless all of them hold the same."""
+    """The topology of states: every worker has a part of its own, unless all hold the same."""
     return TpKVTopology.of(tp_size, pp_size, 1 if spec.tp_replicated else tp_size)
 
 

@@ -15,7 +15,7 @@ from connector.stats import CountStats
 
 
 class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
-    """Its data is that of `CountStats.to_dict`."""
+    """vLLM's statistics of this connector; their data is that of `CountStats.to_dict`."""
 
     data: dict[str, Any]
 
@@ -34,7 +34,7 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Each of `METRICS` as `vllm:NAME`, with vLLM's labels and its own."""
+    """Shows each of `METRICS` as `vllm:NAME`, with vLLM's labels and its own."""
 
     def __init__(
         self,

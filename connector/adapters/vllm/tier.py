@@ -1,4 +1,4 @@
-"""vLLM's own offloading (`TieringOffloadingSpec`) with the store behind its host memory.
+"""Puts the store behind the host memory of vLLM's own offloading (`TieringOffloadingSpec`).
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector",
         "kv_role": "kv_both", "kv_connector_extra_config": {

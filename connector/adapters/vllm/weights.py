@@ -26,14 +26,17 @@ class Weights:
         self._adapters: OrderedDict[tuple[int, str, str], str] = OrderedDict()
 
     def of(self, request: Any) -> tuple[str, ...]:
-        """Goes into the hashes of all of the request's blocks; reads an adapter's files when its
-        first request comes, and again when vLLM is to load it again."""
+        """What goes into the hashes of all of the request's blocks.
+
+        Reads an adapter's files when its first request comes, and again when vLLM is to load it
+        again.
+        """
         adapter = request.lora_request
         version = ("weights", self._version) if self._version else ()
         return version if adapter is None else (*version, "lora", self._adapter(adapter))
 
     def may_have_changed(self) -> None:
-        """From here on they are like no others, until somebody names them."""
+        """Take the weights as like no others from here on, until somebody names them."""
         self._changes += 1
         self._version = f"private {self._process} {self._changes}"
 
@@ -44,7 +47,7 @@ class Weights:
             self.may_have_changed()
 
     def adapter_changes(self, lora_id: int) -> None:
-        """Its files are read again when its next request comes."""
+        """Have the adapter's files read again when its next request comes."""
         for name in [name for name in self._adapters if name[0] == lora_id]:
             del self._adapters[name]
 

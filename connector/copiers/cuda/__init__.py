@@ -1,1 +1,1 @@
-"""KV in the memory of CUDA devices: planning and copying. Only `queue` and `nvrtc` import CUDA."""
+"""Copies KV in the memory of CUDA devices. Only `queue` and `nvrtc` import CUDA."""

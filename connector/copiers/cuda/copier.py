@@ -1,4 +1,21 @@
-"""KV on a device: one kernel launch and one DMA per payload, beside the engine's own stream.
+"""Copies KV of a device by one kernel launch for a batch of payloads and one DMA for each.
+
+All of it runs on streams of its own, beside the engine's. A queue is a stream with a staging
+buffer and a table, and goes round:
+
+    free -> started -> free, by `wait`
+    gather     the kernel packs the batch into staging, then DMAs take it to host memory
+    scatter    DMAs bring the batch to staging, then the kernel spreads it over engine blocks
+
+The thread that saves uses the queues `saving` alone, the one that loads `loading`; two of each
+take turns, so that one's kernel runs beside the other's DMA.
+
+Must never happen:
+
+- a call that returns or raises while something that it started still runs: the engine may
+  use the blocks once the copy guard is left, so every call ends by waiting for both queues;
+- a staging buffer or table that is changed before `wait`;
+- host memory that is unmapped or unlocked under a DMA: `host_memory` is held for the whole call.
 
 What a device does is behind `Device`, so that a model of one runs the same code
 on the host (tests/support/host_device.py).
@@ -36,11 +53,14 @@ class HostMemory(Protocol):
 
 
 class DeviceQueue(Protocol):
-    """A staging buffer, and copies through it. All but `wait` return at once; what they start
-    is done in their order, and beside that of other queues. One thread at a time."""
+    """A staging buffer, and copies through it. One thread at a time may call.
+
+    All but `wait` return at once. What they start is done in their order, beside what other
+    queues do.
+    """
 
     staging: int
-    """Device address, a multiple of `plan.STAGING_ALIGNMENT_BYTES`."""
+    """Device address, a multiple of `kernel_plan.STAGING_ALIGNMENT_BYTES`."""
     staging_bytes: int
     table: memoryview
     """For the rows of `Page`s. Read by what `launch` starts, so not to be changed before `wait`."""
@@ -67,35 +87,34 @@ class DeviceQueue(Protocol):
 
 
 class Device(Protocol):
-    """What is there of it is of one process, made for the largest payload of its groups."""
+    """A device as one process uses it. Its queues take the largest payload of all groups."""
 
     saving: Sequence[DeviceQueue]
     loading: Sequence[DeviceQueue]
-    """Two each: one kernel runs while the other queue's DMA does."""
+    """Two queues each: the kernel of one runs beside the DMA of the other."""
 
     def constant(self, data: bytes) -> int:
         """Device address of a copy that stays as long as this object."""
         ...
 
     def host_memory(self) -> AbstractContextManager[HostMemory]:
-        """Held during copies: nothing is unmapped under them."""
+        """Hold the host memory during copies: nothing is unmapped or unlocked under them."""
         ...
 
     def mark_ready(self) -> Any:
-        """See `KVBlocks.mark_ready`."""
+        """See `KVCopier.mark_ready`."""
         ...
 
     def wait_ready(self, token: Any) -> None:
-        """See `KVBlocks.wait_ready`."""
+        """See `KVCopier.wait_ready`."""
         ...
 
 
 class DeviceCopier:
     """Implements `KVCopier`. Used by two threads, one that gathers and one that scatters.
 
-    A call returns when the bytes are where they belong, and not before nothing
-    of it runs any more, whatever it raises: the caller's copy guard (nobody writes
-    after having reported) needs that.
+    A call returns when the bytes are where they belong. When it raises, nothing of it runs any
+    more either, and what it was to write is undefined.
     """
 
     batch_blocks = DEVICE_BATCH_BLOCKS

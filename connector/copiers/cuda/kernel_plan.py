@@ -119,7 +119,7 @@ class Launch(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`Shape` of paged_copy.cu."""
+        """The fields of `Shape` of paged_copy.cu, in their order."""
         return (
             self.layers,
             self.pages,
@@ -166,7 +166,7 @@ class PagedLayout:
             raise InternalError(f"an engine block of {heads} heads is too large for the kernel")
 
     def layer_table(self) -> bytes:
-        """Rows of `Layer` of paged_copy.cu."""
+        """The table of layers, a row for each: `Layer` of paged_copy.cu."""
         return b"".join(LAYER.pack(*place) for place in self.layers)
 
     def gathered(self, item: Gather, address: int, layer: int | None) -> CopyPart:
@@ -253,7 +253,7 @@ class PagedLayout:
 
 
 def layout_of(layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> PagedLayout:
-    """Of layer tensors that `connector.copiers.registered.kv_blocks` accepts."""
+    """The layout of layer tensors that `connector.copiers.registered.kv_blocks` accepts."""
     places = []
     for layer in layers:
         size = layer.element_size()

@@ -1,7 +1,16 @@
 """Page-locks the store's shared memory, so that a device reads and writes it by DMA.
 
 What to lock is decided here; `Registrar` calls CUDA. Memory that is not page-locked can be
-copied all the same, through the driver's own staging: all that is lost is speed.
+copied all the same, through the driver's own staging: all that is lost is speed. A part is
+
+    unused -> asked for, by a copy -> locked -> unlocked, when its mapping is gone
+                                   -> left alone, beyond `bytes_max`
+                                   -> refused -> tried again, later each time
+
+Only the pool's thread locks and unlocks; threads that copy note what they use, and hold the table
+of that moment while they do. Must never happen: a part unlocked while a table that a copy holds
+has it; a part locked under a copy that does not know where its parts begin, for no DMA may go over
+the border of two; memory mapped anew where some is still locked.
 """
 
 from __future__ import annotations
@@ -34,6 +43,8 @@ Place = tuple[int, int, int]
 
 
 class Registrar(Protocol):
+    """What page-locks and unlocks memory: a driver, or a model of one."""
+
     def lock(self, address: int, size_bytes: int, writable: bool) -> str:
         """Page-lock a range that this process has mapped; why it cannot be, empty when it is."""
         ...
@@ -169,7 +180,7 @@ class LockedPool:
 
     @contextmanager
     def held(self) -> Iterator[_Table]:
-        """What is locked stays so, and mapped, meanwhile."""
+        """Hold the memory as it is: what is locked stays locked and mapped meanwhile."""
         with self._changed:
             table = self._table
             table.users += 1
@@ -199,7 +210,11 @@ class LockedPool:
         else:
             self._thread.join(SHUTDOWN_TIMEOUT_S)
             if self._thread.is_alive():
-                log.warning("page-locked memory is left to the end of the process")
+                log.warning(
+                    "page-locked memory was not unlocked within %g s and stays locked until this "
+                    "process ends",
+                    SHUTDOWN_TIMEOUT_S,
+                )
 
     # The thread
 
@@ -352,7 +367,7 @@ class LockedPool:
 
 
 def address_of(memory: Payload) -> int:
-    """Of its first byte, read-only memory included. Imports numpy."""
+    """The address of the first byte, of read-only memory too. Imports numpy."""
     if isinstance(memory, DeviceRange):
         return memory.address
     import numpy as np

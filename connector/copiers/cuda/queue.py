@@ -57,7 +57,7 @@ class Cuda:
             module = self.call(self.driver.cuModuleLoadData, code)
             return {name: self.call(get, module, name.encode()) for name in KERNELS}
 
-    # `pool.Registrar`
+    # `page_lock.Registrar`
 
     def lock(self, address: int, size_bytes: int, writable: bool) -> str:
         """Page-lock a range of this process's memory; why it cannot be, empty when it is."""

@@ -1,4 +1,4 @@
-"""KV on a device, copied by torch alone. Imports torch and numpy for tensors that it is given."""
+"""Copies KV on a device by torch alone, which, like numpy, is imported for tensors it is given."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `kvstore doctor` looks at; doctor.py runs and shows it."""
+"""Checks what `kvstore doctor` looks at; doctor.py runs them and shows what they found."""

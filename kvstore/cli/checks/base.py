@@ -1,4 +1,4 @@
-"""A check looks at one thing and says what it found and what to do about it."""
+"""Defines a check: it looks at one thing and says what it found and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 
 class Level(enum.StrEnum):
+    """How bad a finding is."""
+
     OK = "ok"
     INFO = "info"
     """Good to know; nothing to do."""
@@ -21,6 +23,8 @@ class Level(enum.StrEnum):
 
 
 class Finding(NamedTuple):
+    """What a check found, and what to do about it; `do` is empty when there is nothing to do."""
+
     level: Level
     found: str
     do: str = ""
@@ -39,13 +43,15 @@ Look = Callable[[Context], list[Finding]]
 
 
 class Check(NamedTuple):
+    """A look at one thing, which may take `timeout_s` seconds."""
+
     name: str
     look: Look
     timeout_s: float = 5.0
 
 
 def run_check(check: Check, context: Context) -> list[Finding]:
-    """What it finds, or that it failed or took too long. Never raises, never hangs."""
+    """What a check finds, or that it failed or took too long. Never raises, never hangs."""
     found: list[Finding] = []
 
     def look() -> None:
@@ -64,7 +70,7 @@ def run_check(check: Check, context: Context) -> list[Finding]:
 
 
 def read_text(path: str) -> str:
-    """A file of /proc or /sys, empty when it is not there."""
+    """The text of a file of /proc or /sys; empty when it is not there."""
     try:
         return Path(path).read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Checks packages, engines and devices. Nothing heavy is imported here: other processes try it."""
+"""Checks packages, engines and devices. What is heavy to import is tried in other processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ os._exit(0)  # an orderly end crashes in what UCX has loaded
 
 
 def version_of(*names: str) -> str | None:
-    """Of the first of these distributions that is installed; nothing is imported."""
+    """The version of the first of these distributions that is installed; nothing is imported."""
     for name in names:
         try:
             return metadata.version(name)

@@ -1,1 +1,1 @@
-"""Real processes and a real Redis, killed at random times: `scripts/crash-loop`."""
+"""Kills real processes and a real Redis at random times: `scripts/crash-loop`."""

@@ -1,4 +1,4 @@
-"""`python -m kvstore.testing.crash`: kill, and see what is left."""
+"""Kills processes of a store at random times and checks what is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of kills, and what must be true after them."""
+"""Runs rounds of kills, and checks what must be true after them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Loop:
     # --- rounds -----------------------------------------------------------
 
     def rounds(self, count: int) -> None:
-        """That many kills, one or none at a time; who died is started again at once."""
+        """Run `count` rounds of one kill or none; who died is started again at once."""
         for _ in range(count):
             self._round += 1
             time.sleep(self._rng.uniform(0, ROUND_S_MAX))
@@ -186,7 +186,7 @@ class Loop:
     # --- afterwards ---------------------------------------------------------
 
     def settle(self) -> None:
-        """No more kills: everybody gets on, and what the dead held comes back."""
+        """Kill no more and check that everybody gets on, and that what the dead held comes back."""
         self._wake(all_of_them=True)
         before = [list(worker.counters) for worker in self._workers]
 
@@ -249,7 +249,7 @@ class Loop:
             raise CrashError("a value of all the capacity cannot be read")
 
     def finish(self) -> None:
-        """An orderly end leaves nothing."""
+        """End in order and check that nothing is left."""
         announcement = self._node_dir.announcement()
         self._end_node(signal.SIGTERM)
         if self._node.exitcode != 0:

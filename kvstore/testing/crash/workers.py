@@ -1,4 +1,4 @@
-"""What the processes that are killed do. Each runs in a child of its own and never returns.
+"""Runs the processes that are killed, each in a child of its own that never returns.
 
 Every byte that is read is compared with a function of the key and the length, so a wrong
 one shows wherever it came from. Writers also do what programs do to a client: they fork while

@@ -1,4 +1,4 @@
-"""A seeded simulation of a whole cluster: real code, invented luck.
+"""Simulates a whole cluster by a seed: real code, invented luck.
 
 Client, control channel, daemon, core, segments and breakers run as they are, in
 threads that pass a baton; clocks, sockets, shared memory and the index are

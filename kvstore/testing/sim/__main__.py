@@ -1,4 +1,4 @@
-"""`python -m kvstore.testing.sim`: many seeds, or one again."""
+"""Simulates many seeds, or one again, and shows those that break a rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules that must hold in a simulated world, and what is true in it."""
+"""Checks the rules that must hold in a simulated world, and knows what is true in it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def content(key: Key, put: int, size_bytes: int) -> bytes:
 
 
 class Put(NamedTuple):
+    """One put of a key: its number among all puts, and its size."""
+
     number: int
     size_bytes: int
 
 
 class Checks:
-    """The referee. Every rule has its words from docs/architecture.md."""
+    """Checks every rule, in the words of docs/architecture.md, and raises `ViolationError`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -244,7 +246,7 @@ class Checks:
     # --- at the end ---------------------------------------------------------------------
 
     def process_ended(self, process: Process) -> None:
-        """What it held ends with it."""
+        """Note that a process has ended: what it held ends with it."""
         self.clients.pop(process, None)
         for actor in [actor for actor in self.copying if actor.process is process]:
             del self.copying[actor]

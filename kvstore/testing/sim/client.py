@@ -1,4 +1,4 @@
-"""A client process in the simulation: the real `Client`, at any pace, until its luck runs out."""
+"""Runs a client in the simulation: the real `Client`, at any pace, until its luck runs out."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Faults:
         return replace(self, **{name: 0.0})
 
     def drawn_by(self, seed: int) -> Self:
-        """Of each fault none, as given, or five times as much."""
+        """Rates drawn by the seed: of each fault none, as given, or five times as much."""
         rng = random.Random(-1 - seed)
         factors = {f.name: rng.choice((0.0, 0.0, 1.0, 1.0, 5.0)) for f in fields(self)}
         return replace(self, **{n: getattr(self, n) * factor for n, factor in factors.items()})

@@ -1,4 +1,4 @@
-"""An index that fails, forgets, lags, falls back and lies on request, around the model."""
+"""Wraps the model of an index so that it fails, forgets, lags, falls back and lies on request."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class SimServer(MemoryIndex):
         return self.lying or self.forged
 
     def answer(self, key: Key, truth: Record | None) -> Record | None:
-        """What a reader gets to see."""
+        """The record that a reader gets to see."""
         if self.lying:
             return self.lie(key, truth)
         return self._forge(key, truth) if self.forged else truth

@@ -1,4 +1,4 @@
-"""The machine that the code is given during a simulation: the world decides."""
+"""Implements the machine that code is given during a simulation: the simulated world decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many seeds on all cores, and what to do with one that breaks a rule."""
+"""Simulates many seeds on all cores, and finds a smaller example of one that breaks a rule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Broken(NamedTuple):
 
 
 class SeedOutcome(NamedTuple):
-    """What some seeds came to."""
+    """What came of some seeds."""
 
     seeds: int
     steps: int
@@ -35,7 +35,7 @@ class SeedOutcome(NamedTuple):
 
 
 def try_seed(seed: int, faults: Faults | None = None, *, whole_trace: bool = False) -> SeedOutcome:
-    """One seed; what goes wrong is returned."""
+    """Simulate one seed. What goes wrong is returned, not raised."""
     seen: list[World] = []
 
     def watch(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Shared memory that real segment code writes, with others looking on between its stores."""
+"""Models shared memory that real segment code writes, with others looking on between its stores."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Files:
 
 
 class SimOwned(OwnedShm):
-    """A node's segment; the referee sees every write before it happens."""
+    """A node's segment; `Checks` sees every write before it happens."""
 
     def __init__(self, *args: Any, machine: SimMachine, **kwargs: Any) -> None:
         self.world = machine.world
@@ -105,7 +105,7 @@ class SimOwned(OwnedShm):
 
 
 def copy(world: World, destination: memoryview, source: memoryview) -> None:
-    """Piece by piece; the referee knows where somebody writes."""
+    """Copy piece by piece; `Checks` knows where somebody writes."""
     size_bytes = len(destination)
     step = -(-size_bytes // COPY_CHUNKS) or 1
     actor = world.current

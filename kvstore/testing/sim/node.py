@@ -1,4 +1,4 @@
-"""A memory node in the simulation: the real daemon and core, on a loop of simulated time."""
+"""Runs a memory node in the simulation: the real daemon and core, on a loop of simulated time."""
 
 from __future__ import annotations
 
@@ -119,6 +119,8 @@ class SimFlag:
 
 
 class SimConnection(Connection):
+    """A node's connection to a simulated client, which is of the same user."""
+
     def peer_uid(self) -> int:
         return os.geteuid()
 

@@ -18,6 +18,8 @@ POLL_S = 0.25
 
 
 class Report(NamedTuple):
+    """What came of one seed that broke no rule."""
+
     seed: int
     steps: int
     counts: dict[str, int]

@@ -56,7 +56,7 @@ class Actor:
         self.thread: threading.Thread | None = None
 
     def notify(self) -> None:
-        """What it waits for has come."""
+        """Wake this thread: what it waits for has come."""
         self.wake_at = 0.0
 
 
@@ -86,7 +86,7 @@ class Scheduler:
     # --- what simulated code calls ------------------------------------------
 
     def pause(self) -> None:
-        """Others may run here."""
+        """Let others run here."""
         self.current.wake_at = 0.0
         self._switch()
 

@@ -1,4 +1,4 @@
-"""A client's session in the simulated world."""
+"""Gives a client of the simulated world its session."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _NoReaper(Reaper):
 
 
 class SimSession(BlockSession):
-    """Of a client process."""
+    """The session of a simulated client process."""
 
     world: World
 

@@ -1,4 +1,4 @@
-"""The last steps before a rule broke, for people."""
+"""Keeps the last steps before a rule broke, for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One simulated cluster: hosts, nodes, clients, an index, and the luck they have."""
+"""Holds one simulated cluster: hosts, nodes, clients, an index, and the luck they have."""
 
 from __future__ import annotations
 
