@@ -35,6 +35,7 @@ class LaunchedEngine:
         self._calls = 0
         (folder / "start.json").write_text(json.dumps({"model": str(model), "settings": settings}))
         self.log = folder / "log"
+        _clear()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
@@ -90,9 +91,14 @@ class LaunchedEngine:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(10)
-        # vLLM leaves it, under the name that the next such engine of this host gives its own.
-        for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
-            left.unlink()
+        _clear()
+
+
+def _clear() -> None:
+    """vLLM leaves it, under the name that the next such engine of this host gives its own: also
+    one that was killed, of whoever ran before."""
+    for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+        left.unlink()
 
 
 def main() -> None:
