@@ -94,8 +94,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._pages: Pages | None = None
         self._ended: Results[JobResult] = Results(lambda: None)
-        self._failed: dict[int, Collection[OffloadKey]] = {}
-        """Keys of loads that did not succeed, by job: not to be found again by the same request."""
+        self._failed: set[OffloadKey] = set()
+        """Keys that could not be loaded: not to be found again by the request that asked."""
         self._draining = threading.Event()
         """What waits in the queue fails instead of beginning."""
         self._tasks = TaskThread("kvstore-tier", lambda: None)
@@ -165,7 +165,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             partly = tuple(done) if job.is_promotion and done and not whole else None
             if job.is_promotion and not whole:
                 with self._lock:
-                    self._failed[job_id] = set(keys).difference(done)
+                    self._failed.update(set(keys).difference(done))
             self._ended.put(job_id, JobResult(job_id, whole, partly, seconds, moved_bytes))
 
         def task() -> None:
@@ -178,9 +178,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = self._ended.pop_all()
         with self._lock:
-            failed, self._failed = self._failed, {}
-        for keys in failed.values():
-            self._lookups.mark_miss(keys)  # else vLLM asks for the same load for ever
+            failed, self._failed = self._failed, set()
+        self._lookups.mark_miss(failed)  # else vLLM asks for the same load for ever
         return list(results.values())
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
