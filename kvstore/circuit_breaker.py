@@ -35,10 +35,10 @@ class Breaker:
 
     __slots__ = (
         "_delay_s",
-        "_failures",
         "_failures_max",
         "_retry_after_max_s",
         "_retry_after_s",
+        "failures",
         "probe_at",
         "state",
     )
@@ -60,7 +60,8 @@ class Breaker:
         self._failures_max = failures_max
         self._retry_after_s = retry_after_s
         self._retry_after_max_s = retry_after_max_s
-        self._failures = 0
+        self.failures = 0
+        """To be read: in a row, while closed; with none a success says nothing new."""
         self._delay_s = retry_after_s
         self.state = BreakerState.CLOSED
         """To be read: as of the last call; an open one turns half-open inside `allows`."""
@@ -82,7 +83,7 @@ class Breaker:
         if self.state is BreakerState.OPEN:
             return
         self.state = BreakerState.CLOSED
-        self._failures = 0
+        self.failures = 0
         self._delay_s = self._retry_after_s
 
     def failed(self, now: float, *, hung: bool = False) -> None:
@@ -93,8 +94,8 @@ class Breaker:
             self._delay_s = min(self._delay_s * 2, self._retry_after_max_s)
             self._open(now)
             return
-        self._failures += 1
-        if hung or self._failures >= self._failures_max:
+        self.failures += 1
+        if hung or self.failures >= self._failures_max:
             self._open(now)
 
     def _open(self, now: float) -> None:

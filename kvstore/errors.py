@@ -26,6 +26,9 @@ class UsageError(KVStoreError, ValueError):
         self.field = field
 
 
+NO_DESCRIPTORS = "raise the limit of open files (`ulimit -n`), or close some"
+
+
 class PeerError(KVStoreError):
     """A peer's fault: Redis, a node or the machine did not do its part."""
 

@@ -45,6 +45,17 @@ class FileLock:
             return False
         return True
 
+    def is_at(self, path: Path) -> bool:
+        """Whether the open file is the one at `path`: else others may lock another one there.
+
+        Raises `OSError` when nobody can say: the directory may not be entered, say.
+        """
+        try:
+            there = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(os.fstat(self._fd), there)
+
     def release(self) -> None:
         """Give the lock back and close the file. Safe to call twice, and in a forked child, which
         holds nothing."""

@@ -32,6 +32,32 @@ def interruption(error: BaseException) -> BaseException | None:
     return None
 
 
+def let_through(error: BaseException) -> None:
+    """Raises what a handler of signals raised, if `error` is that or was made of it: for whoever
+    catches what a peer or the machine raises."""
+    raised = interruption(error)
+    if raised is not None:
+        raise raised from raised.__cause__
+
+
+class Suppressed:
+    """As `contextlib.suppress`, but what a handler of signals raised goes through."""
+
+    def __init__(self, *errors: type[Exception]) -> None:
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        return isinstance(error, self._errors) and interruption(error) is None
+
+
 def _handlers() -> set[CodeType]:
     """The code of those that are written in Python."""
     found: set[CodeType] = set()

@@ -18,7 +18,7 @@ from contextlib import suppress
 from hashlib import blake2b, sha256
 
 from kvstore.errors import UsageError
-from kvstore.limits import USER_KEY_BYTES_MAX
+from kvstore.limits import TTL_S_MAX, USER_KEY_BYTES_MAX
 from kvstore.types import TAG_BYTES, Key
 
 DIGEST_BYTES = 24
@@ -29,6 +29,10 @@ Field = str | int | float | bool | None
 
 
 SALT_FIELD = "tenant_salt"
+TTL_FIELD = "ttl_s"
+"""A field that bounds the life of the namespace's blocks, in whole seconds."""
+_BOUNDED = 1 << 31
+_TTL_SHIFT, _TTL_BITS = 22, 9
 _ID, _KEY = b"kvstore-salt-id", b"kvstore-salt"
 
 
@@ -37,11 +41,31 @@ def _salted(digest: bytes, salt: bytes) -> bytes:
     return blake2b(digest, digest_size=32, key=key, person=b"kvstore-ns-salt").digest()
 
 
+def ttl_of(namespace_id: int) -> int:
+    """How many seconds blocks of that namespace may live; 0: as long as there is room.
+
+    It stands in the id itself, so that whoever has a block knows it, a node after a restart too:
+    up to 16 s exactly, above that rounded down by at most a sixteenth.
+    """
+    if not namespace_id & _BOUNDED:
+        return 0
+    code = namespace_id >> _TTL_SHIFT & (1 << _TTL_BITS) - 1
+    return code if code < 16 else (16 + code % 16) << code // 16 - 1
+
+
+def _ttl_code(ttl_s: Field) -> int:
+    if type(ttl_s) is not int or not 1 <= ttl_s <= TTL_S_MAX:
+        raise UsageError(TTL_FIELD, ttl_s, f"must be a whole number from 1 to {TTL_S_MAX}")
+    shift = max(ttl_s.bit_length() - 5, 0)
+    return (shift << 4) + (ttl_s >> shift)
+
+
 class Namespace:
     """Fingerprint of everything that must match for bytes to be reusable.
 
     Built from named fields (model, dtype, layers, ...); two namespaces are the
-    same exactly when all their fields are. Every key is bound to one.
+    same exactly when all their fields are. Every key is bound to one. The field `ttl_s` bounds
+    the life of its blocks (docs/decisions/0036).
     """
 
     __slots__ = ("_of_blocks", "_of_engine", "_of_values", "fields", "fingerprint", "id")
@@ -61,8 +85,12 @@ class Namespace:
                 must = "must be text, a number, a truth value or None"
                 raise UsageError(f"namespace[{name!r}]", value, must)
         of_fields = blake2b(self.canonical(), digest_size=32, person=b"kvstore-ns-v1").digest()
-        self.id: int = int.from_bytes(of_fields[:4], "little")
-        """32 bits of the fields' hash, kept in slot headers so that a namespace can be cleared."""
+        self.id: int = int.from_bytes(of_fields[:4], "little") & _BOUNDED - 1
+        """31 bits of the fields' hash, kept in slot headers so that a namespace can be cleared; 22
+        where a field bounds the life of its blocks, and what `ttl_of` tells."""
+        if TTL_FIELD in self.fields:
+            bound = _BOUNDED | _ttl_code(self.fields[TTL_FIELD]) << _TTL_SHIFT
+            self.id = bound | self.id & (1 << _TTL_SHIFT) - 1
         self.fingerprint: bytes = _salted(of_fields, salt) if salt else of_fields
         # One root for each kind of key: a name, tokens and an engine's hash may be
         # the same bytes and still never give the same key.

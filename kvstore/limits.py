@@ -85,6 +85,9 @@ travels alone."""
 CLAIMED_BYTES_MAX: Count = 16 << 20
 """What a call makes room for on the word of records in the index; beyond it the nodes are asked
 first whether blocks are as long as that."""
+ANOTHERS_BYTES_MAX: Count = 1 << 30
+"""What one `get_many` makes room for on the word of other users' nodes on this host; what goes
+beyond it is a miss. What has an `out` takes no room."""
 STREAM_SLOW_BYTES_PER_S: Count = 50 << 20
 """A stream slower than this counts as stuck: what a batch's deadline is lengthened by."""
 STREAM_FRAME_BYTES_MAX = 1 << 20
@@ -156,6 +159,14 @@ WEIGHT_SAMPLES_MAX = 16384
 WEIGHT_SAMPLES_MIN = 16
 """Of each file, however many there are."""
 
+RETAINED_S_MAX = 30 * 24 * 3600
+"""How long a block may be retained at a time; who wants it longer asks again."""
+TENANT_BYTES_MAX = 256
+"""Of a tenant's name, as UTF-8."""
+TTL_S_MAX = 30 * 24 * 3600
+"""The longest bound on the life of a namespace's blocks; without one it has none."""
+EXPIRED_AT_ONCE_BYTES: Count = 16 << 20
+"""What a node wipes of blocks whose life is over before it serves the next request: 5 ms."""
 RESET_NAMESPACES_MAX = 64
 """Namespaces that one reset names; clients split longer ones."""
 RESETS_IDS_MAX = 1024
@@ -168,6 +179,29 @@ that was emptied a moment ago hears of them with their next heartbeat."""
 RESETS_SETTLE_S = 3.0
 """How long a node that starts with the blocks of a former start waits for the others to say
 again which resets it missed, when the index may have lost what they had said."""
+
+EVENT_KEYS_MAX = 4096
+"""Blocks in one event that a node publishes; more are several."""
+EVENT_MESSAGE_BYTES_MAX = 1 << 20
+"""One message of such events."""
+EVENT_BACKLOG_MAX: Count = 1 << 18
+"""Blocks, and messages, that wait until they are published; what comes beyond it is not, which
+routers see as a gap in the sequence. As many that were published are kept for who missed them."""
+EVENT_MESSAGES_WAITING_MAX: Count = 1024
+"""Messages that wait for one router that is slower than its node; it misses further ones, and
+sees that too."""
+EVENT_QUESTIONS_MAX: Count = 256
+"""Routers that wait for the same snapshot of a node's blocks."""
+EVENT_SOURCES_MAX: Count = 1024
+"""Nodes whose events one process listens to."""
+EVENT_BLOCKS_MAX: Count = 1 << 24
+"""Blocks of one node that a listener remembers."""
+EVENTS_SILENT_S: Seconds = 3.0
+"""A node whose events are not heard for so long holds nothing for its listeners: it speaks every
+second."""
+EVENTS_ANSWER_S: Seconds = 1.0
+"""How long a node may take to begin an answer to what a listener missed, and between two parts of
+it, before it is asked again."""
 
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
@@ -202,6 +236,24 @@ waits for its next start."""
 SEGMENTS_SEEN_MAX: Count = 1024
 """Segments of this user in /dev/shm that one look takes in; the others wait for the next."""
 
+LOOKUP_LINKS_MAX: Annotated[int, NumberRange(1, 1024)] = 8
+"""Connections of one client to one Redis server for reading; further threads wait for one, within
+their time-out."""
+PUBLISH_LINKS_MAX: Annotated[int, NumberRange(1, 64)] = 2
+"""The same for what nodes write."""
+SCRUB_KEYS_MAX: Annotated[int, NumberRange(1, BATCH_KEYS_MAX)] = 512
+"""Keys that a node compares with the index, four times a second. A look at as many takes 0.2 ms of
+Redis; 100,000 blocks are gone through in 50 s."""
+SHM_RESERVE_BYTES: Count = 16 << 20
+"""What a new segment leaves free in /dev/shm for everyone else."""
+CGROUP_RESERVE_BYTES: Count = 256 << 20
+"""What a node's process, and Redis beside it, need besides the segment of a container's memory."""
+STREAM_IDLE_TIMEOUT_S: Seconds = 600.0
+"""A connection over a stream without a request for so long is closed; clients connect again."""
+STREAM_HANDSHAKE_TIMEOUT_S: Seconds = 1.0
+"""For a peer to show that it knows the secret: from its first byte, and before that for it to
+come."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -221,6 +273,10 @@ class Limits:
     """Keys that left the node lately and why, kept for `explain`: about 170 bytes each."""
     namespaces: Count = 256
     """Namespaces whose fields a node remembers for `explain` and `kvstore ls`."""
+    retained_percent: Annotated[int, NumberRange(1, 80)] = 50
+    """Of the node's memory at most so much is retained; the rest is for whatever comes."""
+    retained_tenant_percent: Annotated[int, NumberRange(1, 80)] = 25
+    """The same for one tenant."""
     names: Count = 1 << 14
     """Values whose names a node remembers for `kvstore ls`: at most about 6 MB together."""
     redis_timeout_s: Seconds = 0.05

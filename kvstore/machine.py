@@ -20,9 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from kvstore import filelock, memory_files, nodedir
-from kvstore.memory_files import Room
+from kvstore import filelock, host_clock, memory_files, nodedir
+from kvstore.host_clock import Moment
+from kvstore.memory_files import Room, UnmappedFile
 from kvstore.nodedir import NodeDir
+from kvstore.unix_peer import peer_uid
 
 Clock = Callable[[], float]
 """Seconds."""
@@ -72,6 +74,8 @@ class Machine:
     """A clock that never runs backwards."""
     wall: Clock = staticmethod(time.time)
     """Seconds since 1970, as the machine believes: it may be set."""
+    moment: Callable[[], Moment] = staticmethod(host_clock.now)
+    """Now, for whoever of this host asks later how long ago that was."""
     sleep: Callable[[float], None] = staticmethod(time.sleep)
 
     def random_bits(self, count: int) -> int:
@@ -96,6 +100,10 @@ class Machine:
     def unix_socket(self) -> socket.socket:
         """A new Unix socket for a stream, not connected yet."""
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def peer_uid(self, connection: socket.socket) -> int:
+        """See `unix_peer.peer_uid`."""
+        return peer_uid(connection)
 
     def lock_file(self, path: Path) -> HeldFile | None:
         """See `filelock.try_lock`."""
@@ -124,6 +132,10 @@ class Machine:
     def map_memory(self, path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
         """See `memory_files.attach`."""
         return memory_files.attach(path, writable=writable, owner=owner)
+
+    def open_memory(self, path: Path, *, writable: bool, owner: int) -> UnmappedFile:
+        """See `memory_files.UnmappedFile`."""
+        return UnmappedFile(path, writable=writable, owner=owner)
 
     def own_memory(self, path: Path) -> HeldFile:
         """See `memory_files.own`."""

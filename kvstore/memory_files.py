@@ -14,6 +14,7 @@ import mmap
 import os
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,6 +94,70 @@ def attach(path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
     Raises `OSError` when it cannot be opened, and `ValueError` when it is empty or, with `owner`,
     is not a plain file of that user's.
     """
+    fd, size_bytes = _opened(path, writable, owner)
+    try:
+        if writable:
+            return WritableMap(fd, size_bytes)
+        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+class UnmappedFile:
+    """The file of another user's segment, read and written by calls instead of being mapped.
+
+    Its owner can make it shorter at any time: that ends a process that has it mapped (SIGBUS), and
+    costs a caller of this class some bytes. Calls raise nothing for what the owner does.
+    """
+
+    def __init__(self, path: Path, *, writable: bool, owner: int) -> None:
+        """As `attach`."""
+        self._fd = -1
+        self._fd, self._size_bytes = _opened(path, writable, owner)
+
+    def __len__(self) -> int:
+        """Its size when it was opened."""
+        return self._size_bytes
+
+    def __getitem__(self, part: slice) -> bytes:
+        """All those bytes, as of a mapping; zeros, which are no header, for what is not there."""
+        start = part.start or 0
+        raw = self.read(start, part.stop - start)
+        return bytes(part.stop - start) if raw is None else raw
+
+    def read(self, offset: int, size_bytes: int) -> bytes | None:
+        """That many bytes from `offset` on; None when there are fewer."""
+        with suppress(OSError):
+            raw = os.pread(self._fd, size_bytes, offset)
+            if len(raw) == size_bytes:
+                return raw
+        return None
+
+    def read_into(self, offset: int, target: memoryview) -> bool:
+        """Fill `target` with what begins at `offset`; False when there is less."""
+        with suppress(OSError):
+            return os.preadv(self._fd, [target], offset) == target.nbytes
+        return False
+
+    def write(self, offset: int, source: memoryview) -> bool:
+        """Write all of `source` at `offset`; False when that cannot be."""
+        with suppress(OSError):
+            # Beyond its end the file would grow, and take memory that is this user's.
+            there = offset + source.nbytes <= os.fstat(self._fd).st_size
+            return there and os.pwrite(self._fd, source, offset) == source.nbytes
+        return False
+
+    def close(self) -> None:
+        """Do nothing: another thread may be in the middle of a call, and its number of the file be
+        another file's afterwards. It is closed when nobody has this object any more."""
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def _opened(path: Path, writable: bool, owner: int | None) -> tuple[int, int]:
+    """The file, opened, and its size in bytes. Raises as `attach`."""
     # Not waiting for the other end: what is named may be a pipe.
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
@@ -100,14 +165,12 @@ def attach(path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
         status = os.fstat(fd)
         if owner is not None and (status.st_uid != owner or not stat.S_ISREG(status.st_mode)):
             raise ValueError(f"{path} is no plain file of user {owner}")
-        size_bytes = status.st_size
-        if size_bytes == 0:
+        if status.st_size == 0:
             raise ValueError(f"{path} is empty")
-        if writable:
-            return WritableMap(fd, size_bytes)
-        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    return fd, status.st_size
 
 
 def own(path: Path) -> FileLock:

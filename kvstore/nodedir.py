@@ -7,7 +7,9 @@
     ready         why it is not ready; empty once it is
     room          bytes it can take without evicting, a hint
     resets        resets of namespaces that it knows of, and what it last saw of the index
-    keep          its last sign of life, when its segment is to wait for its next start
+    keep          its last sign of life (host_clock.py), when its segment is to wait for its next
+                  start
+    unwatched     says that the lease of a living client was removed: only this start knows of it
     leases/ID     one file per client, flock held for as long as the client's process lives
 
 A lock outlives a lost connection and a stopped process and ends with the
@@ -22,20 +24,23 @@ import json
 import logging
 import os
 import shutil
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvstore import host_clock
 from kvstore.errors import UsageError
 from kvstore.filelock import is_locked, try_lock
+from kvstore.interruption import let_through
 from kvstore.limits import RESTART_WITHIN_S
-from kvstore.small_files import read_small
+from kvstore.small_files import read_small, read_start
+from kvstore.small_json import parse_object
 
 log = logging.getLogger("kvstore.node")
 
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
 KEEP, READY, ROOM, RESETS, VRAM = "keep", "ready", "room", "resets", "vram.sock"
+UNWATCHED = "unwatched"
 ROOM_BYTES = 8
 VERSION = 3
 """Of what a node is reached by: grows with every change of its announcement, of the control
@@ -44,6 +49,10 @@ NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
 FILE_BYTES_MAX = 1 << 20
 """Of what is read here: the directory may be another user's."""
+ANNOUNCEMENT_BYTES_MAX = 64 << 10
+"""Of what a node says of itself; the resets that it knows of are the most of it, 8 KB."""
+VERSION_MAX = (1 << 32) - 1
+"""A number beyond is no version, and is not shown to anybody."""
 WORD_CHARS_MAX = 255
 """Of what a node of another version is said to be called."""
 
@@ -93,12 +102,13 @@ class Announcement:
     def unpack(cls, raw: bytes) -> Announcement | None:
         """The announcement in `raw`; None when it is none of this version: nobody to reach."""
         try:
-            fields = json.loads(raw)
-            if not isinstance(fields, dict) or fields.get("version") != VERSION:
+            fields = _fields(raw)
+            if fields.get("version") != VERSION:
                 return None
             known = {f.name: f.type for f in dataclasses.fields(cls)}
             found = cls(**{name: fields[name] for name in known})
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (KeyError, TypeError) as e:
+            let_through(e)
             return None
         right = all(
             type(getattr(found, n)).__name__ == t.partition("[")[0] for n, t in known.items()
@@ -123,7 +133,7 @@ def stranger(raw: bytes) -> Stranger | None:
     """Who announced `raw`, when that is a node of another version; else None."""
     fields = _fields(raw)
     version = fields.get("version")
-    if type(version) is not int or version == VERSION:
+    if type(version) is not int or version == VERSION or not 0 <= version <= VERSION_MAX:
         return None
     said = (fields.get(name) for name in ("name", "host", "key_prefix"))
     name, host, key_prefix = (str(value)[:WORD_CHARS_MAX] for value in said)
@@ -132,18 +142,14 @@ def stranger(raw: bytes) -> Stranger | None:
 
 def _fields(raw: bytes) -> dict[str, Any]:
     """The fields of an announcement of any version; empty when `raw` is no announcement."""
-    try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+    return parse_object(raw, ANNOUNCEMENT_BYTES_MAX)
 
 
 class NodeDir:
     """One node's directory."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
-        if not name or len(name) > NAME_CHARS_MAX or not name.replace("-", "").isalnum():
+        if len(name) > NAME_CHARS_MAX or not name.replace("-", "").isalnum():
             raise UsageError(
                 "name", name, f"must be 1 to {NAME_CHARS_MAX} letters, digits or hyphens"
             )
@@ -158,6 +164,9 @@ class NodeDir:
         self.room_path = self.path / ROOM
         self.resets_path = self.path / RESETS
         self.vram_socket = self.path / VRAM
+        self.unwatched = self.path / UNWATCHED
+        self._told: tuple[Announcement, os.stat_result] | None = None
+        """What this process announced last, and the file that says so."""
 
     def announce(self, announcement: Announcement) -> None:
         """Write the announcement: readers see the old one or the new one, whenever the node is
@@ -165,7 +174,24 @@ class NodeDir:
         fresh = self.announcement_path.with_suffix(".new")
         fresh.write_bytes(announcement.pack())
         fresh.chmod(0o644)  # who may enter the directory may read it, whatever the umask
+        told = fresh.stat()
         fresh.rename(self.announcement_path)
+        self._told = announcement, told
+
+    def announce_again(self) -> bool:
+        """Write what was announced last once more if its file was taken away or replaced; whether
+        it was. Raises `OSError`."""
+        if self._told is None:
+            return False
+        announcement, told = self._told
+        try:
+            there = self.announcement_path.lstat()
+            if os.path.samestat(told, there) and told.st_size == there.st_size:
+                return False
+        except FileNotFoundError:
+            pass
+        self.announce(announcement)
+        return True
 
     def say_ready(self, why_not: str) -> None:
         """Say why the node is not ready, or with an empty text that it is. Health checks, which are
@@ -196,7 +222,8 @@ class NodeDir:
         """The free bytes that the node said last; 0 when it said nothing."""
         try:
             return int.from_bytes(read_small(self.room_path, ROOM_BYTES), "little")
-        except OSError:
+        except OSError as e:
+            let_through(e)
             return 0
 
     def keep_resets(self, kept: dict[str, Any]) -> None:
@@ -209,48 +236,54 @@ class NodeDir:
     def kept_resets(self) -> dict[str, Any]:
         """What `keep_resets` wrote last; empty where it cannot be read."""
         try:
-            found = json.loads(read_small(self.resets_path, FILE_BYTES_MAX))
-        except (OSError, ValueError, RecursionError):
+            return parse_object(read_small(self.resets_path, FILE_BYTES_MAX), FILE_BYTES_MAX)
+        except OSError:
             return {}
-        return found if isinstance(found, dict) else {}
 
     def keep_segment(self) -> None:
         """Leave a sign of life: for `RESTART_WITHIN_S` from the last one, the segment of a dead
-        node waits for its next start."""
-        self.keep.touch(mode=0o600)
-        announcement = self.announcement()
-        if announcement is not None:
-            with contextlib.suppress(OSError):
-                os.utime(
-                    announcement.head_path
-                )  # for who finds the segment alone (segment/abandoned.py)
+        node waits for its next start. Raises `OSError`."""
+        fd = self.open_keep()
+        try:
+            os.pwrite(fd, host_clock.now().pack(), 0)
+        finally:
+            os.close(fd)
+
+    def open_keep(self) -> int:
+        """A descriptor of the file that signs of life are left in, made when it is not there: a
+        node keeps it, and can say that it lives when no other is to be had. Raises `OSError`."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(self.keep, flags, 0o600)
 
     def kept_for_s(self) -> float:
         """How many seconds the segment of this node, if it is dead, still waits for its next start;
         0 when it does not."""
-        paths = self._segment_paths()
         try:
-            died_at = self.keep.stat().st_mtime
+            changed_at = self.keep.stat().st_mtime
+            paths = self._segment_paths()
             if not paths or not all(path.exists() for path in paths):
                 return 0.0
+            written = host_clock.Moment.unpack(read_start(self.keep, host_clock.MOMENT_BYTES))
         except OSError:
             return 0.0
-        return max(died_at + RESTART_WITHIN_S - time.time(), 0.0)
+        return max(RESTART_WITHIN_S - host_clock.age_s(written, changed_at), 0.0)
 
     def _announced(self) -> bytes:
-        return read_small(self.announcement_path, FILE_BYTES_MAX)
+        return read_small(self.announcement_path, ANNOUNCEMENT_BYTES_MAX)
 
     def announcement(self) -> Announcement | None:
         try:
             return Announcement.unpack(self._announced())
-        except OSError:
+        except OSError as e:
+            let_through(e)
             return None
 
     def stranger(self) -> Stranger | None:
         """The node, when it is of another version."""
         try:
             return stranger(self._announced())
-        except OSError:
+        except OSError as e:
+            let_through(e)
             return None
 
     def _segment_paths(self) -> list[Path]:
@@ -263,25 +296,27 @@ class NodeDir:
         return [Path(path) for path in said if isinstance(path, str) and path]
 
     def owner(self) -> int:
-        """The user whose node this is. Raises `OSError` when the directory is not there."""
-        return self.path.stat().st_uid
+        """The user whose word the directory is: another one than this, if any could have put it
+        where it is found, also by a link. Raises `OSError` when it is not there."""
+        uids = [path.lstat().st_uid for path in (self.path, *self.path.parents[:2])]
+        return next((uid for uid in uids if uid != os.geteuid()), uids[0])
 
     def alive(self) -> bool:
         """Whether the node's process lives: its lock is held. True, too, where nobody can look: no
         file descriptor is left, say."""
         try:
             return is_locked(self.lock)
-        except OSError:
+        except OSError as e:
+            let_through(e)
             return True
 
     def lives_as(self, announcement: Announcement) -> bool:
         """Whether the start of the node that announced so lives; believed as `alive` is."""
         try:
             return self.alive() and Announcement.unpack(self._announced()) == announcement
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
+        except OSError as e:
+            let_through(e)
+            return not isinstance(e, FileNotFoundError)
 
     def remove(self) -> None:
         """Delete the directory and the segment it names. The caller holds the lock."""
@@ -314,11 +349,27 @@ def node_dirs(run_dir: Path) -> Iterator[NodeDir]:
     """Directories of all nodes of this host, living or dead, in name order."""
     try:
         names = sorted(path.name for path in (run_dir / "nodes").iterdir())
-    except OSError:
+    except OSError as e:
+        let_through(e)
         return
     for name in names[:NODES_SCANNED_MAX]:
         with contextlib.suppress(UsageError):
             yield NodeDir(run_dir, name)
+
+
+def announced(
+    directories: Iterable[NodeDir],
+    key_prefix: str | None = None,
+    start: tuple[int, int] | None = None,
+) -> Iterator[tuple[Announcement, NodeDir]]:
+    """What the nodes in `directories`, living or dead, announce: of all, of those that serve the
+    keys of `key_prefix`, or of one `start`, which is a node's (id, epoch)."""
+    for directory in directories:
+        announcement = directory.announcement()
+        if announcement is None or key_prefix not in (None, announcement.key_prefix):
+            continue
+        if start in (None, (announcement.node_id, announcement.epoch)):
+            yield announcement, directory
 
 
 def sweep(run_dir: Path, *, kept: bool = False, names: Collection[str] | None = None) -> list[str]:
@@ -333,6 +384,7 @@ def sweep(run_dir: Path, *, kept: bool = False, names: Collection[str] | None = 
     for node_dir in node_dirs(run_dir):
         if names is not None and node_dir.name not in names:
             continue
+        host_clock.set_right(node_dir.keep)
         if not kept and node_dir.kept_for_s() > 0:
             continue
         try:

@@ -118,7 +118,15 @@ def check_settings(settings: Any, *, inside: str = "") -> None:
     for name, allowed in allowed_in(type(settings)).items():
         value = getattr(settings, name)
         if not allowed.takes(value):
-            raise UsageError(inside + name, value, f"must be {allowed}")
+            raise UsageError(inside + name, value, f"must be {allowed}{_meant(value, allowed)}")
+
+
+def _meant(value: object, allowed: Allowed) -> str:
+    """The nearest of the words that a field may be, for who has mistyped one."""
+    if get_origin(allowed.kind) is not Literal or not isinstance(value, str):
+        return ""
+    near = get_close_matches(value, [one for one in get_args(allowed.kind) if one], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def read_settings(

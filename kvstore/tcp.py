@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from kvstore.interruption import let_through
 from kvstore.limits import NAMES_KEPT_MAX, NAMES_LOOKED_UP_MAX
 
 NAME_KEPT_S = 6.0
@@ -45,6 +46,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
             error = e
             if connection is not None:
                 connection.close()
+            let_through(e)
     raise error
 
 

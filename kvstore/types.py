@@ -74,6 +74,35 @@ EXISTS = PutResult(PutStatus.EXISTS)
 IN_PROGRESS = PutResult(PutStatus.IN_PROGRESS)
 
 
+class Retained(enum.IntEnum):
+    """What became of the wish to retain one block. The numbers are part of the protocol."""
+
+    YES = 0
+    """It is retained; of a release: not for this tenant (any more)."""
+    ABSENT = 1
+    """It is not there, or not sealed yet."""
+    NODE_BUDGET = 2
+    """Its node retains as much as it may (`Limits.retained_percent`)."""
+    TENANT_BUDGET = 3
+    """Its node retains as much for this tenant as it may (`Limits.retained_tenant_percent`)."""
+    OTHERS = 4
+    """Another tenant retains it, for a shorter time: that one's budget pays, and nobody else ends
+    or lengthens it."""
+    BOUNDED = 5
+    """Its namespace bounds its life, which goes before a wish to retain it."""
+
+
+class Tier(enum.StrEnum):
+    """Where a block lies, seen from who reads it; the nearest first. No node keeps blocks on a
+    disk."""
+
+    VRAM = "vram"
+    """Of a device of this host."""
+    HOST = "host"
+    """Memory of this host."""
+    OTHER_HOST = "other_host"
+
+
 def rejected(reason: str) -> PutResult:
     return PutResult(PutStatus.REJECTED, reason)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from redis_servers import RedisServer  # noqa: TC002  # as in every other test
+from signal_handlers import ERRORS, SAID, SignalledError, handling, raising, signals_in
 from stores import NodeProcess  # noqa: TC002
 
-from kvstore import Client
+from kvstore import Client, nodedir
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.local.control import ControlChannel
 from kvstore.errors import IndexUnavailableError
@@ -23,48 +23,9 @@ from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis.connection import Link
 from kvstore.index.redis.index import open_index
-from kvstore.interruption import interruption
+from kvstore.interruption import Suppressed, interruption
 
 KEY = os.urandom(32)
-
-
-class SignalledError(Exception):
-    pass
-
-
-SAID = re.compile("^by the handler$")
-ERRORS = [SignalledError, TimeoutError, ConnectionResetError, ValueError]
-
-
-@contextmanager
-def handling(handler: Callable[..., object]) -> Iterator[None]:
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def raising(error: type[Exception]) -> Callable[..., object]:
-    def handler(*_: object) -> None:
-        deeper()
-
-    def deeper() -> None:
-        raise error("by the handler")
-
-    return handler
-
-
-def signals_in(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """The signal arrives in that call, once."""
-    real = getattr(owner, name)
-
-    def signalled(*args: object, **kwargs: object) -> object:
-        monkeypatch.setattr(owner, name, real)
-        signal.raise_signal(signal.SIGUSR1)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, signalled)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -101,7 +62,7 @@ def put(client: Client) -> None:
 def test_what_a_handler_raises_comes_out_of_the_clients_call(
     node: NodeProcess,
     monkeypatch: pytest.MonkeyPatch,
-    owner: type,
+    owner: object,
     name: str,
     call: Callable[[Client], None],
     error: type[Exception],
@@ -113,6 +74,25 @@ def test_what_a_handler_raises_comes_out_of_the_clients_call(
             call(client)
         assert client.stats()["client"]["index_failures"] == 0
         put(client)  # the node is asked again at once
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_what_a_handler_raises_does_not_hide_the_node(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    with Client(**node.client_options) as client, monkeypatch.context() as patched:
+        signals_in(patched, nodedir, "read_small")
+        with handling(raising(error)), pytest.raises(error, match=SAID):
+            put(client)
+        put(client)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, SignalledError])
+def test_what_is_suppressed_is_not_what_a_handler_raised(error: type[Exception]) -> None:
+    with Suppressed(OSError):
+        raise FileNotFoundError
+    with handling(raising(error)), pytest.raises(error, match=SAID), Suppressed(OSError):
+        signal.raise_signal(signal.SIGUSR1)
 
 
 class Broken(MemoryIndex):

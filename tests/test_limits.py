@@ -1,5 +1,6 @@
 """Limits that promises are made of: the documents say a figure, and it is this one."""
 
+import ast
 from pathlib import Path
 
 from kvstore.limits import RESETS_KEPT_S, RESTART_WITHIN_S
@@ -15,3 +16,20 @@ def test_the_memory_of_a_dead_node_is_kept_for_as_long_as_the_documents_say():
         ("docs/architecture.md", "waits 10 minutes (`RESTART_WITHIN_S`)"),
     ):
         assert said in (ROOT / document).read_text(), document
+
+
+def test_a_range_is_declared_only_where_the_operators_file_reaches():
+    """`NAME: Count = 8` at the head of another module would look as if it moved."""
+    movable = {"kvstore/limits.py", "connector/limits.py"}
+    files = [path for top in ("kvstore", "connector") for path in (ROOT / top).rglob("*.py")]
+    assert len(files) > 200
+    declared = {
+        str(path.relative_to(ROOT)): node.target.id
+        for path in files
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and (names := {n.id for n in ast.walk(node.annotation) if isinstance(n, ast.Name)})
+        and names & {"Count", "Seconds", "Threads", "NumberRange"}
+    }
+    assert declared.keys() == movable

@@ -4,6 +4,7 @@ import socket
 import threading
 
 import pytest
+from clocks import died_ago
 from stores import announcement
 
 from kvstore.errors import UsageError
@@ -88,7 +89,7 @@ def test_a_segment_that_waits_for_its_node_is_swept_when_its_time_is_over_or_it_
 ):
     for name in ("lately", "long-ago", "named"):
         make(tmp_path, name).keep_segment()
-    os.utime(NodeDir(tmp_path, "long-ago").keep, (0, 0))
+    died_ago(RESTART_WITHIN_S + 1, keep=NodeDir(tmp_path, "long-ago").keep)
     assert sweep(tmp_path) == ["long-ago"]
     assert 0 < NodeDir(tmp_path, "lately").kept_for_s() <= RESTART_WITHIN_S
     assert sweep(tmp_path, kept=True, names={"named"}) == ["named"]

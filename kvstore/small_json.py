@@ -1,0 +1,30 @@
+"""Reads JSON that another process wrote, which may be anybody's: its size and depth are limited.
+
+A parser of JSON takes memory and time for what is in it, not for its length alone: a megabyte of
+empty lists is 350,000 objects and a second. So what opens lists and objects is counted first.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvstore.interruption import let_through
+
+BRACKETS_MAX = 64
+"""Lists and objects in what one process tells another; strings that have brackets count too."""
+
+
+def parse_object(raw: bytes | str, bytes_max: int) -> dict[str, Any]:
+    """The JSON object that `raw` is; empty when it is none, or one that is too large."""
+    if len(raw) > bytes_max:
+        return {}
+    opening: tuple[Any, Any] = ("[", "{") if isinstance(raw, str) else (b"[", b"{")
+    if sum(map(raw.count, opening)) > BRACKETS_MAX:
+        return {}
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as e:
+        let_through(e)
+        return {}
+    return fields if isinstance(fields, dict) else {}
