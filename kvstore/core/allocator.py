@@ -16,8 +16,9 @@ holes. Nothing is evicted for that; what may be moved for one request is limited
 Eviction, when nothing fits and nothing can be moved: the cheapest window of neighbouring
 free and evictable extents that holds the request, around any of the coldest `COLD_TRIED`
 blocks. Cost is the bytes of live blocks in it, those of hot blocks counted up to `1 + HEAT`
-times. A window ends at what is reserved or pinned; when one hides behind such slots, the
-whole segment is looked through. What follows:
+times. A window ends at what is reserved, pinned or retained; when one hides behind such slots,
+the whole segment is looked through. Where retained blocks alone leave none, those in the way of
+the cheapest window move to where others are evicted. What follows:
 
 - as long as some run of free and evictable extents is large enough, there is space;
 - a block that is as large as the request is evicted alone, so room for a small value
@@ -37,7 +38,7 @@ and one block.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -90,6 +91,17 @@ class Window(NamedTuple):
     @property
     def slots(self) -> list[Slot]:
         return [e.slot for e in self.extents if e.slot is not None]
+
+
+class Clearance(NamedTuple):
+    """What must happen so that one window is free."""
+
+    victims: list[Slot]
+    """To be freed first."""
+    kept: list[Slot]
+    """Then to be moved (`Allocator.moves_for`)."""
+    window: range
+    """In granules."""
 
 
 class Allocator:
@@ -186,14 +198,15 @@ class Allocator:
         self._space.give(slot.start, slot.size)
 
     def became_busy(self, slot: Slot) -> None:
-        """Pinned for the first time: not evictable."""
+        """Pinned or retained: not evictable."""
         self._evictable.remove(slot.slot_id)
 
     def became_evictable(self, slot: Slot) -> None:
-        """Sealed, or sealed and no longer pinned."""
+        """Sealed, or sealed and no longer pinned or retained. One that is retained still is not."""
         self._tick += 1
         slot.last_use = self._tick
-        self._evictable.insert(slot.slot_id)
+        if not slot.kept_until:
+            self._evictable.insert(slot.slot_id)
 
     def became_free(self, slot: Slot) -> None:
         """Aborted, evicted, dropped or unpinned after it was dropped."""
@@ -219,7 +232,8 @@ class Allocator:
             return []
         holes = [Extent(*hole, None) for hole in islice(space.largest_first(), HOLES_TRIED)]
         windows = (
-            self._window(self._around(hole, size, MOVED_MAX), size, move_cost) for hole in holes
+            self._window(self._around(hole, size, _may_move, MOVED_MAX), size, move_cost)
+            for hole in holes
         )
         for window in sorted(filter(None, windows), key=lambda window: window.cost):
             if window.cost > at_most:
@@ -230,12 +244,15 @@ class Allocator:
         return []
 
     def _moves_out_of(self, window: Window) -> list[Move]:
-        """All blocks of it to places outside; none when not all of them find one."""
         holes = [e for e in window.extents if e.slot is None]
+        return self._moves_away(window.slots, holes)
+
+    def _moves_away(self, slots: Iterable[Slot], holes: Sequence[Extent]) -> list[Move]:
+        """All of `slots` to places outside of `holes`; none when not all of them find one."""
         for hole in holes:
             self._space.take_all(hole.start)
         moves: list[Move] = []
-        blocks = sorted(window.slots, key=lambda slot: slot.size, reverse=True)
+        blocks = sorted(slots, key=lambda slot: slot.size, reverse=True)
         for block in blocks:
             place = self._carve(block.size)
             if place is None:
@@ -246,6 +263,53 @@ class Allocator:
             moves.append(Move(block, place))
         for hole in holes:
             self._space.give(hole.start, hole.size)
+        return moves
+
+    def clearance(self, length: int, at_most: int) -> Clearance | None:
+        """How room is made when retained blocks alone are in its way: what is evicted of the
+        cheapest window, and elsewhere for what moves there, at `move_cost` of `at_most` together.
+        None: there is no such way. For the moment after `victims` found none."""
+        if not self.evicts:
+            return None
+        size = granules_of(length)
+        self._join_spare()
+        window = self._anywhere(size, _clearing_cost, _may_move)
+        if window is None:
+            return None
+        kept = sorted((s for s in window.slots if s.kept_until), key=lambda s: s.size)
+        if sum(map(move_cost, kept)) > at_most:
+            return None
+        inside = {slot.slot_id for slot in window.slots}
+        victims = [slot for slot in window.slots if not slot.kept_until]
+        others = (self._slots[i] for i in self._evictable.coldest() if i not in inside)
+        for slot in reversed(kept):
+            place = next((one for one in others if one.size >= slot.size), None)
+            if place is None:
+                return None
+            victims.append(place)
+        first, last = window.extents[0], window.extents[-1]
+        return Clearance(victims, kept, range(first.start, last.start + last.size))
+
+    def moves_for(self, clearance: Clearance) -> list[Move]:
+        """Where those blocks go, now that the victims are free; none when it cannot be."""
+        self._join_spare()
+        # What is free on both sides of the window's border is one extent: only its part within
+        # is not to be taken.
+        within: list[tuple[int, int]] = []
+        for start, size in list(self._space):
+            first = max(start, clearance.window.start)
+            last = min(start + size, clearance.window.stop)
+            if first >= last:
+                continue
+            self._space.take_all(start)
+            if start < first:
+                self._space.give(start, first - start)
+            if last < start + size:
+                self._space.give(last, start + size - last)
+            within.append((first, last - first))
+        moves = self._moves_away(clearance.kept, [])
+        for first, size in within:
+            self._space.give(first, size)
         return moves
 
     # --- making room ------------------------------------------------------------
@@ -267,18 +331,20 @@ class Allocator:
         cold = [self._slots[i] for i in islice(self._evictable.coldest(), COLD_TRIED)]
         seeds = [Extent(slot.start, slot.size, slot) for slot in cold]
         cost = self._evict_cost(cold[0])
-        windows = (self._window(self._around(seed, size), size, cost) for seed in seeds)
+        windows = (self._window(self._around(seed, size, _may_go), size, cost) for seed in seeds)
         best = min(filter(None, windows), key=lambda found: found.cost, default=None)
-        best = best or self._anywhere(size, cost)
+        best = best or self._anywhere(size, cost, _may_go)
         return [] if best is None else best.slots
 
     def _evict_cost(self, coldest: Slot) -> Callable[[Slot], int]:
         age, since = max(1, self._tick - coldest.last_use), coldest.last_use
         return lambda slot: slot.size * (age + HEAT * max(0, slot.last_use - since))
 
-    def _around(self, seed: Extent, size: int, at_most: int = sys.maxsize) -> list[Extent]:
-        """`seed` and its neighbours on both sides, as far as a window with it can reach, and up to
-        `at_most` on either side."""
+    def _around(
+        self, seed: Extent, size: int, may: Callable[[Slot], bool], at_most: int = sys.maxsize
+    ) -> list[Extent]:
+        """`seed` and its neighbours on both sides, as far as a window with it can reach, `may` says
+        yes to what is there, and up to `at_most` on either side."""
         reach = size + PAGE
         before: list[Extent] = []
         at = seed.start
@@ -286,7 +352,7 @@ class Allocator:
             start = self._space.ending(at)
             slot = None if start is not None else self._ends[at]
             if slot is not None:
-                if not _may_go(slot):
+                if not may(slot):
                     break
                 start = slot.start
             assert start is not None
@@ -297,7 +363,7 @@ class Allocator:
         while at < self._space.size and at - end < reach and len(after) < at_most:
             free = self._space.at(at)
             slot = None if free else self._slots[at // PAGE]
-            if slot is not None and not _may_go(slot):
+            if slot is not None and not may(slot):
                 break
             after.append(Extent(at, slot.size if slot is not None else free, slot))
             at += after[-1].size
@@ -326,12 +392,14 @@ class Allocator:
         cost, first, last = best
         return Window(cost, run[first : last + 1])
 
-    def _anywhere(self, size: int, cost: Callable[[Slot], int]) -> Window | None:
-        """The cheapest window of all, between any two slots that must stay."""
+    def _anywhere(
+        self, size: int, cost: Callable[[Slot], int], may: Callable[[Slot], bool]
+    ) -> Window | None:
+        """The cheapest window of all, between any two slots to which `may` says no."""
         best: Window | None = None
         run: list[Extent] = []
         for extent in (*self.extents(), None):
-            if extent is not None and (extent.slot is None or _may_go(extent.slot)):
+            if extent is not None and (extent.slot is None or may(extent.slot)):
                 run.append(extent)
                 continue
             found = self._window(run, size, cost) if run else None
@@ -394,5 +462,14 @@ def move_cost(slot: Slot) -> int:
     return slot.size + MOVE_COSTS
 
 
-def _may_go(slot: Slot) -> bool:
+def _clearing_cost(slot: Slot) -> int:
+    """A retained block is copied, and another one goes for it."""
+    return move_cost(slot) + slot.size if slot.kept_until else slot.size
+
+
+def _may_move(slot: Slot) -> bool:
     return slot.state is SlotState.SEALED and not slot.pins
+
+
+def _may_go(slot: Slot) -> bool:
+    return _may_move(slot) and not slot.kept_until

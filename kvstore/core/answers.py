@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvstore.types import Key, Kind, PutResult, rejected
+from kvstore.types import Key, Kind, PutResult, Retained, rejected
 
 
 class Grant(NamedTuple):
@@ -72,12 +72,15 @@ class ColdBlock(NamedTuple):
     """Of the payload, in the segment."""
     length: int
     namespace_id: int
+    checksum: int = 0
+    """As it was saved with; 0: none."""
 
 
 Answer = (
     list[PutAnswer]
     | list[PutResult]
     | list[PinAnswer]
+    | list[Retained]
     | list[bool]
     | list[BlockRow]
     | list[ColdBlock]

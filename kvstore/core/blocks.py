@@ -6,17 +6,22 @@ others. Who asks for them, and who may, is node.py's business.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 from kvstore.core.allocator import Allocator, move_cost
+from kvstore.core.bounded import NO_TENANT, Bounded
+from kvstore.core.changes import Changes
 from kvstore.core.departures import Departures, GoneWhy
-from kvstore.core.events import Bounds, Copy, Hold, Mark, Seal, Write
+from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
 from kvstore.core.eviction import PolicyFactory
-from kvstore.core.granules import PAGE
+from kvstore.core.granules import GRANULE_BYTES, PAGE
 from kvstore.core.listed import Listed
 from kvstore.core.outbox import KeyedRecord, Outbox
+from kvstore.core.retained import Retentions
 from kvstore.core.slots import Slot, SlotEvent, SlotState
 from kvstore.core.user_keys import Names
+from kvstore.keys import ttl_of
 from kvstore.limits import SLOT_BYTES_MIN, Limits
 from kvstore.record import RecordSigner, pack_place
 from kvstore.types import Key
@@ -54,10 +59,18 @@ class Blocks:
         """The SEALED ones among them."""
         self.outbox = Outbox(limits.pending_remove)
         """What Redis has yet to hear."""
+        self.changes: Changes | None = None
+        """What others are told of stored and removed blocks; None: nobody is."""
         self.gone = Departures(limits.gone_keys)
+        self.retained = Retentions(
+            size_bytes, limits.retained_percent, limits.retained_tenant_percent
+        )
+        self.bounded = Bounded()
         self.names = Names(limits.names)
         self._may_move = 0
         """What of `MOVED_BYTES_MAX`, in granules, is left for the request at hand."""
+        self._moves_help = False
+        """Moves alone were not in vain yet in the request at hand."""
         self.now = 0.0
         """When the event that is being handled happened."""
         # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
@@ -68,11 +81,16 @@ class Blocks:
                 "in_progress",
                 "rejected",
                 "evicted",
+                "expired",
                 "moved",
+                "retentions",
+                "retentions_refused",
+                "retentions_broken",
                 "aborted",
                 "dropped",
                 "corrupt",
                 "writers_died",
+                "tasks_failed",
                 "recovered",
                 "recovery_dropped",
                 "repaired",
@@ -83,20 +101,39 @@ class Blocks:
     def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
         """A slot in state RESERVED; None when every one that fits is reserved or pinned."""
         slot = self.allocator.take(length)
-        if slot is None and self._may_move and self._moved(length, writes):
+        if slot is None and self._moves_help and self._moved(length, writes):
             slot = self.allocator.take(length)
         if slot is None:
             # Each says FREE before the slot that takes their place says RESERVED: headers
             # within an extent are those of nothing, whenever the node is killed.
-            for victim in self.allocator.victims(length):
-                self.counts["evicted"] += 1
-                self._free(victim, SlotEvent.EVICT, writes)
-                self.gone.note(victim.key, GoneWhy.EVICTED, now)
+            self._evict(self.allocator.victims(length), writes, now)
             slot = self.allocator.take(length)
+            if slot is None and len(self.retained) and self._cleared(length, writes, now):
+                slot = self.allocator.take(length)
             if slot is None:
                 return None
         self._begin(slot, writes)
         return slot
+
+    def _evict(self, victims: Iterable[Slot], writes: list[Write], now: float) -> None:
+        for victim in victims:
+            assert not victim.kept_until
+            self.counts["evicted"] += 1
+            self._free(victim, SlotEvent.EVICT, writes)
+            self.gone.note(victim.key, GoneWhy.EVICTED, now)
+
+    def _cleared(self, length: int, writes: list[Write], now: float) -> bool:
+        """Whether retained blocks that were in the way of `length` bytes have moved to where
+        others were evicted."""
+        clearance = self.allocator.clearance(length, self._may_move)
+        if clearance is None:
+            return False
+        self._evict(clearance.victims, writes, now)
+        moves = self.allocator.moves_for(clearance)
+        for old, new in moves:
+            self._may_move -= move_cost(old)
+            self._move(old, new, writes)
+        return len(moves) == len(clearance.kept)
 
     def _begin(self, slot: Slot, writes: list[Write]) -> None:
         """FREE to RESERVED."""
@@ -109,7 +146,7 @@ class Blocks:
         """Whether blocks were moved out of the way of `length` bytes, so that they need not go."""
         moves = self.allocator.moves(length, self._may_move)
         if not moves:
-            self._may_move = 0  # the next value of the request would hardly fare better
+            self._moves_help = False  # the next value of the request would hardly fare better
             return False
         for old, new in moves:
             self._may_move -= move_cost(old)
@@ -135,8 +172,12 @@ class Blocks:
         self.by_key[new.key] = new
         # The headers hold the key twice for a moment, the books never.
         freed: list[Write] = []
+        until_s, tenant, dies_at = old.kept_until, old.tenant, old.dies_at
+        self._retain_no_more(old, freed)
         self._free(old, SlotEvent.EVICT, freed)
-        self._seal(new, old.checksum, writes)
+        if until_s:
+            self._retain(new, until_s, tenant, writes)
+        self._seal(new, old.checksum, writes, dies_at)
         writes += freed
         self.counts["moved"] += 1
 
@@ -165,12 +206,20 @@ class Blocks:
         self.bounds = bounds
         self._generation = bounds.generation
 
-    def _seal(self, slot: Slot, checksum: int, writes: list[Write]) -> None:
+    def _seal(
+        self, slot: Slot, checksum: int, writes: list[Write], dies_at: int | None = None
+    ) -> None:
+        """RESERVED to SEALED; `dies_at` is of a block that has lived before."""
         slot.move(SlotEvent.COMMIT)
+        if ttl_s := ttl_of(slot.namespace_id):
+            self.bounded.add(slot, int(self.now) + ttl_s if dies_at is None else dies_at)
+            writes.append(Keep(slot.slot_id, slot.dies_at, NO_TENANT))
         slot.checksum = checksum
         slot.record = self.record(slot, self.epoch)
         slot.published = False
         self.listed.add(slot)
+        if self.changes is not None:
+            self.changes.stored(slot.key)
         self.allocator.became_evictable(slot)
         writes.append(
             Seal(
@@ -195,7 +244,13 @@ class Blocks:
         self._forget_key(slot)
         slot.move(SlotEvent.ABORT)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
+        self._wipe(slot, writes)
         self.allocator.became_free(slot)
+
+    def _wipe(self, slot: Slot, writes: list[Write]) -> None:
+        """Leave nothing of a block whose life is bounded, nor of what nobody knows any more."""
+        if ttl_of(slot.namespace_id) or not slot.key:
+            writes.append(Fill(slot.offset, bytes(slot.size * GRANULE_BYTES)))
 
     def _forget_key(self, slot: Slot) -> None:
         if self.by_key.get(slot.key) is slot:
@@ -204,15 +259,32 @@ class Blocks:
 
     def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
         """Take a SEALED slot out: readers miss from here on, the index hears of it."""
+        if slot.kept_until:
+            self.counts["retentions_broken"] += 1
+            self._retain_no_more(slot, writes)
+        if bounded := slot.dies_at:
+            self.bounded.remove(slot)
         self._forget_key(slot)
         self.listed.remove(slot)
+        if self.changes is not None:
+            self.changes.removed(slot.key)
         self.outbox.withdraw(slot)
         if slot.former_epoch:
             self.outbox.remove(slot.key, self.record(slot, slot.former_epoch))
         slot.move(event)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
+        if bounded:
+            writes.append(Keep(slot.slot_id, 0, 0))
         if slot.state is SlotState.FREE:
+            self._wipe(slot, writes)
             self.allocator.became_free(slot)
+
+    def _expire(self, writes: list[Write], at_most_bytes: int) -> None:
+        """Wipe blocks whose life is over, the first `at_most_bytes` of them."""
+        for slot in self.bounded.over(self.now, at_most_bytes):
+            self.counts["expired"] += 1
+            self.gone.note(slot.key, GoneWhy.EXPIRED, self.now)
+            self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
 
     def _drop_slot(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
         """Drop a block by request; a reserved one will not be sealed."""
@@ -224,6 +296,24 @@ class Blocks:
         self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
         self.counts["dropped"] += 1
         return True
+
+    def _retain(self, slot: Slot, until_s: int, tenant: int, writes: list[Write]) -> None:
+        """Retain a slot that is not. One that may be evicted is to be taken out of those first."""
+        self.retained.add(slot, until_s, tenant)
+        writes.append(Keep(slot.slot_id, until_s, tenant))
+
+    def _retain_no_more(self, slot: Slot, writes: list[Write]) -> None:
+        """End a retention, if there is one; whether the slot may be evicted then is not decided
+        here."""
+        if slot.kept_until:
+            self.retained.remove(slot)
+            writes.append(Keep(slot.slot_id, 0, 0))
+
+    def _end_retention(self, slot: Slot, writes: list[Write]) -> None:
+        """A retained block becomes one like others, used just now."""
+        self._retain_no_more(slot, writes)
+        if not slot.pins:
+            self.allocator.became_evictable(slot)
 
     def _pin_slot(self, slot: Slot, writes: list[Write]) -> None:
         if slot.pins == 0:
@@ -245,6 +335,7 @@ class Blocks:
         writes.append(Hold(slot.slot_id, False))
         if slot.state is SlotState.DOOMED:
             slot.move(SlotEvent.UNPIN)
+            self._wipe(slot, writes)
             self.allocator.became_free(slot)
         else:
             self.allocator.became_evictable(slot)

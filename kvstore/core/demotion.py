@@ -12,10 +12,12 @@ from typing import Any
 
 from kvstore.core.answers import ColdBlock
 from kvstore.core.departures import GoneWhy
-from kvstore.core.events import Coldest, Effects, Hold, Reply, Retire, Write
+from kvstore.core.events import Coldest, Effects, Hold, Reply, Retain, Retire, Write
 from kvstore.core.holdings import Session
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import Slot, SlotEvent, SlotState
+from kvstore.keys import TTL_FIELD, ttl_of
+from kvstore.types import PutResult, Retained, rejected
 
 
 class DemotingCore(NodeCore):
@@ -27,8 +29,16 @@ class DemotingCore(NodeCore):
         self.allocator.evicts = False
         self._refused_bytes = 0
         """The largest value that found no room in one piece since one as large did."""
+        self._handlers[Retain] = self._retain_nothing
         self._handlers[Coldest] = self._coldest
         self._handlers[Retire] = self._retire
+
+    def _take_for(
+        self, session: Session, length: int, writes: list[Write], now: float, namespace_id: int
+    ) -> Slot | PutResult:
+        if ttl_of(namespace_id):
+            return rejected(f"{TTL_FIELD}: blocks whose life is bounded are not kept in VRAM")
+        return super()._take_for(session, length, writes, now, namespace_id)
 
     def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
         slot = super()._take(length, writes, now)
@@ -37,6 +47,11 @@ class DemotingCore(NodeCore):
         elif length >= self._refused_bytes:
             self._refused_bytes = 0
         return slot
+
+    def _retain_nothing(self, event: Retain, effects: Effects, now: float) -> None:
+        """What is here goes down, and may be retained there."""
+        answers = [Retained.ABSENT] * len(event.keys)
+        effects.replies.append(Reply(event.session, event.request, answers, False))
 
     def _coldest(self, event: Coldest, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
@@ -69,6 +84,7 @@ class DemotingCore(NodeCore):
                     slot.offset,
                     slot.length,
                     slot.namespace_id,
+                    slot.checksum,
                 )
             )
         effects.replies.append(Reply(event.session, event.request, chosen, False))

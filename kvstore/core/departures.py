@@ -32,6 +32,8 @@ class GoneWhy(enum.IntEnum):
     """It was never kept: too large for the node, or its writer holds too many slots."""
     CORRUPT = 9
     """Its bytes did not have the checksum that was saved with them."""
+    EXPIRED = 10
+    """Its namespace bounds the life of its blocks."""
 
 
 class Departure(NamedTuple):

@@ -57,6 +57,17 @@ class Unpin(NamedTuple):
     items: Sequence[tuple[int, int]]
 
 
+class Retain(NamedTuple):
+    """Keep the blocks of these keys from being evicted for so long; 0 ends that (retained.py)."""
+
+    session: int
+    request: int
+    keys: Sequence[Key]
+    ttl_s: int
+    tenant: int
+    """On whose budget; 32 bits."""
+
+
 class Touch(NamedTuple):
     """The blocks of these keys were used; one way."""
 
@@ -186,12 +197,17 @@ class SessionDead(NamedTuple):
     session: int
 
 
+class Expire(NamedTuple):
+    """Nothing has happened, but the life of a block may be over."""
+
+
 Request = (
     Reserve
     | Commit
     | Abort
     | Pin
     | Unpin
+    | Retain
     | Drop
     | Clear
     | Reset
@@ -202,7 +218,9 @@ Request = (
     | Retire
 )
 """What has an answer (answers.py)."""
-Event = Request | Touch | Introduce | Named | Suspect | Corrupt | SessionResumed | SessionDead
+Event = (
+    Request | Touch | Introduce | Named | Suspect | Corrupt | Expire | SessionResumed | SessionDead
+)
 
 
 class Mark(NamedTuple):
@@ -232,6 +250,16 @@ class Hold(NamedTuple):
 
     slot_id: int
     held: bool
+
+
+class Keep(NamedTuple):
+    """Note until when a slot's block is retained, and for whom: restarts go on with it."""
+
+    slot_id: int
+    until_s: int
+    """Of the node's clock; 0: it is not."""
+    tenant: int
+    """`NO_TENANT`: it is not retained, and its life ends then."""
 
 
 class Seal(NamedTuple):
@@ -285,7 +313,7 @@ class Reply(NamedTuple):
     can be found by the next get."""
 
 
-Write = Mark | Seal | Fill | Copy | Hold | Bounds
+Write = Mark | Seal | Fill | Copy | Hold | Keep | Bounds
 
 
 class Effects(NamedTuple):

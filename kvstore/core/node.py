@@ -38,11 +38,13 @@ One class, because each event is a method of a few lines; a longer file for the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstore.core.answers import NOT_HELD, Grant, PinAnswer, PutAnswer, ResetAnswer
 from kvstore.core.blocks import Blocks
+from kvstore.core.bounded import NO_TENANT
 from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
     Abort,
@@ -53,9 +55,11 @@ from kvstore.core.events import (
     Drop,
     Effects,
     Event,
+    Expire,
     Explain,
     Fill,
     Introduce,
+    Keep,
     Listing,
     Mark,
     Named,
@@ -63,6 +67,7 @@ from kvstore.core.events import (
     Reply,
     Reserve,
     Reset,
+    Retain,
     SessionDead,
     SessionResumed,
     Stat,
@@ -78,10 +83,15 @@ from kvstore.core.namespaces import Namespaces
 from kvstore.core.report import explain, listing, stats
 from kvstore.core.resets import Resets
 from kvstore.core.slots import Slot, SlotState
-from kvstore.limits import CHECKED_BYTES_PER_S_MAX, MOVED_BYTES_MAX, Limits
+from kvstore.limits import (
+    CHECKED_BYTES_PER_S_MAX,
+    EXPIRED_AT_ONCE_BYTES,
+    MOVED_BYTES_MAX,
+    Limits,
+)
 from kvstore.record import RecordSigner
 from kvstore.token_bucket import TokenBucket
-from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, PutResult, rejected
+from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Key, PutResult, Retained, rejected
 
 NOBODY = -1
 """In place of a session's number: an event that no client has asked for."""
@@ -118,6 +128,7 @@ class NodeCore(Blocks):
             Abort: self._abort,
             Pin: self._pin,
             Unpin: self._unpin,
+            Retain: self._retain_keys,
             Touch: self._touch,
             Drop: self._drop,
             Clear: self._clear,
@@ -129,6 +140,7 @@ class NodeCore(Blocks):
             Named: self._named,
             Suspect: self._suspect,
             Corrupt: self._corrupt,
+            Expire: self._nothing,
             SessionResumed: self._session_resumed,
             SessionDead: self._session_dead,
         }
@@ -137,8 +149,16 @@ class NodeCore(Blocks):
         """Decide. `now` is in seconds of a clock that never runs backwards."""
         effects = Effects([], [], [])
         self.now = now
+        if self.retained.next_end <= now:
+            for slot in self.retained.over(now):
+                self._end_retention(slot, effects.writes)
+        if self.bounded.next_end <= now:
+            self._expire(effects.writes, EXPIRED_AT_ONCE_BYTES)
         self._handlers[type(event)](event, effects, now)
         return effects
+
+    def _nothing(self, event: Expire, effects: Effects, now: float) -> None:
+        """Every event ends the lives that are over."""
 
     def holds(self, session: int) -> bool:
         """Whether this session has reservations or pins that must outlive its connection."""
@@ -149,7 +169,7 @@ class NodeCore(Blocks):
 
     def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
-        self._may_move = MOVED_BYTES_MAX // GRANULE_BYTES
+        self._may_move, self._moves_help = MOVED_BYTES_MAX // GRANULE_BYTES, True
         answers: list[PutAnswer] = []
         used: list[Slot] = []
         sealed_any = False
@@ -159,7 +179,7 @@ class NodeCore(Blocks):
                 answers.append(self._already(slot))
                 used.append(slot)
                 continue
-            taken = self._take_for(session, event.sizes[i], effects.writes, now)
+            taken = self._take_for(session, event.sizes[i], effects.writes, now, event.namespace_id)
             if isinstance(taken, PutResult):
                 self.counts["rejected"] += 1
                 full = taken is NO_SPACE
@@ -206,7 +226,7 @@ class NodeCore(Blocks):
         return IN_PROGRESS
 
     def _take_for(
-        self, session: Session, length: int, writes: list[Write], now: float
+        self, session: Session, length: int, writes: list[Write], now: float, namespace_id: int
     ) -> Slot | PutResult:
         """A slot in state RESERVED, or why there is none."""
         if not 0 < length <= self.allocator.value_bytes_max:
@@ -235,8 +255,8 @@ class NodeCore(Blocks):
                 answers.append(rejected("cleared while it was being written"))
                 continue
             self._seal(slot, checksum, effects.writes)
-            self.counts["stored"] += 1
             answers.append(STORED)
+        self.counts["stored"] += answers.count(STORED)
         answers.reverse()
         effects.replies.append(Reply(event.session, event.request, answers, True))
 
@@ -387,6 +407,42 @@ class NodeCore(Blocks):
                 session.pins[slot_id] = held - 1
             self._unpin_slot(slot, 1, effects.writes)
         effects.replies.append(Reply(event.session, event.request, None, False))
+
+    def _retain_keys(self, event: Retain, effects: Effects, now: float) -> None:
+        """In the order of the keys: of a prefix its head is retained first."""
+        until_s = math.ceil(now + event.ttl_s)
+        tenant = min(event.tenant, NO_TENANT - 1)
+        answers = [
+            self._retained(key, until_s if event.ttl_s else 0, tenant, effects.writes)
+            for key in event.keys
+        ]
+        effects.replies.append(Reply(event.session, event.request, answers, False))
+
+    def _retained(self, key: Key, until_s: int, tenant: int, writes: list[Write]) -> Retained:
+        slot = self.by_key.get(key)
+        if slot is None or slot.state is not SlotState.SEALED:
+            return Retained.ABSENT
+        if slot.dies_at:
+            return Retained.BOUNDED if until_s else Retained.YES
+        if slot.kept_until and slot.tenant != tenant:
+            return Retained.YES if until_s <= slot.kept_until else Retained.OTHERS
+        if slot.kept_until:
+            if not until_s:
+                self._end_retention(slot, writes)
+            elif until_s > slot.kept_until:
+                self.retained.extend(slot, until_s)
+                writes.append(Keep(slot.slot_id, until_s, tenant))
+            return Retained.YES
+        if not until_s:
+            return Retained.YES
+        refusal = self.retained.refusal(slot, tenant)
+        if refusal is not None:
+            self.counts["retentions_refused"] += 1
+            return refusal
+        self.counts["retentions"] += 1
+        self.allocator.became_busy(slot)
+        self._retain(slot, until_s, tenant, writes)
+        return Retained.YES
 
     # --- telling --------------------------------------------------------
 

@@ -8,13 +8,17 @@ on where they were, so that a reader that mapped the segment before still notice
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvstore.core.events import Bounds, Mark, Seal, Write
+from kvstore.core.bounded import NO_TENANT
+from kvstore.core.events import Bounds, Keep, Mark, Seal, Write
 from kvstore.core.granules import PAGE, granules_of, within
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import Slot, SlotState
+from kvstore.keys import ttl_of
+from kvstore.limits import RETAINED_S_MAX
 
 _AGE = itemgetter(1, 0)
 """Of a `Seal`: its generation, then its slot."""
@@ -45,12 +49,15 @@ class Seen(NamedTuple):
     """Headers that say SEALED and are not whole, as they will be marked: FREE."""
     gone: list[Seal]
     """Blocks that had left before the end: the index may not have heard of it."""
+    retained: Sequence[Keep] = ()
+    """Until when blocks among `sealed` are to stay."""
 
 
-def recover(core: NodeCore, seen: Seen, former_epoch: int) -> list[Write]:
+def recover(core: NodeCore, seen: Seen, former_epoch: int, now: float) -> list[Write]:
     """Fill a fresh `core`; the header writes that are due before anyone is served.
 
-    `former_epoch` is that of the records the index holds. All blocks must be
+    `former_epoch` is that of the records the index holds, `now` the time of the node's clock, which
+    goes on over its starts. All blocks must be
     published anew, under the new epoch, the last saved first: generations, of which a node
     has one count, say in which order they were reserved. When each was used last is not
     known. Raises `InternalError` when slots overlap.
@@ -68,17 +75,27 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int) -> list[Write]:
     core.counts["recovery_dropped"] += len(seen.damaged)
     for held in seen.held:
         _hold(core, held.slot_id, held.generation, reserved=held.reserved)
+        if held.reserved:  # what was on its way there had its term already
+            writes.append(Keep(held.slot_id, 0, 0))
     evictable: list[Slot] = []
+    kept = {keep.slot_id: keep for keep in seen.retained}
     # The latest first: of two blocks of one key, which no node writes, that one stays.
     for block in sorted(seen.sealed, key=_AGE, reverse=True):
         slot = _found(core, block.slot_id, block.generation, SlotState.SEALED)
-        if block.key in core.by_key:
+        dies_at = _end_of_life(block, kept, now)
+        if block.key in core.by_key or dies_at is None:
             _drop(core, slot, block, writes, pinned=block.slot_id in seen.pinned)
+            if block.slot_id in kept:
+                writes.append(Keep(block.slot_id, 0, 0))
             continue
         _describe(slot, block, former_epoch)
         slot.record = core.record(slot, core.epoch)
         core.by_key[block.key] = slot
         core.listed.add(slot)
+        if dies_at:
+            core.bounded.add(slot, dies_at)
+        elif block.slot_id in kept:
+            _retain(core, slot, kept[block.slot_id], now, writes)
         if block.slot_id in seen.pinned:
             _pin(core, slot)
         else:
@@ -130,6 +147,26 @@ def _hold(core: NodeCore, slot_id: int, generation: int, *, reserved: bool) -> N
         _pin(core, slot)
 
 
+def _end_of_life(block: Seal, kept: dict[int, Keep], now: float) -> int | None:
+    """When the life of `block` ends, 0 when it has no bound; None when it is over, or nobody can
+    say that it is not."""
+    ttl_s = ttl_of(block.namespace_id)
+    if not ttl_s:
+        return 0
+    keep = kept.get(block.slot_id)
+    lives = keep is not None and keep.tenant == NO_TENANT and now < keep.until_s <= now + ttl_s + 1
+    return keep.until_s if keep is not None and lives else None
+
+
+def _retain(core: NodeCore, slot: Slot, keep: Keep, now: float, writes: list[Write]) -> None:
+    """Go on with a promise that is not over; no client can have been promised more than
+    `RETAINED_S_MAX`."""
+    if keep.tenant != NO_TENANT and now < keep.until_s <= now + RETAINED_S_MAX + 1:
+        core.retained.add(slot, keep.until_s, keep.tenant)
+    else:
+        writes.append(Keep(slot.slot_id, 0, 0))
+
+
 def _drop(core: NodeCore, slot: Slot, block: Seal, writes: list[Write], *, pinned: bool) -> None:
     writes.append(Mark(block.slot_id, SlotState.FREE, block.generation))
     core.counts["recovery_dropped"] += 1
@@ -138,6 +175,8 @@ def _drop(core: NodeCore, slot: Slot, block: Seal, writes: list[Write], *, pinne
         _pin(core, slot)
     else:
         slot.state = SlotState.FREE
+        if ttl_of(block.namespace_id):
+            core._wipe(slot, writes)  # it has no key: nothing of it is to stay
         core.allocator.became_free(slot)
 
 

@@ -32,6 +32,8 @@ def stats(core: NodeCore, now: float) -> Counters:
         "reserved": len(reserved),
         "oldest_reservation_s": max((now - slot.reserved_at for slot in reserved), default=0.0),
         "pinned": sum(len(session.pins) for session in core.sessions()),
+        "retained": len(core.retained),
+        "retained_bytes": core.retained.bytes,
         "unpublished": core.outbox.publications_pending,
         "removals_pending": core.outbox.removals_pending,
         "removals_forgotten": core.outbox.forgotten,

@@ -50,8 +50,10 @@ class Slot:
 
     __slots__ = (
         "checksum",
+        "dies_at",
         "former_epoch",
         "generation",
+        "kept_until",
         "key",
         "kind",
         "last_use",
@@ -67,6 +69,7 @@ class Slot:
         "slot_id",
         "start",
         "state",
+        "tenant",
         "used_at",
         "void",
     )
@@ -102,6 +105,12 @@ class Slot:
         """The same; 0 when nobody has used it since that start."""
         self.void = False
         """RESERVED, but its key was cleared meanwhile: the commit will not seal it."""
+        self.kept_until = 0
+        """Retained up to that second of the node's clock (retained.py); 0: it is not."""
+        self.tenant = 0
+        """For whom it is retained."""
+        self.dies_at = 0
+        """Of the node's clock: when its life is over (bounded.py); 0: it has no bound."""
 
     @property
     def granule(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from kvstore.core.events import Bounds, Copy, Fill, Hold, Mark, Seal, Write
+from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.header import HEADER_BYTES, Superblock, pack, word
 
@@ -21,11 +21,17 @@ class StepwiseSegment:
         self.bounds = Bounds(0, 0, slots)
         self._head = bytearray(slots * HEADER_BYTES)
         self.held = bytearray(slots)
+        self.terms: dict[int, Keep] = {}
+        """What says that a slot's block is retained, by slot."""
 
     @property
     def headers(self) -> memoryview:
         """64 bytes a slot."""
         return memoryview(self._head)
+
+    def retained(self, sealed: Iterable[Seal]) -> list[Keep]:
+        """The terms of those blocks."""
+        return [self.terms[b.slot_id] for b in sealed if b.slot_id in self.terms]
 
     def header(self, slot_id: int) -> bytes:
         return bytes(self._head[slot_id * HEADER_BYTES : (slot_id + 1) * HEADER_BYTES])
@@ -51,6 +57,12 @@ class StepwiseSegment:
             return
         if isinstance(write, Hold):
             self.held[write.slot_id] = write.held
+            yield
+            return
+        if isinstance(write, Keep):
+            self.terms.pop(write.slot_id, None)
+            if write.until_s:
+                self.terms[write.slot_id] = write
             yield
             return
         start = write.slot_id * HEADER_BYTES

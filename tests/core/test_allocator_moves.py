@@ -5,7 +5,7 @@ import random
 import pytest
 from allocator_pool import MIXES, Pool
 
-from kvstore.core.allocator import move_cost
+from kvstore.core.allocator import Clearance, move_cost
 from kvstore.core.granules import GRANULE_BYTES, granules_of
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -135,6 +135,42 @@ class TestMoves:
                 pool.drop(slot)
         assert pool.allocator.take(pool.size_bytes) is None  # what was freed last joins the rest
         return pool, slots, list(pool.allocator.extents())
+
+    @pytest.mark.parametrize(
+        ("sizes", "kept", "window", "place"),
+        [
+            # What moves goes to the block just behind the window, or just before it.
+            ((8, 16, 16, 16, 16, 8), (3,), (8, 56), 56),
+            ((8, 40, 16, 16, 16, 8), (2,), (48, 96), None),
+            # Freed within the window and beside it, the two are one hole.
+            ((8, 16, 16, 16, 16, 8), (2,), (8, 56), 56),
+            # Not to what was free first within it, though it fits there best.
+            ((8, 16, 16, 16, 8, 32, 8), (2,), (8, 56), None),
+            # To move a smaller block costs less.
+            ((8, 32, 16, 8, 16, 32, 8, 40, 8), (2, 5), (8, 56), None),
+        ],
+    )
+    def test_retained_blocks_leave_the_cheapest_window(self, sizes, kept, window, place):
+        pool, slots, _ = self.laid_out(*sizes)
+        for i in kept:
+            pool.allocator.became_busy(slots[i])
+            slots[i].kept_until = 1
+        clearance = pool.allocator.clearance(48 * KIB, 1 << 30)
+        assert clearance.window == range(*window)
+        for slot in clearance.victims:
+            pool.drop(slot)
+        (move,) = pool.allocator.moves_for(clearance)
+        assert move.new.start not in clearance.window
+        assert place is None or move.new.start == place
+
+    def test_a_hole_that_only_touches_the_window_is_filled_whole(self):
+        pool, slots, _ = self.laid_out(8, -16, 16, -16, 8)
+        window = range(slots[2].start, slots[4].start)
+        (move,) = pool.allocator.moves_for(Clearance([], [slots[2]], window))
+        assert move.new.start == slots[1].start
+        assert [place for place in pool.allocator._space if place[0] < window.stop] == [
+            (slots[3].start, 16)
+        ]
 
     def test_where_the_cheapest_window_cannot_be_emptied_another_is(self):
         """The block of 64 KiB has nowhere to go, the two of 16 KiB have."""

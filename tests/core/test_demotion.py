@@ -14,12 +14,13 @@ from kvstore.core.events import (
     Mark,
     Pin,
     Reserve,
+    Retain,
     Retire,
     SessionDead,
     Touch,
 )
 from kvstore.core.slots import SlotState
-from kvstore.types import NO_SPACE, STORED
+from kvstore.types import NO_SPACE, STORED, Retained
 
 MIB = 1 << 20
 KEYS = [bytes([i]) * 32 for i in range(100)]
@@ -166,6 +167,14 @@ def test_blocks_leave_when_enough_is_free_but_not_in_one_piece(driven):
     driven.retire(cold)
     assert driven.save(KEYS[50]) == [STORED]
     assert driven.coldest(256 << 10) == []
+
+
+def test_nothing_is_promised_to_stay_where_everything_goes_down(driven):
+    driven.save(*KEYS[:4])
+    assert driven.ask(Retain(WRITER, 1, KEYS[:4], 60, 1)) == [Retained.ABSENT] * 4
+    driven.retire(driven.coldest(2 * MIB))
+    assert driven.core.by_key == {}
+    assert driven.core.counts["retentions_broken"] == 0
 
 
 def test_what_leaves_is_pinned_for_who_asked_and_no_more_than_asked_for(driven):

@@ -1,5 +1,8 @@
-"""A node killed at any store of any history, and what its next start makes of the headers."""
+"""A node killed at any store of any history, and what its next start makes of the headers.
 
+Longer than other files: one promise is under test, and all of it needs the histories below."""
+
+import math
 import random
 
 import pytest
@@ -14,9 +17,11 @@ from kvstore.core.events import (
     Commit,
     Drop,
     Hold,
+    Keep,
     Mark,
     Pin,
     Reserve,
+    Retain,
     Seal,
     SessionDead,
     Touch,
@@ -34,7 +39,7 @@ from kvstore.segment.header import Superblock, of_reserved, pack
 from kvstore.segment.scan import DamagedSegmentError, scan
 from kvstore.testing.sim.faults import Faults
 from kvstore.testing.sim.world import World
-from kvstore.types import NO_SPACE
+from kvstore.types import NO_SPACE, Retained
 
 ARENA = 64 << 10
 SIZE = 3 * ARENA
@@ -59,14 +64,18 @@ class Host:
         self.pinned: set[int] = set()
         self.generations: dict[int, int] = {}
         self.stores_left = -1
+        self.now = 0.0
+        self.retained: dict[bytes, int] = {}
+        """Keys of blocks that somebody was told are retained, and until when."""
 
     def start(self) -> NodeCore:
         self.epoch += 1
         core = NodeCore(node_id=NODE, epoch=self.epoch, size_bytes=SIZE, limits=LIMITS)
         segment = self.segment
         seen = scan(SIZE, segment.bounds, segment.headers, memoryview(segment.held))
+        seen = seen._replace(retained=segment.retained(seen.sealed))
         self.stores_left = -1
-        self.carry_out(recover(core, seen, self.epoch - 1))
+        self.carry_out(recover(core, seen, self.epoch - 1, self.now))
         return core
 
     def carry_out(self, writes) -> None:
@@ -82,6 +91,9 @@ class Host:
         """What its word says is what counts: a write cut before it did not happen."""
         if isinstance(write, Hold):
             (self.pinned.add if write.held else self.pinned.discard)(write.slot_id)
+            return
+        if isinstance(write, Keep):
+            assert not write.until_s or write.until_s > self.now
             return
         if not isinstance(write, Mark | Seal):
             return
@@ -112,14 +124,25 @@ class Clients:
     def step(self) -> None:
         session = self.rng.randint(1, 3)
         does = self.rng.choices(
-            (self.reserve, self.commit, self.abort, self.pin, self.unpin, self.drop, self.die),
-            (8, 8, 1, 3, 3, 1, 0.3),
+            (
+                self.reserve,
+                self.commit,
+                self.abort,
+                self.pin,
+                self.unpin,
+                self.retain,
+                self.drop,
+                self.die,
+            ),
+            (8, 8, 1, 3, 3, 3, 1, 0.3),
         )[0]
+        self.host.now += self.rng.random()
         does(session)
 
     def act(self, event):
-        effects = self.core.handle(event, 0.0)
+        effects = self.core.handle(event, self.host.now)
         self.host.carry_out(effects.writes)
+        self.retained_are_there()
         return effects.replies[0].body if effects.replies else None
 
     def keys(self, at_most: int) -> list[bytes]:
@@ -153,10 +176,38 @@ class Clients:
         items, self.pins[session] = self.pins[session], []
         self.act(Unpin(session, 1, items))
 
+    def retain(self, session: int) -> None:
+        keys, ttl_s = self.keys(4), self.rng.choice((0, 5, 60))
+        tenant = self.rng.randint(1, 2)
+        until_s = math.ceil(self.host.now + ttl_s)
+        for key in keys:
+            slot = self.core.by_key.get(key)
+            if not ttl_s and slot is not None and slot.tenant == tenant:
+                self.host.retained.pop(key, None)  # a release
+        answers = self.act(Retain(session, 1, keys, ttl_s, tenant))
+        for key, answer in zip(keys, answers, strict=True):
+            if answer is Retained.YES and ttl_s:
+                self.host.retained[key] = max(until_s, self.host.retained.get(key, 0))
+
+    def retained_are_there(self) -> None:
+        """Whatever is asked of the node, and wherever it moves what it has."""
+        for key, until_s in list(self.host.retained.items()):
+            if until_s <= self.host.now:
+                del self.host.retained[key]
+                continue
+            slot = self.core.by_key[key]
+            assert slot.state is SlotState.SEALED
+            assert slot.kept_until >= until_s
+
     def drop(self, session: int) -> None:
+        """Who drops a block means it, retained or not."""
         if self.rng.random() < 0.05:
+            self.host.retained = {}
             self.act(Clear(session, 1, 3))
-        self.act(Drop(session, 1, self.keys(3)))
+        keys = self.keys(3)
+        for key in keys:
+            self.host.retained.pop(key, None)
+        self.act(Drop(session, 1, keys))
         self.act(Touch(session, self.keys(3)))
 
     def die(self, session: int) -> None:
@@ -176,6 +227,11 @@ def check_recovered(host: Host, core: NodeCore) -> None:
     former = core.former()
     assert set(former.reserved) == set(host.reserved)
     assert set(former.pins) == host.pinned
+    terms = {k.slot_id: (k.until_s, k.tenant) for k in host.segment.terms.values()}
+    kept = {s.slot_id: (s.kept_until, s.tenant) for s in core.by_key.values() if s.kept_until}
+    assert kept == terms
+    for key, until_s in host.retained.items():
+        assert until_s <= host.now or core.by_key[key].kept_until >= until_s
     World(0, Faults()).checks.books(core)
     for key, slot in core.by_key.items():
         header = host.sealed[slot.slot_id]

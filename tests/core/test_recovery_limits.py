@@ -2,13 +2,14 @@
 
 import pytest
 
-from kvstore.core.events import Bounds, Drop, Mark, Reserve, Seal, SessionDead
+from kvstore.core.allocator import Allocator
+from kvstore.core.events import Bounds, Drop, Keep, Mark, Reserve, Seal, SessionDead
 from kvstore.core.granules import GRANULE_BYTES, PAGE
 from kvstore.core.holdings import FORMER
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import HeldSlot, Seen, fits, recover
 from kvstore.core.slots import SlotState
-from kvstore.limits import Limits
+from kvstore.limits import RETAINED_S_MAX, Limits
 from kvstore.record import unpack_record
 
 PAGES = 16
@@ -23,7 +24,7 @@ def block(page, generation, key=KEY, *, granule=0, length=4096, meta_length=0):
 def started(*sealed, pinned=(), held=(), gone=(), **limits):
     core = NodeCore(node_id=7, epoch=2, size_bytes=SIZE, limits=Limits(**limits))
     seen = Seen(Bounds(99, 8, PAGES), list(sealed), set(pinned), list(held), [], list(gone))
-    return core, recover(core, seen, 1)
+    return core, recover(core, seen, 1, 0.0)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -50,7 +51,8 @@ def test_of_two_blocks_of_one_key_a_pinned_one_keeps_its_place_until_its_client_
 
 def test_what_a_client_of_then_holds_is_counted_if_it_was_being_written():
     held = (HeldSlot(0, 5, 0, PAGE, True), HeldSlot(1, 6, 0, PAGE, False))
-    core, _ = started(held=held)
+    core, writes = started(held=held)
+    assert writes == [Keep(0, 0, 0)], "the term of the slot's former block is over"
     assert core.counts["recovery_dropped"] == 1
     assert list(core.former().reserved) == [0]
     assert core.former().pins == {1: 1}
@@ -108,3 +110,37 @@ def test_a_header_fits_up_to_the_segments_end_and_its_values_whole_length():
     assert fits(block(0, 5, meta_length=4096), SIZE)
     assert not fits(block(0, 5, meta_length=4097), SIZE)
     assert not fits(block(0, 5, meta_length=-1), SIZE)
+
+
+@pytest.mark.parametrize(
+    ("until_s", "goes_on"),
+    [(100, False), (101, True), (101 + RETAINED_S_MAX, True), (102 + RETAINED_S_MAX, False)],
+)
+def test_a_retention_goes_on_if_it_is_not_over_and_one_that_can_have_been_promised(
+    until_s, goes_on
+):
+    core = NodeCore(node_id=7, epoch=2, size_bytes=SIZE, limits=Limits())
+    seen = Seen(Bounds(99, 8, PAGES), [block(0, 5)], set(), [], [], [], [Keep(0, until_s, 11)])
+    writes = recover(core, seen, 1, 100.0)
+    slot = core.by_key[KEY]
+    assert (slot.kept_until, slot.tenant) == ((until_s, 11) if goes_on else (0, 0))
+    assert len(core.retained) == goes_on
+    assert writes == ([] if goes_on else [Keep(0, 0, 0)])
+
+
+def test_of_two_blocks_of_one_key_the_one_that_goes_is_retained_no_more():
+    core = NodeCore(node_id=7, epoch=2, size_bytes=SIZE, limits=Limits())
+    sealed, retained = [block(0, 5), block(1, 6)], [Keep(0, 200, 11)]
+    writes = recover(
+        core, Seen(Bounds(99, 8, PAGES), sealed, set(), [], [], [], retained), 1, 100.0
+    )
+    assert writes == [Mark(0, SlotState.FREE, 5), Keep(0, 0, 0)]
+    assert len(core.retained) == 0
+
+
+@pytest.mark.parametrize("size", [PAGES * PAGE, PAGES * PAGE - 1])
+def test_slots_up_to_the_segments_end_leave_no_room_behind_them(size):
+    allocator = Allocator(SIZE)
+    allocator.restore([(0, size)], 0, 0)
+    left = PAGES * PAGE - size
+    assert list(allocator._space) == ([(size, left)] if left else [])
