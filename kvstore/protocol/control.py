@@ -5,7 +5,7 @@ is the client's number for it; 0 asks for no answer. Per-key lists travel as one
 binary (keys) or as one integer where all entries are equal, so that a batch
 costs little more than a single key.
 
-States of a connection, at the node (node/control_server.py, node/daemon.py):
+States of a connection, at the node (node/control_server.py, node/clients.py):
 
     new        takes HELLO and nothing else; anything else, or a HELLO that is refused, ends it
     known      takes every other request; of a user who may only read, `READER_OPS`.
@@ -31,6 +31,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -48,6 +49,7 @@ from kvstore.core.events import (
     Pin,
     Reserve,
     Reset,
+    Retain,
     Stat,
     Suspect,
     Touch,
@@ -63,11 +65,15 @@ from kvstore.limits import (
     META_BYTES_MAX,
     NAME_BYTES_MAX,
     RESET_NAMESPACES_MAX,
+    RETAINED_S_MAX,
 )
 from kvstore.types import KEY_BYTES, Key, Kind
 
 PROTOCOL_VERSION = 2
 _CLIENT_ID = re.compile("[0-9a-f]{32}")
+_INTEGERS = {int}
+"""No truth values: they are not of this type itself."""
+_LISTS = {list}
 
 
 class Op(enum.IntEnum):
@@ -90,6 +96,7 @@ class Op(enum.IntEnum):
     SUSPECT = 14
     RESET = 15
     NAMES = 16
+    RETAIN = 17
 
 
 READER_OPS = frozenset({Op.TOUCH, Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN, Op.SUSPECT})
@@ -129,32 +136,45 @@ def _split_keys(raw: object) -> list[Key]:
 
 def _ints(field: str, raw: object, count: int, below: int) -> Sequence[int]:
     """A list of `count` integers from 0 to below - 1; one integer stands for all."""
+    if type(raw) is int and 0 <= raw < below:
+        return [raw] * count
     values = [raw] * count if isinstance(raw, int) else raw
     if not isinstance(values, list) or len(values) != count:
         raise _fail(field, raw, f"must be an integer or a list of {count}")
-    for value in values:
-        if type(value) is not int or not 0 <= value < below:
-            raise _fail(field, value, f"must be an integer from 0 to {below - 1}")
+    if not _whole_below(values, below):
+        wrong = next(value for value in values if not _whole_below([value], below))
+        raise _fail(field, wrong, f"must be an integer from 0 to {below - 1}")
     return values
+
+
+def _whole_below(values: list[Any], below: int) -> bool:
+    """Whether all are integers from 0 to below - 1. Looked at in C: a batch has hundreds."""
+    if not values:
+        return True
+    return set(map(type, values)) == _INTEGERS and 0 <= min(values) <= max(values) < below
 
 
 def _int(field: str, raw: object, below: int) -> int:
     """An integer from 0 to below - 1."""
-    return _ints(field, [raw], 1, below)[0]
+    return raw if type(raw) is int and 0 <= raw < below else _ints(field, [raw], 1, below)[0]
 
 
 def _tuples(field: str, raw: object, width: int, at_most: int = BATCH_KEYS_MAX) -> list[Any]:
     """A list of integer tuples of one width."""
     if not isinstance(raw, list) or len(raw) > at_most:
         raise _fail(field, type(raw).__name__, f"must be a list of at most {at_most}")
-    for item in raw:
-        if (
-            not isinstance(item, list)
-            or len(item) != width
-            or any(type(n) is not int or not 0 <= n < 1 << 64 for n in item)
-        ):
-            raise _fail(field, item, f"must be {width} integers from 0 to 2**64 - 1")
-    return [tuple(item) for item in raw]
+    if not _are_rows(raw, width):
+        wrong = next(item for item in raw if not _are_rows([item], width))
+        raise _fail(field, wrong, f"must be {width} integers from 0 to 2**64 - 1")
+    return list(map(tuple, raw))
+
+
+def _are_rows(raw: list[Any], width: int) -> bool:
+    if not raw:
+        return True
+    if set(map(type, raw)) != _LISTS or set(map(len, raw)) != {width}:
+        return False
+    return _whole_below(list(chain.from_iterable(raw)), 1 << 64)
 
 
 def _values(raw: object, sizes: Sequence[int]) -> Sequence[bytes | None]:
@@ -235,6 +255,16 @@ def _reset(session: int, request: int, number: object, namespace_ids: object) ->
     return Reset(session, request, _int("number", number, 1 << 63), ids)
 
 
+def _retain(session: int, request: int, keys: object, ttl_s: object, tenant: object) -> Retain:
+    return Retain(
+        session,
+        request,
+        _split_keys(keys),
+        _int("ttl_s", ttl_s, RETAINED_S_MAX + 1),
+        _int("tenant", tenant, 1 << 32),
+    )
+
+
 def _named(session: int, request: int, raw_keys: object, raw_names: object) -> Named:
     keys = _split_keys(raw_keys)
     if not isinstance(raw_names, list) or len(raw_names) != len(keys):
@@ -251,6 +281,7 @@ _DECODERS: dict[int, tuple[int, Callable[..., Event]]] = {
     Op.ABORT: (1, lambda s, r, items: Abort(s, r, _tuples("items", items, 2))),
     Op.PIN: (1, lambda s, r, keys: Pin(s, r, _split_keys(keys))),
     Op.UNPIN: (1, lambda s, r, items: Unpin(s, r, _tuples("items", items, 2))),
+    Op.RETAIN: (3, _retain),
     Op.TOUCH: (1, lambda s, r, keys: Touch(s, _split_keys(keys))),
     Op.DROP: (1, lambda s, r, keys: Drop(s, r, _split_keys(keys))),
     Op.CLEAR: (1, lambda s, r, ns: Clear(s, r, _int("namespace_id", ns, 1 << 32))),

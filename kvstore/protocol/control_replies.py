@@ -18,11 +18,14 @@ from kvstore.core.answers import (
 )
 from kvstore.protocol.stream import KINDS
 from kvstore.record import RECORD_BYTES, SIGNED_RECORD_BYTES
-from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Kind, PutResult, rejected
+from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Kind, PutResult, Retained, rejected
 
 OUTCOMES = (STORED, EXISTS, IN_PROGRESS, NO_SPACE)
 """What became of a block is one byte on the wire, its place in here; anything else is a
 rejection, and travels as its reason."""
+
+
+_RETAINED = frozenset(map(int, Retained))
 
 
 class InvalidReplyError(ValueError):
@@ -33,7 +36,7 @@ def encoded(answer: Answer) -> object:
     """An answer of the core as what msgpack encodes."""
     if not isinstance(answer, list):
         return answer
-    return [encoded_outcome(one) if isinstance(one, PutResult) else one for one in answer]
+    return [encoded_outcome(one) if type(one) is PutResult else one for one in answer]
 
 
 def encoded_outcome(result: PutResult) -> int | str:
@@ -85,9 +88,16 @@ def _seconds_or_none(value: object) -> float | None:
 def grants(count: int, body: object) -> list[PutAnswer]:
     """RESERVE: a slot, or what became of it, for each of `count` blocks."""
     return [
-        Grant(*map(whole, _items(answer, 3))) if type(answer) is list else outcome(answer)
+        _grant(answer) if type(answer) is list else outcome(answer)
         for answer in _items(body, count, "answers")
     ]
+
+
+def _grant(answer: list[object]) -> Grant:
+    if len(answer) != 3:
+        raise InvalidReplyError(f"expected 3 items, got {len(answer)}")
+    slot_id, generation, offset = answer
+    return Grant(whole(slot_id), whole(generation), whole(offset))
 
 
 def outcomes(count: int, body: object) -> list[PutResult]:
@@ -121,6 +131,14 @@ def pins(body: object) -> list[PinAnswer]:
     ):
         raise InvalidReplyError("expected pins")
     return body
+
+
+def retained(count: int, body: object) -> list[Retained]:
+    """RETAIN: one for each of `count` blocks."""
+    codes = [whole(code) for code in _items(body, count, "answers")]
+    if any(code not in _RETAINED for code in codes):
+        raise InvalidReplyError(f"expected what became of {count} wishes, got {codes[:8]}")
+    return [Retained(code) for code in codes]
 
 
 def block_rows(body: object) -> list[BlockRow]:

@@ -23,14 +23,20 @@ class Want(NamedTuple):
 def reserve_arguments(
     wants: Sequence[Want], namespace_id: int, *, checksums: bool
 ) -> tuple[Any, ...]:
-    """The arguments of a RESERVE request, column by column; empty columns are left out."""
+    """The arguments of a RESERVE request, column by column; empty columns are left out, and of
+    one whose entries are all equal one stands for all."""
     keys, sizes, kinds, meta_lengths, values, sums = zip(*wants, strict=True)
     return (
         namespace_id,
         join_keys(keys),
-        sizes,
-        kinds,
-        meta_lengths,
-        values if any(value is not None for value in values) else None,
+        _column(sizes),
+        _column(kinds),
+        _column(meta_lengths),
+        None if values.count(None) == len(values) else values,
         sums if checksums else 0,
     )
+
+
+def _column(entries: tuple[int, ...]) -> int | tuple[int, ...]:
+    first = entries[0]
+    return first if entries.count(first) == len(entries) else entries

@@ -14,6 +14,7 @@ from kvstore.protocol.stream import WireError
 NAME_CHARS_MAX = 128
 METADATA_BYTES_MAX = 64 << 10
 PROBE_BYTES = 4096
+DEVICES_MAX = 1 << 16
 _ADDRESS_MAX = 1 << 62
 """Far above what a process can map; with an offset in a segment still 64 bits."""
 
@@ -31,6 +32,8 @@ class Endpoint(NamedTuple):
     probe_at: int
     probe: bytes
     """What must be read there, before anything else is."""
+    device: int = -1
+    """Which of the owner's devices payload and probe are on; -1: they are in host memory."""
 
 
 def unpack_endpoint(answers: Sequence[Any]) -> Endpoint | None:
@@ -40,10 +43,10 @@ def unpack_endpoint(answers: Sequence[Any]) -> Endpoint | None:
     """
     if not answers:
         return None
-    if len(answers) != len(Endpoint._fields):
+    if len(answers) not in (len(Endpoint._fields) - 1, len(Endpoint._fields)):
         raise WireError(f"a NIXL endpoint of {len(answers)} fields")
     way = Endpoint(*answers)
-    addresses = way[2:5]
+    addresses = way.head_at, way.data_at, way.probe_at
     right = (
         isinstance(way.agent, str)
         and 0 < len(way.agent) <= NAME_CHARS_MAX
@@ -52,6 +55,8 @@ def unpack_endpoint(answers: Sequence[Any]) -> Endpoint | None:
         and all(type(at) is int and 0 < at < _ADDRESS_MAX for at in addresses)
         and isinstance(way.probe, bytes)
         and len(way.probe) == PROBE_BYTES
+        and type(way.device) is int
+        and -1 <= way.device < DEVICES_MAX
     )
     if not right:
         raise WireError("an invalid NIXL endpoint")

@@ -1,17 +1,8 @@
 """Encodes what a node and a client on another host say to each other, and decodes it. Pure.
 
-A connection begins with a handshake in which both sides prove that they know the
-same secret (HMAC-SHA256 over both sides' nonces; the secret itself never travels):
-
-    client -> node   magic, version, whether it has a secret, the MACs it can do, nonce
-    node -> client   magic, version, whether it has a secret, the MAC to use, node id, epoch, nonce
-    client -> node   proof over both messages
-    node -> client   verdict, proof over both messages
-
-Of the secret and both messages are made two keys, one for each direction: with them all that
-follows is sealed (stream_seal.py), unless TLS does that already or there is no secret.
-
-Then the client asks, one request at a time, in frames: type, length, body, tag.
+A connection begins with a handshake, which derives the seals of all that follows
+(stream_handshake.py). Then the client asks, one request at a time, in frames: type, length, body,
+tag.
 
     READ     which blocks; answered by heads, payloads and tails (stream_reply.py)
     LOOK     the same, answered by heads alone
@@ -22,9 +13,7 @@ Then the client asks, one request at a time, in frames: type, length, body, tag.
 
 States of a connection, the same at both ends:
 
-    greeted    each side has the other's nonce; nothing but proofs is taken
-    proven     each has seen that the other knows the secret, or that neither has one: the
-               seals exist
+    greeted, proven  of the handshake: nothing is asked yet
     idle       between requests; only the client may begin
     asked      one request is under way; until its answer has come whole nothing else is sent
     ended      whatever broke a rule (`WireError`), came too late, or was given up in the middle.
@@ -43,7 +32,6 @@ Whatever breaks these rules is a `WireError`, and the connection ends.
 from __future__ import annotations
 
 import enum
-import hmac
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -58,14 +46,8 @@ from kvstore.limits import (
     STREAM_FRAME_BYTES_MAX,
 )
 from kvstore.protocol.stream_seal import (
-    PLAIN_SEALS,
     TAG_BYTES,
-    Mac,
-    Seals,
     StreamSeal,
-    available,
-    best,
-    keyed,
     matches,
 )
 from kvstore.types import Key, Kind, Location
@@ -75,166 +57,6 @@ KINDS = frozenset(int(kind) for kind in Kind)
 
 class WireError(PeerError):
     """The other side does not speak this protocol, or not with our secret."""
-
-
-# --- handshake -------------------------------------------------------------------
-
-NONCE_BYTES = 32
-PROOF_BYTES = 32
-VERSION = 3
-_FAMILY = b"kvstream"
-_MAGIC = _FAMILY + b"%d" % VERSION
-_CLIENT_HELLO = struct.Struct(f"<9sB{NONCE_BYTES}s")
-_NODE_HELLO = struct.Struct(f"<9sBQI{NONCE_BYTES}s")
-CLIENT_HELLO_BYTES = _CLIENT_HELLO.size
-NODE_HELLO_BYTES = _NODE_HELLO.size
-VERDICT_BYTES = 1 + PROOF_BYTES
-ACCEPTED = 1
-_HAS_SECRET = 1
-"""In the second field of a hello; the bits above it are MACs."""
-
-
-def _proof(secret: bytes | None, who: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret or b"", b"kvstore stream 3 " + who + transcript, "sha256")
-
-
-def _key(secret: bytes, sender: bytes, transcript: bytes) -> bytes:
-    """Of what `sender` sends on this connection: both nonces, the node and the MAC are in it."""
-    return hmac.digest(secret, b"kvstore stream 3 seals of the " + sender + transcript, "sha256")
-
-
-def _abilities(has_secret: bool, macs: frozenset[Mac]) -> int:
-    return has_secret * _HAS_SECRET | sum(1 << mac for mac in macs)
-
-
-def _macs(abilities: int) -> frozenset[Mac]:
-    return frozenset(mac for mac in Mac if abilities >> mac & 1)
-
-
-def _check_magic(magic: bytes, who: str) -> None:
-    if magic == _MAGIC:
-        return
-    if magic.startswith(_FAMILY):
-        version = magic.removeprefix(_FAMILY).decode("ascii", "replace")
-        raise WireError(
-            f"the {who} speaks version {version} of the stream's protocol, this side version "
-            f"{VERSION}: run the same release of kvstore on both"
-        )
-    raise WireError(f"the other side is not a kvstore stream {who}: is the address right?")
-
-
-class ClientHandshake:
-    """The client's side: `hello`, then `prove`, then `check`. `nonce` is fresh and random."""
-
-    def __init__(
-        self,
-        secret: bytes | None,
-        nonce: bytes,
-        node: tuple[int, int],
-        *,
-        protected: bool = False,
-        macs: frozenset[Mac] | None = None,
-    ) -> None:
-        """`node` is the (node id, epoch) that must answer: a restarted node is another one.
-
-        `protected`: TLS keeps the bytes, so that they need no seals. `macs`: all that are
-        `available`.
-        """
-        self._secret = secret
-        self._node = node
-        self._offered = frozenset[Mac]()
-        if secret is not None and not protected:
-            self._offered = available() if macs is None else macs
-        abilities = _abilities(secret is not None, self._offered)
-        self.hello = _CLIENT_HELLO.pack(_MAGIC, abilities, nonce)
-        self._transcript = b""
-        self._mac: Mac | None = None
-
-    def prove(self, node_hello: bytes) -> bytes:
-        """The proof to send. Raises `WireError` when it is not the node that is wanted."""
-        magic, abilities, node_id, epoch, _ = _unpacked(_NODE_HELLO, node_hello)
-        _check_magic(magic, "server")
-        if (node_id, epoch) != self._node:
-            raise WireError("another node, or another start of it, answers there")
-        has_secret = bool(abilities & _HAS_SECRET)
-        if has_secret != (self._secret is not None):
-            who = "no secret, the node one" if has_secret else "a secret, the node none"
-            raise WireError(f"this client has {who} (KVSTORE_SECRET)")
-        macs = _macs(abilities)
-        if len(macs) != bool(self._offered) or not macs <= self._offered:
-            raise WireError("the node would not seal the stream as this client asks for")
-        self._mac = best(macs)
-        self._transcript = self.hello + node_hello
-        return _proof(self._secret, b"client", self._transcript)
-
-    def check(self, verdict: bytes) -> Seals:
-        """The seals of this connection. Raises `WireError` unless the node accepts us and knows
-        the secret too."""
-        if len(verdict) != VERDICT_BYTES:
-            raise WireError(f"a verdict of {len(verdict)} bytes")
-        if verdict[0] != ACCEPTED:
-            raise WireError("the node refuses this client: its secret is another one")
-        if not matches(_proof(self._secret, b"node", self._transcript), verdict[1:]):
-            raise WireError("the node does not know the secret")
-        return _seals(self._secret, self._mac, b"client", b"node", self._transcript)
-
-
-class NodeHandshake:
-    """The node's side: `answer`, then `judge`, then `seals`. `nonce` is fresh and random."""
-
-    def __init__(
-        self,
-        secret: bytes | None,
-        nonce: bytes,
-        node: tuple[int, int],
-        *,
-        protected: bool = False,
-        macs: frozenset[Mac] | None = None,
-    ) -> None:
-        """As that of the client."""
-        self._secret = secret
-        self._nonce = nonce
-        self._node = node
-        self._needed = secret is not None and not protected
-        self._able = available() if macs is None else macs
-        self._transcript = b""
-        self._mac: Mac | None = None
-
-    def hello(self) -> bytes:
-        """What to send to a client: also to one of another version, which then can say so."""
-        chosen = frozenset() if self._mac is None else frozenset({self._mac})
-        abilities = _abilities(self._secret is not None, chosen)
-        return _NODE_HELLO.pack(_MAGIC, abilities, *self._node, self._nonce)
-
-    def answer(self, client_hello: bytes) -> bytes:
-        """The message to send back. Raises `WireError` unless a client of this protocol speaks."""
-        magic, abilities, _ = _unpacked(_CLIENT_HELLO, client_hello)
-        _check_magic(magic, "client")
-        if self._needed:
-            self._mac = best(_macs(abilities) & self._able)
-            if self._mac is None and abilities & _HAS_SECRET:
-                raise WireError("it can seal the stream in no way that this node can")
-        hello = self.hello()
-        self._transcript = client_hello + hello
-        return hello
-
-    def judge(self, proof: bytes) -> tuple[bool, bytes]:
-        """Whether the client knows the secret, and what to tell it."""
-        if not matches(_proof(self._secret, b"client", self._transcript), proof):
-            return False, bytes(VERDICT_BYTES)
-        return True, bytes([ACCEPTED]) + _proof(self._secret, b"node", self._transcript)
-
-    def seals(self) -> Seals:
-        """The seals of this connection, once the client is known to know the secret."""
-        return _seals(self._secret, self._mac, b"node", b"client", self._transcript)
-
-
-def _seals(
-    secret: bytes | None, mac: Mac | None, ours: bytes, theirs: bytes, transcript: bytes
-) -> Seals:
-    if secret is None or mac is None:
-        return PLAIN_SEALS
-    return keyed(mac, _key(secret, ours, transcript), _key(secret, theirs, transcript))
 
 
 # --- frames ----------------------------------------------------------------------
@@ -275,7 +97,7 @@ def frame_body(kind: Frame, rest: bytes, seal: StreamSeal) -> bytes:
 
 def frame_head(raw: bytes) -> tuple[Frame, int]:
     """(type, bytes that follow) of the frame that begins with `raw`."""
-    kind, size_bytes = _unpacked(_FRAME, raw)
+    kind, size_bytes = unpacked(_FRAME, raw)
     if not TAG_BYTES <= size_bytes <= STREAM_FRAME_BYTES_MAX:
         raise WireError(f"a frame of {size_bytes} bytes, at most {STREAM_FRAME_BYTES_MAX}")
     try:
@@ -284,7 +106,7 @@ def frame_head(raw: bytes) -> tuple[Frame, int]:
         raise WireError(f"frame type {kind}") from e
 
 
-def _unpacked(layout: struct.Struct, raw: bytes) -> tuple[Any, ...]:
+def unpacked(layout: struct.Struct, raw: bytes) -> tuple[Any, ...]:
     if len(raw) != layout.size:
         raise WireError(f"{len(raw)} bytes where {layout.size} were due")
     return layout.unpack(raw)
@@ -334,7 +156,7 @@ def _milliseconds(timeout_s: float) -> int:
 
 
 def _seconds(body: bytes) -> float:
-    return int(_unpacked(_READ, body[: _READ.size])[0]) / 1000
+    return int(unpacked(_READ, body[: _READ.size])[0]) / 1000
 
 
 # --- saving ----------------------------------------------------------------------
@@ -364,7 +186,7 @@ def pack_put(
 
 def unpack_put(body: bytes) -> tuple[float, int, bytes, list[SaveOffer]]:
     """(timeout in seconds, namespace id, its fields, offers) of a PUT frame's body."""
-    timeout_ms, namespace_id, fields_bytes = _unpacked(_PUT, body[: _PUT.size])
+    timeout_ms, namespace_id, fields_bytes = unpacked(_PUT, body[: _PUT.size])
     if fields_bytes > NAMESPACE_BYTES_MAX:
         raise WireError(f"a namespace of {fields_bytes} bytes, at most {NAMESPACE_BYTES_MAX}")
     start = _PUT.size + fields_bytes

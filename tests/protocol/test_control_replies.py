@@ -17,7 +17,7 @@ from kvstore.protocol.control_replies import (
     outcomes,
 )
 from kvstore.record import RECORD_BYTES, SIGNED_RECORD_BYTES
-from kvstore.types import EXISTS, STORED, PutStatus, rejected
+from kvstore.types import EXISTS, STORED, PutStatus, Retained, rejected
 
 
 @pytest.mark.parametrize("result", [*OUTCOMES, NOT_HELD])
@@ -60,6 +60,7 @@ DECODERS = {
     "counters": replies.counters,
     "flags": replies.flags,
     "pins": replies.pins,
+    "retained": partial(replies.retained, 1),
     "block_rows": replies.block_rows,
     "namespaces": replies.namespaces,
     "explained": replies.explained,
@@ -72,6 +73,7 @@ RIGHT = {
     "counters": {"a": 1},
     "flags": [True],
     "pins": [None, "no"],
+    "retained": [int(Retained.OTHERS)],
     "block_rows": [ROW],
     "namespaces": [[], None, [[1, 2, b"{}"]]],
     "explained": [[[0, 1.0]], None, [[1, 2, b"{}"]]],
@@ -112,6 +114,7 @@ PINS = [None, "no", bytes(RECORD_BYTES), bytes(SIGNED_RECORD_BYTES)]
         ("counters", {"a": 1, "b": 2.5}, {"a": 1, "b": 2.5}),
         ("flags", [True, False], [True, False]),
         ("pins", PINS, PINS),
+        *(("retained", [int(answer)], [answer]) for answer in Retained),
         ("block_rows", [ROW, ROW], [BlockRow(*ROW)] * 2),
         ("block_rows", [[*ROW[:5], 1, 0, b"n"]], [BlockRow(*ROW[:5], 1.0, 0.0, b"n")]),
         ("namespaces", [[], None, [[1, 2, b"{}"], [3, 4, b""]]], {1: b"{}", 3: b""}),
@@ -139,6 +142,7 @@ def test_what_is_no_list_is_said_as_it_is(answer):
         ("pins", [7]),
         ("pins", [bytes(RECORD_BYTES - 1)]),
         ("pins", [bytes(SIGNED_RECORD_BYTES + 1)]),
+        ("retained", [max(Retained) + 1]),
         ("block_rows", [["key", *ROW[1:]]]),
         ("block_rows", [[*ROW[:-1], "name"]]),
     ],

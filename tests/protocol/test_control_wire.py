@@ -112,6 +112,9 @@ def test_one_integer_stands_for_all_entries():
         ([Op.RESERVE, 1, 1 << 32, RAW, 1, 0, 0, None, 0], "namespace_id"),
         ([Op.COMMIT, 1, [[1, 2]]], "items"),
         ([Op.COMMIT, 1, [[1, 2, -3]]], "items"),
+        ([Op.COMMIT, 1, [[1, 2, 3], [1, 2, True]]], "items"),
+        ([Op.COMMIT, 1, [[1, 2, 3], "abc"]], "items"),
+        ([Op.RESERVE, 1, 0, RAW, [1, 2, True], 0, 0, None, 0], "size_bytes"),
         ([Op.COMMIT, 1, [[1, 2, 3]] * (BATCH_KEYS_MAX + 1)], "items"),
         ([Op.ABORT, 1, [[1, 2]] * (BATCH_KEYS_MAX + 1)], "items"),
         ([Op.UNPIN, 1, [[1, 2]] * (BATCH_KEYS_MAX + 1)], "items"),
@@ -152,6 +155,13 @@ def test_one_integer_stands_for_all_entries():
 def test_a_wrong_message_is_refused_by_the_name_of_its_field(message, field):
     with pytest.raises(UsageError, match=f"^{field}="):
         decoded(message)
+
+
+def test_of_many_entries_the_wrong_one_is_named():
+    with pytest.raises(UsageError, match=r"^items=\[4, 5, -6\]"):
+        decoded([Op.COMMIT, 1, [[1, 2, 3], [4, 5, -6], [7, 8, 9]]])
+    with pytest.raises(UsageError, match=r"^size_bytes=-2"):
+        decoded([Op.RESERVE, 1, 0, RAW, [1, -2, 3], 0, 0, None, 0])
 
 
 @pytest.mark.parametrize("client_id", ["", "../../etc/passwd", "g" * 32, "a" * 31, 5, None])

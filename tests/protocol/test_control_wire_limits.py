@@ -12,6 +12,7 @@ from kvstore.limits import (
     META_BYTES_MAX,
     NAME_BYTES_MAX,
     RESET_NAMESPACES_MAX,
+    RETAINED_S_MAX,
 )
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello, Op
@@ -55,6 +56,8 @@ def read(message):
         ("number", 2**63 - 1, lambda n: [Op.RESET, 1, n, [0]]),
         ("namespace_id", 2**32 - 1, lambda n: [Op.RESET, 1, 0, [n]]),
         ("at_most", LIST_ROWS_MAX, lambda n: [Op.LIST, 1, b"", n]),
+        ("ttl_s", RETAINED_S_MAX, lambda n: [Op.RETAIN, 1, KEY, n, 0]),
+        ("tenant", 2**32 - 1, lambda n: [Op.RETAIN, 1, KEY, 0, n]),
     ],
 )
 def test_a_number_is_an_integer_from_0_to_its_largest(field, largest, message):
