@@ -5,10 +5,11 @@ when somebody does within `RESTART_WITHIN_S`. Whoever frees one has to know both
 
 1. The owner holds a lock (flock) on the header file from its making until its process ends,
    however that ends. The lock is free: the owner is dead.
-2. A node that may come back sets the time of the header file every few seconds. Lock free and
-   time older than `RESTART_WITHIN_S`: nobody is expected back, and every process of this
-   user may free it, from any run directory. The other nodes, `kvstore up` and the reaper of
-   clients do, every `Limits.sweep_every_s`.
+2. A node that may come back writes down in the header file every few seconds that it lives, by
+   clocks that nobody sets (host_clock.py). Lock free and the host has run for longer than
+   `RESTART_WITHIN_S` since: nobody is expected back, and every process of this user may free
+   it, from any run directory. The other nodes, `kvstore up` and the reaper of clients do,
+   every `Limits.sweep_every_s`.
 3. Whoever frees takes the lock, looks at the time again and that the name still leads to the
    file it has locked, and keeps the lock until payload and headers are gone. A node that
    comes back takes the same lock before it maps anything (`segment/shm.py`), and finds a file
@@ -26,15 +27,15 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore import host_clock
 from kvstore.errors import UsageError
 from kvstore.filelock import FileLock, is_locked, try_lock
 from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX, Limits
 from kvstore.nodedir import NodeDir, sweep
-from kvstore.segment.header import SUPERBLOCK_BYTES, home_of
+from kvstore.segment.header import SUPERBLOCK_BYTES, home_of, life_of
 from kvstore.segment.shm import SHM_DIR
 from kvstore.small_files import read_start
 
@@ -101,6 +102,9 @@ def free_abandoned(shm_dir: Path = SHM_DIR, *, homeless: bool = False) -> list[S
 
     Returns what was freed. Anyone may call this at any time; it raises nothing.
     """
+    for path in _files(shm_dir):
+        if _ours(path):
+            host_clock.set_right(path)
     return [s for s in segments(shm_dir) if _may_go(s, homeless) and _free(s, homeless)]
 
 
@@ -137,8 +141,10 @@ def _look(base: Path) -> Segment | None:
         times.append(status.st_mtime)
     if not sizes:
         return None
-    age_s = max(time.time() - max(times), 0.0)
-    return Segment(base, sum(sizes), age_s, _home(head), _owned(head))
+    owned = _owned(head)
+    page = _first_page(head) if _ours(head) else b""
+    age_s = host_clock.age_s(life_of(page), max(times))
+    return Segment(base, sum(sizes), age_s, home_of(page), owned)
 
 
 def _owned(head: Path) -> bool:
@@ -149,11 +155,11 @@ def _owned(head: Path) -> bool:
         return True
 
 
-def _home(head: Path) -> Path | None:
+def _first_page(head: Path) -> bytes:
     try:
-        return home_of(read_start(head, SUPERBLOCK_BYTES))
+        return read_start(head, SUPERBLOCK_BYTES)
     except OSError:
-        return None
+        return b""
 
 
 def _free(segment: Segment, homeless: bool) -> bool:

@@ -1,4 +1,7 @@
-"""Maps segments that other processes own: headers for reading, payload for writing if allowed."""
+"""Maps segments that other processes own: headers for reading, payload for writing if allowed.
+
+Those of other users are not mapped (segment/unmapped.py).
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore.limits import LOCK_PART_BYTES, SLOT_BYTES_MIN
 from kvstore.machine import REAL, Machine
+from kvstore.memory_files import UnmappedFile
 from kvstore.segment.header import (
     HEADER_BYTES,
+    HINT_BYTES,
     KEY_PART,
     LAYOUT_VERSION,
     SUPERBLOCK_BYTES,
+    hints_of,
     layout_of,
     newest_superblock,
 )
@@ -39,6 +45,25 @@ POPULATE_PAUSE_S = 1e-4
 """The thread holds the GIL while it maps, 0.2 ms a step: others must get their turn."""
 
 
+class UnmappedHints:
+    """Reads a table of hints in a header file that is not mapped, as if it were."""
+
+    def __init__(self, head: UnmappedFile, slots: int) -> None:
+        self._head = head
+        self._start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
+        self._count = hints_of(slots)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> int:
+        start = self._start + place * HINT_BYTES
+        return int.from_bytes(self._head[start : start + HINT_BYTES], "little")
+
+    def release(self) -> None:
+        """Do nothing: it keeps no memory."""
+
+
 class AttachedHeads:
     """The header file of somebody else's segment, mapped read-only.
 
@@ -47,10 +72,21 @@ class AttachedHeads:
     """
 
     def __init__(
-        self, head_path: Path, *, owner: int | None = None, machine: Machine = REAL
+        self,
+        head_path: Path,
+        *,
+        owner: int | None = None,
+        mapped: bool = True,
+        machine: Machine = REAL,
     ) -> None:
-        """With `owner`, the file must be a plain one of that user's."""
-        self._head = machine.map_memory(head_path, writable=False, owner=owner)
+        """With `owner`, the file must be a plain one of that user's; one who is not trusted with
+        this process has it not `mapped`."""
+        self._head: mmap.mmap | UnmappedFile
+        self._hints: memoryview | UnmappedHints
+        if mapped or owner is None:
+            self._head = machine.map_memory(head_path, writable=False, owner=owner)
+        else:
+            self._head = machine.open_memory(head_path, writable=False, owner=owner)
         superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
         if superblock is None or len(self._head) != header_file_bytes(superblock.size_bytes):
             layout = layout_of(self._head[:SUPERBLOCK_BYTES])
@@ -62,7 +98,10 @@ class AttachedHeads:
             raise ValueError(f"{head_path} is no whole segment header file")
         self.superblock = superblock
         self.slots = superblock.size_bytes // SLOT_BYTES_MIN
-        self._hints = hints_in(self._head, superblock)
+        if isinstance(self._head, UnmappedFile):
+            self._hints = UnmappedHints(self._head, self.slots)
+        else:
+            self._hints = hints_in(self._head, superblock)
         self._hint_mask = len(self._hints) - 1
 
     def header(self, slot_id: int) -> bytes:
@@ -135,6 +174,10 @@ class AttachedShm(AttachedHeads):
         self._populating = False
         """A thread maps what lies ahead."""
 
+    def payloads(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes at each (offset, length), in place."""
+        return [self.payload[offset : offset + length] for offset, length in places]
+
     def populate(self, offset: int, size_bytes: int) -> None:
         """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""
         if size_bytes < POPULATE_BYTES_MIN:
@@ -203,7 +246,7 @@ def private_pages(path: str, offset: int, size_bytes: int) -> Any:
     `ValueError` when there is no such part.
     """
     start = offset & -mmap.PAGESIZE
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         length = offset - start + size_bytes
         pages = mmap.mmap(fd, length, mmap.MAP_PRIVATE, offset=start)

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from kvstore.errors import UsageError
+from kvstore.limits import CGROUP_RESERVE_BYTES
 from kvstore.segment.shm import files_bytes
 
 log = logging.getLogger("kvstore.node")
@@ -19,8 +20,6 @@ PROC_FILE = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 UNLIMITED_BYTES = 1 << 60
 """Version 1 says "no limit" as the largest multiple of a page."""
-OTHERS_BYTES = 256 << 20
-"""What a node's process, and Redis beside it, need besides the segment."""
 HEADERS_LEAVE, HEADERS_OF = 15, 16
 """Headers and hints take less than a 16th of a segment's files."""
 
@@ -34,7 +33,7 @@ class MemoryLimit(NamedTuple):
     @property
     def segment_bytes(self) -> int:
         """How many bytes both files of a segment may take at most."""
-        return max(self.limit_bytes - min(OTHERS_BYTES, self.limit_bytes // 4), 0)
+        return self.limit_bytes - min(CGROUP_RESERVE_BYTES, self.limit_bytes // 4)
 
 
 def memory_limit(proc_file: Path = PROC_FILE, mount: Path = MOUNT) -> MemoryLimit | None:

@@ -8,16 +8,23 @@ stays for those who have it open (`CudaDevice.free`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore.cuda.base import CudaDevice
+from kvstore.cuda.base import CudaDevice, Shared, address_of, wait
+from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.cuda.probe import PROBE_BYTES, write_probe
-from kvstore.errors import InternalError
+from kvstore.errors import DeviceError
 from kvstore.filelock import fd_is_locked
+from kvstore.limits import CUDA_IPC_DRAIN_S
 from kvstore.segment.attached import AttachedHeads
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock
 from kvstore.segment.shm import OwnedHeads, check_free, header_file_bytes
+
+log = logging.getLogger("kvstore.node")
 
 WIPE_BYTES = 1 << 20
 
@@ -25,7 +32,7 @@ WIPE_BYTES = 1 << 20
 class OwnedCuda(OwnedHeads):
     """A node's own segment in VRAM. Only the node's event loop uses it.
 
-    It takes no values inline and knows no checksums: its bytes never cross a host.
+    It takes no values inline.
     """
 
     def __init__(
@@ -35,6 +42,7 @@ class OwnedCuda(OwnedHeads):
         /dev/shm has no room, and `DeviceError`."""
         self.data_path = base_path.with_suffix(".data")
         self.device = device
+        self._checksums = DeviceChecksums(device)
         check_free(base_path.parent, header_file_bytes(superblock.size_bytes))
         self.address = device.allocate(superblock.size_bytes + PROBE_BYTES)
         with contextlib.ExitStack() as undo:
@@ -48,7 +56,12 @@ class OwnedCuda(OwnedHeads):
             undo.pop_all()
 
     def checksum(self, offset: int, length: int) -> int:
-        raise InternalError("a block in VRAM was saved with a checksum")
+        """Of a block in place. One that cannot be read any more has 0, which is none's."""
+        try:
+            return self._checksums.of([[(self.address + offset, length)]])[0]
+        except DeviceError as e:
+            log.warning("a block in VRAM cannot be looked at: %s", e)
+            return 0
 
     def close(self, *, keep: bool = False) -> None:
         """Make every block a miss, for those who have the headers mapped too, and remove the files.
@@ -66,8 +79,67 @@ class OwnedCuda(OwnedHeads):
 
     def free(self) -> None:
         """Give the memory back after `close`, once. Nobody may write to it any more."""
+        self._checksums.close()
         os.close(self.shared.fd)
         self.device.free(self.address)
+
+
+class ServedCuda(AttachedHeads):
+    """A node's own segment in VRAM, for threads that send its blocks to other hosts.
+
+    The memory is opened once more, read-only where the driver can: it is there until `close`,
+    whatever its owner frees. Raises `OSError` and `DeviceError`.
+    """
+
+    payload = None
+    """No byte of it is written by a thread of this process."""
+
+    def __init__(self, head_path: Path, device: CudaDevice, shared: Shared) -> None:
+        super().__init__(head_path)
+        self._device = device
+        self._hanging: list[memoryview] = []
+        """Memory that copies may still write to."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(super().close)
+            self._address = device.open(shared)
+            undo.callback(device.close, self._address)
+            self._stream = device.stream()
+            undo.pop_all()
+
+    def payloads(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes at each (offset, length), copied to memory of the host. Raises `DeviceError`
+        when the device does not copy them, or did not before."""
+        if self._hanging:
+            raise DeviceError("copies on the device hang")
+        copied = memoryview(bytearray(sum(length for _, length in places)))
+        found, copies, at = [], [], 0
+        for offset, length in places:
+            found.append(copied[at : at + length])
+            if length:
+                copies.append((address_of(found[-1]), self._address + offset, length))
+            at += length
+        if not copies:
+            return found
+        try:
+            self._stream.copy(copies)
+        finally:  # some may be queued
+            if not wait(self._stream.record(), time.monotonic() + CUDA_IPC_DRAIN_S):
+                self._hanging.append(copied)
+                raise DeviceError(f"copies on the device hang for {CUDA_IPC_DRAIN_S} s")
+        return found
+
+    def close(self) -> None:
+        """Nobody asks for payloads any more. Where copies hang, what they use stays."""
+        if self._hanging:
+            _kept.append(self)
+            return
+        with contextlib.suppress(DeviceError):
+            self._stream.close()
+            self._device.close(self._address)
+        super().close()
+
+
+_kept: list[ServedCuda] = []
 
 
 class AttachedCuda(AttachedHeads):
@@ -77,11 +149,14 @@ class AttachedCuda(AttachedHeads):
     when the file is of no segment.
     """
 
-    def __init__(self, head_path: Path, *, owner: int | None = None) -> None:
-        super().__init__(head_path, owner=owner)
+    def __init__(self, head_path: Path, *, owner: int | None = None, mapped: bool = True) -> None:
+        """As `AttachedHeads`."""
+        super().__init__(head_path, owner=owner, mapped=mapped)
         with contextlib.ExitStack() as undo:
             undo.callback(super().close)
-            self._lock = os.open(head_path, os.O_RDONLY | os.O_CLOEXEC)
+            # Another user may have put a pipe or a link there meanwhile.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._lock = os.open(head_path, flags)
             undo.callback(os.close, self._lock)
             if not self.alive():
                 raise FileNotFoundError(f"the owner of {head_path} has ended")

@@ -35,11 +35,16 @@ one does.
 
 On the first page, beside the two copies of the superblock, two words say what a
 restart would else have to look for: a generation that is above all there are, and
-from which page to which (u32 each) none was ever used.
+from which page to which (u32 each) none was ever used. Beside them is the node's last sign of
+life (host_clock.py), for whoever finds the segment when it is dead; segments of before have none.
 
 After the headers comes the table of hints, u32 slot ids for readers on this host: where a
 key may be. A key has two places in it, side by side; a third key with the same places
 takes one over, and nothing is ever taken out: the header says whether a hint is true.
+
+Then come 8 bytes a page: until which second of the node's clock the block of the slot that begins
+there is retained, u32, and for which tenant, u32; 0: it is not. For tenant 2**32 - 1 it is when the
+life of the block ends (core/bounded.py). Only a SEALED header's counts.
 
 Last comes one byte a page: 1 while a client has the slot that begins there pinned, and so may
 look at its payload without checking.
@@ -53,10 +58,13 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+from kvstore.host_clock import MOMENT_BYTES, Moment
 from kvstore.types import Key
 
 HEADER_BYTES = 64
 HINT_BYTES = 4
+TERM_BYTES = 8
+HELD_BYTES = 1
 HINTS_PER_SLOT = 4
 KEY_PART = slice(8, 40)
 FREE, RESERVED, SEALED = 0, 1, 2
@@ -99,11 +107,6 @@ def word(state: int, generation: int, granule: int = 0, size: int = 0) -> int:
     return (generation & _LOW_GENERATION) << 40 | size << 16 | granule << 8 | state
 
 
-def of_word(w: int) -> tuple[int, int]:
-    """(state, generation) of a word; the state alone is right where it says RESERVED."""
-    return w & 0xFF, w >> 16
-
-
 def of_reserved(w: int, last_generation: int) -> tuple[int, int, int]:
     """(generation, granule, size in granules) of a word that says RESERVED. The word has the lower
     bits of the generation; the result is the highest that they can mean up to `last_generation`,
@@ -115,7 +118,22 @@ def of_reserved(w: int, last_generation: int) -> tuple[int, int, int]:
 
 def pack(header: Fields) -> bytes:
     """The 64 bytes of a sealed slot."""
-    raw = _BODY.pack(header[0] << 16 | SEALED, *header[1:])
+    return pack_parts(*header)
+
+
+def pack_parts(
+    generation: int,
+    key: Key,
+    length: int,
+    granule: int,
+    kind: int,
+    meta_length: int,
+    checksum: int,
+    namespace_id: int,
+) -> bytes:
+    """As `pack`, from the parts of a header."""
+    w = generation << 16 | SEALED
+    raw = _BODY.pack(w, key, length, granule, kind, meta_length, checksum, namespace_id)
     return raw + crc32(raw).to_bytes(4, "little")
 
 
@@ -138,9 +156,19 @@ def body_of(raw: bytes, generation: int) -> Fields | None:
     return fields(word(SEALED, generation).to_bytes(8, "little") + raw[8:])
 
 
+def term(until_s: int, tenant: int) -> int:
+    """What says that a block is retained; 0: that it is not."""
+    return tenant << 32 | until_s if until_s else 0
+
+
+def of_term(word: int) -> tuple[int, int]:
+    """(second, tenant) of a `term`."""
+    return word & 0xFFFFFFFF, word >> 32
+
+
 def hints_of(slots: int) -> int:
-    """Entries of the table of hints, a power of two: at least `HINTS_PER_SLOT` a slot."""
-    return 1 << (slots * HINTS_PER_SLOT - 1).bit_length()
+    """Entries of the table of hints, a power of two: `HINTS_PER_SLOT` a slot, or more."""
+    return HINTS_PER_SLOT << (slots - 1).bit_length()
 
 
 def hint_of(key: Key, hints: int) -> int:
@@ -157,8 +185,10 @@ HOME_PLACE = 1024
 _SUPERBLOCK = struct.Struct("<8sIIQQI")
 BOUNDS_PLACE = 3072
 """Where the two words of `Bounds` are, behind the copies."""
+LIFE_PLACE = 3200
+"""Where the last sign of life is, behind the bounds."""
 _MAGIC = b"kvstore1"
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 6
 
 
 class Superblock(NamedTuple):
@@ -185,8 +215,6 @@ def pack_superblock(block: Superblock) -> bytes:
 def unpack_superblock(raw: bytes) -> Superblock | None:
     """The superblock that `raw` starts with; None unless it is whole and of this layout version."""
     body = raw[: _SUPERBLOCK.size]
-    if len(raw) < _SUPERBLOCK.size + 4:
-        return None
     if crc32(body).to_bytes(4, "little") != raw[_SUPERBLOCK.size : _SUPERBLOCK.size + 4]:
         return None
     magic, version, segment, node_id, size_bytes, epoch = _SUPERBLOCK.unpack(body)
@@ -213,9 +241,7 @@ def newest_superblock(page: bytes) -> Superblock | None:
 
 def superblock_place(page: bytes) -> int:
     """The offset on a header file's first page at which the next start writes its superblock."""
-    first, second = unpack_superblock(page), unpack_superblock(page[SUPERBLOCK_COPY:])
-    newer = first is not None and (second is None or first.epoch > second.epoch)
-    return SUPERBLOCK_COPY if newer else 0
+    return SUPERBLOCK_COPY if unpack_superblock(page) == newest_superblock(page) else 0
 
 
 def pack_home(home: str) -> bytes:
@@ -233,3 +259,9 @@ def home_of(page: bytes) -> Path | None:
     raw = page[HOME_PLACE + 2 : SUPERBLOCK_COPY][:length]
     whole = 0 < length == len(raw) and b"\0" not in raw
     return Path(os.fsdecode(raw)) if whole else None
+
+
+def life_of(page: bytes) -> Moment | None:
+    """The last sign of life of the node whose header file begins with that page; None where it
+    left none."""
+    return Moment.unpack(page[LIFE_PLACE : LIFE_PLACE + MOMENT_BYTES])

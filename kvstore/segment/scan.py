@@ -26,7 +26,6 @@ from kvstore.segment.header import (
     body_of,
     fields,
     of_reserved,
-    of_word,
 )
 
 GONE_MAX = 1 << 16
@@ -81,8 +80,7 @@ class _Scan:
             marked = both.to_bytes(length, "little")
         else:
             marked = states
-        free = at = 0
-        end = 0
+        free = at = end = 0
         while (match := _IN_USE.search(marked, at)) is not None:
             page = match.start()
             end = self._slot(first + page, bool(held[page])) - first
@@ -145,16 +143,14 @@ class _Scan:
             return
         for page, word in enumerate(self._words[first:last].tolist(), first):
             if word and len(gone) < GONE_MAX:
-                block = self._left(page) if word & 0xFF == FREE else None
+                block = self._left(page)
                 if block is not None:
                     gone.append(block)
 
     def _left(self, page: int) -> Seal | None:
-        """The block that was there last, if the header's body still tells."""
-        state, generation = of_word(self._words[page])
-        if state != FREE or not generation:
-            return None
-        return self._block(page, body_of(self._image(page), generation))
+        """The block that was there last, if the header's body still tells. What a damaged header
+        that says SEALED would describe, it does not."""
+        return self._block(page, body_of(self._image(page), self._words[page] >> 16))
 
     def _image(self, page: int) -> bytes:
         return bytes(self._headers[page * HEADER_BYTES : (page + 1) * HEADER_BYTES])

@@ -13,40 +13,47 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.core.events import Bounds, Copy, Fill, Hold, Mark, Seal, Write
+from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
 from kvstore.core.recovery import Seen
 from kvstore.errors import NoSpaceError
-from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.limits import (
+    SHM_RESERVE_BYTES,
+    SLOT_BYTES_MIN,
+)
 from kvstore.machine import REAL, Machine
 from kvstore.segment.header import (
     BOUNDS_PLACE,
     HEADER_BYTES,
+    HELD_BYTES,
     HINT_BYTES,
     HOME_PLACE,
+    LIFE_PLACE,
     SEALED,
     SUPERBLOCK_BYTES,
+    TERM_BYTES,
     Superblock,
     hint_of,
     hints_of,
     newest_superblock,
-    pack,
+    of_term,
     pack_home,
+    pack_parts,
     pack_superblock,
     superblock_place,
+    term,
     word,
 )
 from kvstore.segment.scan import scan
 from kvstore.types import Key
 
 SHM_DIR = Path("/dev/shm")
-RESERVE_BYTES = 16 << 20
-"""What a new segment leaves free in /dev/shm for everyone else."""
 
 
 def header_file_bytes(size_bytes: int) -> int:
     """The size of the header file of a segment of `size_bytes`."""
     slots = size_bytes // SLOT_BYTES_MIN
-    return SUPERBLOCK_BYTES + slots * HEADER_BYTES + hints_of(slots) * HINT_BYTES + slots
+    each = HEADER_BYTES + TERM_BYTES + HELD_BYTES
+    return SUPERBLOCK_BYTES + slots * each + hints_of(slots) * HINT_BYTES
 
 
 def hints_in(head: mmap.mmap, superblock: Superblock) -> memoryview:
@@ -54,6 +61,12 @@ def hints_in(head: mmap.mmap, superblock: Superblock) -> memoryview:
     slots = superblock.size_bytes // SLOT_BYTES_MIN
     start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
     return memoryview(head)[start : start + hints_of(slots) * HINT_BYTES].cast("I")
+
+
+def _terms(head: mmap.mmap, superblock: Superblock) -> memoryview:
+    slots = superblock.size_bytes // SLOT_BYTES_MIN
+    end = len(head) - slots * HELD_BYTES
+    return memoryview(head)[end - slots * TERM_BYTES : end].cast("Q")
 
 
 def _held(head: mmap.mmap, superblock: Superblock) -> memoryview:
@@ -69,23 +82,23 @@ def check_room(where: Path, size_bytes: int, machine: Machine = REAL) -> None:
 
 
 def check_free(where: Path, need_bytes: int, machine: Machine = REAL) -> None:
-    """Raise `NoSpaceError` unless `where` has as much room, and `RESERVE_BYTES` for others."""
+    """Raise `NoSpaceError` unless `where` has as much room, and `SHM_RESERVE_BYTES` for others."""
     free = free_bytes(where, machine)
     if need_bytes > free:
         raise NoSpaceError(
-            f"{where}: {need_bytes} bytes asked for, {free + RESERVE_BYTES} free, "
-            f"{RESERVE_BYTES} kept for others; use a smaller --size or enlarge it"
+            f"{where}: {need_bytes} bytes asked for, {free + SHM_RESERVE_BYTES} free, "
+            f"{SHM_RESERVE_BYTES} kept for others; use a smaller --size or enlarge it"
         )
 
 
 def free_bytes(where: Path, machine: Machine = REAL) -> int:
-    """Room for segments in `where`: `RESERVE_BYTES` are left for everyone else."""
-    return machine.room(where).free_bytes - RESERVE_BYTES
+    """Room for segments in `where`: `SHM_RESERVE_BYTES` are left for everyone else."""
+    return machine.room(where).free_bytes - SHM_RESERVE_BYTES
 
 
 def never_fits(where: Path, size_bytes: int, machine: Machine = REAL) -> bool:
     """Whether a segment of that size is larger than all there is."""
-    return files_bytes(size_bytes) + RESERVE_BYTES > machine.room(where).total_bytes
+    return files_bytes(size_bytes) + SHM_RESERVE_BYTES > machine.room(where).total_bytes
 
 
 def files_bytes(size_bytes: int) -> int:
@@ -127,11 +140,13 @@ class OwnedHeads:
             self._lock = machine.own_memory(self.head_path)
         self._words = memoryview(self._head).cast("Q")
         self._hints = hints_in(self._head, superblock)
+        self._terms = _terms(self._head, superblock)
         self._held = _held(self._head, superblock)
         self._apply: dict[type, Callable[..., None]] = {
             Mark: self._mark,
             Seal: self._seal,
             Hold: self._hold,
+            Keep: self._keep,
             Bounds: self._bounds,
         }
         self._closed = False
@@ -139,6 +154,7 @@ class OwnedHeads:
             raw, where = pack_superblock(superblock), pack_home(home)
             self._head[: len(raw)] = raw
             self._head[HOME_PLACE : HOME_PLACE + len(where)] = where
+            self.sign_of_life()
             self._bounds(Bounds(0, 0, superblock.size_bytes // SLOT_BYTES_MIN))
 
     def seen(self) -> tuple[int, Seen]:
@@ -156,13 +172,25 @@ class OwnedHeads:
         bounds = Bounds(generation, used & 0xFFFFFFFF, used >> 32)
         with memoryview(self._head)[SUPERBLOCK_BYTES:] as rest:
             headers = rest[: len(self._held) * HEADER_BYTES]
-            return found.epoch, scan(found.size_bytes, bounds, headers, self._held)
+            seen = scan(found.size_bytes, bounds, headers, self._held)
+        terms = ((block.slot_id, self._terms[block.slot_id]) for block in seen.sealed)
+        retained = [Keep(slot_id, *of_term(word)) for slot_id, word in terms if word]
+        return found.epoch, seen._replace(retained=retained)
 
     def adopt(self) -> None:
         """Make the segment this start's: who maps it from here on finds this start's epoch."""
         place = superblock_place(self._head[:SUPERBLOCK_BYTES])
         raw = pack_superblock(self.superblock)
         self._head[place : place + len(raw)] = raw
+        self.sign_of_life()
+
+    def sign_of_life(self) -> None:
+        """Note that the node lives, for who finds the segment when it is dead (abandoned.py)."""
+        moment = self._machine.moment()
+        # The boot goes last: until all of it is there, nobody believes the rest.
+        self._words[(LIFE_PLACE >> 3) + 2] = moment.ran_ms
+        self._words[(LIFE_PLACE >> 3) + 3] = moment.passed_ms
+        self._head[LIFE_PLACE : LIFE_PLACE + len(moment.boot)] = moment.boot
 
     def apply(self, write: Write) -> None:
         self._apply[type(write)](write)
@@ -178,9 +206,8 @@ class OwnedHeads:
 
     def _seal(self, write: Seal) -> None:
         start = SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES
-        raw = pack(write[1:])
-        self._head[start + 8 : start + HEADER_BYTES] = raw[8:]
-        self._words[start >> 3] = int.from_bytes(raw[:8], "little")
+        self._head[start + 8 : start + HEADER_BYTES] = pack_parts(*write[1:])[8:]
+        self._words[start >> 3] = word(SEALED, write.generation)
         self._hint(write.key, write.slot_id)
 
     def _hint(self, key: Key, slot_id: int) -> None:
@@ -198,20 +225,22 @@ class OwnedHeads:
     def _hold(self, write: Hold) -> None:
         self._held[write.slot_id] = write.held
 
+    def _keep(self, write: Keep) -> None:
+        self._terms[write.slot_id] = term(write.until_s, write.tenant)
+
     def header(self, slot_id: int) -> bytes:
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
         return self._head[start : start + HEADER_BYTES]
 
     def close(self, *, keep: bool = False) -> None:
-        """Unmap and remove the file; with `keep`, leave it for the node's next start."""
-        if self._closed:
-            return
+        """Unmap and remove the file, once; with `keep`, leave it for the node's next start."""
         self._closed = True
         if not keep:
             self._machine.remove_memory(self.head_path)
         self._lock.release()
         self._words.release()
         self._hints.release()
+        self._terms.release()
         self._held.release()
         # A failed look at the headers is still in the hands of whoever handles it.
         with contextlib.suppress(BufferError):

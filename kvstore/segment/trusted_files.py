@@ -3,7 +3,8 @@
 In a run directory of this user everything is this user's own word. One that another user shares
 (node/permissions.py) may name any path, also a file of the reader's: so only what lies where
 segments lie and is called like one of that user's counts, and opening it must show a plain file
-of that user's (`attach` in memory_files.py).
+of that user's (`attach` in memory_files.py). Nor is it mapped: its owner could end this process by
+making it shorter (segment/unmapped.py). Root's files are: root can end every process anyway.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class SegmentFiles(NamedTuple):
     """The user to whom both files must belong."""
     may_write: bool
     """They are this user's (or this is root); else nothing may be opened for writing."""
+    mapped: bool
+    """Their owner is trusted with this process: they may be mapped."""
 
 
 def files_of(directory: NodeDir, announcement: Announcement) -> SegmentFiles:
@@ -40,4 +43,4 @@ def files_of(directory: NodeDir, announcement: Announcement) -> SegmentFiles:
         named = data.name.startswith(f"kvstore-{owner}-") and data.suffix == ".data"
         if data.parent != SHM_DIR or not named or head != base.with_suffix(".head"):
             raise ValueError(f"{data} and {head} are no segment of user {owner}")
-    return SegmentFiles(data, head, owner, owner == user or user == 0)
+    return SegmentFiles(data, head, owner, user in (owner, 0), owner in (user, 0))

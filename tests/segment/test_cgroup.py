@@ -30,8 +30,12 @@ TREES: dict[str, tuple[str, dict[str, str], int | None]] = {
     "version 2, seen from inside a container": ("0::/\n", {"memory.max": "700"}, 700),
     "version 2, the path is the host's": ("0::/../docker/x\n", {"memory.max": "700"}, 700),
     "version 1": (
-        "4:memory:/a\n1:cpu:/a\n",
-        {"memory/memory.limit_in_bytes": NONE, "memory/a/memory.limit_in_bytes": "300"},
+        "4:memory:/a\n1:cpu:/b\n",
+        {
+            "memory/memory.limit_in_bytes": NONE,
+            "memory/a/memory.limit_in_bytes": "300",
+            "memory/b/memory.limit_in_bytes": "100",
+        },
         300,
     ),
     "version 1, several controllers": (
@@ -55,6 +59,13 @@ TREES: dict[str, tuple[str, dict[str, str], int | None]] = {
         {"unified/a/memory.max": "900"},
         900,
     ),
+    "a colon in the path": ("0::/a:b\n", {"a:b/memory.max": "100"}, 100),
+    "other lines than that of version 2": (
+        "0::/a\n7::/b\n0:cpu:/b\n",
+        {"a/memory.max": "100", "b/memory.max": "50"},
+        100,
+    ),
+    "the least that is no limit": ("0::/\n", {"memory.max": str(1 << 60)}, None),
     "nonsense": ("what\n::\n", {"memory.max": "lots"}, None),
     "nothing": ("", {}, None),
 }
@@ -125,3 +136,15 @@ def test_the_doctor_warns_of_a_limit_below_a_nodes_default_size(
     (finding,) = machine.shared_memory(Context(None, "kv:default", None))
     assert finding.level is Level.WARN
     assert "/limit/of/memory.max" in finding.found
+
+
+def test_what_fits_to_the_byte_is_within_the_limit_and_all_nodes_count() -> None:
+    size_bytes = 1 << 30
+    file = LIMIT.file
+    check_limit(size_bytes, MemoryLimit(files_bytes(size_bytes), file))
+    exact = MemoryLimit(files_bytes(size_bytes) + (256 << 20), file)
+    assert size_within(size_bytes, exact) == size_bytes
+    assert size_within(32 * MIB, LIMIT, nodes=2) < 32 * MIB
+    for nodes, said in ((1, "headers and all, are"), (2, "headers and all, of 2 nodes, are")):
+        with pytest.raises(UsageError, match=said):
+            check_limit(64 * MIB, LIMIT, nodes=nodes)

@@ -1,9 +1,10 @@
+import ctypes
 import threading
 import time
 
 import pytest
 
-from kvstore.segment.copying import GIL_FREE_BYTES, copy
+from kvstore.segment.copying import GIL_FREE_BYTES, address_of, copy
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, GIL_FREE_BYTES - 1, GIL_FREE_BYTES, 3 << 20])
@@ -52,3 +53,14 @@ def test_a_copy_keeps_hold_of_neither_buffer():
         copy(to, from_)
     source.clear()
     destination.clear()
+
+
+def test_an_address_is_where_a_view_begins_and_keeps_hold_of_nothing():
+    memory = bytearray(100)
+    begins = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with memoryview(memory) as view:
+        assert address_of(view) == begins
+        with view[7:] as rest, view.toreadonly() as read_only:
+            assert address_of(rest) == begins + 7
+            assert address_of(read_only) == begins
+    memory.clear()

@@ -151,7 +151,7 @@ def torn(before: bytes, after: bytes):
 def recovered(headers: bytes, held: bytes) -> NodeCore:
     core = NodeCore(node_id=NODE, epoch=2, size_bytes=SIZE)
     bounds = Bounds(1 << 20, 0, 0)
-    recover(core, scan(SIZE, bounds, memoryview(headers), memoryview(held)), 1)
+    recover(core, scan(SIZE, bounds, memoryview(headers), memoryview(held)), 1, 0.0)
     return core
 
 

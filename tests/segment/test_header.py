@@ -1,4 +1,5 @@
 import struct
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -10,15 +11,25 @@ from kvstore.segment.header import (
     FREE,
     GENERATION_MAX,
     HEADER_BYTES,
+    HOME_PLACE,
+    LAYOUT_VERSION,
     RESERVED,
     SEALED,
+    SUPERBLOCK_BYTES,
+    SUPERBLOCK_COPY,
     Header,
     Superblock,
     fields,
+    hint_of,
+    hints_of,
+    home_of,
+    layout_of,
+    newest_superblock,
     of_reserved,
-    of_word,
     pack,
+    pack_home,
     pack_superblock,
+    superblock_place,
     unpack,
     unpack_superblock,
     word,
@@ -91,8 +102,10 @@ def test_a_superblock_gives_back_what_it_was_made_of_and_nothing_when_damaged():
 
 @pytest.mark.parametrize("state", [FREE, SEALED])
 @pytest.mark.parametrize("generation", [0, 1, (1 << 24) - 1, 1 << 24, GENERATION_MAX])
-def test_a_word_gives_back_its_state_and_generation(state: int, generation: int) -> None:
-    assert of_word(word(state, generation)) == (state, generation)
+def test_a_word_has_its_state_in_the_first_byte_and_its_generation_from_the_third(
+    state: int, generation: int
+) -> None:
+    assert word(state, generation) == generation << 16 | state
 
 
 def test_a_header_of_another_state_is_none_though_its_checksum_is_right() -> None:
@@ -100,3 +113,90 @@ def test_a_header_of_another_state_is_none_though_its_checksum_is_right() -> Non
     assert fields(raw) is not None
     freed = bytes([FREE]) + raw[1:60]
     assert fields(freed + crc32(freed).to_bytes(4, "little")) is None
+
+
+# --- the first page ---------------------------------------------------------------
+
+
+def superblock_of(magic: bytes = b"kvstore1", version: int = LAYOUT_VERSION) -> bytes:
+    """A superblock whose checksum is right, of that kind of file and layout."""
+    raw = struct.pack("<8sIIQQI", magic, version, 0, 7, 1 << 20, 3)
+    return raw + crc32(raw).to_bytes(4, "little")
+
+
+def test_a_whole_superblock_of_another_layout_or_file_is_not_ours() -> None:
+    assert unpack_superblock(superblock_of()) == Superblock(7, 3, 0, 1 << 20)
+    assert unpack_superblock(superblock_of(version=LAYOUT_VERSION + 1)) is None
+    assert unpack_superblock(superblock_of(magic=b"kvstore2")) is None
+
+
+def test_a_page_says_its_layout_though_it_is_not_ours_or_damaged() -> None:
+    for version in (1, LAYOUT_VERSION, 99):
+        without_checksum = superblock_of(version=version)[:-4]
+        assert layout_of(without_checksum) == version
+    assert layout_of(without_checksum[:-1]) is None
+    assert layout_of(superblock_of(magic=b"kvstore2")) is None
+
+
+def page_of(*epochs: int | None) -> bytes:
+    """A first page with two copies, each of the start of that epoch; None: a damaged one."""
+    page = bytearray(SUPERBLOCK_BYTES)
+    for place, epoch in zip((0, SUPERBLOCK_COPY), epochs, strict=True):
+        raw = b"" if epoch is None else pack_superblock(Superblock(7, epoch, 0, 1 << 20))
+        page[place : place + len(raw)] = raw
+    return bytes(page)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "place"),
+    [((3, None), SUPERBLOCK_COPY), ((None, 3), 0), ((4, 3), SUPERBLOCK_COPY), ((3, 4), 0)],
+)
+def test_the_next_start_writes_over_the_older_or_damaged_copy(
+    epochs: tuple[int | None, int | None], place: int
+) -> None:
+    page = page_of(*epochs)
+    last = max(epoch for epoch in epochs if epoch is not None)
+    assert newest_superblock(page) == Superblock(7, last, 0, 1 << 20)
+    assert superblock_place(page) == place
+
+
+def page_with(home: bytes) -> bytes:
+    page = bytearray(SUPERBLOCK_BYTES)
+    page[HOME_PLACE : HOME_PLACE + len(home)] = home
+    return bytes(page)
+
+
+LONGEST_HOME = "/" + "a" * (SUPERBLOCK_COPY - HOME_PLACE - 3)
+
+
+@pytest.mark.parametrize("home", ["/", "/run/nodes/n", "/run/\udcff", LONGEST_HOME])
+def test_a_home_is_read_as_it_was_written(home: str) -> None:
+    raw = pack_home(home)
+    assert raw[:2] == (len(raw) - 2).to_bytes(2, "little")
+    assert len(raw) <= SUPERBLOCK_COPY - HOME_PLACE, "the second superblock stands behind it"
+    assert home_of(page_with(raw)) == Path(home)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", pack_home(""), b"\5\0/a\0/b", b"\xff\xff/a"], ids=["no", "empty", "NUL", "long"]
+)
+def test_a_page_that_says_no_home_has_none(raw: bytes) -> None:
+    assert home_of(page_with(raw)) is None
+
+
+def test_a_home_that_reaches_into_the_second_superblock_is_not_written() -> None:
+    assert pack_home(LONGEST_HOME + "b") == pack_home("") == bytes(2)
+
+
+# --- hints ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slots", "hints"), [(1, 4), (2, 8), (3, 16), (4, 16), (5, 32), (32, 128)])
+def test_a_slot_has_four_hints_or_up_to_eight(slots: int, hints: int) -> None:
+    assert hints_of(slots) == hints
+
+
+def test_a_key_has_its_hint_where_bytes_8_to_11_say() -> None:
+    key = bytes(range(1, 33))
+    assert hint_of(key, 1 << 40) == 0x0C0B0A09
+    assert hint_of(key, 128) == 9

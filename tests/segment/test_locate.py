@@ -3,10 +3,10 @@ within the segment; and after copying, that it still says so (rule 4)."""
 
 import pytest
 
-from kvstore.core.events import Fill, Seal
+from kvstore.core.events import Fill, Mark, Seal
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.attached import AttachedShm
-from kvstore.segment.header import SUPERBLOCK_BYTES, Superblock, pack
+from kvstore.segment.header import FREE, SUPERBLOCK_BYTES, Superblock, pack
 from kvstore.segment.locate import hinted, locate, sealed_as
 from kvstore.segment.shm import OwnedShm
 from kvstore.types import Location
@@ -96,7 +96,7 @@ def test_a_header_that_leads_out_of_its_segment_or_page_or_value_is_not_believed
     assert sealed_as(reader.header(slot), KEY, promised) is not None
     assert locate(reader, KEY, promised) is None
     assert reader.hinted(KEY)[0] == slot, "its hint leads there"
-    assert hinted(reader, KEY) is None
+    assert list(hinted(reader, [KEY])) == [None]
 
 
 @pytest.mark.parametrize(
@@ -109,3 +109,15 @@ def test_the_last_byte_of_a_segment_and_of_a_value_may_be_used(
     owned.apply(Seal(slot, 9, KEY, length, granule, 0, meta_length, 0, 0))
     promised = AT._replace(slot=slot, length=length, granule=granule)
     assert locate(reader, KEY, promised).offset == slot * SLOT_BYTES_MIN + granule * 1024
+
+
+def test_a_hint_leads_to_the_place_that_a_location_leads_to_while_the_block_is_sealed(
+    owned, reader
+):
+    assert list(hinted(reader, [KEY])) == [locate(reader, KEY, AT)]
+    assert next(hinted(reader, [KEY])).offset == OFFSET
+    other = bytes([KEY[0] ^ 1]) + KEY[1:]
+    assert list(hinted(reader, [other, KEY])) == [None, locate(reader, KEY, AT)]
+    owned.apply(Mark(AT.slot, FREE, AT.generation))
+    assert reader.hinted(KEY)[0] == AT.slot
+    assert list(hinted(reader, [KEY])) == [None]

@@ -1,15 +1,17 @@
 import mmap
 import os
+from pathlib import Path
 
 import pytest
+import xxhash
 
-from kvstore.core.events import Fill, Hold, Mark, Seal
+from kvstore.core.events import Bounds, Fill, Hold, Keep, Mark, Seal
 from kvstore.errors import NoSpaceError
 from kvstore.machine import Machine
 from kvstore.memory_files import Room
 from kvstore.segment import shm
 from kvstore.segment.attached import AttachedShm
-from kvstore.segment.header import FREE, RESERVED, SEALED, Superblock, unpack
+from kvstore.segment.header import FREE, RESERVED, SEALED, Superblock, home_of, unpack
 from kvstore.segment.shm import OwnedShm, check_room, files_bytes, header_file_bytes, never_fits
 
 KEY = bytes(range(32))
@@ -143,7 +145,16 @@ def test_a_header_says_sealed_only_once_all_of_it_is_there(owned, monkeypatch):
 
 def keys_of_one_place(count):
     """Keys whose first place in the table of hints is the same."""
-    return [bytes([i]) * 8 + bytes(4) + bytes([i]) * 20 for i in range(1, count + 1)]
+    return [key_at(16, i) for i in range(1, count + 1)]
+
+
+def key_at(place, i=1):
+    """A key whose first place that is."""
+    return bytes([i]) * 8 + place.to_bytes(4, "little") + bytes([i]) * 20
+
+
+def sealed_at(slot_id, key, generation=9):
+    return Seal(slot_id, generation, key, 7, 0, 1, 0, 0, 5)
 
 
 def test_two_keys_with_one_place_for_hints_are_both_found(owned):
@@ -168,11 +179,37 @@ def test_a_key_saved_anew_keeps_its_place_and_leaves_the_second_to_others(owned)
     reader.close()
 
 
+def test_a_block_that_moved_is_found_at_its_new_place(owned):
+    owned.apply(sealed_at(1, KEY))
+    owned.apply(sealed_at(2, KEY, 10))
+    owned.apply(Mark(1, FREE, 9))
+    reader = AttachedShm(owned.data_path, owned.head_path)
+    assert reader.hinted(KEY) == (2, owned.header(2))
+    assert list(reader.hinted_each([KEY])) == [(2, owned.header(2))]
+    reader.close()
+
+
+def test_a_hint_takes_over_none_that_is_needed_while_its_first_place_is_not(owned):
+    """The first place leads to what is gone, or to a block that has its hint elsewhere."""
+    gone, beside, third = keys_of_one_place(3)
+    for slot_id, key in ((1, gone), (2, beside)):
+        owned.apply(sealed_at(slot_id, key))
+    owned.apply(Mark(1, FREE, 9))
+    owned.apply(sealed_at(3, third))
+    elsewhere, neighbour, last = key_at(40), key_at(33), key_at(32)
+    for slot_id, key in ((4, neighbour), (0, elsewhere), (5, last)):
+        owned.apply(sealed_at(slot_id, key))
+    reader = AttachedShm(owned.data_path, owned.head_path)
+    found = [reader.hinted(key)[0] for key in (beside, third, elsewhere, neighbour, last)]
+    assert found == [2, 3, 0, 4, 5]
+    reader.close()
+
+
 class Full(Machine):
     """/dev/shm takes the payload, and not the headers beside it."""
 
     def room(self, where):
-        return Room(BLOCK.size_bytes + shm.RESERVE_BYTES, 1 << 40)
+        return Room(BLOCK.size_bytes + shm.SHM_RESERVE_BYTES, 1 << 40)
 
     def create_memory(self, path, size_bytes):
         raise AssertionError(f"{path} was begun")
@@ -185,11 +222,11 @@ def test_what_lacks_room_is_refused_before_a_page_is_taken(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_header_file_has_a_page_the_headers_the_hints_and_a_byte_for_each_page(owned):
+def test_the_header_file_has_a_page_the_headers_the_hints_the_terms_and_a_byte_a_page(owned):
     """As docs/architecture.md has it: a restart finds them there."""
     pages = BLOCK.size_bytes >> 12
     table = pages * 4
-    end = 4096 + pages * 64 + table * 4 + pages
+    end = 4096 + pages * 64 + table * 4 + pages * 8 + pages
     assert header_file_bytes(BLOCK.size_bytes) == owned.head_path.stat().st_size == end
     assert files_bytes(BLOCK.size_bytes) == BLOCK.size_bytes + end
     owned.apply(Seal(5, 9, bytes(31) + b"k", 7, 0, 1, 0, 0, 5))
@@ -197,6 +234,15 @@ def test_the_header_file_has_a_page_the_headers_the_hints_and_a_byte_for_each_pa
     before = owned.head_path.read_bytes()
     hints = memoryview(before[4096 + pages * 64 :][: table * 4]).cast("I")
     assert (hints[0], hints[table - 1]) == (5, 6), "the first place and the last"
+    for page in (0, pages - 1):
+        owned.apply(Keep(page, 7, 0x01020304))
+    kept = owned.head_path.read_bytes()
+    terms = kept[-9 * pages : -pages]
+    assert kept[: -9 * pages] == before[: -9 * pages]
+    assert terms == (one := bytes([7, 0, 0, 0, 4, 3, 2, 1])) + bytes(8 * (pages - 2)) + one
+    for page in (0, pages - 1):
+        owned.apply(Keep(page, 0, 5))
+    assert owned.head_path.read_bytes() == before, "of what is not retained nothing is said"
     for page in (0, pages - 1):
         owned.apply(Hold(page, True))
     held = owned.head_path.read_bytes()
@@ -213,7 +259,7 @@ class Roomy(Machine):
 
 
 def test_what_fits_to_the_byte_beside_what_is_left_for_others_fits(tmp_path):
-    need = files_bytes(BLOCK.size_bytes) + shm.RESERVE_BYTES
+    need = files_bytes(BLOCK.size_bytes) + shm.SHM_RESERVE_BYTES
     check_room(tmp_path, BLOCK.size_bytes, Roomy(need, need))
     assert not never_fits(tmp_path, BLOCK.size_bytes, Roomy(0, need))
     with pytest.raises(NoSpaceError):
@@ -228,3 +274,101 @@ def test_who_cannot_take_a_segment_over_leaves_it_to_others(tmp_path):
         OwnedShm(tmp_path / "segment", other_shape, reopen=True)
     OwnedShm(tmp_path / "segment", BLOCK._replace(epoch=4), reopen=True).close()
     assert held.value is not None
+
+
+# --- taking over what a former start left -----------------------------------------
+
+
+class NoRoom(Machine):
+    def room(self, where):
+        return Room(0, 1 << 40)
+
+
+def left(tmp_path, *writes, home=""):
+    """A segment that a former start of the node left behind."""
+    segment = OwnedShm(tmp_path / "segment", BLOCK, home=home)
+    for write in writes:
+        segment.apply(write)
+    segment.close(keep=True)
+    return segment
+
+
+def taken_over(tmp_path, **changed):
+    superblock = BLOCK._replace(**{"epoch": 4, **changed})
+    return OwnedShm(tmp_path / "segment", superblock, reopen=True, machine=NoRoom())
+
+
+def test_who_takes_over_finds_everything_and_changes_nothing_until_it_adopts(tmp_path):
+    """Nor does it need room: the memory is there."""
+    block, bounds = sealed_at(1, KEY), Bounds((1 << 40) + 3, 5, 9)
+    terms = [Keep(1, (1 << 32) - 1, 1 << 31), Keep(2, 600, 7)]
+    writes = Fill(4096, b"payload"), block, *terms, Hold(1, True), bounds
+    before = left(tmp_path, *writes, home="/run/n")
+    image = before.head_path.read_bytes()
+    again = taken_over(tmp_path)
+    epoch, seen = again.seen()
+    assert (epoch, seen.bounds, seen.sealed, seen.pinned) == (3, bounds, [block], {1})
+    assert seen.retained == terms[:1], "of what is not sealed nothing is"
+    assert before.head_path.read_bytes() == image
+    again.adopt()
+    reader = AttachedShm(again.data_path, again.head_path)
+    assert reader.superblock.epoch == 4
+    assert bytes(reader.payload[4096:4103]) == b"payload"
+    assert home_of(again.head_path.read_bytes()) == Path("/run/n")
+    reader.close()
+    again.close()
+
+
+def test_a_new_segment_says_that_no_page_was_used(tmp_path):
+    left(tmp_path)
+    again = taken_over(tmp_path)
+    assert again.seen()[1].bounds == Bounds(0, 0, BLOCK.size_bytes >> 12)
+    again.close()
+
+
+@pytest.mark.parametrize("other", [{"node_id": 8}, {"segment": 1}, {"epoch": 3}, {"epoch": 2}])
+def test_the_segment_of_another_node_or_of_no_former_start_is_not_believed(tmp_path, other):
+    left(tmp_path)
+    again = taken_over(tmp_path, **other)
+    with pytest.raises(ValueError, match="not of one before"):
+        again.seen()
+    again.close()
+
+
+def test_a_segment_whose_superblock_is_damaged_is_not_believed(tmp_path):
+    with left(tmp_path).head_path.open("r+b") as head:
+        head.write(b"x")
+    again = taken_over(tmp_path)
+    with pytest.raises(ValueError, match="superblock is damaged"):
+        again.seen()
+    again.close()
+
+
+def test_headers_whose_payload_is_gone_stay_and_nobody_keeps_their_lock(tmp_path):
+    segment = left(tmp_path)
+    away = segment.data_path.rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError) as held:
+        taken_over(tmp_path)
+    away.rename(segment.data_path)
+    again = taken_over(tmp_path)
+    again.close()
+    assert held.value is not None
+
+
+def test_what_was_kept_at_close_is_not_removed_by_a_second_one(tmp_path):
+    segment = left(tmp_path)
+    segment.close()
+    taken_over(tmp_path).close()
+
+
+def test_a_checksum_is_of_those_bytes_alone(owned):
+    owned.apply(Fill(4096, b"xpayloady"))
+    assert owned.checksum(4097, 7) == xxhash.xxh3_64_intdigest(b"payload")
+
+
+def test_a_segment_that_is_closed_is_not_mapped_any_more(tmp_path):
+    for keep in (True, False):
+        segment = OwnedShm(tmp_path / f"segment{keep}", BLOCK)
+        segment.close(keep=keep)
+        assert segment._head.closed
+        assert segment._data.closed
