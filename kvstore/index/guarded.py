@@ -36,7 +36,7 @@ from kvstore.errors import (
 )
 from kvstore.fork import in_each_child
 from kvstore.index.base import Index, KeyRecord, Record
-from kvstore.interruption import interruption
+from kvstore.interruption import let_through
 from kvstore.machine import REAL, Machine
 from kvstore.types import Key
 
@@ -179,15 +179,13 @@ class GuardedIndex:
         try:
             answer = call(*args, **kwargs)
         except Exception as e:
-            raised = interruption(e)
-            if raised is not None:
-                raise raised from raised.__cause__
+            let_through(e)
             self._count(side, e)
             if isinstance(e, KVStoreError):
                 raise
             raise IndexUnavailableError(f"the index failed: {e!r}") from e
         # A race that resets a count one failure early or late is fine; a lock per call is not.
-        if not side.open:
+        if side.breaker.failures and not side.open:
             side.breaker.succeeded()
         return answer
 

@@ -7,6 +7,7 @@ supervisor.py and docs/decisions/0004-embedded-redis.md).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import json
@@ -25,7 +26,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from kvstore.background import start_in_background
-from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.errors import NO_DESCRIPTORS, IndexUnavailableError, KVStoreError, UsageError
 from kvstore.index.embedded_redis import supervisor as supervisor
 from kvstore.rundir import listens, private_dir, socket_path
 from kvstore.rundir import run_dir as default_run_dir
@@ -96,8 +97,18 @@ class EmbeddedRedis:
         Ends within `ACQUIRE_TIMEOUT_S` and a second. A server that hangs is joined like any
         other, with a warning: until it answers, its users work on their own host. Raises
         `UsageError` when the directory cannot be used or no server is installed,
-        `IndexUnavailableError` when it does not start.
+        `IndexUnavailableError` when it does not start, or no file descriptor is left.
         """
+        try:
+            return cls._acquire(run_dir)
+        except KVStoreError:
+            raise
+        except OSError as e:
+            remedy = f": {NO_DESCRIPTORS}" if e.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise IndexUnavailableError(f"embedded Redis: {e}{remedy}") from e
+
+    @classmethod
+    def _acquire(cls, run_dir: str | Path | None) -> EmbeddedRedis:
         directory = default_run_dir(run_dir) / "redis"
         path = socket_path(directory / supervisor.SOCKET)
         deadline = monotonic() + ACQUIRE_TIMEOUT_S
@@ -287,7 +298,8 @@ def _server_command(directory: Path, server: ServerBinary) -> list[str]:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the files when nobody uses them and no supervisor is left to do it."""
+    """Remove the files when nobody uses them and no supervisor is left to do it. Where they cannot
+    be looked at, they stay for the next who sweeps."""
     held: list[int] = []
     try:
         for name in supervisor.LOCKS:
@@ -296,7 +308,7 @@ def _sweep(directory: Path) -> None:
             if not free or not _still_there(held[-1], directory, name):
                 return
         supervisor.remove_files(directory)
-    except FileNotFoundError:
+    except OSError:
         return
     finally:
         for descriptor in held:

@@ -34,12 +34,13 @@ from kvstore.index.redis.route import (
     unix_dial,
 )
 from kvstore.index.redis.url import Target, parse_url
-from kvstore.limits import REDIS_ARGS_MAX
+from kvstore.limits import (
+    LOOKUP_LINKS_MAX,
+    PUBLISH_LINKS_MAX,
+    REDIS_ARGS_MAX,
+)
 from kvstore.types import Key
 
-LOOKUP_LINKS_MAX = 8
-"""Connections for reading, a server; further threads wait for one, within their time-out."""
-PUBLISH_LINKS_MAX = 2
 TIMEOUT_S_MAX = 60.0
 REMOVE_ATTEMPTS_MAX = 3
 """How often compare-and-delete without scripts starts again after a foreign write."""
@@ -138,12 +139,10 @@ class RedisIndex:
     def match(self, keys: Sequence[Key]) -> list[Record]:
         run: list[Record] = []
         for records in self._mget(keys):
-            try:
-                missing = records.index(None)
-            except ValueError:
+            if None not in records:
                 run += records  # type: ignore[arg-type]  # no None among them
                 continue
-            run += records[:missing]  # type: ignore[arg-type]
+            run += records[: records.index(None)]  # type: ignore[arg-type]
             break
         return run
 
@@ -219,6 +218,9 @@ class RedisIndex:
         check_keys(keys)
         if not keys:
             return []
+        if len(keys) <= _KEYS_MAX and not self._clustered:  # nearly always
+            reply = self._read.run([Request(self._space.keys_request(b"MGET", keys))])[0]
+            return [self._replies.records(reply, len(keys))]
         batches, replies = self._batches(
             self._read, keys, _KEYS_MAX, lambda batch: self._space.keys_request(b"MGET", batch)
         )
