@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -10,6 +11,9 @@ from pathlib import Path
 from kvstore.core.eviction import POLICIES
 from kvstore.errors import UsageError
 from kvstore.limits import SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX, Limits
+from kvstore.nodedir import Announcement
+from kvstore.protocol.block_events import endpoints_of
+from kvstore.segment.abandoned import segment_base
 from kvstore.segment.shm import SHM_DIR
 from kvstore.transport.stream.security import StreamSecurity
 
@@ -39,6 +43,9 @@ class NodeConfig:
     nixl: str = ""
     """Let the memory be read through NIXL too (experimental): "read-only", or "writable" where
     RDMA cannot register memory that is mapped read-only. Empty: not."""
+    events: str = ""
+    """Where to publish which blocks are stored and removed (block_events.py), as
+    `endpoints_of` takes it. Empty: not."""
     keep: bool = False
     """At an orderly end too, leave the segment for the next start (restart.py)."""
     group: int | None = None
@@ -61,6 +68,9 @@ class NodeConfig:
                 "listen", self.listen, "needs a secret (KVSTORE_SECRET), or to be open to all"
             )
 
+        if self.events:
+            endpoints_of(self.events)
+
         if self.nixl not in ("", "read-only", "writable"):
             raise UsageError("nixl", self.nixl, "must be read-only or writable")
         if self.nixl and (self.listen is None or self.security.secret is None):
@@ -72,6 +82,25 @@ class NodeConfig:
     def segment_bytes(self) -> int:
         """`size_bytes` in whole pages."""
         return self.size_bytes // SLOT_BYTES_MIN * SLOT_BYTES_MIN
+
+    def announcement(self, node_id: int, epoch: int, socket_path: Path, index: str) -> Announcement:
+        """What this start of the node announces itself as, with a segment of its own; `index` is
+        `Index.identity`."""
+        base = segment_base(self.shm_dir, node_id, epoch)
+        return Announcement(
+            node_id=node_id,
+            epoch=epoch,
+            name=self.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            key_prefix=self.key_prefix,
+            data_path=f"{base}.data",
+            head_path=f"{base}.head",
+            control_path=str(socket_path),
+            size_bytes=self.segment_bytes,
+            inline_bytes=self.limits.inline_bytes,
+            index=index,
+        )
 
 
 def node_id_of(run_dir: Path, name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import islice
 from typing import cast
 
 import msgpack
@@ -11,18 +12,23 @@ import msgpack
 from kvstore.core.events import Reply
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.limits import MESSAGE_BYTES_MAX
-from kvstore.node.permissions import peer_uid
 from kvstore.node.sessions import ClientSession
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello
 from kvstore.protocol.control_replies import encoded
+from kvstore.unix_peer import peer_uid
+
+TURN_MESSAGES = 4
+"""Messages of one connection that are carried out before the others have their turn: what comes
+in one piece may be thousands, a millisecond each."""
 
 
 class Connection(asyncio.Protocol):
     """One client's connection to the control socket; the daemon decides, this only moves bytes.
 
     Whoever breaks the framing, or lets more than one full message of answers
-    pile up, is hung up on: a slow client must not fill the node's memory.
+    pile up, is hung up on: a slow client must not fill the node's memory. Nothing
+    of what it has sent is carried out from then on.
     """
 
     def __init__(
@@ -53,12 +59,34 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._unpacker.feed(data)
-            for message in self._unpacker:
-                self._handle(message)
-                if self._transport is None:
-                    return
         except (msgpack.UnpackException, ValueError):
             self.hang_up()
+        if self._has_more_than_a_turn():
+            self._wait_for_turn()
+
+    def _has_more_than_a_turn(self) -> bool:
+        """Carry out what has come, as far as one turn goes; whether there may be more."""
+        done = 0
+        try:
+            for message in islice(self._unpacker, TURN_MESSAGES):
+                if self._transport is None:
+                    return False
+                self._handle(message)
+                done += 1
+        except (msgpack.UnpackException, ValueError):
+            self.hang_up()
+        return done == TURN_MESSAGES and self._transport is not None
+
+    def _wait_for_turn(self) -> None:
+        assert self._transport is not None
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._has_more_than_a_turn():
+            asyncio.get_running_loop().call_soon(self._go_on)
+        elif self._transport is not None:
+            self._transport.resume_reading()
 
     def _handle(self, message: object) -> None:
         if self._carried_out(message):
@@ -107,8 +135,9 @@ class Connection(asyncio.Protocol):
             self.hang_up()
 
     def hang_up(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

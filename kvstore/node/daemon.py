@@ -29,78 +29,73 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import logging
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import xxhash
-
-from kvstore.core.answers import Grant
 from kvstore.core.events import (
-    Abort,
     Clear,
     Corrupt,
     Drop,
     Event,
-    Fill,
-    Reserve,
+    Expire,
     Reset,
     SessionDead,
-    SessionResumed,
 )
 from kvstore.core.eviction import POLICIES
-from kvstore.core.holdings import FORMER, TRIAL
+from kvstore.core.holdings import FORMER
 from kvstore.core.node import NOBODY, NodeCore
 from kvstore.core.report import counts, stats
 from kvstore.errors import (
     DeadlineError,
     IndexUnavailableError,
-    InternalError,
     NodeUnavailableError,
+    NoSpaceError,
     UsageError,
 )
+from kvstore.filelock import FileLock
 from kvstore.index.base import Index
-from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.machine import REAL, Machine
 from kvstore.node import restart
+from kvstore.node.background_tasks import BackgroundTasks
+from kvstore.node.block_events import BlockEvents
+from kvstore.node.clients import Clients
 from kvstore.node.config import NodeConfig, node_id_of
-from kvstore.node.control_server import Connection
+from kvstore.node.control_listener import ControlListener
 from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.idle_shutdown import wait_for_last_client
 from kvstore.node.local_session import LocalSessions
 from kvstore.node.name_lock import take_name
-from kvstore.node.permissions import give, owns_node, share_directory, share_files
+from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.node.permissions import share_directory, share_files
 from kvstore.node.publisher import STOP_TIMEOUT_S, Publisher
-from kvstore.node.readiness import Readiness
+from kvstore.node.readiness import Readiness, slot_works
 from kvstore.node.resets import ResetNews
 from kvstore.node.scrubber import Scrubber
-from kvstore.node.sessions import ClientSession, Sessions
+from kvstore.node.sessions import Sessions
 from kvstore.node.stream.server import StreamServer
-from kvstore.node.unheard import UnheardReaders
+from kvstore.node.stream.service import ServedSegment
+from kvstore.node.upkeep import Parts, PutBack, Upkeep
 from kvstore.nodedir import Announcement, NodeDir
-from kvstore.protocol import control
-from kvstore.protocol.control import Hello, Op
+from kvstore.protocol.block_events import Source
 from kvstore.record import RecordSigner
 from kvstore.secret import SIGNING_KEY, secret
-from kvstore.segment.abandoned import Sweeper, segment_base
+from kvstore.segment.abandoned import Sweeper
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.cgroup import check_limit, memory_limit
-from kvstore.types import Key, Kind
+from kvstore.seldom import Seldom
+from kvstore.types import Key
 
 log = logging.getLogger("kvstore.node")
 
 LEASE_POLL_S = 0.1
-TRIAL_ROOM_BYTES = 2 * SLOT_BYTES_MIN
-"""In one piece: with as much no slot for a few bytes costs a block."""
 START_TIMEOUT_S = 30.0
-SOCKET_BACKLOG = 1024
-"""As many as clients may be (`Limits.clients`): all engines of a host may start together."""
 ROOM_STEPS = 256
 """Parts of the node of which clients are told that they are free, or not any more."""
 
@@ -110,6 +105,8 @@ class Node:
     `serve()` runs it in the caller's event loop (`kvstore node` does that)."""
 
     core_class: type[NodeCore] = NodeCore
+    medium = "CPU"
+    """What its segment is in, in vLLM's word."""
     restartable = True
     """Its segment may wait for its next start; else it goes with the process."""
     takes_saves = True
@@ -127,8 +124,10 @@ class Node:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stream: StreamServer | None = None
-        self._unheard = UnheardReaders()
+        self._events: BlockEvents | None = None
         self._said_room = -1
+        self._name: FileLock | None = None
+        self._say = Seldom(log)
         self._keeps = False
         """The segment stays behind: this was an orderly end, and it was asked for."""
 
@@ -184,16 +183,23 @@ class Node:
         `on_ready` says that the index and the memory were tried too (readiness.py)."""
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        lock = await take_name(self.dir, self.config.run_dir, self._stopping.is_set)
         try:
-            share_directory(self.config.run_dir, self.dir, self.config.group)
-            self._create()
+            lock = await take_name(self.dir, self.config.run_dir, self._stopping.is_set)
+        except OSError as e:
+            raise _unusable(self.config.run_dir, e) from e
+        self._name = lock
+        try:
+            try:
+                share_directory(self.config.run_dir, self.dir, self.config.group)
+                self._create()
+            except OSError as e:
+                raise _unusable(self.config.run_dir, e) from e
             try:
                 await self._run(on_serving, on_ready)
             finally:
                 self._close()
         finally:
-            if not self._keeps:
+            if not self._keeps and self._has_name():
                 self.dir.remove()
             lock.release()
         if self._failure is not None:
@@ -215,23 +221,8 @@ class Node:
             policy=POLICIES[config.policy],
             signer=self._signer,
         )
-        base = segment_base(config.shm_dir, node_id, epoch)
         if config.end_with_last_client or not self.restartable:
             self.dir.keep.unlink(missing_ok=True)
-        announcement = Announcement(
-            node_id=node_id,
-            epoch=epoch,
-            name=config.name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            key_prefix=config.key_prefix,
-            data_path=f"{base}.data",
-            head_path=f"{base}.head",
-            control_path=str(self.dir.socket),
-            size_bytes=config.segment_bytes,
-            inline_bytes=config.limits.inline_bytes,
-            index=self.index.identity(),
-        )
         self._resets = ResetNews(
             self.dir,
             config.run_dir,
@@ -240,6 +231,7 @@ class Node:
             self._signer,
             machine=self.machine,
         )
+        announcement = config.announcement(node_id, epoch, self.dir.socket, self.index.identity())
         started = self._begin(announcement, make_core)
         self.core, self.segment, self.announcement, self._former = started
         self._share_files(self.announcement)
@@ -248,6 +240,14 @@ class Node:
         self.dir.ready_path.unlink(missing_ok=True)
         self.readiness = Readiness(self.index, self.dir, (node_id, epoch), self._try_slot)
         self.sessions = self._make_sessions(self.dir.leases, config.limits.clients)
+        self.clients = Clients(
+            self.sessions,
+            (node_id, epoch),
+            self._act,
+            self.core.holds,
+            takes_saves=self.takes_saves,
+            has_group=config.group is not None,
+        )
 
     def _next_epoch(self) -> int:
         return next_epoch(self.config.run_dir, self.config.name, self.machine.wall())
@@ -274,30 +274,28 @@ class Node:
         assert self._loop is not None
         assert self._stopping is not None
         self._serve_streams()
+        self._publish_events()
         heartbeat = self._heartbeat()
         # Before anyone can connect: a client that names the index otherwise asks it for us.
         heartbeat.beat()
-        server = await self._loop.create_unix_server(
-            lambda: Connection(self._on_made, self._on_hello, self._on_request, self._on_gone),
-            self.dir.socket,
-            backlog=SOCKET_BACKLOG,
+        connection, group = self.clients.connection, self.config.group
+        self._listener = ControlListener(self.dir.socket, connection, self.config.name, group)
+        self._listener.open()
+        self._loop.set_exception_handler(self._on_loop_failure)
+        tasks = BackgroundTasks(self.config.name, self.core.counts)
+        tasks.start(
+            heartbeat.run,
+            self._watch_leases,
+            self._scrubber(heartbeat).run,
+            partial(restart.free_memory_of_the_dead, self._sweeper()),
         )
-        if self.config.group is None:
-            self.dir.socket.chmod(0o600)
-        else:
-            give(self.dir.socket, self.config.group, 0o660)
-        tasks = [
-            asyncio.ensure_future(heartbeat.run()),
-            asyncio.ensure_future(self._watch_leases()),
-            asyncio.ensure_future(self._scrubber(heartbeat).run()),
-            asyncio.ensure_future(restart.free_memory_of_the_dead(self._sweeper())),
-        ]
+        if self._events is not None:
+            tasks.start(self._events.keep_speaking)
         if self.config.end_with_last_client:
-            watch = wait_for_last_client(self.sessions, self._stopping.set)
-            tasks.append(asyncio.ensure_future(watch))
-        elif self.restartable:
-            self.dir.keep_segment()
-            tasks.append(asyncio.ensure_future(restart.stay_restartable(self.dir)))
+            tasks.start(partial(wait_for_last_client, self.sessions, self._stopping.set))
+        upkeep = self._upkeep()
+        upkeep.refresh()
+        tasks.start(upkeep.look_after, upkeep.stay_fresh)
         self._end_former()
         self._say_room()
         self.publisher.schedule()
@@ -316,11 +314,10 @@ class Node:
             await self._stopping.wait()
         finally:
             self._keeps = self.config.keep and self._failure is None
-            server.close()
+            self._listener.close()
             self._vanish()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await tasks.end()
+            upkeep.close()
 
     def _heartbeat(self) -> Heartbeat:
         assert self.announcement is not None
@@ -348,25 +345,7 @@ class Node:
         self.readiness.beaten(error)
 
     def _try_slot(self, key: Key) -> bool:
-        """Write into a slot and read it back; nothing is evicted for that, and where there is
-        hardly any room, nothing is tried."""
-        room_bytes = min(self._free_bytes(), self.core.allocator.largest_free_bytes)
-        if not self.takes_saves or room_bytes < TRIAL_ROOM_BYTES:
-            return True
-        wanted = Reserve(TRIAL, 0, [key], [len(key)], 0, [Kind.BYTES], [0], [None], [0])
-        effects = self.core.handle(wanted, self._now())
-        answer = effects.replies[0].body
-        if not (isinstance(answer, list) and isinstance(answer[0], Grant)):
-            return False
-        slot_id, generation, offset = answer[0]
-        undone = self.core.handle(Abort(TRIAL, 0, [(slot_id, generation)]), self._now())
-        for write in (*effects.writes, Fill(offset, key)):
-            self.segment.apply(write)
-        same = self.segment.checksum(offset, len(key)) == xxhash.xxh3_64_intdigest(key)
-        for write in undone.writes:
-            self.segment.apply(write)
-        self.core.handle(SessionDead(TRIAL), self._now())
-        return same
+        return not self.takes_saves or slot_works(self.core, self.segment, key, self._now())
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
         return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)
@@ -379,6 +358,26 @@ class Node:
     def _free_bytes(self) -> int:
         return self.core.allocator.free_bytes
 
+    def _upkeep(self) -> Upkeep:
+        assert self.announcement is not None
+        waits = self.restartable and not self.config.end_with_last_client
+        parts = Parts(
+            self.dir,
+            self.config.run_dir,
+            self.announcement,
+            self._listener,
+            self.sessions,
+            self.readiness,
+            self._free_bytes,
+            self.segment if waits else None,
+            self._more_files(),
+        )
+        return Upkeep(parts, self._has_name)
+
+    def _more_files(self) -> list[PutBack]:
+        """What else it has in its directory that must not be missing."""
+        return []
+
     def _serve_streams(self) -> None:
         """Open the node to other hosts, and let the announcement say so."""
         if self.config.listen is None:
@@ -386,10 +385,41 @@ class Node:
         assert self._loop is not None
         assert self.announcement is not None
         inside = LocalSessions(self._loop, self.sessions, self._act)
-        self._stream = StreamServer(self.config, self.announcement, inside)
+        sidecar = self._sidecar(self.announcement) if self.config.nixl else None
+        segment = self._served(self.announcement)
+        self._stream = StreamServer(self.config, self.announcement, inside, segment, sidecar)
         self._stream.start()
-        transports = self._stream.transports
-        self.announcement = dataclasses.replace(self.announcement, transports=transports)
+        self._announce_ways(self.announcement, self._stream.transports)
+
+    def _publish_events(self) -> None:
+        """Tell routers what is stored and removed from here on, and before on request."""
+        if not self.config.events:
+            return
+        assert self._loop is not None
+        assert self.announcement is not None
+        source = Source(self.announcement.host, self.config.name, self.core.epoch)
+        events = BlockEvents(
+            self.config.events,
+            source,
+            self.core,
+            self._loop,
+            medium=self.medium,
+            machine=self.machine,
+        )
+        events.start()
+        self._events = events
+
+    def _served(self, announcement: Announcement) -> ServedSegment:
+        """The segment for threads of streams. Raises `OSError` and `PeerError`."""
+        data, head = Path(announcement.data_path), Path(announcement.head_path)
+        return AttachedShm(data, head, writable=True)
+
+    def _sidecar(self, announcement: Announcement) -> NixlSidecar:
+        return NixlSidecar(announcement, self.config.nixl)
+
+    def _announce_ways(self, announcement: Announcement, transports: dict[str, str]) -> None:
+        """Say by which `transports` other hosts reach it."""
+        self.announcement = dataclasses.replace(announcement, transports=transports)
         self.dir.announce(self.announcement)
 
     def _vanish(self) -> None:
@@ -397,15 +427,34 @@ class Node:
 
         The announcement goes after the segment: it is what a sweep knows it by.
         """
-        self.dir.socket.unlink(missing_ok=True)
+        if self._has_name():
+            self.dir.socket.unlink(missing_ok=True)
         if self._stream is not None:
             self._stream.stop()
-        for session in self.sessions.all():
-            if session.transport is not None:
-                session.transport.hang_up()
+        if self._events is not None:
+            self._events.stop(keep=self._keeps)
+        self.clients.hang_up()
         self.segment.close(keep=self._keeps)
-        if not self._keeps:
+        if not self._keeps and self._has_name():
             self.dir.announcement_path.unlink(missing_ok=True)
+
+    def _has_name(self) -> bool:
+        """Whether the lock in the node's directory is this process's. Where it was removed or
+        replaced, the directory is another process's, or nobody's: nothing is changed there. Nor
+        where nobody can look."""
+        try:
+            return self._name is None or self._name.is_at(self.dir.lock)
+        except OSError:
+            return False
+
+    def _lost_name(self) -> bool:
+        """Whether that is so for certain."""
+        try:
+            return self._name is not None and not self._name.is_at(self.dir.lock)
+        except OSError as e:
+            text = "node %s: %s cannot be looked at: %s; new clients may need the right to do so"
+            self._say.warning(text, self.config.name, self.dir.lock, e.strerror)
+            return False
 
     def _close(self) -> None:
         self._vanish()
@@ -425,60 +474,27 @@ class Node:
         assert self._stopping is not None
         self._stopping.set()
 
-    # --- clients --------------------------------------------------------
-
-    def _on_made(self, connection: Connection) -> None:
-        if not owns_node(connection.peer_uid()):
-            self._unheard.enter(connection)
-
-    def _on_hello(self, connection: Connection, hello: Hello) -> None:
-        self._unheard.leave(connection)
-        uid = connection.peer_uid()
-        ours = owns_node(uid)
-        if ours and self.takes_saves:
-            session, known = self.sessions.enter(hello.client_id, hello.request, connection)
-        elif ours or self.config.group is not None:
-            session, known = self.sessions.enter_reader(uid, hello.client_id, connection), False
+    def _on_loop_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """A bug in a callback ends the node: a publication would never be sent again, say, nor its
+        client answered. In the protocol of one connection it ends that connection only."""
+        error = context.get("exception")
+        peers = isinstance(error, OSError | UsageError)
+        if isinstance(error, Exception) and not peers and "handle" in context:
+            self._fail(error)
         else:
-            must = "this node is its own user's alone; --group lets the members of a group read"
-            raise UsageError("user", uid, must)
-        connection.session = session
-        if known:
-            self._act(SessionResumed(session.number, hello.reserved, hello.pinned))
-        assert self.announcement is not None
-        connection.welcome(hello.request, self.announcement.node_id, self.announcement.epoch)
+            text = f"node %s: {context.get('message')}: %s"
+            self._say.warning(text, self.config.name, error)
 
-    def _on_request(self, connection: Connection, message: object) -> None:
-        session = connection.session
-        assert session is not None
-        if session.transport is not connection:
-            # The client has moved to a newer connection; what it said there
-            # (which reservations it holds) must not be undone by older words.
-            connection.hang_up()
-            return
-        op: Any = message[0] if isinstance(message, list) and message else None
-        if op == Op.BYE:
-            self._end(session)
-            connection.session = None
-            connection.hang_up()
-            return
-        event = control.decode(session.number, message)
-        if session.reads_only and op not in control.READER_OPS:
-            raise UsageError("op", Op(op).name, "this user may only read")
-        self._act(event)
-
-    def _on_gone(self, connection: Connection) -> None:
-        self._unheard.leave(connection)
-        session = connection.session
-        if session is not None and session.transport is connection:
-            session.transport = None
+    # --- events ---------------------------------------------------------
 
     def _act(self, event: Event) -> None:
         try:
             effects = self.core.handle(event, self._now())
             for write in effects.writes:
                 self.segment.apply(write)
-        except (InternalError, AssertionError, KeyError) as e:
+        except UsageError:
+            raise
+        except Exception as e:
             self._fail(e)
             return
         if isinstance(event, Reset):
@@ -502,6 +518,8 @@ class Node:
             else:
                 connection.send(reply)
         self.publisher.schedule()
+        if self._events is not None:
+            self._events.schedule()
         self._say_room()
 
     def _say_room(self) -> None:
@@ -512,22 +530,18 @@ class Node:
             self._said_room = steps
             self.dir.say_room(free_bytes)
 
-    def _end(self, session: ClientSession) -> None:
-        self._act(SessionDead(session.number))
-        self.sessions.forget(session)
-
     async def _watch_leases(self) -> None:
         while True:
             await asyncio.sleep(LEASE_POLL_S)
+            if self._lost_name():
+                gone = "was removed or replaced: clients find this node no more"
+                self._fail(NodeUnavailableError(f"{self.dir.lock} {gone}"))
+                return
             self._end_former()
-            self._end_dead_sessions()
-
-    def _end_dead_sessions(self) -> None:
-        for session in self.sessions.disconnected():
-            if self.sessions.dead(session):
-                if self.core.holds(session.number):
-                    log.info("client %s died; its slots are free", session.client_id)
-                self._end(session)
+            self.clients.end_dead()
+            while self.core.bounded.next_end <= self._now():
+                self._act(Expire())
+                await asyncio.sleep(0)  # others' requests go between
 
     def _end_former(self) -> None:
         """What clients of former starts held is free when the last of them is gone."""
@@ -542,3 +556,14 @@ class Node:
         if self._thread is not None and not self._thread.is_alive() and self._failure:
             raise NodeUnavailableError(f"node {self.config.name} failed: {self._failure}")
         return stats(self.core, self._now())
+
+
+def _unusable(run_dir: Path, error: OSError) -> Exception:
+    """`error` itself, or what to do when a file system is full or may not be written."""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        where = error.filename or run_dir
+        return UsageError("run_dir", str(run_dir), f"cannot be used: {where}: {error.strerror}")
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    remedy = "free bytes and inodes there, or name another with --run-dir"
+    return NoSpaceError(f"run_dir={str(run_dir)!r}: {error.strerror}: {remedy}")

@@ -22,10 +22,16 @@ def next_epoch(run_dir: Path, name: str, now_s: float) -> int:
     The caller holds the node's lock, so nobody else counts at the same time. A file
     that cannot be read counts as none: then the time has to do.
     """
-    path = run_dir / "epochs" / name
+    path = record_of(run_dir, name)
     epoch = epoch_after(_last(path), now_s)
     if not 0 < epoch <= EPOCH_MAX:
         raise UsageError("epoch", epoch, f"must be 1 to {EPOCH_MAX}; look at {path} and the clock")
+    remember(path, epoch)
+    return epoch
+
+
+def remember(path: Path, epoch: int) -> None:
+    """Put the epoch of the last start on record. Raises `OSError`."""
     path.parent.mkdir(exist_ok=True, mode=0o700)
     fresh = path.with_suffix(".new")
     with fresh.open("w") as file:
@@ -33,7 +39,11 @@ def next_epoch(run_dir: Path, name: str, now_s: float) -> int:
         file.flush()
         os.fsync(file.fileno())
     fresh.rename(path)
-    return epoch
+
+
+def record_of(run_dir: Path, name: str) -> Path:
+    """Where the epoch of the last start of the node is."""
+    return run_dir / "epochs" / name
 
 
 def epoch_after(last: int, now_s: float) -> int:

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import Any
 
+from kvstore.cuda.base import Shared
 from kvstore.errors import PeerError
 from kvstore.limits import NIXL_OWNER_RETRY_AFTER_MAX_S
 from kvstore.nodedir import Announcement
@@ -32,10 +33,19 @@ STOP_TIMEOUT_S = 2.0
 class NixlSidecar:
     """Keeps one such process alive, until `stop`. Thread-safe."""
 
-    def __init__(self, announcement: Announcement, access: str) -> None:
-        """`access`: "read-only" or "writable", what its mapping of the payload is."""
+    def __init__(
+        self,
+        announcement: Announcement,
+        access: str,
+        vram: Shared | None = None,
+        ordinal: int = 0,
+    ) -> None:
+        """`access`: "read-only" or "writable", what its mapping of the payload is. With `vram` that
+        is memory of the device `ordinal`, whose descriptor stays open until `stop`."""
         self._word = announcement
         self._access = access
+        self._vram = vram
+        self._ordinal = ordinal
         self._stopping = threading.Event()
         self._started: NixlProcess | None = None
         self._process: NixlProcess | None = None
@@ -94,9 +104,7 @@ class NixlSidecar:
         announcement = self._word
         self.starts += 1
         name = f"{agent_prefix(announcement.node_id, announcement.epoch)}{self.starts}"
-        process = NixlProcess(
-            "owner", [name, announcement.data_path, announcement.head_path, self._access]
-        )
+        process = self._new_process(name)
         self._started = process
         try:
             if self._stopping.is_set():  # `stop` has looked for it already
@@ -109,6 +117,16 @@ class NixlSidecar:
         finally:
             self._process = None
             process.kill()
+
+    def _new_process(self, name: str) -> NixlProcess:
+        word, vram = self._word, self._vram
+        arguments = [name, word.head_path, self._access]
+        if vram is None:
+            return NixlProcess("owner", [*arguments, word.data_path])
+        memory = [str(vram.fd), str(vram.size_bytes), str(self._ordinal), vram.name.hex()]
+        return NixlProcess(
+            "vram-owner", [*arguments, str(word.size_bytes), *memory], pass_fds=(vram.fd,)
+        )
 
     def stop(self) -> None:
         """Kill the process and start no other. Waits at most `STOP_TIMEOUT_S`."""

@@ -1,7 +1,7 @@
 """Decides which users of this host may use a node: its own, and one group that may read.
 
-The group gets what a reader needs: to find the node, to map its segment read-only and
-to say what it used (`READER_OPS` of protocol/control.py). It cannot write a byte of a block,
+The group gets what a reader needs: to find the node, to read its segment and to
+say what it used (`READER_OPS` of protocol/control.py). It cannot write a byte of a block,
 reserve, pin or drop: whoever may write payload may put wrong bytes under a right key.
 """
 
@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import grp
 import os
-import socket
 import stat
-import struct
 from pathlib import Path
 
 from kvstore.errors import UsageError
 from kvstore.nodedir import Announcement, NodeDir
-
-_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def group_id(name: str) -> int:
@@ -55,7 +51,7 @@ def share_directory(run_dir: Path, directory: NodeDir, gid: int | None) -> None:
 
 
 def share_files(announcement: Announcement, gid: int | None) -> None:
-    """Let the group map the segment read-only; without one, nobody but the user. The files may be
+    """Let the group read the segment; without one, nobody but the user. The files may be
     those that the node's former start left, with another group."""
     for path in (Path(announcement.data_path), Path(announcement.head_path)):
         if gid is None:
@@ -68,12 +64,6 @@ def give(path: Path, gid: int, mode: int) -> None:
     """Give the file to the group, then set its mode: these rights are never another group's."""
     os.chown(path, -1, gid)
     path.chmod(mode)
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the kernel noted it at connect."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return int(_UCRED.unpack(raw)[1])
 
 
 def owns_node(uid: int) -> bool:

@@ -11,13 +11,48 @@ import logging
 from collections.abc import Callable
 from hashlib import blake2b
 
+import xxhash
+
+from kvstore.core.answers import Grant
+from kvstore.core.events import Abort, Fill, Reserve, SessionDead
+from kvstore.core.holdings import TRIAL
+from kvstore.core.node import NodeCore
 from kvstore.errors import IndexBreakerOpenError, IndexRefusedError, IndexUnavailableError
 from kvstore.index.base import Index, KeyRecord
+from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.nodedir import NodeDir
 from kvstore.record import RECORD_BYTES
-from kvstore.types import KEY_BYTES
+from kvstore.segment.cuda import OwnedCuda
+from kvstore.segment.shm import OwnedShm
+from kvstore.types import KEY_BYTES, Key, Kind
 
 log = logging.getLogger("kvstore.node")
+
+
+TRIAL_ROOM_BYTES = 2 * SLOT_BYTES_MIN
+"""In one piece: with as much no slot for a few bytes costs a block."""
+
+
+def slot_works(core: NodeCore, segment: OwnedShm | OwnedCuda, key: Key, now: float) -> bool:
+    """Write `key` into a slot and read it back; nothing is evicted for that, and where there is
+    hardly any room, nothing is tried: True."""
+    room = core.allocator
+    if min(room.free_bytes, room.largest_free_bytes) < TRIAL_ROOM_BYTES:
+        return True
+    wanted = Reserve(TRIAL, 0, [key], [len(key)], 0, [Kind.BYTES], [0], [None], [0])
+    effects = core.handle(wanted, now)
+    answer = effects.replies[0].body
+    if not (isinstance(answer, list) and isinstance(answer[0], Grant)):
+        return False
+    slot_id, generation, offset = answer[0]
+    undone = core.handle(Abort(TRIAL, 0, [(slot_id, generation)]), now)
+    for write in (*effects.writes, Fill(offset, key)):
+        segment.apply(write)
+    same = segment.checksum(offset, len(key)) == xxhash.xxh3_64_intdigest(key)
+    for write in undone.writes:
+        segment.apply(write)
+    core.handle(SessionDead(TRIAL), now)
+    return same
 
 
 class Readiness:
@@ -78,6 +113,13 @@ class Readiness:
         if not self._try_slot(self._key):
             return IndexUnavailableError("a slot does not give back what is written into it")
         return None
+
+    def say_again(self) -> bool:
+        """Say it again if the file was taken away; whether it was."""
+        gone = self._said is not None and not self._directory.ready_path.exists()
+        if gone:
+            self._directory.say_ready(self._said or "")
+        return gone
 
     def _say(self, why_not: str) -> None:
         if why_not != self._said:

@@ -17,18 +17,22 @@ from kvstore.core.events import Effects, Reset
 from kvstore.core.node import NOBODY, NodeCore
 from kvstore.core.resets import Resets
 from kvstore.errors import IndexUnavailableError
+from kvstore.host_clock import Moment, passed_s
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import RESETS_KEPT_S, RESETS_SETTLE_S
 from kvstore.machine import REAL, Machine
 from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S
-from kvstore.nodedir import Announcement, NodeDir
+from kvstore.nodedir import ANNOUNCEMENT_BYTES_MAX, Announcement, NodeDir
 from kvstore.record import RecordSigner
+from kvstore.small_json import parse_object
 
 log = logging.getLogger("kvstore.node")
 
 RECORD_ID = (1 << 64) - 1
 """Under this number of no node the index keeps all resets, longer than any node lives."""
+WARNED_EVERY_S = 30.0
+"""Between two warnings that the run directory takes no more."""
 POLL_S = 0.2
 """Between two looks of a node that catches up."""
 
@@ -57,7 +61,7 @@ class ResetNews:
         self._incarnation = ""
         self._peers: set[int] = set()
         """Nodes that were announced when this one looked last, itself among them."""
-        self._put_at = float("-inf")
+        self._put_at = self._warn_at = float("-inf")
 
     # --- what the index keeps beyond the life of nodes --------------------
 
@@ -69,11 +73,7 @@ class ResetNews:
             return ""
         if raw is None or not (self._signer is None or self._signer.announced(raw)):
             return ""
-        try:
-            found = json.loads(raw)
-        except (ValueError, RecursionError):
-            return ""
-        return str(found.get("resets", "")) if isinstance(found, dict) else ""
+        return str(parse_object(raw, ANNOUNCEMENT_BYTES_MAX).get("resets", ""))
 
     def _put_in_index(self, resets: Resets) -> None:
         """Put the resets into the index, unless all of them are there and will stay for a while."""
@@ -117,29 +117,42 @@ class ResetNews:
         """Write the resets to disk, before anybody is told that this node knows of them."""
         text = resets.pack()
         if text != self._written:
-            self._write(text, self._machine.wall())
+            self._write(text, self._machine.moment())
 
     def announced(self, incarnation: str, resets: Resets) -> None:
         """Take note that the node was announced in this incarnation of the index."""
         self._incarnation = incarnation
-        self._write(resets.pack(), self._machine.wall())
+        self._write(resets.pack(), self._machine.moment())
         with suppress(IndexUnavailableError):  # then with the next one
             self._put_in_index(resets)
 
     def withdrawn(self) -> None:
         """Take note that the announcement is withdrawn: no reset waits for this node then."""
-        self._write(self._written, 0.0)
+        self._write(self._written, None)
 
-    def _write(self, text: str, announced_at: float) -> None:
-        self._directory.keep_resets(
-            {
-                "key_prefix": self._key_prefix,
-                "resets": text,
-                "incarnation": self._incarnation,
-                "announced_at": announced_at,
-                "peers": sorted(self._peers),
-            }
-        )
+    def _write(self, text: str, announced_at: Moment | None) -> None:
+        """Where there is no room for it, nothing stays: a start that finds nothing asks the others,
+        and begins empty unless they know. What was written before would hide a reset from it."""
+        kept = {
+            "key_prefix": self._key_prefix,
+            "resets": text,
+            "incarnation": self._incarnation,
+            "announced_at": announced_at.pack().hex() if announced_at else "",
+            "peers": sorted(self._peers),
+        }
+        try:
+            self._directory.keep_resets(kept)
+        except OSError as e:
+            with suppress(OSError):
+                self._directory.resets_path.unlink(missing_ok=True)
+            now = self._now()
+            if now >= self._warn_at:
+                self._warn_at = now + WARNED_EVERY_S
+                log.warning(
+                    "%s cannot be written: %s; a start of this node now might begin empty",
+                    self._directory.resets_path,
+                    e.strerror,
+                )
         self._written = text
 
     # --- a start with blocks of a former one ------------------------------
@@ -171,7 +184,7 @@ class ResetNews:
                 break
             self._machine.sleep(POLL_S)
         # Others say what they know with each heartbeat: by now they have.
-        if _counted_on(kept.get("announced_at"), self._machine.wall()):
+        if _counted_on(kept.get("announced_at"), self._machine.moment()):
             return
         if not reached:
             raise ValueError("what was reset meanwhile cannot be learned without the index")
@@ -181,7 +194,17 @@ class ResetNews:
             raise ValueError("the index has forgotten what was reset, and so has everybody else")
 
 
-def _counted_on(announced_at: Any, now: float) -> bool:
+def _counted_on(announced_at: Any, now: Moment) -> bool:
     """Whether the node's announcement has stood all the time that it was down: then every reset
-    has waited for it."""
-    return isinstance(announced_at, float) and 0.0 <= now - announced_at < ANNOUNCEMENT_TTL_S
+    has waited for it.
+
+    By a clock that nobody sets, and that goes on while the host is suspended: the index is on
+    another one, where the announcement ends by its own clock. One that is set forward there ends
+    all announcements at once, and the nodes that live say again within a heartbeat what was reset.
+    """
+    try:
+        since = Moment.unpack(bytes.fromhex(announced_at))
+    except (TypeError, ValueError):
+        return False
+    down_s = passed_s(since, now)
+    return down_s is not None and down_s < ANNOUNCEMENT_TTL_S

@@ -29,6 +29,7 @@ import contextlib
 import gc
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from kvstore.segment.abandoned import Sweeper, free_abandoned
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm, check_room, never_fits
+from kvstore.seldom import Seldom
 
 log = logging.getLogger("kvstore.node")
 
@@ -52,8 +54,6 @@ ROOM_WAIT_S = 3.0
 """How long a node waits for memory that is about to be free: a client lets go of a dead node's
 within a second (client/local/reaper.py)."""
 ROOM_POLL_S = 0.05
-SIGN_OF_LIFE_S = 5.0
-"""How often a node says that it lives; what it leaves behind counts its age from there."""
 _SAME = ("node_id", "key_prefix", "size_bytes")
 
 
@@ -75,24 +75,49 @@ class FormerClients:
     def __init__(self, leases: Path, *, matter: bool) -> None:
         """Open the leases in `leases`, and remove the free ones; all, unless they `matter`."""
         self._open: dict[Path, int] = {}
+        self._unknown: list[Path] = []
+        """Leases that could not be looked at yet: their clients may live."""
+        self._say = Seldom(log)
         for path in leases.iterdir():
             try:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError as e:
-                log.warning("lease %s cannot be opened: %s", path, e)
-        if not matter:
-            for path in list(self._open):
+                status = path.lstat()
+            except OSError:
+                continue  # its client has let go of it
+            if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+                # No client of this node made it: clients that save are of its user.
+                self._say.warning("%s holds what is no lease, %s: it is left alone", leases, path)
+            elif matter:
+                self._look_at(path)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _look_at(self, path: Path) -> None:
+        """Take note of the lease if its client lives; remove it if not."""
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._open[path] = os.open(path, flags)
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            text = "lease %s cannot be opened: %s; its client counts as alive"
+            self._say.warning(text, path, e.strerror)
+            self._unknown.append(path)
+        else:
+            if not fd_is_locked(self._open[path]):
                 self._let_go(path)
-        self.gone()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._unknown)
 
     def gone(self) -> bool:
         """Whether no such client is left; each lease that was freed meanwhile is removed."""
         for path in [path for path, fd in self._open.items() if not fd_is_locked(fd)]:
             self._let_go(path)
-        return not self._open
+        unknown, self._unknown = self._unknown, []
+        for path in unknown:
+            self._look_at(path)
+        return not self._open and not self._unknown
 
     def _let_go(self, path: Path) -> None:
         os.close(self._open.pop(path))
@@ -126,7 +151,14 @@ def start(
     directory.leases.mkdir(exist_ok=True, mode=0o700)
     former = directory.announcement()
     warm = None
-    if former is not None:
+    if directory.unwatched.exists():
+        log.warning(
+            "node %s starts empty: leases of clients were removed while it lived, and who of them "
+            "still writes into its memory cannot be told",
+            announcement.name,
+        )
+        directory.unwatched.unlink()
+    elif former is not None:
         warm = _take_over(former, announcement, make_core, catch_up, machine, segment_class)
     if warm is None:
         other = directory.stranger()
@@ -177,7 +209,7 @@ def _take_over(
         with _no_collection():
             epoch, seen = segment.seen()
             core = make_core()
-            writes = recover(core, seen, epoch)
+            writes = recover(core, seen, epoch, machine.monotonic())
         for write in writes:
             segment.apply(write)
         catch_up(core, partial(_apply, segment))
@@ -249,13 +281,6 @@ def _make_room(where: Path, announcement: Announcement, run_dir: Path, machine: 
                 log.info("removed what nodes %s left behind: its memory is needed", names)
             free_abandoned(where)
             check_room(where, announcement.size_bytes, machine)
-
-
-async def stay_restartable(directory: NodeDir) -> None:
-    """Leave a sign of life every `SIGN_OF_LIFE_S`, for ever: a sweep spares what died lately."""
-    while True:
-        await asyncio.sleep(SIGN_OF_LIFE_S)
-        directory.keep_segment()
 
 
 async def free_memory_of_the_dead(sweeper: Sweeper) -> None:

@@ -12,18 +12,17 @@ from kvstore.core.scrub import Scrub
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_node
 from kvstore.index.base import Index
+from kvstore.limits import SCRUB_KEYS_MAX
 from kvstore.node.publisher import Publisher
 from kvstore.record import RecordSigner
 
 log = logging.getLogger("kvstore.node")
 
 SCRUB_EVERY_S = 0.25
-SCRUB_KEYS = 512
-"""A look at as many takes 0.2 ms of Redis; 100,000 blocks are gone through in 50 s."""
 
 
 class Scrubber:
-    """Looks up `SCRUB_KEYS` keys every `SCRUB_EVERY_S`, and has those published that are lost."""
+    """Looks up some keys every `SCRUB_EVERY_S`, and has those published that are lost."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Scrubber:
             self.step()
 
     def step(self) -> None:
-        keys = self._scrub.next(SCRUB_KEYS)
+        keys = self._scrub.next(SCRUB_KEYS_MAX)
         if not keys:
             return
         try:

@@ -100,7 +100,8 @@ class Sessions:
             raise UsageError("clients", len(self._by_client), f"at most {self._clients_max} a node")
         path = self._leases / client_id
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open(path, flags)
         except OSError as e:
             raise UsageError("client_id", client_id, f"has no lease file ({e.strerror})") from e
         if not fd_is_locked(fd):
@@ -137,6 +138,11 @@ class Sessions:
 
     def all(self) -> list[ClientSession]:
         return list(self._by_client.values())
+
+    def leases(self) -> list[tuple[Path, int]]:
+        """The leases that clients hold: their files, and this process's descriptors of them."""
+        all_of_them = self._by_client.values()
+        return [(s.lease_path, s.lease_fd) for s in all_of_them if s.lease_fd is not None]
 
     def disconnected(self) -> list[ClientSession]:
         return [s for s in self._by_client.values() if s.transport is None]

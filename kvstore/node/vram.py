@@ -1,7 +1,7 @@
 """Runs a node with its segment in VRAM (docs/decisions/0023).
 
 The node is inside its writer's process, or in one of its own that others save to (0055). It is
-read over CUDA IPC, on its host.
+read over CUDA IPC on its host, and where it listens as any node by others (0050).
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from kvstore.index.base import Index
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import Node
 from kvstore.node.local_session import LocalSession, LocalSessions
-from kvstore.node.permissions import owns_node, peer_uid
+from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.node.permissions import owns_node
 from kvstore.node.restart import FormerClients, Started, superblock_of
+from kvstore.node.upkeep import PutBack
 from kvstore.nodedir import Announcement
-from kvstore.segment.cuda import OwnedCuda
+from kvstore.segment.cuda import OwnedCuda, ServedCuda
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
 from kvstore.types import Key
+from kvstore.unix_peer import peer_uid
 
 log = logging.getLogger("kvstore.node")
 
@@ -42,6 +45,7 @@ class VramNode(Node):
     """A node in VRAM, in a thread of this process, which saves through `session`."""
 
     core_class = DemotingCore
+    medium = "GPU"
     restartable = False
 
     def __init__(
@@ -96,36 +100,47 @@ class VramNode(Node):
         # socket in this directory.
         self._listen()
         address = DeviceAddress(self.device.uuid, self._memory.shared.name, self.takes_saves)
-        self.dir.announce(replace(announcement, transports={NAME: str(address)}))
+        self._handed_over = {NAME: str(address)}
+        self.dir.announce(replace(announcement, transports=self._handed_over))
         return Started(make_core(), self._memory, announcement, clients)
+
+    def _served(self, announcement: Announcement) -> ServedCuda:
+        assert self._memory is not None
+        return ServedCuda(Path(announcement.head_path), self.device, self._memory.shared)
+
+    def _sidecar(self, announcement: Announcement) -> NixlSidecar:
+        assert self._memory is not None
+        return NixlSidecar(announcement, self.config.nixl, self._memory.shared, self.device.ordinal)
+
+    def _announce_ways(self, announcement: Announcement, transports: dict[str, str]) -> None:
+        self.announcement = replace(announcement, transports=announcement.transports | transports)
+        here = replace(announcement, transports=self._handed_over | transports)
+        self.dir.announce(here)
 
     def _try_slot(self, key: Key) -> bool:
         return True  # no byte of it is this process's to write
 
     def _act(self, event: Event) -> None:
-        """Raises `UsageError` for what only host memory can: values that travel in a request, and
-        checksums."""
+        """Raises `UsageError` for what only host memory can: values that travel in a request."""
         if isinstance(event, Reserve) and any(value is not None for value in event.values):
             raise UsageError("values", len(event.values), "this node's slots are written by DMA")
-        if isinstance(event, Commit) and any(checksum for *_, checksum in event.items):
-            raise UsageError("checksum", event.items[0][2], "this node's blocks have none")
         super()._act(event)
         if isinstance(event, Reserve | Commit):
             self.on_save()
 
     def _listen(self) -> None:
         self.dir.vram_socket.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self.dir.vram_socket))
+        self._vram_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._vram_listener.bind(str(self.dir.vram_socket))
         self.dir.vram_socket.chmod(0o600)
-        self._listener.listen(BACKLOG)
-        self._listener.setblocking(False)
+        self._vram_listener.listen(BACKLOG)
+        self._vram_listener.setblocking(False)
         self._watch()
 
     def _watch(self) -> None:
         assert self._loop is not None
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener, self._hand_over)
+        if self._vram_listener.fileno() >= 0:
+            self._loop.add_reader(self._vram_listener, self._hand_over)
 
     def _hand_over(self) -> None:
         """Hand the memory over to one process, which waits for it. The message, the first on its
@@ -133,12 +148,12 @@ class VramNode(Node):
         assert self._loop is not None
         assert self._memory is not None
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = self._vram_listener.accept()
         except BlockingIOError:
             return
         except OSError as e:
-            log.warning("node %s cannot hand its VRAM over: %s", self.config.name, e)
-            self._loop.remove_reader(self._listener)
+            self._say.warning("node %s cannot hand its VRAM over: %s", self.config.name, e)
+            self._loop.remove_reader(self._vram_listener)
             self._loop.call_later(ACCEPT_PAUSE_S, self._watch)
             return
         with connection, suppress(OSError):
@@ -146,12 +161,26 @@ class VramNode(Node):
                 hand_over(connection, self._memory.shared)
 
     def _vanish(self) -> None:
-        assert self._loop is not None
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-        self.dir.vram_socket.unlink(missing_ok=True)
+        self._stop_listening()
+        if self._has_name():
+            self.dir.vram_socket.unlink(missing_ok=True)
         super()._vanish()
+
+    def _stop_listening(self) -> None:
+        assert self._loop is not None
+        if self._vram_listener.fileno() >= 0:
+            self._loop.remove_reader(self._vram_listener)
+            self._vram_listener.close()
+
+    def _more_files(self) -> list[PutBack]:
+        return [(self.dir.vram_socket, self._listen_again)]
+
+    def _listen_again(self) -> bool:
+        if self.dir.vram_socket.exists():
+            return False
+        self._stop_listening()
+        self._listen()
+        return True
 
     def free(self) -> None:
         """See `OwnedCuda.free`; after `stop`."""

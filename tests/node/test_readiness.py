@@ -153,7 +153,7 @@ def test_the_trial_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_full_node_gives_no_block_away_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Node, "_free_bytes", lambda node: 0)
+    monkeypatch.setattr("kvstore.node.readiness.TRIAL_ROOM_BYTES", 1 << 40)
     asked: list[object] = []
     handle = NodeCore.handle
 

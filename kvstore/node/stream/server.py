@@ -14,24 +14,26 @@ import ssl
 import threading
 import time
 from math import inf
-from pathlib import Path
 
 from kvstore.errors import NodeUnavailableError, PeerError, UsageError
-from kvstore.limits import STREAM_CONNECTIONS_MAX
+from kvstore.limits import (
+    STREAM_CONNECTIONS_MAX,
+    STREAM_HANDSHAKE_TIMEOUT_S,
+)
 from kvstore.node.config import NodeConfig
 from kvstore.node.local_session import LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
-from kvstore.node.stream.service import StreamService
-from kvstore.node.stream.unproven import HANDSHAKE_TIMEOUT_S, Guest, Unproven
+from kvstore.node.stream.service import ServedSegment, StreamService
+from kvstore.node.stream.unproven import Guest, Unproven
 from kvstore.nodedir import Announcement
-from kvstore.protocol.stream import (
+from kvstore.protocol.stream import WireError
+from kvstore.protocol.stream_handshake import (
     CLIENT_HELLO_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
     NodeHandshake,
-    WireError,
 )
-from kvstore.segment.attached import AttachedShm
+from kvstore.seldom import Seldom
 from kvstore.transport.nixl.child import INSTALL
 from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NAME as NIXL
@@ -44,7 +46,6 @@ log = logging.getLogger("kvstore.node")
 
 STOP_TIMEOUT_S = 2.0
 ACCEPT_POLL_S = 0.2
-SAY_EVERY_S = 10.0
 IDLE_MIN_S = 1.0
 """A connection that has asked for nothing for so long goes when another client needs its room; its
 own client connects again."""
@@ -54,20 +55,27 @@ class StreamServer:
     """Serves one start of one node until `stop`."""
 
     def __init__(
-        self, config: NodeConfig, announcement: Announcement, inside: LocalSessions
+        self,
+        config: NodeConfig,
+        announcement: Announcement,
+        inside: LocalSessions,
+        segment: ServedSegment,
+        nixl: NixlSidecar | None,
     ) -> None:
-        """Listen from here on. Raises `UsageError` when the address cannot be used."""
+        """Listen from here on; `segment` and `nixl` are this object's to end.
+
+        Raises `UsageError` when the address cannot be used.
+        """
         assert config.listen is not None
-        if config.nixl and not installed():
+        if nixl is not None and not installed():
+            segment.close()
             raise UsageError("nixl", config.nixl, f"is not installed: {INSTALL}")
         host, port = config.listen
         self._node = (announcement.node_id, announcement.epoch)
         self._name = announcement.name
         self._secret = config.security.secret
         self._tls = config.security.server_context()
-        self._shm = AttachedShm(
-            Path(announcement.data_path), Path(announcement.head_path), writable=True
-        )
+        self._segment = segment
         try:
             v6 = ":" in host
             self._listener = socket.create_server(
@@ -77,7 +85,7 @@ class StreamServer:
                 dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
             )
         except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
-            self._shm.close()
+            segment.close()
             raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
         self._listener.settimeout(ACCEPT_POLL_S)
         shown = config.advertise or (own_address(v6=v6) if host in WILDCARDS else host)
@@ -85,17 +93,17 @@ class StreamServer:
         self.address = Address(scheme, shown, self._listener.getsockname()[1])
         self.transports = {STREAM: str(self.address)}
         """What the node announces."""
-        self.nixl = NixlSidecar(announcement, config.nixl) if config.nixl else None
+        self.nixl = nixl
         if self.nixl is not None:
             self.transports[NIXL] = agent_prefix(*self._node)
-        self._service = StreamService(self._shm, self._node, inside, self.nixl)
+        self._service = StreamService(segment, self._node, inside, nixl)
         self._lock = threading.Lock()
         self._unproven = Unproven()
         self._guests: set[Guest] = set()
         """Those who have proved that they may come in."""
         self._threads: set[threading.Thread] = set()
         self._stopping = False
-        self._said_at = float("-inf")
+        self._say = Seldom(log)
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="kvstore-accept", daemon=True).start()
@@ -126,7 +134,7 @@ class StreamServer:
         for thread in threads:
             thread.join(max(give_up_at - time.monotonic(), 0.0))
         if not any(thread.is_alive() for thread in threads):
-            self._shm.close()
+            self._segment.close()
 
     # --- connections --------------------------------------------------------
 
@@ -135,7 +143,11 @@ class StreamServer:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         listener, waiting = self._listener.fileno(), dict[int, Guest]()
+        look_again_at = 0.0
         while not self._stopping:
+            if time.monotonic() >= look_again_at:
+                look_again_at = time.monotonic() + ACCEPT_POLL_S
+                self._listen(poll)
             for fd, _ in poll.poll(ACCEPT_POLL_S * 1e3):
                 if fd == listener:
                     guest = self._greet(poll, waiting)
@@ -145,11 +157,16 @@ class StreamServer:
                 elif (spoke := waiting.pop(fd, None)) is not None:
                     poll.unregister(fd)
                     self._let_in(spoke)
-            too_late = time.monotonic() - HANDSHAKE_TIMEOUT_S
+            too_late = time.monotonic() - STREAM_HANDSHAKE_TIMEOUT_S
             for guest in [one for one in waiting.values() if one.came_at < too_late]:
                 self._send_off(guest, poll, waiting)
         for guest in waiting.values():
             guest.socket.close()
+
+    def _listen(self, poll: select.poll) -> None:
+        """Look for connections, from now on or again."""
+        with contextlib.suppress(OSError, ValueError):  # it is being stopped
+            poll.register(self._listener, select.POLLIN)
 
     def _greet(self, poll: select.poll, waiting: dict[int, Guest]) -> Guest | None:
         """Accept a connection, if there is one after all; another may have to go for it."""
@@ -159,8 +176,9 @@ class StreamServer:
             return None
         except OSError as e:
             if not self._stopping:
-                log.warning("node %s: cannot accept: %s", self._name, e)
-                time.sleep(ACCEPT_POLL_S)
+                text = "node %s cannot take connections of other hosts: %s; see `ulimit -n`"
+                self._say.warning(text, self._name, e.strerror)
+                poll.unregister(self._listener)  # it is tried again, and the others go on
             return None
         guest = Guest(connection, peer[0])
         with self._lock:
@@ -191,7 +209,7 @@ class StreamServer:
                     self._threads.add(thread)
                     return
             except RuntimeError as e:  # this host has no more threads to give
-                self._say("node %s: connection from %s: %s", self._name, guest.address, e)
+                self._say.warning("node %s: connection from %s: %s", self._name, guest.address, e)
             self._unproven.leave(guest)
         guest.socket.close()
 
@@ -228,7 +246,7 @@ class StreamServer:
         try:
             guest.socket.setblocking(True)
             guest.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+            deadline = time.monotonic() + STREAM_HANDSHAKE_TIMEOUT_S
             self._encrypt(guest)
             channel = Channel(guest.socket)
             self._shake_hands(channel, guest, deadline)
@@ -240,22 +258,18 @@ class StreamServer:
         except (PeerError, UsageError) as e:
             # A client that went away is nobody's fault; one that may not come in is worth a word.
             if isinstance(e, WireError):
-                self._say("node %s closes the connection of %s: %s", self._name, guest.address, e)
+                self._say.warning(
+                    "node %s closes the connection of %s: %s", self._name, guest.address, e
+                )
         except (OSError, ValueError) as e:  # of the TLS handshake; or the segment is closed
-            self._say("node %s: connection from %s: %s", self._name, guest.address, e)
+            self._say.warning("node %s: connection from %s: %s", self._name, guest.address, e)
         finally:
             self._gone(guest)
-
-    def _say(self, text: str, *args: object) -> None:
-        now = time.monotonic()
-        if now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
-            log.warning(text, *args)
 
     def _encrypt(self, guest: Guest) -> None:
         if self._tls is None:
             return
-        guest.socket.settimeout(HANDSHAKE_TIMEOUT_S)
+        guest.socket.settimeout(STREAM_HANDSHAKE_TIMEOUT_S)
         try:
             encrypted = self._tls.wrap_socket(
                 guest.socket, server_side=True, do_handshake_on_connect=False

@@ -27,6 +27,7 @@ from kvstore.core.namespaces import namespace_of
 from kvstore.limits import (
     CHECKED_BYTES_PER_S_MAX,
     STREAM_BATCH_BYTES_MAX,
+    STREAM_IDLE_TIMEOUT_S,
     STREAM_RESERVED_SHARE,
     STREAM_SLOW_BYTES_PER_S,
 )
@@ -49,6 +50,7 @@ from kvstore.protocol.stream import (
 from kvstore.protocol.stream_reply import Head, Sent, Tail, grouped, pack_heads, pack_tails
 from kvstore.protocol.stream_seal import TAG_BYTES, matches
 from kvstore.segment.attached import AttachedShm
+from kvstore.segment.cuda import ServedCuda
 from kvstore.segment.header import fields
 from kvstore.segment.locate import Spot, locate
 from kvstore.token_bucket import TokenBucket
@@ -56,8 +58,6 @@ from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked
 from kvstore.types import Key, Location, PutResult, rejected
 
-IDLE_TIMEOUT_S = 600.0
-"""A connection without a request for so long is closed; clients connect again."""
 REQUEST_TIMEOUT_S = 2.0
 """For all bytes of a request's frame, once it has begun."""
 TRANSFER_TIMEOUT_MAX_S = 60.0
@@ -70,7 +70,12 @@ CONTROL_EVENTS = (Stat, Explain, Touch, Suspect, Drop, Reset)
 """What a client on another host may ask of the core besides reading and saving."""
 Part = memoryview | bytes
 """A part of what is sent."""
+NOT_HERE = rejected("this node's slots are written by a device, and not from other hosts")
 CHECKSUM_WRONG = rejected("its bytes arrived with another checksum")
+
+
+ServedSegment = AttachedShm | ServedCuda
+"""Of which only the first takes saves."""
 
 
 class Served(NamedTuple):
@@ -92,13 +97,13 @@ class StreamService:
 
     def __init__(
         self,
-        shm: AttachedShm,
+        segment: ServedSegment,
         node: tuple[int, int],
         inside: LocalSessions,
         nixl: NixlSidecar | None = None,
     ) -> None:
-        """`shm` is writable; `node` is (node id, epoch)."""
-        self._shm = shm
+        """`node` is (node id, epoch)."""
+        self._segment = segment
         self._node = node
         self._inside = inside
         self._served: dict[Key, Served] = {}
@@ -106,14 +111,14 @@ class StreamService:
         self._lock = threading.Lock()
         """Guards `_checks`."""
         self._nixl = nixl
-        self._shares = Shares(len(shm.payload) // STREAM_RESERVED_SHARE)
+        self._shares = Shares(segment.superblock.size_bytes // STREAM_RESERVED_SHARE)
 
     def request(self, channel: Channel) -> tuple[Frame, int]:
-        """Wait for one request, at most `IDLE_TIMEOUT_S`: (type, bytes that follow).
+        """Wait for one request, at most `STREAM_IDLE_TIMEOUT_S`: (type, bytes that follow).
 
         Raises `PeerError` when the connection is to end.
         """
-        idle_until = time.monotonic() + IDLE_TIMEOUT_S
+        idle_until = time.monotonic() + STREAM_IDLE_TIMEOUT_S
         return channel.receive_head(idle_until)
 
     def answer(self, channel: Channel, request: tuple[Frame, int], client: str) -> None:
@@ -175,10 +180,9 @@ class StreamService:
         """Send `before` and the payloads, from where they are; returns what is to be sent next."""
         seal = channel.seals.sent
         lengths = [spot.header[2] for _, spot in group]
-        payloads = [
-            self._shm.payload[spot.offset : spot.offset + length]
-            for (_, spot), length in zip(group, lengths, strict=True)
-        ]
+        payloads = self._segment.payloads(
+            [(spot.offset, length) for (_, spot), length in zip(group, lengths, strict=True)]
+        )
         known = [spot.header[6] or self._served_checksum(key, spot) for key, spot in group]
         snapshot = sum(lengths) <= SNAPSHOT_BYTES
         if snapshot:
@@ -199,7 +203,7 @@ class StreamService:
         tails = []
         for (key, spot), seen, checksum in zip(group, known, checksums, strict=True):
             # After the last byte was copied, be it by the kernel.
-            same = self._shm.header(spot.slot_id) == spot.image
+            same = self._segment.header(spot.slot_id) == spot.image
             tails.append(Tail(Sent.GOOD if same else Sent.MISS, checksum))
             if same and not seen:
                 generation, _, length = spot.header[:3]
@@ -219,7 +223,7 @@ class StreamService:
         self._served[key] = served
 
     def _spot(self, key: bytes, location: Location) -> Spot | None:
-        return locate(self._shm, key, location) if location.epoch == self._node[1] else None
+        return locate(self._segment, key, location) if location.epoch == self._node[1] else None
 
     # --- saving -------------------------------------------------------------
 
@@ -235,6 +239,10 @@ class StreamService:
         self, channel: Channel, offers: Sequence[SaveOffer], namespace_id: int, deadline: float
     ) -> None:
         """Save what is offered: reserve, receive, check, seal. What ends before leaves nothing."""
+        if self._segment.payload is None:
+            channel.send_frame(pack_answers([encoded_outcome(NOT_HERE)] * len(offers)), deadline)
+            channel.send_frame(pack_answers([]), deadline)
+            return
         session = self._inside.open()
         try:
             answers = session.ask(
@@ -294,8 +302,9 @@ class StreamService:
 
     def _receive(self, channel: Channel, offset: int, offer: SaveOffer, deadline: float) -> bool:
         """Receive the payload of one offer into its slot; whether it is what was offered."""
+        assert self._segment.payload is not None
         digests = Digests([offer.size_bytes])
-        for chunk in chunked([[self._shm.payload[offset : offset + offer.size_bytes]]]):
+        for chunk in chunked([[self._segment.payload[offset : offset + offer.size_bytes]]]):
             channel.receive(list(chunk.pieces), deadline)
             digests.update(chunk)
             for piece in chunk.pieces:
@@ -328,14 +337,14 @@ class StreamService:
             if served is None:
                 continue
             slot_id, generation, offset, length, checksum = served
-            header = fields(self._shm.header(slot_id))
+            header = fields(self._segment.header(slot_id))
             if header is None or header[:2] != (generation, key):
                 continue
             with self._lock:
                 allowed = self._checks.allows(length, time.monotonic())
             if allowed:
-                seen = xxhash.xxh3_64_intdigest(self._shm.payload[offset : offset + length])
-                if seen != checksum:
+                (payload,) = self._segment.payloads([(offset, length)])
+                if xxhash.xxh3_64_intdigest(payload) != checksum:
                     # If the slot was reused meanwhile, its generation says so to the core.
                     self._inside.tell(Corrupt(slot_id, generation))
 

@@ -11,9 +11,6 @@ import time
 
 from kvstore.limits import STREAM_UNPROVEN_MAX, STREAM_UNPROVEN_PER_ADDRESS_MAX
 
-HANDSHAKE_TIMEOUT_S = 1.0
-"""From the first byte, and before that for it to come."""
-
 
 class Guest:
     """A connection to the stream server."""

@@ -12,7 +12,7 @@ from tls_certificate import certificate
 
 from kvstore.errors import NodeUnavailableError, UsageError
 from kvstore.node.stream import server, service, unproven
-from kvstore.protocol import stream as sw
+from kvstore.protocol import stream_handshake as sh
 from kvstore.protocol.stream import SaveOffer, pack_put
 from kvstore.transport.base import Read
 from kvstore.transport.stream.channel import Channel
@@ -206,8 +206,7 @@ def hung_up(connection):
 @pytest.fixture
 def patient_unproven(monkeypatch):
     """Nobody goes because of the time."""
-    for module in (unproven, server):
-        monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(server, "STREAM_HANDSHAKE_TIMEOUT_S", 600.0)
 
 
 def test_who_says_nothing_takes_no_thread_and_no_room_from_clients(
@@ -250,8 +249,7 @@ def hung_up_now(connection):
 
 
 def test_who_says_nothing_or_not_enough_is_hung_up_on_soon(served, monkeypatch):
-    for module in (unproven, server):
-        monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "STREAM_HANDSHAKE_TIMEOUT_S", 0.2)
     place, _ = served
     says_nothing, begins = silent(place, 2)
     begins.sendall(b"k")
@@ -281,11 +279,11 @@ def place(tmp_path):
 def proven_from(place, source):
     """A channel of a client at that address."""
     node = (place.word.node_id, place.word.epoch)
-    shake = sw.ClientHandshake(SECURITY.secret, os.urandom(32), node)
+    shake = sh.ClientHandshake(SECURITY.secret, os.urandom(32), node)
     channel = Channel(silent(place, 1, source)[0])
     channel.send([shake.hello], far())
-    channel.send([shake.prove(channel.receive_bytes(sw.NODE_HELLO_BYTES, far()))], far())
-    channel.seals = shake.check(channel.receive_bytes(sw.VERDICT_BYTES, far()))
+    channel.send([shake.prove(channel.receive_bytes(sh.NODE_HELLO_BYTES, far()))], far())
+    channel.seals = shake.check(channel.receive_bytes(sh.VERDICT_BYTES, far()))
     return channel
 
 
@@ -324,7 +322,7 @@ def test_slots_are_reserved_for_little_longer_than_their_bytes_take(place, monke
 
 def test_the_limits_of_who_proves_nothing_are_small():
     """A handshake takes milliseconds; who takes longer is not worth a place."""
-    assert unproven.HANDSHAKE_TIMEOUT_S <= 2.0
+    assert server.STREAM_HANDSHAKE_TIMEOUT_S <= 2.0
     assert unproven.STREAM_UNPROVEN_PER_ADDRESS_MAX < unproven.STREAM_UNPROVEN_MAX <= 100
 
 

@@ -69,7 +69,7 @@ def test_a_block_that_goes_while_it_is_sent_is_called_off(place):
 
 def test_a_small_block_is_called_off_too_when_it_goes_while_it_is_copied(place, monkeypatch):
     block = place.save(os.urandom(SNAPSHOT_BYTES))
-    shm = place.node._stream._service._shm
+    shm = place.node._stream._service._segment
     real, looks = shm.header, []
 
     def header(slot_id):

@@ -1,0 +1,342 @@
+"""Publishes which blocks a node stores and removes, for routers: vLLM's KV events over ZeroMQ.
+
+The node's loop only collects: what changed in one turn of it is one message with the next number
+of the sequence (protocol/block_events.py), appended to a queue. A thread packs and sends it, keeps
+it for those who missed it, and answers them. It asks the loop for a snapshot where what it keeps
+does not reach back far enough; the loop puts the keys together (5 ms for 100,000), once for all
+who ask before the next is needed.
+
+Must never happen: a message left out whose number comes again, or a snapshot that has another
+number than the last change in it. What does not fit into the queue is left out with its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from kvstore.core.changes import Changes
+from kvstore.core.node import NodeCore
+from kvstore.errors import PeerError, UsageError
+from kvstore.limits import (
+    EVENT_BACKLOG_MAX,
+    EVENT_KEYS_MAX,
+    EVENT_MESSAGES_WAITING_MAX,
+    EVENT_QUESTIONS_MAX,
+)
+from kvstore.machine import REAL, Machine
+from kvstore.protocol.block_events import (
+    END,
+    Source,
+    Told,
+    endpoints_of,
+    pack_snapshot,
+    pack_told,
+    sequence_bytes,
+    sequence_of,
+    topic_of,
+)
+from kvstore.types import Key
+
+log = logging.getLogger("kvstore.node")
+
+SPEAKS_EVERY_S = 1.0
+"""So that a listener knows that the node lives, and what it has missed."""
+LOOKS_EVERY_S = 0.05
+"""Between two snapshots at least: with 100,000 blocks one is 5 ms of the loop."""
+LINGER_MS = 200
+"""How long an ending node waits for its last words to leave."""
+_QUESTION_BYTES_MAX = 64
+_QUESTIONS_AT_ONCE = 64
+_ANSWERS_WAITING_MAX = 1 << 16
+"""Parts of answers that wait for one listener; further ones are lost, and it asks again."""
+
+
+class _Message(NamedTuple):
+    sequence: int
+    time_s: float
+    told: Told
+
+    @property
+    def cost(self) -> int:
+        return 1 + len(self.told.stored) + len(self.told.removed)
+
+
+class _Snapshot(NamedTuple):
+    sequence: int
+    time_s: float
+    keys: list[Key]
+
+
+class BlockEvents:
+    """Publishes the blocks of `core` from `start` to `stop`; both, and `schedule`, are for the
+    node's loop."""
+
+    def __init__(
+        self,
+        setting: str,
+        source: Source,
+        core: NodeCore,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        medium: str = "CPU",
+        machine: Machine = REAL,
+    ) -> None:
+        """`setting` as `endpoints_of` takes it. Raises `UsageError` without pyzmq."""
+        try:
+            import zmq
+        except ImportError as e:
+            remedy = "needs pyzmq: pip install 'kvstore-llm[events]'"
+            raise UsageError("events", setting, remedy) from e
+        self._zmq: Any = zmq
+        self._setting = setting
+        self._endpoints = endpoints_of(setting)
+        self._core = core
+        self._loop = loop
+        self._wall = machine.wall
+        self._medium = medium
+        self._topic = topic_of(source)
+        self._changes = core.changes = Changes()
+        self._next = 0
+        """Number of the next message."""
+        self._due = False
+        self._looked_at = float("-inf")
+        self.left_out = 0
+        """Messages that did not fit into the queue."""
+        self._queue: deque[_Message] = deque()
+        self._queued = 0
+        """Cost of what was put into the queue, ever; the thread counts what it took."""
+        self._sent = 0
+        self._snapshots: deque[_Snapshot] = deque(maxlen=1)
+        self._ending = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._answers = _Answers(self._topic, medium)
+        self._thread = threading.Thread(target=self._run, name="kvstore-events", daemon=True)
+
+    # --- in the node's loop ---------------------------------------------
+
+    def start(self) -> None:
+        """Open the sockets. Raises `UsageError` when they cannot be bound."""
+        zmq = self._zmq
+        self._context = zmq.Context()
+        self._publisher = self._context.socket(zmq.PUB)
+        self._publisher.setsockopt(zmq.SNDHWM, EVENT_MESSAGES_WAITING_MAX)
+        self._questions = self._context.socket(zmq.ROUTER)
+        self._questions.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING_MAX)
+        self._questions.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES_MAX)
+        try:
+            for socket, endpoint in zip(
+                (self._publisher, self._questions), self._endpoints, strict=True
+            ):
+                socket.setsockopt(zmq.LINGER, LINGER_MS)
+                socket.setsockopt(zmq.IPV6, 1 if "[" in endpoint else 0)
+                socket.bind(endpoint)
+        except zmq.ZMQError as e:
+            self._context.destroy(0)
+            os.close(self._wake_fd)
+            raise UsageError("events", self._setting, f"{endpoint} cannot be bound: {e}") from e
+        self._thread.start()
+        self._cut(speak=True)
+
+    def schedule(self) -> None:
+        """Have what changed published once this turn of the loop is over."""
+        if self._changes and not self._due:
+            self._due = True
+            self._loop.call_soon(self._cut)
+
+    async def keep_speaking(self) -> None:
+        while True:
+            await asyncio.sleep(SPEAKS_EVERY_S)
+            self._cut(speak=True)
+
+    def _cut(self, *, speak: bool = False) -> None:
+        """Put what changed up to now into the queue, in few messages, or in none unless it is to
+        `speak`."""
+        self._due = False
+        if self._ending:
+            return
+        stored, removed = self._changes.take()
+        if removed and not self._core.listed:
+            self._put(Told(True, [], []))
+        else:
+            for start in range(0, len(removed), EVENT_KEYS_MAX):
+                self._put(Told(False, removed[start : start + EVENT_KEYS_MAX], []))
+        for start in range(0, len(stored), EVENT_KEYS_MAX):
+            self._put(Told(False, [], stored[start : start + EVENT_KEYS_MAX]))
+        if speak and not stored and not removed:
+            self._put(Told(False, [], []))
+        self._wake()
+
+    def _put(self, told: Told) -> None:
+        message = _Message(self._next, self._wall(), told)
+        self._next += 1
+        if self._queued - self._sent + message.cost > EVENT_BACKLOG_MAX:
+            self.left_out += 1
+            return
+        self._queued += message.cost
+        self._queue.append(message)
+
+    def _look_soon(self) -> None:
+        """The thread has asked; it may wait, for others' sake."""
+        wait_s = self._looked_at + LOOKS_EVERY_S - self._loop.time()
+        self._loop.call_later(max(wait_s, 0.0), self._look)
+
+    def _look(self) -> None:
+        """All blocks that are there, for the thread."""
+        if self._ending:
+            return
+        self._looked_at = self._loop.time()
+        self._cut()
+        self._snapshots.append(_Snapshot(self._next - 1, self._wall(), self._core.listed.keys()))
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def stop(self, *, keep: bool) -> None:
+        """Say that all blocks are gone, unless the node's next start is to `keep` them, and end."""
+        if not self._thread.is_alive():
+            return
+        self._cut()
+        if not keep:
+            self._put(Told(True, [], []))
+        self._core.changes = None
+        self._ending = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_fd)
+
+    # --- in the thread ----------------------------------------------------
+
+    def _run(self) -> None:
+        zmq = self._zmq
+        poller = zmq.Poller()
+        poller.register(self._questions, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        try:
+            while not self._ending:
+                poller.poll()
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+                self._publish()
+                if self._snapshots:
+                    self._answers.renew(self._snapshots.popleft())
+                if self._take_questions():
+                    self._ask_loop()
+                self._answers.give(self._send_answer)
+            self._publish()
+        except Exception as e:
+            log.critical("events of the node's blocks end: %s", e, exc_info=e)
+        finally:
+            self._context.destroy(LINGER_MS)
+
+    def _publish(self) -> None:
+        while self._queue:
+            message = self._queue.popleft()
+            self._sent += message.cost
+            payload = pack_told(message.time_s, message.told, self._medium)
+            self._publisher.send_multipart([self._topic, sequence_bytes(message.sequence), payload])
+            self._answers.keep(message, payload)
+
+    def _take_questions(self) -> bool:
+        """Whether a snapshot must be made before all that was asked can be answered."""
+        for _ in range(_QUESTIONS_AT_ONCE):
+            try:
+                who, *between, asked = self._questions.recv_multipart(self._zmq.NOBLOCK)
+                self._answers.asked([who, *between], sequence_of(asked))
+            except self._zmq.Again:
+                break
+            except (PeerError, ValueError) as e:
+                log.debug("a question about events: %s", e)
+        else:
+            self._wake()  # there may be more
+        return self._answers.needs_snapshot
+
+    def _ask_loop(self) -> None:
+        self._answers.needs_snapshot = False
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._look_soon)
+
+    def _send_answer(self, parts: list[bytes]) -> None:
+        self._questions.send_multipart(parts, copy=False)
+
+
+class _Answers:
+    """What was published lately, the last snapshot, and who waits for which part of them."""
+
+    def __init__(self, topic: bytes, medium: str) -> None:
+        self._topic = topic
+        self._medium = medium
+        self._kept: deque[tuple[_Message, bytes]] = deque()
+        """One after the other without a gap."""
+        self._kept_cost = 0
+        self._last = -1
+        self._snapshot: tuple[int, list[bytes]] | None = None
+        self._whole: list[list[bytes]] = []
+        """Who waits for a snapshot."""
+        self._since: list[tuple[list[bytes], int]] = []
+        """Who waits for messages from a number on."""
+        self.needs_snapshot = False
+        self._coming = False
+        """A snapshot was asked for."""
+
+    def keep(self, message: _Message, payload: bytes) -> None:
+        """That was published."""
+        if message.sequence != self._last + 1:
+            self._kept.clear()
+            self._kept_cost = 0
+        self._last = message.sequence
+        self._kept.append((message, payload))
+        self._kept_cost += message.cost
+        while self._kept_cost > EVENT_BACKLOG_MAX:
+            self._kept_cost -= self._kept.popleft()[0].cost
+
+    def asked(self, who: list[bytes], start: int) -> None:
+        """`who` wants all from that number on."""
+        if len(self._whole) + len(self._since) >= EVENT_QUESTIONS_MAX:
+            return  # it asks again
+        if start and self._reaches(start):
+            self._since.append((who, start))
+            return
+        self._whole.append(who)
+        usable = self._snapshot is not None and self._reaches(self._snapshot[0] + 1)
+        if not usable and not self._coming:
+            self.needs_snapshot = self._coming = True
+
+    def _reaches(self, start: int) -> bool:
+        """Whether all from that number on is kept."""
+        oldest = self._kept[0][0].sequence if self._kept else self._last + 1
+        return oldest <= start <= self._last + 1
+
+    def renew(self, snapshot: _Snapshot) -> None:
+        """This is what is there."""
+        packed = list(pack_snapshot(snapshot.time_s, snapshot.keys, self._medium))
+        self._snapshot = snapshot.sequence, packed
+        self._coming = False
+
+    def give(self, send: Callable[[list[bytes]], None]) -> None:
+        """Answer all who can be answered now."""
+        since, self._since = self._since, []
+        for who, start in since:
+            self._give_kept(who, start, send)
+        if self._coming or self._snapshot is None:
+            return
+        whole, self._whole = self._whole, []
+        for who in whole:
+            sequence, packed = self._snapshot
+            for payload in packed:
+                send([*who, self._topic, sequence_bytes(sequence), payload])
+            self._give_kept(who, sequence + 1, send)
+
+    def _give_kept(self, who: list[bytes], start: int, send: Callable[[list[bytes]], None]) -> None:
+        for message, payload in self._kept:
+            if message.sequence >= start:
+                send([*who, self._topic, sequence_bytes(message.sequence), payload])
+        send([*who, b"", END, b""])

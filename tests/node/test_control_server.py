@@ -1,0 +1,114 @@
+"""Connections to a node's control socket have their turns, however much one of them has sent."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from redis_servers import RedisServer
+from stores import NodeThread
+
+from kvstore.client.local.control import ControlChannel
+from kvstore.core.events import Listing, Stat
+from kvstore.node.control_server import TURN_MESSAGES
+from kvstore.nodedir import NodeDir
+from kvstore.protocol.control import Op, packed
+
+LONG_MS = 20_000
+SENT = 1000
+REQUEST = 1000
+"""Number of the first of them, beyond those of the channel itself."""
+
+
+@pytest.fixture
+def node() -> Iterator[NodeThread]:
+    with RedisServer() as redis, NodeThread(redis) as node:
+        yield node
+
+
+def channel(node: NodeThread) -> ControlChannel:
+    directory = NodeDir(node.run_dir, "node")
+    word = directory.announcement()
+    assert word is not None
+    channel = ControlChannel(directory, (word.node_id, word.epoch), 10.0, lambda: ((), ()))
+    channel.request(Op.STAT)
+    return channel
+
+
+class Handled:
+    """Notes what the node carries out, in order; the first waits for `go_on`."""
+
+    def __init__(self, node: NodeThread, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kinds: list[type] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        core = node._node.core
+        handle = core.handle
+
+        def noted(event: Any, now: float) -> Any:
+            self.kinds.append(type(event))
+            self.begun.set()
+            self.go_on.wait(10)
+            return handle(event, now)
+
+        monkeypatch.setattr(core, "handle", noted)
+
+
+def test_who_sends_thousands_of_requests_at_once_leaves_the_others_their_turn(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member of the group may ask for lists, and one takes a millisecond."""
+    with closing(channel(node)) as greedy, closing(channel(node)) as other:
+        handled = Handled(node, monkeypatch)
+        assert greedy._socket is not None
+        lists = [packed([Op.LIST, REQUEST + i, b"", 1]) for i in range(SENT)]
+        greedy._socket.sendall(b"".join(lists))
+        assert handled.begun.wait(10)
+        asked = other.post(Op.STAT)
+        handled.go_on.set()
+        other.collect(asked)
+        before = handled.kinds[: handled.kinds.index(Stat)]
+        assert before.count(Listing) <= 3 * TURN_MESSAGES
+
+
+def test_all_that_came_in_one_piece_is_answered_in_its_order(node: NodeThread) -> None:
+    with closing(channel(node)) as greedy:
+        connection = greedy._socket
+        assert connection is not None
+        connection.sendall(b"".join(packed([Op.STAT, REQUEST + i]) for i in range(SENT)))
+        seen: list[int] = []
+        while len(seen) < SENT:
+            data = connection.recv(1 << 16)
+            assert data
+            seen += [number for number, _, _ in greedy._messages(data)]
+        assert seen == list(range(REQUEST, REQUEST + SENT))
+
+
+def test_nothing_more_is_carried_out_for_who_lets_answers_pile_up(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.node.control_server.MESSAGE_BYTES_MAX", 1000)
+    with closing(channel(node)) as greedy, closing(channel(node)) as other:
+        handled = Handled(node, monkeypatch)
+        handled.go_on.set()
+        connection = greedy._socket
+        assert connection is not None
+        lists = [packed([Op.STAT, REQUEST + i]) for i in range(10 * SENT)]
+        connection.sendall(b"".join(lists))
+        hung_up = select.poll()
+        hung_up.register(connection, 0)  # POLLHUP is always told, and nothing is to be read
+        assert hung_up.poll(LONG_MS)
+        other.request(Op.LIST, b"", 1)
+        assert handled.kinds.count(Stat) < 5 * SENT
+
+
+def test_bytes_that_are_no_message_end_a_connection_also_after_its_first_turn(
+    node: NodeThread,
+) -> None:
+    with closing(channel(node)) as greedy:
+        assert greedy._socket is not None
+        greedy._socket.sendall(packed([Op.TOUCH, 0, b""]) * SENT + b"\xc1")
+        assert greedy._socket.recv(1) == b""
