@@ -147,6 +147,11 @@ class CudaDevice(Protocol):
         """Undo `register_host` of the range that begins there."""
         ...
 
+    def flush_rdma_writes(self) -> None:
+        """What RDMA has written to this device's memory by now is what copies find there that are
+        queued after it."""
+        ...
+
     def stream(self) -> Stream:
         """A new stream, which is the caller's to close."""
         ...

@@ -4,6 +4,8 @@ The driver's API and not the runtime's: the runtime inside cuda-python refuses a
 is older than itself, and `cudaSetDevice` back to a device that a thread never used makes a
 context there, hundreds of MiB for each worker on the first device of a box. A context that
 is pushed is popped again and leaves nothing.
+
+Longer than other files: all that needs cuda-python is in this one, which is imported lazily.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from kvstore.cuda.base import SHARED_NAME_BYTES, Copy, Shared
+from kvstore.cuda.batch import COPIES_MAX, BatchCopies, batch_copies
 from kvstore.cuda.versions import install_command, misfit, torch_cuda
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
 
@@ -105,6 +109,12 @@ class BindingsDevice:
         self._lock = threading.Lock()
         self._mapped: dict[int, _Mapped] = {}
         self.maps_read_only = True
+        self._said_refused = False
+
+    @cached_property
+    def batch(self) -> BatchCopies | None:
+        """Queues many copies by one call, where the driver can."""
+        return batch_copies(self.driver)
 
     def _device(self, ordinal: int) -> Any:
         return self.call(self.driver.cuDeviceGet, ordinal)
@@ -266,7 +276,10 @@ class BindingsDevice:
             self.call(self.driver.cuMemAddressFree, address, mapped.size_bytes)
 
     def _has(self, attribute: Any) -> bool:
-        return bool(self.call(self.driver.cuDeviceGetAttribute, attribute, self._number))
+        return bool(self._attribute(attribute))
+
+    def _attribute(self, attribute: Any) -> int:
+        return int(self.call(self.driver.cuDeviceGetAttribute, attribute, self._number))
 
     def _location(self) -> Any:
         location = self.driver.CUmemLocation()
@@ -301,12 +314,56 @@ class BindingsDevice:
         with self.current():
             return BindingsStream(self, self.call(self.driver.cuStreamCreate, flags))
 
+    def flush_rdma_writes(self) -> None:
+        driver = self.driver
+        attributes, orders = driver.CUdevice_attribute, driver.CUGPUDirectRDMAWritesOrdering
+        flushes = driver.CUflushGPUDirectRDMAWritesOptions
+        order = self._attribute(attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
+        if order >= int(orders.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER):
+            return
+        can = self._attribute(attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)
+        if not can & int(flushes.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST):
+            raise DeviceError("this device neither orders what RDMA writes nor lets us flush it")
+        targets = driver.CUflushGPUDirectRDMAWritesTarget
+        scopes = driver.CUflushGPUDirectRDMAWritesScope
+        with self.current():
+            self.call(
+                driver.cuFlushGPUDirectRDMAWrites,
+                targets.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+                scopes.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
+            )
+
     # --- for its streams and events ------------------------------------------
 
     def queue(self, batch: Sequence[Copy], stream: Any) -> None:
         with self.current():
             for to, source, size_bytes in batch:
                 self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
+
+    def copy_many(self, copies: Sequence[Copy], stream: Any) -> None:
+        """Queue copies that may be carried out in any order; the thread is in the device's context.
+        Raises `DeviceError`: then some of them may be queued."""
+        for start in range(0, len(copies), COPIES_MAX):
+            some = copies[start : start + COPIES_MAX]
+            if len(some) == 1 or not self._copied_together(some, stream):
+                for to, source, size_bytes in some:
+                    self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
+
+    def _copied_together(self, copies: Sequence[Copy], stream: Any) -> bool:
+        """False when it has to be done one by one: then those that were queued come twice, with the
+        same bytes."""
+        if self.batch is None:
+            return False
+        error = self.driver.CUresult(self.batch(copies, int(stream)))
+        if int(error) == 0:
+            return True
+        results = self.driver.CUresult
+        if error not in (results.CUDA_ERROR_INVALID_VALUE, results.CUDA_ERROR_NOT_SUPPORTED):
+            self.call.fail("cuMemcpyBatchAsync", error)
+        if not self._said_refused:
+            self._said_refused = True
+            log.warning("the driver refuses %d copies at once: %s", len(copies), error.name)
+        return False
 
     def recorded(self, stream: Any) -> BindingsEvent:
         flags = int(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)

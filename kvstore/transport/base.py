@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from kvstore.cuda.base import DeviceRange
 from kvstore.errors import UsageError
 from kvstore.limits import STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
@@ -19,6 +20,9 @@ class Wanted(NamedTuple):
     location: Location
     into: Sequence[memoryview]
     """Writable, format 'B', contiguous, together `location.length` bytes."""
+    vram: DeviceRange | None = None
+    """As long, on a device of this process: where it may go instead, if the transport can do that;
+    its outcome says so. Undefined either way unless it is a HIT there."""
 
 
 class Read(enum.StrEnum):
@@ -41,6 +45,8 @@ class Outcome(NamedTuple):
     """For people, when it is no HIT."""
     kind: int = 0
     meta_length: int = 0
+    in_vram: bool = False
+    """Whether it is in `Wanted.vram`, and not in `Wanted.into`."""
 
 
 class Transport(Protocol):
@@ -80,4 +86,8 @@ def check_wanted(wanted: Sequence[Wanted]) -> None:
         if size_bytes != one.location.length or any(piece.readonly for piece in one.into):
             raise UsageError(
                 "into", f"{size_bytes} bytes", f"must be {one.location.length} writable bytes"
+            )
+        if one.vram is not None and one.vram.size_bytes != one.location.length:
+            raise UsageError(
+                "vram", f"{one.vram.size_bytes} bytes", f"must be {one.location.length} bytes"
             )

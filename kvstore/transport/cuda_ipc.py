@@ -2,7 +2,8 @@
 
 A copy needs only an address, so a destination may be memory of a device or of the host.
 The headers lie in shared memory; each is compared again after the event that says that
-the bytes have been copied (rule 4).
+the bytes have been copied (rule 4). Who verifies everything compares what has arrived with the
+block's checksum, too.
 
 A copy that is queued cannot be taken back. So a read whose deadline passes, that is
 interrupted, or whose transport is closed, queues nothing more and ends when what it has
@@ -18,16 +19,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import xxhash
+
 from kvstore.cuda.base import Copy, CudaDevice, DeviceRange, Event, Stream, address_of, wait
+from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.errors import DeviceError, InternalError, UsageError
 from kvstore.limits import CUDA_IPC_DRAIN_S, CUDA_IPC_WINDOW_BYTES, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.cuda_memory import NAME, DevicePlace, Heads, Opened, OpenMemory
+from kvstore.transport.stream.transport import CHECKSUM_REASON
 from kvstore.types import Key, Location
 
 WINDOWS = 2
 Piece = memoryview | DeviceRange
+UNCHECKED_REASON = "it has no checksum, and all is to be verified"
 _MISS = Outcome(Read.MISS, "the node does not have it (any more)")
 
 
@@ -44,10 +50,19 @@ class CudaIpcTransport:
 
     name = NAME
 
-    def __init__(self, device: CudaDevice, attach: Callable[[Announcement], Heads | None]) -> None:
+    def __init__(
+        self,
+        device: CudaDevice,
+        attach: Callable[[Announcement], Heads | None],
+        *,
+        verifies: bool = False,
+    ) -> None:
+        """With `verifies`, only blocks with a checksum are hits, and only with the right bytes."""
         self.device = device
         self.memory = OpenMemory(device, attach)
-        self._changed = threading.Condition()
+        self.checksums = DeviceChecksums(device) if verifies else None
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stream: Stream | None = None
         self._active: set[_Batch] = set()
         self._hanging: list[_Batch] = []
@@ -69,13 +84,13 @@ class CudaIpcTransport:
             return _failed(wanted, str(e))
         if opened is None:
             return _failed(wanted, "the node is not on this host (any more)")
-        batch = _Batch(opened, node.epoch, wanted, deadline)
+        batch = _Batch(opened, node.epoch, wanted, deadline, self.checksums)
         try:
             return batch.read(self._begun(batch))
         except DeviceError as e:
             return _failed(wanted, str(e))
         finally:
-            with self._changed:
+            with self._lock:
                 self._active.discard(batch)
                 self._changed.notify_all()
                 if not batch.ended:
@@ -85,7 +100,7 @@ class CudaIpcTransport:
 
     def _begun(self, batch: _Batch) -> Stream:
         """Our own stream, made when it is first needed. Raises `DeviceError` once it is closed."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise DeviceError("this client is closed")
             if self._stream is None:
@@ -96,7 +111,7 @@ class CudaIpcTransport:
     def close(self) -> None:
         """See `Transport.close`."""
         self.memory.shut()
-        with self._changed:
+        with self._lock:
             self._closed = True
             for batch in self._active:
                 batch.given_up = "this client is closed"
@@ -111,6 +126,8 @@ class CudaIpcTransport:
             for batch in self._hanging:
                 self.memory.done_with(batch.opened)
             self._hanging.clear()
+        if self.checksums is not None:
+            self.checksums.close()
         self.memory.close()
 
 
@@ -135,8 +152,10 @@ class _Batch:
         epoch: int,
         wanted: Sequence[Wanted | WantedAnywhere],
         deadline: float,
+        checksums: DeviceChecksums | None,
     ) -> None:
         self.opened = opened
+        self._checksums = checksums
         self._epoch = epoch
         self._wanted = wanted
         self._deadline = deadline
@@ -218,9 +237,37 @@ class _Batch:
         alive = heads.alive()
         for i, place in window.places:
             same = alive and heads.same(place)
-            self._outcomes[i] = (
-                Outcome(Read.HIT, "", place.kind, place.meta_length) if same else _MISS
-            )
+            outcome = Outcome(Read.HIT, "", place.kind, place.meta_length) if same else _MISS
+            if same and self._checksums is not None:
+                outcome = self._checked(self._wanted[i], place.checksum, outcome, self._checksums)
+            self._outcomes[i] = outcome
+
+    @staticmethod
+    def _checked(
+        one: Wanted | WantedAnywhere, checksum: int, hit: Outcome, checksums: DeviceChecksums
+    ) -> Outcome:
+        """`hit`, if what has arrived has the checksum that header and location name."""
+        known = {checksum, one.location.checksum} - {0}
+        if not known:
+            return Outcome(Read.MISS, UNCHECKED_REASON)
+        try:
+            arrived = digest_of(one.into, checksums)
+        except DeviceError as e:
+            return Outcome(Read.FAILED, str(e))
+        return hit if known == {arrived} else Outcome(Read.MISS, CHECKSUM_REASON)
+
+
+def digest_of(pieces: Sequence[Piece], checksums: DeviceChecksums) -> int:
+    """The xxh3-64 of a payload in `pieces`, all of the host or all of the device. Raises
+    `DeviceError`."""
+    extents = [(p.address, p.size_bytes) for p in pieces if isinstance(p, DeviceRange)]
+    if extents:
+        return checksums.of([extents])[0]
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        if isinstance(piece, memoryview):
+            digest.update(piece)
+    return digest.intdigest()
 
 
 def _wait(event: Event, deadline: float) -> None:

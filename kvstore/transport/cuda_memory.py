@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from kvstore.cuda.base import SHARED_NAME_BYTES, CudaDevice, DeviceRange, Shared, Stream
 from kvstore.cuda.probe import PROBE_EVERY_S, read_probe
 from kvstore.errors import DeviceError
+from kvstore.interruption import let_through
 from kvstore.limits import CUDA_IPC_NODES_MAX, CUDA_IPC_OPEN_S
 from kvstore.nodedir import Announcement
 from kvstore.types import Key, Location
@@ -54,6 +55,8 @@ class DevicePlace(NamedTuple):
     meta_length: int
     token: Any
     """What `Heads.same` compares the header with."""
+    checksum: int = 0
+    """As its header says; 0: it was saved without one."""
 
 
 class Heads(Protocol):
@@ -104,6 +107,7 @@ class DeviceBlock:
         address = opened.address + place.offset
         self.memory = DeviceRange(address, size, memory.device.ordinal)
         """To be read, never written; as long as the block."""
+        self.checksum = place.checksum
         self._open = memory
         self._opened: Opened | None = opened
         self._place = place
@@ -200,6 +204,7 @@ class OpenMemory:
         try:
             shared = heads.memory(timeout_s)
         except OSError as e:
+            let_through(e)
             raise DeviceError(f"the node does not hand its memory over: {e}") from e
         try:
             if shared.name != address.name:

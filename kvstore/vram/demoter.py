@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import groupby
 from typing import Any
 
+import xxhash
+
 from kvstore.batches import in_batches
 from kvstore.client.base import HostBlockStore, Reservation
 from kvstore.core.answers import Answer, ColdBlock
@@ -183,15 +185,29 @@ class Demoter:
             raise InternalError(f"copies out of VRAM hang for {CUDA_IPC_DRAIN_S} s")
         held.close()
         self._in_doubt = ()
+        right, damaged = [], []
+        for block, reservation in granted:
+            if block.checksum in (0, xxhash.xxh3_64_intdigest(reservation.buffer)):
+                right.append((block, reservation))
+            else:
+                damaged.append(reservation)
+        self._give_up(damaged)
         try:
-            results = self._store.commit(reservations)
+            results = self._store.commit([reservation for _, reservation in right])
         except PeerError as e:
             log.debug("host memory takes no blocks from VRAM: %s", e)
-            self.counts["lost"] += len(granted)
+            self.counts["lost"] += len(right)
             return
-        for (block, _), result in zip(granted, results, strict=True):
+        for (block, _), result in zip(right, results, strict=True):
             self.counts["demoted" if result else "lost"] += 1
             self.counts["demoted_bytes"] += block.length if result else 0
+
+    def _give_up(self, damaged: Sequence[Reservation]) -> None:
+        """Keep nothing of blocks whose bytes are not those that were saved."""
+        if damaged:
+            log.warning("%d blocks in VRAM were damaged: they are dropped", len(damaged))
+            self.counts["lost"] += len(damaged)
+            self._store.abort(damaged)
 
 
 def _copies(reservation: Reservation, source: int, size_bytes: int) -> Iterator[Copy]:

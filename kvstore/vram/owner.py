@@ -25,6 +25,7 @@ def vram_for_saves(
         store.index.identity(),
         device,
         store.limits.request_timeout_s,
+        checksums=store.verify == "always",
     )
     if saver.found():
         return saver

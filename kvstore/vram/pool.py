@@ -13,7 +13,7 @@ from functools import partial
 
 from kvstore.batches import in_batches
 from kvstore.client.base import DeviceReservation, Later
-from kvstore.client.savers import answered
+from kvstore.client.savers import answered, device_items
 from kvstore.client.session import BlockSession
 from kvstore.core.answers import Answer, Grant, PutAnswer
 from kvstore.core.events import (
@@ -28,7 +28,8 @@ from kvstore.core.events import (
     Touch,
 )
 from kvstore.cuda.base import CudaDevice, DeviceRange
-from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
+from kvstore.cuda.checksum import DeviceChecksums
+from kvstore.errors import DeadlineError, DeviceError, NodeUnavailableError, PeerError, UsageError
 from kvstore.index.open import open_guarded
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, SEGMENT_BYTES_MIN
@@ -71,21 +72,24 @@ class VramPool:
         signing_key: bytes | None = None,
         takes_saves: bool = False,
         holding: Holding = nothing_held,
+        like: NodeConfig | None = None,
     ) -> None:
         """Allocate `size_bytes` of the device. With `takes_saves`, other processes of this user may
-        save to it.
+        save to it. Other hosts are served as the configuration `like` says.
 
-        `store` is where blocks go down to; the caller closes it after `stop`. `holding` is entered
-        while they are copied there. Raises `UsageError` (size, name taken), `NoSpaceError` and
-        `DeviceError`.
+        `store` is where blocks go down to; the caller closes it after `stop`. Blocks get checksums
+        where it verifies all. `holding` is entered while they are copied there. Raises
+        `UsageError` (size, name taken), `NoSpaceError` and `DeviceError`.
         """
         if size_bytes < SEGMENT_BYTES_MIN:
             raise UsageError("size_bytes", size_bytes, f"at least {SEGMENT_BYTES_MIN}")
         self.device = device
         self._store = store
+        self._checksums = DeviceChecksums(device) if store.verify == "always" else None
         self._lock = threading.Lock()
         self._stopped = False
-        config = NodeConfig(
+        config = replace(
+            like or NodeConfig(run_dir=store.run_dir),
             run_dir=store.run_dir,
             name=name or f"vram-{os.getpid()}",
             size_bytes=size_bytes,
@@ -185,7 +189,11 @@ class VramPool:
         """Seal and publish blocks whose bytes are in place: the work that writes them is done, not
         only queued. Never raises for a peer's fault: then all are rejected, but a node that is only
         late seals them when it can."""
-        items = [(r.slot, r.generation, 0) for r in reservations]
+        try:
+            items = device_items(reservations, self._checksums)
+        except DeviceError as e:
+            self.abort(reservations)
+            return [rejected(str(e))] * len(reservations)
         sealing = Commit(0, 0, items)
         try:
             with self._asking(instead=sealing) as (session, deadline):
@@ -242,6 +250,8 @@ class VramPool:
         self.node.stop()
         if self._store.remote.vram is not None:
             self._store.remote.vram.sweep()  # or it stays because this process has it open
+        if self._checksums is not None:
+            self._checksums.close()
         if ended:
             self.node.free()
         self._index.close()

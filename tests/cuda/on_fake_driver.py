@@ -3,6 +3,7 @@ through the real cuda-python. The suites of a real device (tests/gpu) run there 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 
@@ -96,3 +97,16 @@ def test_nothing_stays_mapped_when_access_is_refused(monkeypatch) -> None:
         device.allocate(100)
     assert len(device._mapped) == before
     monkeypatch.setattr(device.driver, "cuMemSetAccess", real)
+
+
+def test_what_rdma_wrote_is_flushed_where_the_device_does_not_order_it(monkeypatch) -> None:
+    flushes, device = ctypes.CDLL("libcuda.so.1").fake_flushes, open_device(0)
+    before = flushes()
+    device.flush_rdma_writes()
+    assert flushes() == before + 1
+    monkeypatch.setenv("FAKE_RDMA_FLUSH_OPTIONS", "2")  # on streams alone
+    with pytest.raises(DeviceError, match="flush"):
+        device.flush_rdma_writes()
+    monkeypatch.setenv("FAKE_RDMA_WRITES_ORDERING", "100")
+    device.flush_rdma_writes()
+    assert flushes() == before + 1

@@ -14,10 +14,12 @@ from redis_servers import wait_until
 
 from kvstore import BlockSession, DeviceReservation, VramSaver, cuda_device, vram_for_saves
 from kvstore.nodedir import NodeDir
+from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import STORED
 
 MIB = 1 << 20
 KEY = b"k" * 32
+SECRET = "a secret for tests"
 PATIENCE_S = 60.0
 
 
@@ -30,11 +32,12 @@ def options(redis_server, tmp_path) -> dict[str, object]:
 def process(options):
     arguments = ("--url", options["url"], "--run-dir", str(options["run_dir"]))
     arguments += ("--key-prefix", options["key_prefix"], "--vram", "8MiB", "--device", "1")
+    arguments += ("--listen", "127.0.0.1:0")
     process = subprocess.Popen(
         [sys.executable, "-m", "kvstore.cli", "node", *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ},
+        env={**os.environ, "KVSTORE_SECRET": SECRET},
     )
     try:
         assert process.stdout is not None
@@ -46,7 +49,9 @@ def process(options):
         process.wait(PATIENCE_S)
 
 
-def test_an_engine_saves_to_the_nodes_vram_and_the_next_one_reads_it(process, options) -> None:
+def test_an_engine_saves_to_the_nodes_vram_and_the_next_one_reads_it(
+    process, options, tmp_path
+) -> None:
     device = cuda_device(1)
     payload = os.urandom(MIB)
     store = BlockSession(**options, device=device)
@@ -65,6 +70,14 @@ def test_an_engine_saves_to_the_nodes_vram_and_the_next_one_reads_it(process, op
         assert get(device, view.memory.address, MIB) == payload
         assert view.valid()
     store.close()
+
+    (elsewhere := tmp_path / "elsewhere").mkdir(0o700)
+    security = StreamSecurity(secret=SECRET.encode())
+    far = BlockSession(**{**options, "run_dir": elsewhere}, security=security)
+    (view,) = far.views(far.match([KEY]), None, PATIENCE_S)
+    assert view is not None, "another host gets it by stream"
+    assert view.buffer == payload
+    far.close()
 
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0

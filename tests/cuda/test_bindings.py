@@ -7,6 +7,8 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from cuda_python import cuda_bindings
+from nixl_places import needs_nixl
 
 from kvstore.cuda.bindings import open_device
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
@@ -156,7 +158,7 @@ def test_a_device_that_is_not_there_is_refused_by_number(driver):
 
 
 def test_without_a_driver_the_real_bindings_say_so():
-    pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
+    cuda_bindings("driver")
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is a device: tests/gpu/ has the real one")
     with pytest.raises(DeviceError, match="no CUDA driver"):
@@ -174,3 +176,8 @@ def test_the_real_bindings_take_every_call_and_the_suites_of_a_device_pass(fake_
         f"{between_processes}::test_blocks_that_are_overwritten_meanwhile_are_misses_never_others",
         f"{between_processes}::test_the_benchmark_runs",
     )
+
+
+@needs_nixl
+def test_what_comes_through_nixl_goes_to_memory_of_the_real_bindings(fake_driver):
+    fake_driver.run(Path(__file__).with_name("on_fake_driver_nixl.py"))

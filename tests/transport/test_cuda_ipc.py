@@ -345,7 +345,7 @@ def test_nobody_but_the_owner_writes(place, tmp_path):
 def test_a_node_that_hands_nothing_over_fails_the_read_by_its_deadline(place, reader):
     block = place.save(b"1" * MIB)
     wanted = [Wanted(*block, (room(block[1]),))]
-    loop, listener = place.node._loop, place.node._listener
+    loop, listener = place.node._loop, place.node._vram_listener
     loop.call_soon_threadsafe(loop.remove_reader, listener)
     began = time.monotonic()
     outcomes = place.transport.read(place.word, wanted, began + 0.2)
@@ -365,7 +365,8 @@ def test_memory_of_another_start_is_not_taken_for_that_one(place, reader):
     assert reads(outcomes) == [Read.FAILED]
     assert "started anew" in outcomes[0].reason
     assert reader.mapped == 0
-    assert len(list(FDS.iterdir())) <= open_before
+    # The node of this process opens files of its own now and then.
+    wait_until(lambda: len(list(FDS.iterdir())) <= open_before, "no descriptor is left")
 
 
 def test_reading_others_memory_cannot_change_it(place, reader):

@@ -21,7 +21,7 @@ from vram_producer import (
     produce,
 )
 
-from kvstore import BlockSession, DeviceRange, MissReason, NoSpaceError, UsageError, VramPool
+from kvstore import BlockSession, MissReason, NoSpaceError, Tier, UsageError, VramPool
 from kvstore.cli.checks import machine
 from kvstore.cli.checks.base import Context
 from kvstore.cuda.base import address_of, wait
@@ -37,27 +37,33 @@ POOL_BLOCKS = 20
 spawn = multiprocessing.get_context("spawn")
 
 
-def test_a_consumer_pulls_from_the_producers_memory_into_its_own(producer, consumer, device):
+def test_a_consumer_copies_out_of_the_producers_memory_into_its_own(producer, consumer, device):
     assert producer.save(0, 1, 2) == ["vram"] * 3
     run = consumer.match([key_of(n) for n in range(4)])
     assert len(run) == 3
     assert run.short is MissReason.ABSENT
-    mine = device.allocate(3 * BLOCK_BYTES)
-    into = [[DeviceRange(mine + i * BLOCK_BYTES, BLOCK_BYTES, 0)] for i in range(3)]
-    assert consumer.read_vram(run, into, PATIENCE_S) == [True] * 3
-    host = memoryview(bytearray(3 * BLOCK_BYTES))
+    views = [consumer.device_view(found) for found in run]
+    mine = memoryview(bytearray(3 * BLOCK_BYTES))
     stream = device.stream()
-    stream.copy([(address_of(host), mine, len(host))])
+    stream.copy(
+        [
+            (address_of(mine) + i * BLOCK_BYTES, view.memory.address, BLOCK_BYTES)
+            for i, view in enumerate(views)
+        ]
+    )
     assert wait(stream.record(), time.monotonic() + PATIENCE_S)
     stream.close()
-    assert bytes(host) == b"".join(map(payload_of, range(3)))
-    assert consumer.remote.vram.counts["cuda_ipc_hits"] == 3
+    assert all(view.valid() for view in views)
+    assert bytes(mine) == b"".join(map(payload_of, range(3)))
+    for view in views:
+        view.close()
 
 
 def test_who_knows_nothing_of_devices_reads_it_into_host_memory(producer, consumer):
     producer.save(0, 1)
     found = found_of(consumer, [0, 1])
     assert host_bytes(consumer, found) == [payload_of(0), payload_of(1)]
+    assert consumer.remote.vram.counts["cuda_ipc_hits"] == 2
 
 
 def test_a_block_in_place_is_valid_until_it_is_dropped(producer, consumer, device):
@@ -85,13 +91,6 @@ def test_without_a_device_its_blocks_are_out_of_reach(producer, node):
     with_none.close()
 
 
-def test_who_verifies_everything_does_not_read_what_has_no_checksum(producer, node, device):
-    producer.save(0)
-    careful = BlockSession(**node.client_options, device=device, verify="always")
-    assert found_of(careful, [0]) == [None]
-    careful.close()
-
-
 def test_transports_can_leave_it_out(producer, node, device):
     producer.save(0)
     without = BlockSession(**node.client_options, device=device, transports=["shm", "stream"])
@@ -108,6 +107,7 @@ def test_a_process_without_a_device_may_look_up_for_others(producer, node, consu
     producer.save(0)
     scheduler = BlockSession(**node.client_options, sees_vram=lambda node_id, epoch: True)
     (found,) = scheduler.match([key_of(0)])
+    assert scheduler.tiers([found]) == [Tier.VRAM]
     assert host_bytes(scheduler, [found]) == [None]
     assert host_bytes(consumer, [found]) == [payload_of(0)]
     scheduler.close()

@@ -206,8 +206,6 @@ def test_what_its_node_cannot_do_is_refused_and_the_node_goes_on(engine):
     engine.save(1)
     start = engine.saver._start
     (granted,) = engine.reserve(2)
-    with pytest.raises(UsageError, match="checksum"):
-        start.control.request(Op.COMMIT, [(granted.slot, granted.generation, 5)])
     arguments = (NAMESPACE, key_of(3), [4], [0], [0], [b"four"], 0)
     with pytest.raises(UsageError, match="values"):
         start.control.request(Op.RESERVE, *arguments)

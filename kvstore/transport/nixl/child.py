@@ -1,28 +1,35 @@
 """A process with a NIXL agent: beside a node it lets its memory be read, beside a client it reads.
 
-    python -P child.py owner  FD NAME DATA_PATH HEAD_PATH read-only|writable
-    python -P child.py reader FD NAME ARENA_FD
+    python -P child.py owner FD NAME HEAD_PATH read-only|writable DATA_PATH
+    python -P child.py vram-owner FD NAME HEAD_PATH read-only|writable SEGMENT_BYTES MEMORY
+    python -P child.py reader FD NAME ARENA_FD [MEMORY]
+
+MEMORY is a device's: its descriptor, its size in bytes, the device's number and its name.
 
 The only place where NIXL is imported. UCX puts hooks into a process, cannot cancel,
 and has aborted or crashed on a peer's death: here that costs this process, which its
 parent starts again, and killing it is the way to cancel. It talks with its parent
 over the socket FD, one msgpack list a packet, and ends with it.
 
-Run as a file and importing nothing of kvstore: it starts in half the time.
+Run as a file and importing nothing of kvstore, but for memory of a device: it starts in half
+the time.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import mmap
 import os
 import resource
 import select
 import socket
+import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
@@ -35,6 +42,8 @@ OK, ERROR, LATE = 0, 1, 2
 WAY, ADD, READ, REMOVE = 1, 2, 3, 4
 HELLO = 0
 """The request that nobody made: it is answered when the process is ready."""
+DRAM, VRAM = "DRAM", "VRAM"
+"""What NIXL calls kinds of memory."""
 PACKET_BYTES_MAX = 256 << 10
 PROBE_BYTES = 4096
 IDLE_POLL_S = 0.02
@@ -47,12 +56,13 @@ SPIN_S = 0.002
 ORPHAN_CHECK_S = 1.0
 
 
-def guard() -> None:
+def guard(*, device: bool = False) -> None:
     """Set what UCX reads when it is loaded. An operator's UCX_TLS and UCX_NET_DEVICES stand."""
     environment = os.environ
-    # Only host memory is offered or read into here, and UCX makes a context on every device that
-    # it finds: hundreds of MiB of an engine's VRAM for each of these processes.
-    environment["CUDA_VISIBLE_DEVICES"] = ""
+    if not device:
+        # UCX makes a context on every device that it finds: hundreds of MiB of an engine's VRAM
+        # for each of these processes.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["UCX_PROTO_EMULATION_ENABLE"] = "n"  # over TCP a READ would be two-sided software
     environment.setdefault("UCX_MODULES", "^efa")  # libefa crashes at exit
     environment.setdefault("UCX_TLS", "^tcp")
@@ -93,6 +103,44 @@ def map_file(fd: int, size_bytes: int, protection: int) -> int:
     return int(at)
 
 
+class Memory(NamedTuple):
+    """A range of memory in this process, and as what it is registered."""
+
+    address: int
+    size_bytes: int
+    kind: str = DRAM
+    device: int = 0
+
+
+def device_memory(
+    fd: str, size_bytes: str, ordinal: str, name: str, *, writable: bool = False
+) -> Memory:
+    """Map memory of a device that a descriptor stands for (docs/decisions/0054).
+
+    Where it is a plain file, it is that of a model of a device (kvstore.testing.cuda), and host
+    memory: here alone are the two told apart.
+    """
+    number, size, device_number = int(fd), int(size_bytes), int(ordinal)
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return Memory(map_file(number, size, protection), size)
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from kvstore.cuda.base import Shared
+    from kvstore.cuda.bindings import open_device
+
+    device = open_device(device_number)
+    device.enter()  # NIXL takes the context that is current in this thread
+    address = device.open(Shared(bytes.fromhex(name), size, number), writable=writable)
+    return Memory(address, size, VRAM, device_number)
+
+
+def register(agent: Any, regions: Sequence[Memory]) -> None:
+    for kind in (DRAM, VRAM):
+        its = [(r.address, r.size_bytes, r.device, "") for r in regions if r.kind == kind]
+        if its:
+            agent.register_memory(its, kind)
+
+
 class Parent:
     """The other end. Its death ends this process, which holds nothing worth an orderly end."""
 
@@ -125,21 +173,21 @@ class Parent:
 # --- beside a node --------------------------------------------------------------
 
 
-def owner(parent: Parent, name: str, data_path: str, head_path: str, access: str) -> None:
+def owner(
+    parent: Parent, name: str, head: Memory, data: Memory, probe_at: int, probe: bytes
+) -> None:
+    """Offer the memory, of which `probe` is read first at `probe_at`, until the parent ends."""
     agent = make_agent(name)
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == "writable" else 0)
-    regions = []
-    for path, allowed in ((head_path, mmap.PROT_READ), (data_path, protection)):
-        fd = os.open(path, (os.O_RDWR if allowed & mmap.PROT_WRITE else os.O_RDONLY))
-        size_bytes = os.fstat(fd).st_size
-        regions.append((map_file(fd, size_bytes, allowed), size_bytes, 0, ""))
-        os.close(fd)
-    probe = os.urandom(PROBE_BYTES)
     page = mmap.mmap(-1, PROBE_BYTES)
-    page[:] = probe
-    probe_at = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    agent.register_memory([*regions, (probe_at, PROBE_BYTES, 0, "")], "DRAM")
-    way = [name, agent.get_agent_metadata(), regions[0][0], regions[1][0], probe_at, probe]
+    if not probe_at:
+        page[:] = probe
+        probe_at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        register(agent, [head, data, Memory(probe_at, PROBE_BYTES)])
+    else:
+        register(agent, [head, data])
+    way = [name, agent.get_agent_metadata(), head.address, data.address, probe_at, probe]
+    if data.kind == VRAM:
+        way.append(data.device)
     parent.answer(HELLO, OK)
     eager_until = 0.0
     while True:
@@ -151,6 +199,31 @@ def owner(parent: Parent, name: str, data_path: str, head_path: str, access: str
             parent.answer(request[1], OK, way)
 
 
+def mapped_file(path: str, *, writable: bool) -> Memory:
+    fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    size_bytes = os.fstat(fd).st_size
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    found = Memory(map_file(fd, size_bytes, protection), size_bytes)
+    os.close(fd)
+    return found
+
+
+def file_owner(parent: Parent, name: str, head_path: str, access: str, data_path: str) -> None:
+    head = mapped_file(head_path, writable=False)
+    data = mapped_file(data_path, writable=access == "writable")
+    owner(parent, name, head, data, 0, os.urandom(PROBE_BYTES))
+
+
+def vram_owner(
+    parent: Parent, name: str, head_path: str, access: str, segment_bytes: str, *memory: str
+) -> None:
+    """The probe is that of docs/decisions/0053, behind the segment: it proves reads of VRAM."""
+    data = device_memory(*memory, writable=access == "writable")
+    probe = hashlib.shake_128(bytes.fromhex(memory[-1])).digest(PROBE_BYTES)
+    head = mapped_file(head_path, writable=False)
+    owner(parent, name, head, data, data.address + int(segment_bytes), probe)
+
+
 # --- beside a client ------------------------------------------------------------
 
 
@@ -159,24 +232,28 @@ class Flight(NamedTuple):
 
     number: int
     deadline: float
-    start: Callable[[bytes], Any]
-    stages: list[bytes]
+    start: Callable[[list[Any]], Any]
+    stages: list[list[Any]]
     handles: list[Any]
 
 
 class ReadingAgent:
     """Carries out requests of the parent; several READs may be under way."""
 
-    def __init__(self, parent: Parent, name: str, arena_fd: int) -> None:
+    def __init__(self, parent: Parent, name: str, arena_fd: int, *vram: str) -> None:
+        """`vram` is the arena on a device, if there is one: its MEMORY."""
         import numpy
 
         self._numpy = numpy
         self._parent = parent
         self._agent = make_agent(name)
         size_bytes = os.fstat(arena_fd).st_size
-        self._at = map_file(arena_fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        at = map_file(arena_fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(arena_fd)
-        self._agent.register_memory([(self._at, size_bytes, 0, "")], "DRAM")
+        self._arenas = [Memory(at, size_bytes)]
+        if vram:
+            self._arenas.append(device_memory(*vram, writable=True))
+        register(self._agent, self._arenas)
         self._flights: list[Flight] = []
         self._given_up: list[Flight] = []
         """Their handles are never released: bytes may still come. The parent will kill us."""
@@ -213,19 +290,25 @@ class ReadingAgent:
     def _remove(self, name: str) -> None:
         self._agent.remove_remote_agent(name)
 
-    def _read(self, number: int, name: str, timeout_s: float, stages: list[bytes]) -> None:
-        def start(pieces: bytes) -> Any:
-            """`pieces`: u64 triples of their address there, offset in the arena, length."""
+    def _read(self, number: int, name: str, timeout_s: float, stages: list[list[Any]]) -> None:
+        def start(stage: list[Any]) -> Any:
+            """`stage`: u64 triples (their address there, offset in the arena, length), which device
+            of the owner's they are on (-1: none), and the arena: 0 in host memory, 1 in VRAM."""
+            pieces, device, arena_number = stage
+            arena = self._arenas[arena_number]
             numpy = self._numpy
             table = numpy.frombuffer(pieces, dtype="<u8").reshape(-1, 3)
             zeros = numpy.zeros(len(table), dtype="<u8")
-            here = numpy.stack((table[:, 1] + numpy.uint64(self._at), table[:, 2], zeros), axis=1)
-            there = numpy.stack((table[:, 0], table[:, 2], zeros), axis=1)
+            devices = numpy.full(len(table), max(device, 0), dtype="<u8")
+            mine = zeros + numpy.uint64(arena.device)
+            at = table[:, 1] + numpy.uint64(arena.address)
+            here = numpy.stack((at, table[:, 2], mine), axis=1)
+            there = numpy.stack((table[:, 0], table[:, 2], devices), axis=1)
             agent = self._agent
             handle = agent.initialize_xfer(
                 "READ",
-                agent.get_xfer_descs(here, "DRAM"),
-                agent.get_xfer_descs(there, "DRAM"),
+                agent.get_xfer_descs(here, arena.kind),
+                agent.get_xfer_descs(there, DRAM if device < 0 else VRAM),
                 name,
             )
             agent.transfer(handle)
@@ -261,13 +344,14 @@ def main() -> None:
     role, fd, *arguments = sys.argv[1:]
     parent = Parent(int(fd))
     try:
-        guard()
+        guard(device=role == "vram-owner" or (role == "reader" and len(arguments) > 2))
         if role == "owner":
-            name, data_path, head_path, access = arguments
-            owner(parent, name, data_path, head_path, access)
+            file_owner(parent, *arguments)
+        elif role == "vram-owner":
+            vram_owner(parent, *arguments)
         else:
-            name, arena_fd = arguments
-            reader = ReadingAgent(parent, name, int(arena_fd))
+            name, arena_fd, *vram = arguments
+            reader = ReadingAgent(parent, name, int(arena_fd), *vram)
             parent.answer(HELLO, OK)
             reader.run()
     except Exception as e:

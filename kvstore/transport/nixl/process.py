@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import msgpack
 
 from kvstore.background import start_in_background
 from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.interruption import let_through
 from kvstore.transport.nixl.child import ERROR, HELLO, LATE, MODULES, OK, PACKET_BYTES_MAX
 
 log = logging.getLogger("kvstore.nixl")
@@ -56,7 +57,10 @@ class NixlProcess:
         arguments: Sequence[str],
         *,
         pass_fds: Sequence[int] = (),
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """`ended` is called when the process was reaped: by then it writes nowhere any more."""
+        self._tell_ended = ended
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         self._number = HELLO
@@ -111,6 +115,7 @@ class NixlProcess:
                 if left_s <= 0 or not poll.poll(left_s * 1000):
                     raise DeadlineError("timed out: its NIXL process reads nothing") from None
             except OSError as e:
+                let_through(e)
                 raise NodeUnavailableError(f"its NIXL process has ended: {e}") from e
 
     def drain(self, until: float) -> None:
@@ -142,6 +147,7 @@ class NixlProcess:
             self._ended.set()
             waiting, self._waiting = list(self._waiting.values()), {}
         self._socket.close()
+        self._tell_ended()
         for future in waiting:
             future.set_result(ChildAnswer(ERROR, f"its NIXL process ended with code {code}"))
 
@@ -150,7 +156,8 @@ def wait_for(future: Future[ChildAnswer], deadline: float, late: str) -> Any:
     """The body of an `OK` answer. Raises `DeadlineError` with `late`, or `NodeUnavailableError`."""
     try:
         status, body = future.result(max(deadline - time.monotonic(), 0.0))
-    except TimeoutError:
+    except TimeoutError as e:
+        let_through(e)
         raise DeadlineError(late) from None
     if status == OK:
         return body

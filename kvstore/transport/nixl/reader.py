@@ -4,6 +4,8 @@ NIXL cannot cancel: bytes of a READ that was given up may still come. So nothing
 read into a caller's memory. A READ that is late or fails makes the whole arena suspect:
 it is *retired*, gets no new requests, and its process is killed. Then nobody writes
 there any more, and the next reader has an arena and an agent of its own.
+
+Payload may go to a second arena, in memory of a device (vram.py); headers never do.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple
 from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX, NIXL_REQUESTS_MAX
 from kvstore.transport.nixl.child import ADD, OK, READ, REMOVE
 from kvstore.transport.nixl.process import ChildAnswer, NixlProcess, wait_for
+from kvstore.transport.nixl.vram import VramArena
 
 HEADERS_BYTES = NIXL_PIECES_MAX * 64
 """Of one part, behind the payload."""
@@ -38,30 +41,57 @@ class Part(NamedTuple):
     start: int
     """In the arena."""
     memory: memoryview
+    vram: int = 0
+    """The address of its room on a device, for payload alone; 0: it has none."""
+
+
+class Stage(NamedTuple):
+    """A part of a READ, which begins when the one before it is done."""
+
+    pieces: bytes
+    """u64 triples: address at the owner, offset in the arena, length."""
+    device: int = -1
+    """Which of the owner's they are on; -1: in its host memory."""
+    to_vram: bool = False
+    """Whether the arena is that on a device."""
 
 
 class NixlReader:
     """A process that READs, with its arena of `NIXL_REQUESTS_MAX` parts. Thread-safe."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, vram: VramArena | None = None) -> None:
+        """Gives `vram` back when nobody READs into it any more."""
+        self.vram = vram
         size_bytes = NIXL_REQUESTS_MAX * PART_BYTES
         fd = os.memfd_create("kvstore-nixl", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size_bytes)
             arena = memoryview(mmap.mmap(fd, size_bytes))
             self._parts = [
-                Part(i, start, arena[start : start + PART_BYTES])
+                Part(
+                    i, start, arena[start : start + PART_BYTES], 0 if vram is None else vram.part(i)
+                )
                 for i, start in enumerate(range(0, size_bytes, PART_BYTES))
             ]
             self._free = list(self._parts)
             self._due: dict[int, float] = {}
             """When the process must have answered, of parts in use, by number."""
-            self._changed = threading.Condition()
+            self._lock = threading.RLock()
+            self._changed = threading.Condition(self._lock)
             self._retired = False
             self._agents: dict[int, str] = {}
-            self._process = NixlProcess("reader", [name, str(fd)], pass_fds=(fd,))
+            fds, arguments = [fd], [name, str(fd)]
+            if vram is not None:
+                fds.append(vram.fd)
+                arguments += vram.arguments()
+            self._process = NixlProcess("reader", arguments, pass_fds=fds, ended=self._end_vram)
+        except BaseException:
+            self._end_vram()
+            raise
         finally:
             os.close(fd)
+            if vram is not None:
+                vram.handed_over()
         self.pid = self._process.pid
 
     @property
@@ -98,7 +128,7 @@ class NixlReader:
 
     def take(self, deadline: float) -> Part | None:
         """Room for a request until `give`, None when none is free by `deadline`."""
-        with self._changed:
+        with self._lock:
             while not self._free:
                 now = time.monotonic()
                 if self._due and now > min(self._due.values()) + OVERDUE_S:
@@ -109,20 +139,17 @@ class NixlReader:
             return self._free.pop() if self.usable else None
 
     def give(self, part: Part) -> None:
-        with self._changed:
+        with self._lock:
             self._due.pop(part.number, None)
             self._free.append(part)
             self._changed.notify()
 
     def read(
-        self, agent: str, part: Part, stages: Sequence[bytes], deadline: float
+        self, agent: str, part: Part, stages: Sequence[Stage], deadline: float
     ) -> Future[ChildAnswer]:
-        """READ `stages` one after the other into `part`. Raises `PeerError`.
-
-        A stage is u64 triples: address at the owner, offset in the arena, length.
-        """
+        """READ `stages` one after the other into `part`. Raises `PeerError`."""
         timeout_s = max(deadline - time.monotonic(), READ_TIMEOUT_MIN_S)
-        with self._changed:
+        with self._lock:
             self._due[part.number] = time.monotonic() + timeout_s
         future = self._process.ask(READ, agent, timeout_s, list(stages), deadline=deadline)
         future.add_done_callback(self._retire_unless_ok)
@@ -139,6 +166,10 @@ class NixlReader:
 
     # --- ending -------------------------------------------------------------
 
+    def _end_vram(self) -> None:
+        if self.vram is not None:
+            self.vram.end()
+
     def _retire_unless_ok(self, future: Future[ChildAnswer]) -> None:
         # Of a READ that failed, other pieces may still be under way.
         if future.result().status != OK:
@@ -147,7 +178,7 @@ class NixlReader:
     def retire(self) -> None:
         """Take no new requests, and kill the process when those under way have ended, or have had
         `DRAIN_S`."""
-        with self._changed:
+        with self._lock:
             if self._retired:
                 return
             self._retired = True
@@ -161,7 +192,7 @@ class NixlReader:
 
     def close(self) -> None:
         """Kill the process; what is under way fails."""
-        with self._changed:
+        with self._lock:
             self._retired = True
             self._changed.notify_all()
         self._process.kill()

@@ -12,13 +12,15 @@ from typing import NamedTuple, Protocol
 
 import xxhash
 
-from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.cuda.base import Copy, DeviceRange
+from kvstore.errors import DeadlineError, DeviceError, NodeUnavailableError, PeerError
 from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX
 from kvstore.protocol.nixl import Endpoint
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.nixl.child import OK
 from kvstore.transport.nixl.process import ChildAnswer
-from kvstore.transport.nixl.reader import READ_TIMEOUT_MIN_S, NixlReader, Part
+from kvstore.transport.nixl.reader import READ_TIMEOUT_MIN_S, NixlReader, Part, Stage
+from kvstore.transport.nixl.vram import VramWay
 from kvstore.transport.stream.channel import advance
 from kvstore.transport.stream.transport import CHECKSUM_REASON, NOT_THERE_REASON
 from kvstore.types import Key, Location
@@ -66,12 +68,16 @@ class _Request(NamedTuple):
 class _Block:
     """One block, and what of it has come; its chunks come in order."""
 
-    __slots__ = ("digest", "image", "pieces", "seen", "wanted")
+    __slots__ = ("came_bytes", "digest", "image", "pieces", "seen", "vram", "wanted")
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, *, to_vram: bool) -> None:
         self.wanted = wanted
+        # Without a checksum nothing would tell what came on the device from what was there before.
+        checked = wanted.location.length > 0 and wanted.location.checksum != 0
+        self.vram = wanted.vram if to_vram and checked else None
+        self.came_bytes = 0
         self.pieces = [piece for piece in wanted.into if piece.nbytes]
-        """Where what is still to come goes."""
+        """Where what is still to come goes, unless that is `vram`."""
         self.digest = xxhash.xxh3_64()
         self.image = b""
         """Its header, the same before and after all that has come."""
@@ -89,10 +95,14 @@ class NixlBatch:
         layout: RemoteLayout,
         wanted: Sequence[Wanted],
         deadline: float,
+        vram: VramWay | None = None,
     ) -> None:
         self._reader, self._endpoint, self._layout = reader, endpoint, layout
         self._deadline = deadline
-        self._blocks = [_Block(one) for one in wanted]
+        arena = reader.vram
+        proved = vram is not None and arena is not None and arena.proved
+        self._vram = (vram, arena) if vram and arena and proved else None
+        self._blocks = [_Block(one, to_vram=self._vram is not None) for one in wanted]
         self._outcomes: list[Outcome | None] = [None] * len(wanted)
         self._flying: deque[_Request] = deque()
 
@@ -181,21 +191,31 @@ class NixlBatch:
         if chunks:
             yield chunks
 
-    def _stages(self, chunks: Sequence[_Chunk], part: Part) -> list[bytes]:
+    def _stages(self, chunks: Sequence[_Chunk], part: Part) -> list[Stage]:
         """The stages of a READ: headers, payload, headers, in this order, so that the last ones say
         whether the payload was the block's all along (rule 4)."""
         endpoint, size_bytes = self._endpoint, self._layout.header_bytes
-        before, payload, after = [], [], []
-        to, heads = part.start, part.start + NIXL_REQUEST_BYTES_MAX
+        before, payload, on_device, after = [], [], [], []
+        at, heads = 0, part.start + NIXL_REQUEST_BYTES_MAX
         for chunk in chunks:
             head_at = endpoint.head_at + chunk.head_at
             before.append(_PIECE.pack(head_at, heads, size_bytes))
             after.append(_PIECE.pack(head_at, heads + size_bytes, size_bytes))
-            if chunk.size_bytes:
-                payload.append(_PIECE.pack(endpoint.data_at + chunk.data_at, to, chunk.size_bytes))
+            data_at = endpoint.data_at + chunk.data_at
+            if self._blocks[chunk.block].vram is not None:
+                to = part.number * NIXL_REQUEST_BYTES_MAX + at
+                on_device.append(_PIECE.pack(data_at, to, chunk.size_bytes))
+            elif chunk.size_bytes:
+                payload.append(_PIECE.pack(data_at, part.start + at, chunk.size_bytes))
             heads += 2 * size_bytes
-            to += chunk.size_bytes
-        return [b"".join(stage) for stage in (before, payload, after) if stage]
+            at += chunk.size_bytes
+        device = endpoint.device
+        stages = (before, -1, False), (payload, device, False), (on_device, device, True)
+        return [
+            Stage(b"".join(pieces), where, to_vram)
+            for pieces, where, to_vram in (*stages, (after, -1, False))
+            if pieces
+        ]
 
     # --- what has come -------------------------------------------------------
 
@@ -204,6 +224,8 @@ class NixlBatch:
         memory = request.part.memory
         header_bytes = self._layout.header_bytes
         at, heads = 0, NIXL_REQUEST_BYTES_MAX
+        come: list[Copy] = []
+        numbers: list[int] = []
         for chunk in request.chunks:
             payload = memory[at : at + chunk.size_bytes]
             before = memory[heads : heads + header_bytes]
@@ -216,6 +238,12 @@ class NixlBatch:
             if not self._matches(block, bytes(before), bytes(after)):
                 self._outcomes[chunk.block] = Outcome(Read.MISS, NOT_THERE_REASON)
                 continue
+            if block.vram is not None:
+                to = block.vram.address + block.came_bytes
+                come.append((to, request.part.vram + at - chunk.size_bytes, chunk.size_bytes))
+                numbers.append(chunk.block)
+                block.came_bytes += chunk.size_bytes
+                continue
             if block.seen[2] or block.wanted.location.checksum:
                 block.digest.update(payload)
             while payload.nbytes:
@@ -224,7 +252,33 @@ class NixlBatch:
                 advance(block.pieces, size_bytes)
                 payload = payload[size_bytes:]
             if not block.pieces:
-                self._outcomes[chunk.block] = self._judge(block)
+                self._outcomes[chunk.block] = self._judge(block, block.digest.intdigest())
+        if come:
+            self._absorb_in_vram(come, numbers)
+
+    def _absorb_in_vram(self, copies: Sequence[Copy], numbers: Sequence[int]) -> None:
+        """Have the device copy what has come of the blocks `numbers`, one copy each, and check
+        those that are whole: where they lie now."""
+        assert self._vram is not None
+        whole: list[tuple[int, DeviceRange]] = []
+        for number in numbers:
+            block = self._blocks[number]
+            if block.vram is not None and block.came_bytes == block.vram.size_bytes:
+                whole.append((number, block.vram))
+        way, arena = self._vram
+        try:
+            way.bring(arena, copies)
+            sums = way.checksums([place for _, place in whole])
+        except DeviceError as e:
+            way.failed(str(e), arena)
+            for number in numbers:
+                self._outcomes[number] = Outcome(Read.FAILED, str(e))
+            return
+        for (number, _), checksum in zip(whole, sums, strict=True):
+            outcome = self._judge(self._blocks[number], checksum)
+            if outcome.reason == CHECKSUM_REASON:
+                way.failed("a block came damaged; whose fault it is is not known", arena)
+            self._outcomes[number] = outcome._replace(in_vram=outcome.read is Read.HIT)
 
     def _matches(self, block: _Block, before: bytes, after: bytes) -> bool:
         """Whether what came between two looks at the header is the block's (rule 4)."""
@@ -236,9 +290,9 @@ class NixlBatch:
         return block.image == before == after
 
     @staticmethod
-    def _judge(block: _Block) -> Outcome:
+    def _judge(block: _Block, digest: int) -> Outcome:
         kind, meta_length, checksum = block.seen
         known = {checksum, block.wanted.location.checksum} - {0}
-        if known and known != {block.digest.intdigest()}:
+        if known and known != {digest}:
             return Outcome(Read.MISS, CHECKSUM_REASON)
         return Outcome(Read.HIT, "", kind, meta_length)

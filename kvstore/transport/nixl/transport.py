@@ -17,16 +17,25 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvstore.circuit_breaker import Breaker
-from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.cuda.base import CudaDevice
+from kvstore.errors import (
+    DeadlineError,
+    DeviceError,
+    InternalError,
+    NodeUnavailableError,
+    PeerError,
+)
 from kvstore.fork import in_each_child
-from kvstore.limits import NIXL_PEERS_MAX, NIXL_QUARANTINED_MAX
+from kvstore.interruption import let_through
+from kvstore.limits import NIXL_PEERS_MAX, NIXL_QUARANTINED_MAX, NIXL_REQUEST_BYTES_MAX
 from kvstore.nodedir import Announcement
 from kvstore.protocol.nixl import PROBE_BYTES, Endpoint
 from kvstore.protocol.stream import WireError
 from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.nixl.process import START_TIMEOUT_S, installed, wait_for
-from kvstore.transport.nixl.reader import NixlReader
+from kvstore.transport.nixl.reader import NixlReader, Stage
 from kvstore.transport.nixl.transfer import NixlBatch, RemoteLayout
+from kvstore.transport.nixl.vram import VramArena, VramWay
 from kvstore.transport.stream.requests import nixl_endpoint
 from kvstore.transport.stream.transport import StreamTransport
 
@@ -74,8 +83,13 @@ class NixlTransport:
     name = NAME
 
     def __init__(
-        self, stream: StreamTransport, layout_of: Callable[[Announcement], RemoteLayout]
+        self,
+        stream: StreamTransport,
+        layout_of: Callable[[Announcement], RemoteLayout],
+        device: CudaDevice | None = None,
     ) -> None:
+        """With a `device`, blocks that are wanted there arrive there, where that can be."""
+        self._vram = None if device is None else VramWay(device)
         self._stream = stream
         self._layout_of = layout_of
         self._installed = installed()
@@ -87,6 +101,18 @@ class NixlTransport:
             retry_after_max_s=START_RETRY_AFTER_MAX_S,
         )
         self._closed = False
+
+    @property
+    def to_vram(self) -> bool:
+        """Whether blocks that are wanted in VRAM arrive there now."""
+        reader = self._reader
+        arena = None if reader is None or not reader.usable else reader.vram
+        return arena is not None and arena.proved
+
+    @property
+    def why_not_to_vram(self) -> str:
+        """Empty when they do."""
+        return "it is not wanted" if self._vram is None else self._vram.reason
 
     def after_fork_in_child(self) -> None:
         """Begin anew: the reader is the parent's, and so are its answers."""
@@ -104,10 +130,10 @@ class NixlTransport:
     def ready(self, node: Announcement) -> bool:
         """Whether a read can begin now; if not, it is tried in the background when it is time."""
         peer = self._peer(node)
-        if peer.usable() is not None:
-            return True
-        self._prove_soon(peer, node)
-        return False
+        proved = peer.usable()
+        if proved is None or (self._vram is not None and self._vram.due(proved[0].vram)):
+            self._prove_soon(peer, node)
+        return proved is not None
 
     def read(
         self, node: Announcement, wanted: Sequence[Wanted], deadline: float
@@ -127,7 +153,7 @@ class NixlTransport:
         if proved is None or time.monotonic() >= deadline:
             reason = "timed out" if proved is not None else peer.reason
             return [Outcome(Read.FAILED, reason)] * len(wanted)
-        batch = NixlBatch(*proved, self._layout_of(node), wanted, deadline)
+        batch = NixlBatch(*proved, self._layout_of(node), wanted, deadline, self._vram)
         return batch.read(lambda reason: self._failed(peer, node, reason))
 
     @property
@@ -169,15 +195,9 @@ class NixlTransport:
         proving = peer.proving
         assert proving is not None
         try:
-            reader = self._ready_reader()
-            deadline = time.monotonic() + PROBE_TIMEOUT_S
-            endpoint = nixl_endpoint(self._stream, node, deadline)
-            if endpoint is None:
-                raise NodeUnavailableError("the node offers no NIXL endpoint now")
-            if not endpoint.agent.startswith(agent_prefix(node.node_id, node.epoch)):
-                raise WireError(f"agent {endpoint.agent!r} is not this node's")
-            reader.know(node.node_id, endpoint.agent, endpoint.metadata, deadline)
-            _probe(reader, endpoint, deadline)
+            # Of a peer that is read, the device's memory alone is to be tried.
+            reader, endpoint = peer.usable() or self._proved(node)
+            self._prove_vram(reader, endpoint)
         except PeerError as e:
             self._failed(peer, node, str(e))
         else:
@@ -189,6 +209,39 @@ class NixlTransport:
             with self._lock:
                 peer.proving = None
             proving.set()
+
+    def _proved(self, node: Announcement) -> tuple[NixlReader, Endpoint]:
+        """What reads from the node, once a first READ was right. Raises `PeerError`."""
+        reader = self._ready_reader()
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
+        endpoint = nixl_endpoint(self._stream, node, deadline)
+        if endpoint is None:
+            raise NodeUnavailableError("the node offers no NIXL endpoint now")
+        if not endpoint.agent.startswith(agent_prefix(node.node_id, node.epoch)):
+            raise WireError(f"agent {endpoint.agent!r} is not this node's")
+        reader.know(node.node_id, endpoint.agent, endpoint.metadata, deadline)
+        _probe(reader, endpoint, deadline)
+        return reader, endpoint
+
+    def _prove_vram(self, reader: NixlReader, endpoint: Endpoint) -> None:
+        """READ the same into the device's memory, once for each process that reads, and again where
+        that has failed a while ago. What is wrong with that is no fault of the node's, but raises
+        `PeerError` when the READ failed: then this process cannot be used any more, and the next
+        one has no memory there."""
+        way, arena = self._vram, reader.vram
+        if way is None or arena is None or not way.may_prove(arena):
+            return
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
+        try:
+            if _first_read(reader, endpoint, deadline, way) == endpoint.probe:
+                way.proved(arena)
+            else:
+                way.failed("the first READ brought other bytes to the device than the node has")
+        except (DeviceError, InternalError) as e:
+            way.failed(str(e))
+        except PeerError as e:
+            way.failed(str(e))
+            raise
 
     def _failed(self, peer: _Peer, node: Announcement, reason: str) -> None:
         with self._lock:
@@ -222,11 +275,23 @@ class NixlTransport:
             try:
                 return self._start_reader()
             except (PeerError, OSError) as e:
+                let_through(e)
                 self._starts.failed(time.monotonic())
                 raise NodeUnavailableError(f"NIXL does not start here: {e}") from e
 
     def _start_reader(self) -> NixlReader:
-        reader = NixlReader(f"client-{os.getpid()}-{secrets.token_hex(4)}")
+        vram = None if self._vram is None else self._vram.new_arena()
+        try:
+            return self._start_with(vram)
+        except PeerError as e:
+            if self._vram is None or vram is None or self._closed:
+                raise
+            # The device's memory cannot be registered, or there is no room for a context.
+            self._vram.failed(str(e))
+            return self._start_with(None)
+
+    def _start_with(self, vram: VramArena | None) -> NixlReader:
+        reader = NixlReader(f"client-{os.getpid()}-{secrets.token_hex(4)}", vram)
         with self._lock:
             if not self._closed:
                 self._reader = reader
@@ -252,6 +317,8 @@ class NixlTransport:
                 peer.reason = "this client is closed"
         for reader in readers:
             reader.close()
+        if self._vram is not None:
+            self._vram.close()
 
 
 _PIECE = struct.Struct("<QQQ")
@@ -259,24 +326,39 @@ _PIECE = struct.Struct("<QQQ")
 
 def _probe(reader: NixlReader, endpoint: Endpoint, deadline: float) -> None:
     """READ what the node says it has there, and compare. Raises `PeerError`."""
+    if _first_read(reader, endpoint, deadline) != endpoint.probe:
+        raise WireError("the first READ brought other bytes than the node has there")
+
+
+def _first_read(
+    reader: NixlReader,
+    endpoint: Endpoint,
+    deadline: float,
+    way: VramWay | None = None,
+) -> bytes:
+    """What a READ of the node's probe brings; with `way` to the device. Raises `PeerError`, and
+    with `way` as `VramWay.bring`."""
     part = reader.take(deadline)
     if part is None:
         raise DeadlineError("no room for the first READ")
+    arena = None if way is None else reader.vram
+    to_vram = arena is not None
+    to = part.number * NIXL_REQUEST_BYTES_MAX if to_vram else part.start
     part.memory[:PROBE_BYTES] = bytes(PROBE_BYTES)
+    piece = _PIECE.pack(endpoint.probe_at, to, PROBE_BYTES)
     try:
-        future = reader.read(
-            endpoint.agent,
-            part,
-            [_PIECE.pack(endpoint.probe_at, part.start, PROBE_BYTES)],
-            deadline,
-        )
-    except PeerError:
+        if way is not None and arena is not None:
+            way.clear(arena, part.vram, PROBE_BYTES)
+        stages = [Stage(piece, endpoint.device, to_vram)]
+        future = reader.read(endpoint.agent, part, stages, deadline)
+    except BaseException:
         reader.give(part)
         raise
     try:
         wait_for(future, deadline, "the first READ did not end in time")
-        if part.memory[:PROBE_BYTES] != endpoint.probe:
-            raise WireError("the first READ brought other bytes than the node has there")
+        if way is not None and arena is not None:
+            return way.bytes_at(arena, part.vram, PROBE_BYTES)
+        return bytes(part.memory[:PROBE_BYTES])
     except DeadlineError:
         reader.retire()
         raise

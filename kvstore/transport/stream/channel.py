@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.interruption import let_through
 from kvstore.protocol.stream import FRAME_HEAD_BYTES, Frame, Message, frame, frame_body, frame_head
 from kvstore.protocol.stream_seal import PLAIN_SEALS
 
@@ -59,12 +60,10 @@ class Channel:
                 elif not self._writable.poll(timeout_s * 1e3):
                     raise TimeoutError
                 else:
-                    self._limit(socket.SO_SNDTIMEO, timeout_s)
+                    self._limit(socket.SO_SNDTIMEO, deadline)
                     advance(left, self._socket.sendmsg(first(left, SEND_BYTES_MAX)))
-        except (BlockingIOError, TimeoutError) as e:
-            raise DeadlineError("timed out: the other side stopped receiving") from e
         except OSError as e:
-            raise NodeUnavailableError(str(e)) from e
+            raise _failure(e, "timed out: the other side stopped receiving") from e
 
     def send_frame(self, message: Message, deadline: float) -> None:
         self.send([frame(message, self.seals.sent)], deadline)
@@ -90,22 +89,20 @@ class Channel:
     def receive_some(self, buffers: list[memoryview], timeout_s: float) -> None:
         """Receive at least a byte within `timeout_s`; what is full is taken off `buffers`."""
         try:
-            count = self._receive(buffers, timeout_s)
-        except (BlockingIOError, TimeoutError) as e:
-            raise DeadlineError("timed out: the other side sent nothing") from e
+            count = self._receive(buffers, timeout_s, time.monotonic() + timeout_s)
         except OSError as e:
-            raise NodeUnavailableError(str(e)) from e
+            raise _failure(e, "timed out: the other side sent nothing") from e
         if count == 0:
             raise NodeUnavailableError("the other side closed the connection")
         advance(buffers, count)
 
-    def _receive(self, buffers: list[memoryview], timeout_s: float) -> int:
+    def _receive(self, buffers: list[memoryview], timeout_s: float, deadline: float) -> int:
         if self.encrypted:
             self._socket.settimeout(timeout_s)
             return self._socket.recv_into(buffers[0])
         if not self._readable.poll(timeout_s * 1e3):
             raise TimeoutError
-        self._limit(socket.SO_RCVTIMEO, timeout_s)
+        self._limit(socket.SO_RCVTIMEO, deadline)
         some = first(buffers, RECEIVE_BYTES_MAX)
         return self._socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
 
@@ -128,10 +125,20 @@ class Channel:
             raise DeadlineError("timed out")
         return max(left_s, _WAIT_MIN_S)
 
-    def _limit(self, option: int, timeout_s: float) -> None:
+    def _limit(self, option: int, deadline: float) -> None:
+        """Let the kernel wait until then: the poll before has used some of the time."""
+        timeout_s = max(deadline - time.monotonic(), _WAIT_MIN_S)  # 0 would be without end
         seconds = int(timeout_s)
         value = _TIMEVAL.pack(seconds, int((timeout_s - seconds) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def _failure(error: OSError, late: str) -> DeadlineError | NodeUnavailableError:
+    """What a system call raised, as callers see it. Raises what a handler of signals raised."""
+    let_through(error)
+    if isinstance(error, (BlockingIOError, TimeoutError)):
+        return DeadlineError(late)
+    return NodeUnavailableError(str(error))
 
 
 def hang_up(connection: socket.socket) -> None:

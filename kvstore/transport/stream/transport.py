@@ -32,16 +32,15 @@ from collections.abc import Callable, Sequence
 from kvstore import tcp
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.fork import in_each_child
+from kvstore.interruption import let_through
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE
 from kvstore.nodedir import Announcement
-from kvstore.protocol.stream import (
+from kvstore.protocol.stream import Frame, WireError, pack_read
+from kvstore.protocol.stream_handshake import (
     NODE_HELLO_BYTES,
     NONCE_BYTES,
     VERDICT_BYTES,
     ClientHandshake,
-    Frame,
-    WireError,
-    pack_read,
 )
 from kvstore.protocol.stream_reply import ReadReply, heads_bytes, tails_bytes
 from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
@@ -142,9 +141,10 @@ class StreamTransport:
     def _connect(self, node: Announcement, address: Address, deadline: float) -> Channel:
         try:
             connection = tcp.connect(address.host, address.port, deadline)
-        except TimeoutError as e:
-            raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
         except OSError as e:
+            let_through(e)
+            if isinstance(e, TimeoutError):
+                raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
         try:
             if self._tls is not None:
@@ -157,6 +157,7 @@ class StreamTransport:
             raise type(e)(f"node {node.name} at {address}: {e}") from e
         except (OSError, ValueError) as e:  # of the TLS handshake
             connection.close()
+            let_through(e)
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
         return channel
 

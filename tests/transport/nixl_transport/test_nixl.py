@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from contract.transport import TransportContract
-from nixl_places import NixlPlace, needs_nixl, nixl_transport, same_host
+from nixl_places import NixlPlace, needs_nixl, nixl_transport
 from redis_servers import wait_until
 from stores import announcement
 
@@ -12,41 +12,13 @@ from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.stream.transport import NAME as STREAM
 
 pytestmark = needs_nixl
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_same_host():
-    with same_host():
-        yield
-
-
-@pytest.fixture(scope="module")
-def shared(on_same_host, tmp_path_factory):
-    """Starting both processes takes seconds: one place for all tests that leave it whole."""
-    place = NixlPlace(tmp_path_factory.mktemp("run"))
-    yield place
-    place.close()
-
-
-@pytest.fixture
-def own(tmp_path):
-    place = NixlPlace(tmp_path)
-    yield place
-    place.close()
+PLACE = NixlPlace
 
 
 class TestNixl(TransportContract):
     @pytest.fixture
-    def place(self, request):
-        ends = {
-            "test_a_node_that_has_ended_is_no_exception",
-            "test_after_close_everything_fails",
-            "test_a_read_ends_when_another_thread_closes",
-        }
-        place = request.getfixturevalue("own" if request.node.name in ends else "shared")
-        yield place
-        if place.node.announcement is not None and request.node.name not in ends:
-            place.tidy()
+    def place(self, nixl_place):
+        return nixl_place
 
 
 def test_a_host_without_threads_to_give_tries_it_again_later(monkeypatch):

@@ -6,6 +6,7 @@ import itertools
 import signal
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -224,3 +225,56 @@ def test_bytes_arrive_as_they_were_sent_while_signals_come(
     far.receive([memoryview(room)], deadline)
     sender.join()
     assert room == b"".join(sent)
+
+
+def left_in_the_kernel_s(end: socket.socket, option: int) -> float:
+    seconds, microseconds = struct.unpack("@ll", end.getsockopt(socket.SOL_SOCKET, option, 16))
+    return float(seconds + microseconds / 1e6)
+
+
+def test_what_the_first_byte_took_is_not_there_for_the_rest() -> None:
+    """A peer that says a part of its answer late and then nothing has one deadline, not two: the
+    wait for the first byte, and that for the others."""
+    near, far = socket.socketpair()
+    channel = Channel(near)
+    began = time.monotonic()
+
+    def say_late() -> None:
+        time.sleep(0.3)
+        far.sendall(b"part")
+        time.sleep(0.1)
+        far.sendall(b" of it")
+
+    sayer = threading.Thread(target=say_late, daemon=True)
+    sayer.start()
+    assert channel.receive_bytes(10, began + 20.0) == b"part of it"
+    assert left_in_the_kernel_s(near, socket.SO_RCVTIMEO) <= 19.7
+    sayer.join()
+    channel.close()
+    far.close()
+
+
+def test_what_the_wait_for_room_took_is_not_there_for_the_rest() -> None:
+    near, far = socket.socketpair()
+    channel = Channel(near)
+    room = bytearray(1 << 20)
+    near.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            near.send(room)
+    near.setblocking(True)
+    began = time.monotonic()
+
+    def take_late() -> None:
+        time.sleep(0.3)
+        with suppress(OSError):
+            while far.recv_into(room):
+                pass
+
+    taker = threading.Thread(target=take_late, daemon=True)
+    taker.start()
+    channel.send([b"x"], began + 20.0)
+    assert left_in_the_kernel_s(near, socket.SO_SNDTIMEO) <= 19.7
+    channel.close()
+    taker.join()
+    far.close()

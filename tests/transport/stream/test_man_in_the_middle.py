@@ -16,6 +16,7 @@ from contract.transport import SECURITY, Place, far, fresh_key, reads, room
 
 from kvstore.errors import PeerError
 from kvstore.protocol import stream as sw
+from kvstore.protocol import stream_handshake as sh
 from kvstore.protocol import stream_reply as sr
 from kvstore.protocol import stream_seal as ss
 from kvstore.protocol.control import Op
@@ -53,10 +54,10 @@ class MiddleMan:
         behind = Channel(socket.create_connection(self._node_at))
         with contextlib.suppress(PeerError):
             for source, target, size in (
-                (front, behind, sw.CLIENT_HELLO_BYTES),
-                (behind, front, sw.NODE_HELLO_BYTES),
-                (front, behind, sw.PROOF_BYTES),
-                (behind, front, sw.VERDICT_BYTES),
+                (front, behind, sh.CLIENT_HELLO_BYTES),
+                (behind, front, sh.NODE_HELLO_BYTES),
+                (front, behind, sh.PROOF_BYTES),
+                (behind, front, sh.VERDICT_BYTES),
             ):
                 pass_on(source, target, size)
             self.relayed += 1
@@ -103,7 +104,7 @@ def with_checksum_of(tails, payload):
 
 @pytest.fixture(params=list(Mac), ids=lambda mac: mac.name.lower())
 def place(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(sw, "available", lambda: frozenset({request.param}))
+    monkeypatch.setattr(sh, "available", lambda: frozenset({request.param}))
     place = Place(tmp_path, lambda place: StreamTransport(SECURITY))
     yield place
     place.close()
@@ -372,7 +373,7 @@ def test_an_offer_of_before_is_not_taken_again(place, between):
 
 def test_without_seals_he_would_succeed(place, between, monkeypatch):
     """That these attacks are attacks: what protects is the seal, nothing else."""
-    monkeypatch.setattr(sw, "keyed", lambda *_: ss.PLAIN_SEALS)
+    monkeypatch.setattr(sh, "keyed", lambda *_: ss.PLAIN_SEALS)
     payload = os.urandom(SIZE)
     word = between(on_read(with_plain_tags, SIZE))
     outcomes, got = read_through(word, place.save(payload))

@@ -15,9 +15,9 @@ import xxhash
 from contract.transport import SECURITY, Place, far, reads
 
 from kvstore.errors import PeerError
-from kvstore.protocol import stream as sw
+from kvstore.protocol import stream_handshake as sh
 from kvstore.protocol import stream_reply as sr
-from kvstore.protocol.stream import NodeHandshake
+from kvstore.protocol.stream_handshake import NodeHandshake
 from kvstore.protocol.stream_reply import Head, Sent, Tail
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.stream.channel import Channel
@@ -62,10 +62,10 @@ class Liar:
                 channel.send([self._hello], far())
                 return
             shake = NodeHandshake(self._secret, os.urandom(32), self._node)
-            hello = shake.answer(channel.receive_bytes(sw.CLIENT_HELLO_BYTES, far()))
+            hello = shake.answer(channel.receive_bytes(sh.CLIENT_HELLO_BYTES, far()))
             channel.send([hello], far())
-            _, verdict = shake.judge(channel.receive_bytes(sw.PROOF_BYTES, far()))
-            channel.send([bytes([sw.ACCEPTED]) + verdict[1:]], far())
+            _, verdict = shake.judge(channel.receive_bytes(sh.PROOF_BYTES, far()))
+            channel.send([bytes([sh.ACCEPTED]) + verdict[1:]], far())
             channel.seals = shake.seals()
             while True:
                 channel.receive_rest(*channel.receive_head(far()), far())

@@ -20,6 +20,7 @@ from kvstore import Client
 from kvstore.errors import NodeUnavailableError, PeerError
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE, STREAM_FRAME_BYTES_MAX
 from kvstore.protocol import stream as sw
+from kvstore.protocol import stream_handshake as sh
 from kvstore.protocol.stream import Frame
 from kvstore.protocol.stream_reply import heads_bytes, tails_bytes
 from kvstore.protocol.stream_seal import TAG_BYTES
@@ -96,18 +97,18 @@ def test_a_client_without_the_secret_gets_nothing(place, secret):
 def test_a_replayed_handshake_is_refused(place):
     """Somebody has listened to a client and says the same again."""
     host, port = "127.0.0.1", int(place.word.transports[NAME].rpartition(":")[2])
-    shake = sw.ClientHandshake(
+    shake = sh.ClientHandshake(
         SECURITY.secret, os.urandom(32), (place.word.node_id, place.word.epoch)
     )
     first = Channel(socket.create_connection((host, port)))
     first.send([shake.hello], far())
-    proof = shake.prove(first.receive_bytes(sw.NODE_HELLO_BYTES, far()))
+    proof = shake.prove(first.receive_bytes(sh.NODE_HELLO_BYTES, far()))
     first.send([proof], far())
-    shake.check(first.receive_bytes(sw.VERDICT_BYTES, far()))
+    shake.check(first.receive_bytes(sh.VERDICT_BYTES, far()))
     again = Channel(socket.create_connection((host, port)))
     again.send([shake.hello, proof], far())
-    again.receive_bytes(sw.NODE_HELLO_BYTES, far())
-    assert again.receive_bytes(sw.VERDICT_BYTES, far()) == bytes(sw.VERDICT_BYTES)
+    again.receive_bytes(sh.NODE_HELLO_BYTES, far())
+    assert again.receive_bytes(sh.VERDICT_BYTES, far()) == bytes(sh.VERDICT_BYTES)
     assert hung_up(again)
 
 
@@ -154,7 +155,7 @@ def test_a_byte_flipped_on_the_wire_is_never_a_wrong_hit(place, wire, size):
     blocks = [place.save(payload) for payload in payloads]
     outcomes, got = read_over(word, blocks)
     assert reads(outcomes) == [Read.HIT] * 3
-    total = sw.NODE_HELLO_BYTES + sw.VERDICT_BYTES + heads_bytes(3) + tails_bytes(3) + 3 * size
+    total = sh.NODE_HELLO_BYTES + sh.VERDICT_BYTES + heads_bytes(3) + tails_bytes(3) + 3 * size
     refused = 0
     for at in [*range(0, 150, 7), *range(150, total, total // 25)]:
         left = [at]

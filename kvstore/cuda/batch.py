@@ -1,0 +1,66 @@
+"""Queues many copies by one call of the driver, `cuMemcpyBatchAsync`, which it has since CUDA 12.8.
+
+Its signature changed with CUDA 13, and cuda-python has the one of its own major version, over lists
+of objects. So the driver is asked for the function as it was in 12.8, which newer ones have too,
+and is given arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.cuda.base import Copy
+
+SINCE = 12080
+"""CUDA 12.8, as the driver numbers versions."""
+COPIES_MAX = 1024
+"""Of one call."""
+IN_STREAM_ORDER = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream has come so far."""
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes. Its hints are for managed memory, which ours is not."""
+
+    _fields_ = [
+        ("source_order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+class BatchCopies:
+    """The function, found once. Any thread may call it, in the device's context."""
+
+    def __init__(self, address: int) -> None:
+        """`address` is the function's, of the signature of `SINCE`."""
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        arrays = [pointer, pointer, pointer, size, pointer, pointer, size]
+        # What is called through ctypes runs without the GIL.
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int, *arrays, pointer, pointer)(address)
+        self._attributes = _Attributes(IN_STREAM_ORDER)
+
+    def __call__(self, copies: Sequence[Copy], stream: int) -> int:
+        """Queue at most `COPIES_MAX` copies, to be carried out in any order; the driver's answer.
+
+        After another answer than 0 some of them may have been queued.
+        """
+        count = len(copies)
+        to, source, sizes = (
+            (ctypes.c_uint64 * count)(*column) for column in zip(*copies, strict=True)
+        )
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        attributes = ctypes.byref(self._attributes)
+        arrays = (to, source, sizes, count, attributes, ctypes.byref(first), 1)
+        return int(self._call(*arrays, ctypes.byref(failed), stream))
+
+
+def batch_copies(driver: Any) -> BatchCopies | None:
+    """The function of this driver (`cuda.bindings.driver`); None when it is older than `SINCE`."""
+    try:
+        error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", SINCE, 0)
+    except RuntimeError:  # what cuda-python says of a driver without the asking
+        return None
+    return BatchCopies(int(address)) if int(error) == 0 and int(address or 0) else None

@@ -1,0 +1,157 @@
+"""Blocks in VRAM with `verify="always"`: saved with their checksums, read only with the right
+bytes, and checked when they go down."""
+
+import time
+
+import pytest
+import xxhash
+from contract.cuda import get, put
+from redis_servers import wait_until
+from test_vram_saver import Engine, Owner
+from vram_producer import (
+    BLOCK_BYTES,
+    PATIENCE_S,
+    Producer,
+    demoted,
+    found_of,
+    host_bytes,
+    key_of,
+    payload_of,
+)
+
+from kvstore import BlockSession
+from kvstore.cuda.base import DeviceRange
+from kvstore.record import unpack_record
+from kvstore.transport.base import Read
+from kvstore.transport.cuda_ipc import WantedAnywhere
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def careful(node):
+    return {**node.client_options, "verify": "always"}
+
+
+@pytest.fixture
+def producer(careful, model_dir):
+    producer = Producer(careful, model_dir, 2 * MIB)
+    yield producer
+    producer.close()
+
+
+@pytest.fixture
+def consumer(careful, device):
+    session = BlockSession(**careful, device=device)
+    yield session
+    session.close()
+
+
+def location_of(session, number):
+    (found,) = found_of(session, [number])
+    return unpack_record(found.key, found.record)
+
+
+def spoil(producer, number):
+    """Change one byte of the block in place, as nobody may."""
+    location = location_of(producer.store, number)
+    at = producer.pool.node.address + location.slot * 4096 + 1000
+    byte = get(producer.device, at, 1)
+    put(producer.device, at, bytes([byte[0] ^ 1]))
+
+
+def copied(session, found, pieces):
+    """Whether the block was read into `pieces` of the device."""
+    location, vram = unpack_record(found.key, found.record), session.remote.vram
+    announcement = vram.node(location.node_id, location.epoch, time.monotonic())
+    wanted = [WantedAnywhere(found.key, location, pieces)]
+    (outcome,) = vram.read(announcement, wanted, time.monotonic() + PATIENCE_S)
+    return outcome.read is Read.HIT
+
+
+def device_bytes(session, device, number):
+    """The block in place, and copied to memory of the device; None for a miss."""
+    (found,) = found_of(session, [number])
+    if found is None:
+        return None, None
+    view = session.device_view(found)
+    in_place = None if view is None else get(device, view.memory.address, BLOCK_BYTES)
+    if view is not None:
+        assert view.valid()
+        view.close()
+    at = device.allocate(BLOCK_BYTES)
+    pieces = [DeviceRange(at, 1000, 0), DeviceRange(at + 1000, BLOCK_BYTES - 1000, 0)]
+    arrived = get(device, at, BLOCK_BYTES) if copied(session, found, pieces) else None
+    device.free(at)
+    return in_place, arrived
+
+
+def test_a_block_has_the_checksum_of_its_bytes_and_is_read_every_way(producer, consumer, device):
+    assert producer.save(0, 1) == ["vram", "vram"]
+    for number in (0, 1):
+        right = xxhash.xxh3_64_intdigest(payload_of(number))
+        assert location_of(consumer, number).checksum == right
+        assert device_bytes(consumer, device, number) == (payload_of(number),) * 2
+    assert host_bytes(consumer, found_of(consumer, [0, 1])) == [payload_of(0), payload_of(1)]
+
+
+@pytest.mark.parametrize("way", ["in place", "copied", "host"])
+def test_a_block_with_other_bytes_is_a_miss_and_its_node_drops_it(producer, consumer, device, way):
+    producer.save(0, 1)
+    spoil(producer, 0)
+    found = found_of(consumer, [0])
+    if way == "in place":
+        assert consumer.device_view(found[0]) is None
+    elif way == "copied":
+        at = device.allocate(BLOCK_BYTES)
+        assert not copied(consumer, found[0], [DeviceRange(at, BLOCK_BYTES, 0)])
+    else:
+        assert host_bytes(consumer, found) == [None]
+    assert consumer.remote.vram.counts["cuda_ipc_checksum"] == 1
+    wait_until(lambda: found_of(consumer, [0]) == [None], "the node has looked, and dropped it")
+    assert device_bytes(consumer, device, 1) == (payload_of(1),) * 2
+
+
+def test_a_block_without_a_checksum_is_a_miss_for_who_verifies(node, model_dir, consumer, device):
+    careless = Producer(node.client_options, model_dir, 2 * MIB)
+    assert careless.save(0) == ["vram"]
+    assert device_bytes(consumer, device, 0) == (None, None)
+    assert host_bytes(consumer, found_of(consumer, [0])) == [None]
+    assert consumer.remote.vram.counts["cuda_ipc_checksum"] == 0, "nobody's fault"
+    careless.close()
+
+
+def test_blocks_go_down_with_their_checksums_and_damaged_ones_are_dropped(producer, consumer):
+    producer.save(0, 1)
+    spoil(producer, 0)
+    producer.pool.stop(PATIENCE_S)
+    demoted(producer, 1)
+    counts = producer.pool.demoter.counts
+    assert (counts["demoted"], counts["lost"]) == (1, 1)
+    wait_until(lambda: found_of(consumer, [0]) == [None], "it is nowhere")
+    assert host_bytes(consumer, found_of(consumer, [1])) == [payload_of(1)]
+    assert location_of(consumer, 1).checksum == xxhash.xxh3_64_intdigest(payload_of(1))
+
+
+def test_an_engine_saves_checksums_to_the_node_that_owns_vram(node, careful, model_dir, consumer):
+    owner = Owner(node, model_dir)
+    engine = Engine(careful, model_dir)
+    engine.save(3)
+    assert location_of(consumer, 3).checksum == xxhash.xxh3_64_intdigest(payload_of(3))
+    assert engine.read(3) == [payload_of(3)]
+    engine.close()
+    owner.kill()
+
+
+def test_a_device_that_cannot_be_looked_at_saves_nothing(producer, consumer, monkeypatch):
+    from kvstore.cuda import checksum
+
+    monkeypatch.setattr(checksum, "CUDA_IPC_DRAIN_S", 0.05)
+    (granted,) = producer.pool.reserve([key_of(5)], BLOCK_BYTES, 7)
+    producer.device.hold.clear()
+    (result,) = producer.pool.commit([granted])
+    producer.device.hold.set()
+    assert not result
+    assert "hang" in result.reason
+    time.sleep(0.05)
+    assert found_of(consumer, [5]) == [None]
