@@ -25,6 +25,7 @@ from kvstore.client.local.vram_saver import VramSaver
 from kvstore.client.locator import Holder, Holders, Locator
 from kvstore.client.pinned import Pinned, TokenMatch
 from kvstore.client.reset_result import ResetResult
+from kvstore.client.residency.listener import Residency
 from kvstore.client.session import BlockSession, Verify
 from kvstore.config_file import read_config
 from kvstore.cuda.base import Buffer, CudaDevice, DeviceRange
@@ -55,7 +56,7 @@ from kvstore.settings import (
 )
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Key, PutResult, PutStatus
+from kvstore.types import Key, PutResult, PutStatus, Retained, Tier
 from kvstore.vram.owner import vram_for_saves
 from kvstore.vram.pool import VramPool
 from kvstore.weights import weights_fingerprint
@@ -71,12 +72,15 @@ __all__ = [
     "Locator",
     "Holder",
     "Holders",
+    "Residency",
     "Explanation",
     "Missing",
     "MissReason",
     "FieldDifference",
     "PutResult",
     "ResetResult",
+    "Retained",
+    "Tier",
     "PutStatus",
     "Namespace",
     "tenant_salt",

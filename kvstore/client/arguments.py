@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence, Set
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from kvstore.errors import UsageError
 from kvstore.keys import Namespace
-from kvstore.limits import BLOCK_TOKENS_MAX, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Limits
+from kvstore.limits import (
+    BLOCK_TOKENS_MAX,
+    SEGMENT_BYTES_MAX,
+    SEGMENT_BYTES_MIN,
+    TENANT_BYTES_MAX,
+    Limits,
+)
 from kvstore.transport.stream.security import StreamSecurity
+
+_PAIRS = (tuple, list)
 
 
 def is_a(field: str, value: Any, kinds: type | tuple[type, ...], must: str) -> None:
@@ -56,6 +65,15 @@ def _encodes(value: str) -> bool:
     return True
 
 
+def tenant_id(tenant: Any) -> int:
+    """The 32 bits by which nodes know a tenant. Raises `UsageError` for what cannot be its name."""
+    is_a("tenant", tenant, str, "must be text")
+    raw = tenant.encode("utf-8", "surrogatepass")
+    if len(raw) > TENANT_BYTES_MAX:
+        raise UsageError("tenant", f"{len(raw)} bytes", f"must be at most {TENANT_BYTES_MAX}")
+    return int.from_bytes(blake2b(raw, digest_size=4, person=b"kvstore-tenant").digest(), "little")
+
+
 def flag(field: str, value: Any) -> None:
     """Check that `value` is True or False."""
     if not isinstance(value, bool):
@@ -85,7 +103,7 @@ def pairs(items: Any) -> list[tuple[Any, Any]]:
         found = list(items)
     except TypeError as e:
         raise UsageError("items", type(items).__name__, must) from e
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in found):
+    if not all(isinstance(pair, _PAIRS) and len(pair) == 2 for pair in found):
         raise UsageError("items", type(items).__name__, must)
     return [(key, value) for key, value in found]
 

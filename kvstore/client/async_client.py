@@ -18,13 +18,17 @@ from kvstore.client.pinned import Pinned, TokenMatch
 from kvstore.client.put_pipeline import unless
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import Verify
-from kvstore.errors import UsageError
+from kvstore.errors import PeerError, UsageError
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import PutResult
+from kvstore.types import PutResult, Retained
 
 THREADS = 4
+NO_THREAD = (
+    "this host gives no thread to run the call on: raise the limit of processes (`ulimit -u`, "
+    "a container's pids limit), or use `Client`, which needs none"
+)
 R = TypeVar("R")
 
 
@@ -35,6 +39,8 @@ class AsyncClient:
     A call that is cancelled ends when nobody uses the caller's memory any more: one that
     reads into `out` or saves a value, after the deadline of a request at the latest. A
     put that is cancelled before its value is complete in the store stores nothing.
+
+    A call is a `PeerError` where the host gives not even the first thread.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class AsyncClient:
         self._client: Client | None = None
         self._closed = False
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-async")
+        self._threaded = False
+        """Whether it has a thread, which lives until `close`."""
 
     def _opened(self) -> Client:
         """In a thread: opening may start a Redis and look up names."""
@@ -89,7 +97,27 @@ class AsyncClient:
     def _start(self, call: Callable[[Client], R]) -> Future[R]:
         if self._closed:
             raise UsageError("client", "(closed)", "make a new one: it was closed")
-        return self._threads.submit(lambda: call(self._opened()))
+        return self._submitted(lambda: call(self._opened()))
+
+    def _submitted(self, work: Callable[[], R]) -> Future[R]:
+        """Raises `PeerError` where no thread is to be had; `work` never runs then."""
+        future: Future[R] = Future()
+
+        def run() -> None:
+            self._threaded = True
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as e:
+                future.set_exception(e)
+
+        try:
+            self._threads.submit(run)
+        except RuntimeError as e:  # it is in the queue of those that there are
+            if not self._threaded and future.cancel():
+                raise PeerError(NO_THREAD) from e
+        return future
 
     async def _run(self, call: Callable[[Client], R]) -> R:
         """A call that uses no memory of the caller's that he might change: it may be left."""
@@ -156,6 +184,16 @@ class AsyncClient:
             raise
         return None if pinned is None else pinned.closed_later()
 
+    async def retain(self, key: str | bytes, ttl_s: int, tenant: str = "") -> Retained:
+        """Keep a value from being evicted for `ttl_s` seconds; see `Client.retain`."""
+        return await self._run(lambda c: c.retain(key, ttl_s, tenant))
+
+    async def retain_blocks(
+        self, tokens: Sequence[int], ttl_s: int, tenant: str = ""
+    ) -> list[Retained]:
+        """Keep the blocks of `tokens` from being evicted; see `Client.retain_blocks`."""
+        return await self._run(lambda c: c.retain_blocks(tokens, ttl_s, tenant))
+
     async def delete(self, key: str | bytes) -> bool:
         """Drop a value; False when it was not there. See `Client.delete`."""
         return await self._run(lambda c: c.delete(key))
@@ -189,9 +227,14 @@ class AsyncClient:
         if self._closed:
             return
         self._closed = True
-        future = self._threads.submit(self._close)
-        self._threads.shutdown(wait=False)
-        await asyncio.wrap_future(future)
+        try:
+            future = self._submitted(self._close)
+        except PeerError:
+            self._close()
+        else:
+            await asyncio.wrap_future(future)
+        finally:
+            self._threads.shutdown(wait=False)
 
     def _close(self) -> None:
         with self._lock:

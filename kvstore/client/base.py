@@ -15,7 +15,7 @@ from kvstore.cuda.base import Buffer, DeviceRange
 from kvstore.index.base import Record
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S
-from kvstore.types import Key, PutResult
+from kvstore.types import Key, PutResult, Retained, Tier
 
 T = TypeVar("T")
 Later = Callable[[], list[T]]
@@ -34,27 +34,17 @@ class BlockRef(NamedTuple):
 class PrefixMatch(list[BlockRef]):
     """The leading blocks that were found, and why there are not more."""
 
-    __slots__ = ("short",)
-
-    def __init__(self, found: Iterable[BlockRef] = (), short: MissReason | None = None) -> None:
-        super().__init__(found)
-        self.short = short
-        """None when every key was found. ABSENT says that the index does not have the next
-        one: `BlockStore.why_missing` may know more."""
+    short: MissReason | None = None
+    """None when every key was found. ABSENT says that the index does not have the next one:
+    `BlockStore.why_missing` may know more."""
 
 
 class LookupResult(list[BlockRef | None]):
     """One answer for each key that was asked for, and what kept the index from answering for
     those that are missing."""
 
-    __slots__ = ("short",)
-
-    def __init__(
-        self, found: Iterable[BlockRef | None] = (), short: MissReason | None = None
-    ) -> None:
-        super().__init__(found)
-        self.short = short
-        """None when the index answered: a None among the answers is then an absent block."""
+    short: MissReason | None = None
+    """None when the index answered: a None among the answers is then an absent block."""
 
 
 class MissQuery(NamedTuple):
@@ -189,6 +179,11 @@ class BlockStore(Protocol):
         """
         ...
 
+    def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
+        """Where each of `found` lies, by its record and by what is mapped here. Asks nobody and
+        waits for nothing: for metrics."""
+        ...
+
     def view(self, found: BlockRef) -> BlockView | None:
         """The block in place, or None when it is not there (any more): a miss."""
         ...
@@ -246,6 +241,17 @@ class BlockStore(Protocol):
     def unpin(self, found: Sequence[BlockRef]) -> None:
         """Let pinned blocks go, each once. Never raises for a peer's fault; what cannot be
         said to the node now is said when it is reached again."""
+        ...
+
+    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
+        """Keep blocks of this host's nodes from being evicted for `ttl_s` seconds, whatever
+        becomes of this client or of the node's process; what became of each wish. 0 ends it.
+
+        It is paid from the budget of `tenant` on each node (`Limits`). To ask again makes the time
+        longer, never shorter. Who drops or clears a block ends it all the same. Raises
+        `UsageError`, and `NodeUnavailableError` or `DeadlineError` when a node that may have one
+        of the blocks did not answer: some may be retained then.
+        """
         ...
 
     def clear(self, namespace_id: int) -> int:

@@ -27,7 +27,7 @@ from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Key, PutResult
+from kvstore.types import Key, PutResult, Retained
 
 log = logging.getLogger("kvstore.client")
 
@@ -181,7 +181,7 @@ class Client:
         self, pairs: Sequence[tuple[str | bytes, Any]], replace: bool
     ) -> list[PutResult]:
         self._check_open()
-        keys = [self._value_key(name) for name, _ in pairs]
+        keys = [self.namespace.value_key(name) for name, _ in pairs]
         payloads = [tensors.encode(value) for _, value in pairs]
         results = (self._saver.replace if replace else self._saver.put)(keys, payloads)
         self.session.value_names.note(keys, [name for name, _ in pairs])
@@ -217,7 +217,7 @@ class Client:
             raise UsageError(
                 "out", f"{len(out)} buffers", f"must be one for each of {len(keys)} keys"
             )
-        raw_keys = [self._value_key(key) for key in keys]
+        raw_keys = list(map(self.namespace.value_key, keys))
         return self._getter.get_many(raw_keys, [None] * len(keys) if out is None else out)
 
     def get_blocks(self, tokens: Sequence[int], out: Sequence[Any]) -> int:
@@ -277,6 +277,21 @@ class Client:
                 f"is on node {announcement.name} of {announcement.host}: only `get` "
                 "reaches it from here",
             )
+
+    def retain(self, key: str | bytes, ttl_s: int, tenant: str = "") -> Retained:
+        """Keep a value on the nodes of this host from being evicted for `ttl_s` seconds, whoever
+        ends meanwhile; 0 ends that. See `BlockStore.retain`, also for what raises.
+
+        Unlike a pin it needs no client that lives, and has a budget (`Limits.retained_percent`).
+        """
+        self._check_open()
+        (answer,) = self.session.retain([self._value_key(key)], ttl_s, tenant)
+        return answer
+
+    def retain_blocks(self, tokens: Sequence[int], ttl_s: int, tenant: str = "") -> list[Retained]:
+        """`retain` for each full block of `tokens`, the head of the prefix first."""
+        self._check_open()
+        return self.session.retain(self._block_keys(tokens), ttl_s, tenant)
 
     def delete(self, key: str | bytes) -> bool:
         """Drop a value: on the nodes of this host, else on the node of another host that the

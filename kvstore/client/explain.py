@@ -35,7 +35,7 @@ from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.base import Index, Record
 from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.machine import REAL, Machine
-from kvstore.nodedir import LOCK, Announcement, NodeDir, node_dirs, stranger, strangers
+from kvstore.nodedir import LOCK, Announcement, NodeDir, announced, node_dirs, stranger, strangers
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import InvalidReplyError, explained
 from kvstore.record import RecordSigner, unpack_record
@@ -54,6 +54,7 @@ _GONE: dict[int, tuple[MissReason, str]] = {
     GoneWhy.EVICTED: (MissReason.EVICTED, "evicted it to make room"),
     GoneWhy.DELETED: (MissReason.DELETED, "was asked to delete it"),
     GoneWhy.CLEARED: (MissReason.CLEARED, "was asked to clear its namespace"),
+    GoneWhy.EXPIRED: (MissReason.EXPIRED, "wiped it: its namespace bounds its life"),
     GoneWhy.ABORTED: (MissReason.NOT_COMMITTED, "got its slot back unwritten from its writer"),
     GoneWhy.WRITER_DIED: (MissReason.NOT_COMMITTED, "freed its slot: its writer died"),
     GoneWhy.CORRUPT: (MissReason.CORRUPT, "dropped it: its bytes were not those saved"),
@@ -158,13 +159,8 @@ class Explainer:
     # --- nodes --------------------------------------------------------------
 
     def _living(self) -> Iterator[tuple[NodeDir, Announcement]]:
-        for directory in node_dirs(self._run_dir):
-            announcement = directory.announcement()
-            if (
-                announcement is not None
-                and announcement.key_prefix == self._key_prefix
-                and directory.alive()
-            ):
+        for announcement, directory in announced(node_dirs(self._run_dir), self._key_prefix):
+            if directory.alive():
                 yield directory, announcement
 
     def _ask(self, key: Key) -> tuple[list[_Answer], list[str]]:

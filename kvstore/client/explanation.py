@@ -22,6 +22,8 @@ class MissReason(enum.StrEnum):
     EVICTED = "evicted"
     DELETED = "deleted"
     CLEARED = "cleared"
+    EXPIRED = "expired"
+    """Its namespace bounds the life of its blocks (`ttl_s`)."""
     NOT_COMMITTED = "not-committed"
     """A writer had a slot for it and gave up, or died."""
     REFUSED = "refused"

@@ -13,6 +13,7 @@ from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
 from kvstore.segment.attached import private_pages
 from kvstore.segment.copying import address_of
+from kvstore.segment.unmapped import UnmappedShm
 from kvstore.types import Key, Kind
 
 
@@ -30,7 +31,8 @@ class Pinned:
 
     The pin ends with `close`, the `with` or this object, and with everything made of it:
     every `memoryview`, slice, array and tensor of its memory keeps it until that is
-    dropped too, also beyond `Client.close`. It is no pin in a forked child.
+    dropped too, also beyond `Client.close`. It is no pin in a forked child. Of another user's
+    node, whose memory is not mapped, it is a copy.
     """
 
     def __init__(self, writer: HostWriter, place: Place, key: Key, record: bytes) -> None:
@@ -83,8 +85,11 @@ class Pinned:
         and who writes to pages that are mapped read-only ends his process."""
         view = self._view()
         attached = self._attached
+        shm = attached.shm
+        if isinstance(shm, UnmappedShm):
+            return bytearray(view)  # it may be shown to others as well
         try:
-            offset = address_of(view) - address_of(attached.shm.payload)
+            offset = address_of(view) - address_of(shm.payload)
             pages = private_pages(attached.announcement.data_path, offset, view.nbytes)
         except (OSError, ValueError):
             return bytearray(view)

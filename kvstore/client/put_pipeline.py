@@ -75,10 +75,11 @@ def save(
     to another; where none can be reached, all is rejected."""
     results: list[PutResult] = [IN_PROGRESS] * len(keys)
     todo = list(range(len(keys)))
+    sizes = [payload.size_bytes for payload in payloads]
     without: set[NodeLink] = set()
     each_s = 0.0
     for _ in range(ROUNDS):
-        blocks = [(keys[i], payloads[i].size_bytes) for i in todo]
+        blocks = [(keys[i], sizes[i]) for i in todo]
         try:
             plan = host.plan(blocks, without)
         except NodeUnavailableError as e:
@@ -101,7 +102,7 @@ def save(
                     without.add(share.link)
         if not todo:
             break
-    if len(keys) > 1 and sum(payload.size_bytes for payload in payloads) >= PART_BYTES_MIN:
+    if len(keys) > 1 and sum(sizes) >= PART_BYTES_MIN:
         # What went in several requests was sealed head first: the end of a run would outlive it.
         host.touch(keys, host.machine.monotonic(), at_once=True)
     return results

@@ -1,4 +1,5 @@
-"""Finds blocks and reads them: in place on this host, fetched from another.
+"""Finds blocks and reads them: in place on this host, fetched from another, and by a copy of this
+process's own where they are in the memory of another user of this host.
 
 Whoever copies from a place checks it afterwards (rule 4).
 """
@@ -20,34 +21,26 @@ from kvstore.client.local.nodes import Attached, LocalNodes
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock, fetch
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.out import Out
+from kvstore.cuda.base import DeviceRange
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from kvstore.record import RecordSigner, unpack_record
+from kvstore.segment.copying import copy
 from kvstore.segment.header import Fields
 from kvstore.segment.locate import hinted, locate
+from kvstore.segment.unmapped import UnmappedShm
 from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.client")
 
 PLACES_KEPT_MAX = 1 << 16
-_NODE_PART = slice(4, 16)
-"""Epoch and node id in a record (record.py)."""
 
 
-class Place:
-    """A block found in shared memory, with the header that was seen there."""
+class LocalBlock:
+    """A block found in this host's memory, with the header that was seen there."""
 
-    __slots__ = (
-        "attached",
-        "buffer",
-        "checksum",
-        "data",
-        "image",
-        "kind",
-        "meta_length",
-        "slot_id",
-    )
+    __slots__ = ("attached", "checksum", "image", "kind", "meta_length", "slot_id")
 
     attached: Attached
     slot_id: int
@@ -56,12 +49,30 @@ class Place:
     kind: int
     meta_length: int
     checksum: int
+
+    def valid(self) -> bool:
+        """Whether everything read of its payload so far is this key's block (rule 4)."""
+        attached = self.attached
+        return not attached.gone and attached.shm.header(self.slot_id) == self.image
+
+    def _has_checksum_of(self, value: memoryview | bytes, meta: memoryview | bytes) -> bool:
+        """Whether its payload's checksum was saved, and these have it."""
+        if self.checksum == 0:
+            return False
+        state = xxhash.xxh3_64(value)
+        state.update(meta)
+        return state.intdigest() == self.checksum
+
+
+class Place(LocalBlock):
+    """A block in place, in a segment that is mapped."""
+
+    __slots__ = ("buffer", "data")
+
     buffer: memoryview
     """The whole payload, value and meta, read-only."""
     data: memoryview
     """The value alone."""
-    written_bytes = 0
-    """Of it, those that are in the caller's memory already."""
 
     @property
     def size_bytes(self) -> int:
@@ -72,29 +83,103 @@ class Place:
     def meta(self) -> memoryview:
         return self.buffer[len(self.data) :]
 
-    def valid(self) -> bool:
-        """Whether everything read from `buffer` so far is this key's block (rule 4)."""
-        attached = self.attached
-        return not attached.gone and attached.shm.header(self.slot_id) == self.image
+    def value(self) -> bytes:
+        """A copy of the value."""
+        return self.data.tobytes()
+
+    def copy_to(self, target: memoryview) -> None:
+        """Copy the value over `target`, which has its size."""
+        copy(target, self.data)
 
     def verified(self, copied: memoryview | bytes | None = None) -> bool:
         """Whether the payload's checksum was saved and is right; with `copied`, that of the
         value as it was copied rather than as it lies here."""
-        if self.checksum == 0:
-            return False
-        if copied is None or self.meta_length:
-            state = xxhash.xxh3_64(self.data if copied is None else copied)
-            state.update(self.buffer[len(self.data) :])
-            return state.intdigest() == self.checksum
-        return xxhash.xxh3_64_intdigest(copied) == self.checksum
+        return self._has_checksum_of(self.data if copied is None else copied, self.meta)
 
 
-class Search(list[Place | RemoteBlock | None]):
+def believes_names(signer: RecordSigner | None) -> bool:
+    """Whether a node of this host is believed for what it says its index is, before a record names
+    it. With a signer, only a signed record says that a node is to be believed."""
+    return signer is None
+
+
+class UnmappedPlace(LocalBlock):
+    """A block in a segment that is not mapped (segment/unmapped.py): each read is a copy.
+
+    What is not there any more reads as nothing, or raises `ValueError`; then it is not `valid`.
+    """
+
+    __slots__ = ("length", "offset", "torn")
+
+    offset: int
+    length: int
+    """Of the payload, value and meta, in bytes."""
+    torn: bool
+    """A read found less than the header promises."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the value alone, without its description."""
+        return self.length - self.meta_length
+
+    @property
+    def meta(self) -> bytes:
+        return self._read(self.offset + self.size_bytes, self.meta_length)
+
+    def value(self) -> bytes:
+        """A copy of the value."""
+        return self._read(self.offset, self.size_bytes)
+
+    def copy_to(self, target: memoryview) -> None:
+        """Copy the value over `target`, which has its size."""
+        if not self._shm.read_into(self.offset, target):
+            self.torn = True
+
+    def copied(self, room: memoryview | None = None) -> Place | None:
+        """A copy of all of it, in `room` where it fits there; None when it is gone."""
+        length = self.length
+        memory = memoryview(bytearray(length)) if room is None else room[:length]
+        if len(memory) < length or not self._shm.read_into(self.offset, memory):
+            return None
+        place = Place()
+        for name in LocalBlock.__slots__:
+            setattr(place, name, getattr(self, name))
+        place.buffer = memory.toreadonly()
+        place.data = place.buffer[: self.size_bytes]
+        return place
+
+    def valid(self) -> bool:
+        return not self.torn and super().valid()
+
+    def verified(self, copied: memoryview | bytes | None = None) -> bool:
+        """Whether `copied`, or what is there now, has the checksum that was saved."""
+        with suppress(ValueError):
+            return self._has_checksum_of(self.value() if copied is None else copied, self.meta)
+        return False
+
+    @property
+    def _shm(self) -> UnmappedShm:
+        shm = self.attached.shm
+        assert isinstance(shm, UnmappedShm)
+        return shm
+
+    def _read(self, offset: int, size_bytes: int) -> bytes:
+        raw = self._shm.read(offset, size_bytes)
+        if raw is None:
+            self.torn = True
+            raise ValueError("a block of another user is not there any more")
+        return raw
+
+
+AnyPlace = Place | UnmappedPlace
+
+
+class Search(list[AnyPlace | RemoteBlock | None]):
     """Where each block that was looked for is: in this host's memory, on another host, nowhere."""
 
     @property
-    def places(self) -> list[Place | None]:
-        return [ref if isinstance(ref, Place) else None for ref in self]
+    def places(self) -> list[AnyPlace | None]:
+        return [None if isinstance(ref, RemoteBlock) else ref for ref in self]
 
     @property
     def remote(self) -> dict[int, Location]:
@@ -123,7 +208,7 @@ class Reader:
         self._remote = remote
         self._signer = signer
         self._reporter = reporter
-        self.remembered: dict[Key, Place] = {}
+        self.remembered: dict[Key, AnyPlace] = {}
         """Where blocks were seen in this host's memory: to be used without looking for them."""
         self._seen_remote: dict[Key, Location] = {}
         """Where blocks were read on other hosts."""
@@ -144,7 +229,7 @@ class Reader:
         name = reason.value
         self.miss_reasons[name] = self.miss_reasons.get(name, 0) + 1
 
-    def verified(self, key: Key, place: Place, copied: memoryview | bytes | None = None) -> bool:
+    def verified(self, key: Key, place: AnyPlace, copied: memoryview | bytes | None = None) -> bool:
         """`place.verified`; what is damaged is counted, and its node is told."""
         if place.verified(copied):
             return True
@@ -155,7 +240,8 @@ class Reader:
         self.missed(MissReason.CORRUPT)
         log.warning("a block of node %s is damaged: a miss", place.attached.announcement.name)
         if self._reporter is not None:
-            self._reporter.report(place.attached, key)
+            attached = place.attached
+            self._reporter.report(attached.directory, attached.announcement, key)
         return False
 
     def forget(self, key: Key) -> None:
@@ -181,7 +267,8 @@ class Reader:
         now = self._now()
         self._nodes.check(now)
         seen = self.remembered if remembered else {}
-        found = Search([seen.get(key) or self._local(key) for key in keys])
+        found = Search(map(seen.get, keys))
+        self._find_here(found, keys)
         unknown: list[int] = []
         for i, place in enumerate(found):
             if place is None:
@@ -190,6 +277,9 @@ class Reader:
                     found[i] = RemoteBlock(keys[i], location, remembered=True)
                 else:
                     unknown.append(i)
+        if unknown and believes_names(self._signer) and self._nodes.map_ours(now):
+            self._find_here(found, keys)
+            unknown = [i for i in unknown if found[i] is None]
         if not unknown:
             return found
         try:
@@ -201,15 +291,14 @@ class Reader:
                         found[i] = self.resolve(key, record)
         except IndexUnavailableError as e:
             if self._nodes.map_all(now):
-                for i in unknown:
-                    found[i] = found[i] or self._local(keys[i])
+                self._find_here(found, keys)
             self.index_failed(e)
         return found
 
-    def resolve(self, key: Key, record: Record) -> Place | RemoteBlock | None:
+    def resolve(self, key: Key, record: Record) -> AnyPlace | RemoteBlock | None:
         """Where a record says that the block is: in this host's memory, where its header is SEALED
         and says the same, or on another host that can be reached."""
-        if not self._genuine(key, record):
+        if not self.genuine(key, record):
             return None
         location = unpack_record(key, record)
         if location is None:
@@ -224,23 +313,29 @@ class Reader:
 
     def read(
         self,
-        refs: Sequence[Place | RemoteBlock | None],
+        refs: Sequence[AnyPlace | RemoteBlock | None],
         into: Sequence[Out | None] | None = None,
         deadline: float | None = None,
-    ) -> list[Place | FetchedBlock | None]:
+        rooms: Sequence[DeviceRange | None] | None = None,
+    ) -> list[AnyPlace | FetchedBlock | None]:
         """Each of `refs` as it can be read now, None for what cannot.
 
-        What is on this host is read in place. Blocks of other hosts come in one batch per node,
+        What is on this host is read where it is. Blocks of other hosts come in one batch per node,
         into `into` as far as it has room, else into memory of their own; `deadline`, in seconds
-        of the machine's clock, bounds that beside the deadlines of streams. Raises `UsageError`
-        for an `out` that is too small for such a block.
+        of the machine's clock, bounds that beside the deadlines of streams. `rooms` are those of
+        `fetch`. Raises `UsageError` for an `out` that is too small for such a block.
         """
-        remote = {i: ref for i, ref in enumerate(refs) if isinstance(ref, RemoteBlock)}
-        views: list[Any] = list(refs)
+        views: list[AnyPlace | FetchedBlock | None] = []
+        remote: dict[int, RemoteBlock] = {}
+        for i, ref in enumerate(refs):
+            if isinstance(ref, RemoteBlock):
+                remote[i] = ref
+                views.append(None)
+            else:
+                views.append(ref)
         if remote and self._remote is not None:
-            fetched = fetch(self._remote, remote, into, deadline)
-            for i in remote:
-                views[i] = fetched.get(i)
+            for i, block in fetch(self._remote, remote, into, deadline, rooms).items():
+                views[i] = block
         return views
 
     def remote_location(self, key: Key, record: Record) -> Location | None:
@@ -272,30 +367,43 @@ class Reader:
         """Forget where blocks of other hosts were; whether any of `keys` was among them."""
         return sum(self._seen_remote.pop(key, None) is not None for key in keys) > 0
 
-    def _local(self, key: Key) -> Place | None:
-        """The place of `key` in a segment that is mapped already, by its table of hints."""
+    def _find_here(self, found: Search, keys: Sequence[Key]) -> None:
+        """Fill in what is missing of `found` and lies in a segment that is mapped already, by its
+        table of hints."""
         for attached in self._nodes.mapped:
-            spot = hinted(attached.shm, key)
-            if spot is not None:
-                return self._place(attached, *spot)
-        return None
+            unknown = [i for i, place in enumerate(found) if place is None]
+            if not unknown:
+                return
+            spots = hinted(attached.shm, [keys[i] for i in unknown])
+            for i, spot in zip(unknown, spots, strict=True):
+                if spot is not None:
+                    found[i] = self._place(attached, *spot)
 
     def place(self, key: Key, record: Record) -> Place | None:
-        """`resolve`, for what is in this host's memory."""
+        """`resolve`, for what is in this host's memory; of another user's, a copy."""
         ref = self.resolve(key, record)
+        if isinstance(ref, UnmappedPlace):
+            return ref.copied()
         return ref if isinstance(ref, Place) else None
 
     def _place(
         self, attached: Attached, slot_id: int, image: bytes, header: Fields, offset: int
-    ) -> Place:
+    ) -> AnyPlace | None:
         _, key, length, _, kind, meta_length, checksum, _ = header
         shm = attached.shm
-        shm.populate(offset, length)
-        place = Place()
+        place: AnyPlace
+        if isinstance(shm, UnmappedShm):
+            if length > VALUE_BYTES_MAX:
+                return None  # nobody can have saved it: its owner wants memory of this process
+            place = UnmappedPlace()
+            place.offset, place.length, place.torn = offset, length, False
+        else:
+            shm.populate(offset, length)
+            place = Place()
+            place.buffer = shm.payload[offset : offset + length]
+            place.data = place.buffer[: length - meta_length] if meta_length else place.buffer
         place.attached, place.slot_id, place.image = attached, slot_id, image
         place.kind, place.meta_length, place.checksum = kind, meta_length, checksum
-        place.buffer = shm.payload[offset : offset + length]
-        place.data = place.buffer[: length - meta_length] if meta_length else place.buffer
         if len(self.remembered) >= PLACES_KEPT_MAX:
             _drop_oldest(self.remembered)
         self.remembered[key] = place
@@ -303,86 +411,12 @@ class Reader:
             self.remembered.pop(key, None)
         return place
 
-    def indexed_run(self, keys: Sequence[Key]) -> list[Record]:
-        """Records of the longest leading run that is in the index.
-
-        Raises `IndexUnavailableError`.
-        """
-        records: list[Record] = []
-        for batch in in_batches(keys, BATCH_KEYS_MAX):
-            run = self._index.match(batch)
-            records += run
-            if len(run) < len(batch):
-                break
-        return records
-
-    def genuine_count(self, keys: Sequence[Key], records: Sequence[Record]) -> int:
-        """How many leading `records` are signed as they must be."""
-        if self._signer is None:
-            return len(records)
-        for i, record in enumerate(records):
-            if not self._genuine(keys[i], record):
-                return i
-        return len(records)
-
-    def _genuine(self, key: Key, record: Record) -> bool:
+    def genuine(self, key: Key, record: Record) -> bool:
         """Whether a record is from one of our nodes, as far as that can be told; else counted."""
         if self._signer is None or self._signer.right(key, record):
             return True
         self.missed(MissReason.BAD_SIGNATURE)
         return False
-
-    def readable(self, keys: Sequence[Key]) -> list[Record | None]:
-        """For each of `keys` its record, if the node it names can be read from here.
-
-        Raises `IndexUnavailableError`.
-        """
-        return self.in_reach(self.indexed(keys))
-
-    def indexed(self, keys: Sequence[Key]) -> list[Record | None]:
-        """For each of `keys` its record, signed as it must be; None where the index has none.
-
-        Raises `IndexUnavailableError`.
-        """
-        records: list[Record | None] = []
-        for batch in in_batches(keys, BATCH_KEYS_MAX):
-            records += self._index.lookup(batch)
-        if self._signer is None:
-            return records
-        return [
-            record if record is not None and self._genuine(key, record) else None
-            for key, record in zip(keys, records, strict=True)
-        ]
-
-    def in_reach(self, records: Sequence[Record | None]) -> list[Record | None]:
-        """The records of nodes that can be read from here, None in place of the others.
-
-        Headers are looked at when the block is read; here only who owns it matters, so a long
-        run costs little.
-        """
-        now = self._now()
-        self._nodes.check(now)
-        unreachable = self._unreachable([r for r in records if r is not None], now)
-        if not unreachable:
-            return list(records)
-        return [
-            None if record is None or record[_NODE_PART] in unreachable else record
-            for record in records
-        ]
-
-    def _unreachable(self, records: Sequence[Record], now: float) -> set[bytes]:
-        """Nodes that records name and that cannot be read from here."""
-        parts = {record[_NODE_PART] for record in records}
-        return {part for part in parts if not self._reachable(part, now)}
-
-    def _reachable(self, part: bytes, now: float) -> bool:
-        if len(part) != 12:
-            return False
-        epoch = int.from_bytes(part[:4], "little")
-        node_id = int.from_bytes(part[4:], "little")
-        if self._nodes.segment(node_id, epoch, now) is not None:
-            return True
-        return self._remote is not None and self._remote.node(node_id, epoch, now) is not None
 
     def close(self) -> None:
         self.remembered.clear()

@@ -17,7 +17,7 @@ from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import RESET_LISTENS_S, RESET_NAMESPACES_MAX
 from kvstore.machine import REAL, Machine
-from kvstore.nodedir import Announcement
+from kvstore.nodedir import Announcement, announced
 from kvstore.record import RecordSigner
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
@@ -164,11 +164,7 @@ def _look(where: _Where, numbers: Sequence[int]) -> _Seen:
 
 def _here(where: _Where) -> Iterator[tuple[Announcement, str]]:
     """Living nodes of this host: one may be there that the index has forgotten."""
-    for directory in where.machine.node_dirs(where.run_dir):
-        announcement = directory.announcement()
-        if (
-            announcement is not None
-            and announcement.key_prefix == where.key_prefix
-            and directory.alive()
-        ):
+    directories = where.machine.node_dirs(where.run_dir)
+    for announcement, directory in announced(directories, where.key_prefix):
+        if directory.alive():
             yield announcement, str(directory.kept_resets().get("resets", ""))

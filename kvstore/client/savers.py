@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvstore.client.base import AnyReservation, Later, Saver
+from kvstore.client.base import AnyReservation, DeviceReservation, Later, Saver
 from kvstore.client.local.deadlines import connecting, in_turn, until
+from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.machine import Clock
 from kvstore.types import PutResult, rejected
@@ -95,3 +96,16 @@ def answered(call: Callable[[], list[T]]) -> Later[T]:
     """An answer that is there already, for what is not asked in two steps."""
     answers = call()
     return lambda: answers
+
+
+def device_items(
+    reservations: Sequence[DeviceReservation], checksums: DeviceChecksums | None
+) -> list[tuple[int, int, int]]:
+    """What a commit says of slots in VRAM: (slot, generation, checksum), without `checksums` 0.
+
+    Raises `DeviceError` when the bytes cannot be looked at.
+    """
+    seen = [0] * len(reservations)
+    if checksums is not None:
+        seen = checksums.of([[(r.buffer.address, r.buffer.size_bytes)] for r in reservations])
+    return [(r.slot, r.generation, one) for r, one in zip(reservations, seen, strict=True)]

@@ -1,8 +1,9 @@
 """Defines `BlockSession`: the store as connectors see it, over the index and this host's node.
 
 It decides little: which of its parts answers, and what their failures mean for the caller.
-`reader` finds and reads on this host, `remote` elsewhere; `writer` saves here, `remote_writer`
-where there is no node here; `index` says what is where. What passes through it:
+`lookups` says which node has a block, on this host first, then by `index`; `reader` reads on this
+host, `remote` elsewhere; `writer` saves here, `remote_writer` where there is no node here. What
+passes through it:
 
     a key, looked up  -> `BlockRef`: was in the index a moment ago. A hint (rule 7); plain data,
                          may cross processes and be kept for as long as one likes.
@@ -34,12 +35,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from kvstore.client import arguments, savers
+from kvstore.client.arguments import tenant_id, whole
 from kvstore.client.base import (
     AnyReservation,
     BlockRef,
+    BlockView,
     HostView,
     LookupResult,
     MissQuery,
@@ -47,18 +50,18 @@ from kvstore.client.base import (
     PrefixMatch,
     ReserveAnswer,
 )
+from kvstore.client.block_lookup import BlockLookup
 from kvstore.client.explain import Explainer
-from kvstore.client.explanation import Missing, MissReason, reason_of
+from kvstore.client.explanation import Missing
 from kvstore.client.health import Health, IndexWatch, ask_index
 from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.embedded_node import start_embedded_node
-from kvstore.client.local.hint_lookup import found_here, leading, sure_here
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.reaper import Reaper
-from kvstore.client.reader import Place, Reader
-from kvstore.client.remote.fetch import RemoteBlock
-from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.reader import AnyPlace, Place, Reader, UnmappedPlace
+from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
+from kvstore.client.remote.reader import NIXL_TO_VRAM, RemoteNodes
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_result import ResetResult
@@ -66,33 +69,34 @@ from kvstore.client.resetting import reset_everywhere
 from kvstore.client.values.names import ValueNames
 from kvstore.client.values.out import Out
 from kvstore.client.vram import VramNodes
+from kvstore.client.vram_landing import ArrivedInVram, VramLanding, divided
 from kvstore.config_file import read_config
-from kvstore.cuda.base import CudaDevice
-from kvstore.errors import IndexUnavailableError, NodeUnavailableError
-from kvstore.index.base import Index, Record
+from kvstore.cuda.base import CudaDevice, DeviceRange
+from kvstore.errors import IndexUnavailableError, InternalError, NodeUnavailableError
+from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.keys import Namespace
-from kvstore.limits import LOCK_PART_BYTES, RESET_TIMEOUT_S, Limits
+from kvstore.limits import LOCK_PART_BYTES, RESET_TIMEOUT_S, RETAINED_S_MAX, Limits
 from kvstore.machine import REAL, Machine
-from kvstore.nodedir import Announcement
 from kvstore.protocol.control_requests import Want
 from kvstore.record import RecordSigner
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.attached import AttachedShm
-from kvstore.transport.base import Read
-from kvstore.transport.cuda_ipc import Piece, WantedAnywhere
+from kvstore.segment.unmapped import UnmappedShm
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.select import SHM, TRANSPORTS, allowed
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Key, Kind, Location, PutResult
+from kvstore.types import Key, Kind, PutResult, Retained, Tier
 
 Verify = Literal["never", "always"]
 
 
-def _mapping(shm: AttachedShm, *, writable: bool) -> list[PoolMapping]:
+def _mapping(shm: AttachedShm | UnmappedShm | None, *, writable: bool) -> list[PoolMapping]:
+    if shm is None or isinstance(shm, UnmappedShm):
+        return []
     block = shm.superblock
     try:
         memory = shm.payload[:]
@@ -101,20 +105,12 @@ def _mapping(shm: AttachedShm, *, writable: bool) -> list[PoolMapping]:
     return [PoolMapping(memory, LOCK_PART_BYTES, writable, block.node_id, block.epoch)]
 
 
-def _divided(staging: memoryview, refs: list[Place | RemoteBlock | None]) -> list[Out | None]:
-    """Room in `staging` for those of other hosts, one after the other; what finds none is taken
-    out of `refs`."""
-    into: list[Out | None] = [None] * len(refs)
-    start = 0
-    for i, ref in enumerate(refs):
-        if isinstance(ref, RemoteBlock):
-            end = start + ref.location.length
-            if end > staging.nbytes:
-                refs[i] = None
-            else:
-                into[i] = Out(staging[start:end])
-                start = end
-    return into
+def _copied(place: AnyPlace | None, out: Out | None) -> Place | None:
+    """The block in place, or a copy of it where it lies in memory that is not mapped: in `out`,
+    or in memory of its own."""
+    if isinstance(place, UnmappedPlace):
+        return place.copied(None if out is None else out.room)
+    return place
 
 
 class BlockSession:
@@ -130,11 +126,12 @@ class BlockSession:
     (transport/select.py; None takes KVSTORE_TRANSPORTS, else all): without "shm" the
     nodes of this host are as far away as any other. `security` is what streams are
     protected by; None takes it from the environment. With a `device`, blocks that nodes
-    of this host keep in VRAM are read too, unless "always" is to be verified: they have no
-    checksums. `sees_vram` is for a process without one that looks up for others that have: it
-    says of a node's id and epoch whether they can read its VRAM (`open_vram`). `patient` is
-    for calls from threads that may wait: the answer of a node of this host that gets no
-    processor is waited for beyond `request_timeout_s`, up to `FIRST_ANSWER_WAIT_S`.
+    of this host keep in VRAM are read too. `sees_vram` is for a process without one that
+    looks up for others that have: it says of a node's id and epoch whether they can read
+    its VRAM (`open_vram`). With a `nixl_device`, what comes from other hosts by RDMA may
+    arrive in memory of that device (`views_on_device`). `patient` is for calls from threads
+    that may wait: the answer of a node of this host that gets no processor is waited for
+    beyond `request_timeout_s`, up to `FIRST_ANSWER_WAIT_S`.
     """
 
     def __init__(
@@ -152,6 +149,7 @@ class BlockSession:
         security: StreamSecurity | None = None,
         device: CudaDevice | None = None,
         sees_vram: Callable[[int, int], bool] | None = None,
+        nixl_device: CudaDevice | None = None,
         patient: bool = False,
         machine: Machine = REAL,
     ) -> None:
@@ -192,6 +190,7 @@ class BlockSession:
             machine=machine,
         )
         self._signer = signer = RecordSigner(key, key_prefix) if key else None
+        self._reporter = CorruptionReporter(self.limits.request_timeout_s, machine=machine)
         self.remote = RemoteNodes(
             self.index,
             self.transports,
@@ -200,16 +199,20 @@ class BlockSession:
             self._vram_nodes(key_prefix, device, sees_vram),
             signer,
             Silenced(self.run_dir),
+            nixl_device=nixl_device,
             machine=machine,
         )
-        reporter = CorruptionReporter(self.limits.request_timeout_s, machine=machine)
+        self._landing = None if nixl_device is None else VramLanding(nixl_device)
         self.reader = Reader(
             self.index,
             self.nodes,
             self.remote,
             signer=signer,
-            reporter=reporter,
+            reporter=self._reporter,
             watch=self._watch,
+        )
+        self.lookups = BlockLookup(
+            self.index, self.nodes, self.remote, self.reader, signer, self.limits.redis_timeout_s
         )
         self.writer = HostWriter(
             self.nodes,
@@ -221,7 +224,7 @@ class BlockSession:
         )
         self.value_names = ValueNames(self.writer)
         self.remote_writer = RemoteWriter(
-            self.remote, self.reader.readable, self.writer.introductions, machine=machine
+            self.remote, self.lookups.readable, self.writer.introductions, machine=machine
         )
         self._explainer = Explainer(
             self.index,
@@ -246,9 +249,16 @@ class BlockSession:
         self, key_prefix: str, device: CudaDevice | None, seen: Callable[[int, int], bool] | None
     ) -> VramNodes | None:
         wanted = device is not None or seen is not None
-        if not wanted or CUDA_IPC not in self.transports or self.verify == "always":
+        if not wanted or CUDA_IPC not in self.transports:
             return None
-        return VramNodes(self.run_dir, key_prefix, device, seen)
+        return VramNodes(
+            self.run_dir,
+            key_prefix,
+            device,
+            seen,
+            verifies=self.verify == "always",
+            report=self._reporter.report,
+        )
 
     def _node_starter(
         self, key_prefix: str, node: str | None, size_bytes: int | None, key: bytes | None
@@ -278,106 +288,14 @@ class BlockSession:
         it; with a `timeout_s` shorter than what it took, its answer counts as too late.
         While the index is away, another `redis_timeout_s` at most goes into this host's segments.
         """
-        started = self._now()
-        run = PrefixMatch(leading(sure_here(self.nodes, self._signer, keys)))
-        rest = keys[len(run) :]
-        if rest:
-            run.short = self._match_on(run, rest, started, timeout_s)
-        return run
-
-    def _match_on(
-        self, run: PrefixMatch, keys: Sequence[Key], started: float, timeout_s: float | None
-    ) -> MissReason | None:
-        """Go on with `run` through `keys` by the index; why it ends before their end."""
-        if timeout_s == 0.0:
-            return MissReason.DEADLINE
-        try:
-            records = self.reader.indexed_run(keys)
-        except IndexUnavailableError as e:
-            here = list(leading(self._found_here(keys, started, timeout_s)))
-            run += here
-            return self._short(e, missed=len(here) < len(keys))
-        genuine = self.reader.genuine_count(keys, records)
-        if timeout_s is not None and self._now() - started > timeout_s:
-            self.reader.missed(MissReason.DEADLINE)
-            return MissReason.DEADLINE
-        refs = self._in_reach(keys[:genuine], records[:genuine], started, timeout_s)
-        reached = list(leading(refs))
-        run += reached
-        if len(reached) < genuine:
-            self.reader.missed(MissReason.OUT_OF_REACH)
-            return MissReason.OUT_OF_REACH
-        if genuine < len(records):
-            return MissReason.BAD_SIGNATURE
-        return MissReason.ABSENT if genuine < len(keys) else None
+        return self.lookups.match(keys, timeout_s)
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         """See `BlockStore.lookup`; its deadline is that of `match`."""
-        started = self._now()
-        answers = LookupResult(sure_here(self.nodes, self._signer, keys))
-        unknown = [i for i, one in enumerate(answers) if one is None]
-        if unknown:
-            answers.short = self._look_up_on(answers, keys, unknown, started, timeout_s)
-        return answers
+        return self.lookups.lookup(keys, timeout_s)
 
-    def _look_up_on(
-        self,
-        answers: LookupResult,
-        keys: Sequence[Key],
-        unknown: Sequence[int],
-        started: float,
-        timeout_s: float | None,
-    ) -> MissReason | None:
-        """Fill in by the index what is `unknown` of `answers`; what kept it from answering."""
-        if timeout_s == 0.0:
-            return MissReason.DEADLINE
-        rest = [keys[i] for i in unknown]
-        try:
-            records = self.reader.indexed(rest)
-        except IndexUnavailableError as e:
-            for i, one in zip(unknown, self._found_here(rest, started, timeout_s), strict=False):
-                answers[i] = one
-            return self._short(e, missed=None in answers)
-        if timeout_s is not None and self._now() - started > timeout_s:
-            self.reader.missed(MissReason.DEADLINE)
-            return MissReason.DEADLINE
-        refs = self._in_reach(rest, records, started, timeout_s)
-        for i, ref in zip(unknown, refs, strict=True):
-            answers[i] = ref
-        return None
-
-    def _in_reach(
-        self,
-        keys: Sequence[Key],
-        records: Sequence[Record | None],
-        started: float,
-        timeout_s: float | None,
-    ) -> list[BlockRef | None]:
-        """Each record whose node can be read from here. The index has one record for a key: where
-        that is of a node that cannot, such as one in VRAM, this host's memory may have another."""
-        reached = self.reader.in_reach(records)
-        refs = [None if r is None else BlockRef(k, r) for k, r in zip(keys, reached, strict=True)]
-        away = [i for i, r in enumerate(records) if r is not None and refs[i] is None]
-        if away:
-            below = self._found_here([keys[i] for i in away], started, timeout_s)
-            for i, found in zip(away, below, strict=False):
-                refs[i] = found
-        return refs
-
-    def _found_here(
-        self, keys: Sequence[Key], started: float, timeout_s: float | None
-    ) -> Iterator[BlockRef | None]:
-        """What can be found without the index, in what is left of the time."""
-        if timeout_s is None:
-            give_up_at = self._now() + self.limits.redis_timeout_s
-        else:
-            give_up_at = started + timeout_s
-        return found_here(self.nodes, self._signer, keys, give_up_at, self._now)
-
-    def _short(self, error: IndexUnavailableError, *, missed: bool) -> MissReason | None:
-        """Why not all was found: the index was not there to be asked."""
-        self.reader.index_failed(error, missed=missed)
-        return reason_of(error) if missed else None
+    def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
+        return self.lookups.tiers(found)
 
     def view(self, found: BlockRef) -> HostView | None:
         (view,) = self.views([found], None)
@@ -386,21 +304,53 @@ class BlockSession:
     def views(
         self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
     ) -> Iterator[HostView | None]:
-        """See `BlockStore.views`. Those of other hosts come when the first of them is asked for."""
+        """See `BlockStore.views`. Those of other hosts come when the first of them is asked for,
+        each of another user of this host when it is."""
+        return self._views(found, staging, None, timeout_s)
+
+    def views_on_device(
+        self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
+    ) -> Iterator[BlockView | None]:
+        """`views`, of which those that came by RDMA may be in memory of the `nixl_device`: checked
+        there, and good until `staging` is used again. For one `staging` of this session only; with
+        any other, and where the device cannot take them, all are in the host's memory."""
+        landing = None
+        if self._landing is not None and staging is not None:
+            landing = self._landing.beside(staging)
+        try:
+            for view in self._views(found, staging, landing, timeout_s):
+                on_device = view.vram if isinstance(view, FetchedBlock) else None
+                yield view if on_device is None else ArrivedInVram(on_device)
+        except InternalError:
+            if self._landing is not None:
+                self._landing.lost()
+            raise
+
+    def _views(
+        self,
+        found: Sequence[BlockRef],
+        staging: memoryview | None,
+        landing: DeviceRange | None,
+        timeout_s: float | None,
+    ) -> Iterator[HostView | None]:
         deadline = None if timeout_s is None else self._now() + timeout_s
         refs = [self.reader.resolve(one.key, one.record) for one in found]
-        into = None if staging is None else _divided(staging, refs)
-        fetched: Sequence[HostView | None] = ()
+        into, rooms = (None, None) if staging is None else divided(staging, landing, refs)
+        fetched: Sequence[object] = ()
         for i, (one, ref) in enumerate(zip(found, refs, strict=True)):
             if isinstance(ref, RemoteBlock):
-                fetched = fetched or self.reader.read(refs, into, deadline)
-                yield fetched[i]
-            elif ref is None or (self.verify != "never" and not self.reader.verified(one.key, ref)):
+                fetched = fetched or self.reader.read(refs, into, deadline, rooms)
+                yield cast("HostView | None", fetched[i])
+                continue
+            place = _copied(ref, None if into is None else into[i])
+            if place is None or (
+                self.verify != "never" and not self.reader.verified(one.key, place)
+            ):
                 yield None
             else:
                 self.viewed["hits"] += 1
-                self.viewed["hit_bytes"] += len(ref.buffer)
-                yield ref
+                self.viewed["hit_bytes"] += len(place.buffer)
+                yield place
 
     def open_vram(self) -> frozenset[tuple[int, int]]:
         """Id and epoch of the nodes whose VRAM this process has open and can read. From the first
@@ -414,44 +364,11 @@ class BlockSession:
     def device_view(self, found: BlockRef) -> DeviceBlock | None:
         """A block of this host's VRAM in place, for kernels of the caller's; close it. None for
         one that is elsewhere, or is not there any more."""
-        location = self.reader.remote_location(found.key, found.record)
-        at = None if location is None else self._in_vram(location)
-        if location is None or at is None:
+        location, vram = self.reader.remote_location(found.key, found.record), self.remote.vram
+        if location is None or vram is None:
             return None
-        vram, announcement = at
-        return vram.view(announcement, found.key, location)
-
-    def _in_vram(self, location: Location) -> tuple[VramNodes, Announcement] | None:
-        vram, now = self.remote.vram, self._now()
-        announcement = None if vram is None else vram.node(location.node_id, location.epoch, now)
-        return None if vram is None or announcement is None else (vram, announcement)
-
-    def read_vram(
-        self, found: Sequence[BlockRef], into: Sequence[Sequence[Piece]], timeout_s: float
-    ) -> list[bool]:
-        """Copy blocks of this host's VRAM, each into pieces on the device or the host that are
-        together as long as it; False for those that are elsewhere or could not be read. The
-        copies wait for no stream: what the device still does with the pieces must be over.
-
-        Raises `UsageError` for pieces of another size, and `InternalError` when the device
-        hangs: then the pieces can neither be used nor given back.
-        """
-        deadline = self._now() + timeout_s
-        read = [False] * len(found)
-        by_node: dict[tuple[int, int], list[tuple[int, WantedAnywhere]]] = {}
-        for i, one in enumerate(found):
-            at = self.reader.remote_location(one.key, one.record)
-            if at is not None:
-                wanted = WantedAnywhere(one.key, at, into[i])
-                by_node.setdefault((at.node_id, at.epoch), []).append((i, wanted))
-        for batch in by_node.values():
-            there = self._in_vram(batch[0][1].location)
-            if there is not None:
-                vram, announcement = there
-                outcomes = vram.read(announcement, [wanted for _, wanted in batch], deadline)
-                for (i, _), outcome in zip(batch, outcomes, strict=True):
-                    read[i] = outcome.read is Read.HIT
-        return read
+        announcement = vram.node(location.node_id, location.epoch, self._now())
+        return None if announcement is None else vram.view(announcement, found.key, location)
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
@@ -492,6 +409,10 @@ class BlockSession:
     def unpin(self, found: Sequence[BlockRef]) -> None:
         self.writer.unpin_many([(f.key, f.record) for f in found])
 
+    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
+        whole("ttl_s", ttl_s, 0, RETAINED_S_MAX)
+        return self.writer.retain(keys, ttl_s, tenant_id(tenant)) if keys else []
+
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)
 
@@ -513,7 +434,8 @@ class BlockSession:
 
     def read_bytes(self) -> Mapping[str, int]:
         counts = self.remote.counts
-        others = {name: counts[f"{name}_bytes"] for name in TRANSPORTS if f"{name}_bytes" in counts}
+        names = (*TRANSPORTS, NIXL_TO_VRAM)
+        others = {name: counts[f"{name}_bytes"] for name in names if f"{name}_bytes" in counts}
         return {SHM: self.viewed["hit_bytes"], **others}
 
     def mappings(self) -> Sequence[PoolMapping]:
@@ -521,11 +443,17 @@ class BlockSession:
         with contextlib.suppress(NodeUnavailableError):
             for writer in self.writer.writers():
                 link = writer.linked
-                if link is not None and not link.reads_only and link.shm is not None:
+                if link is not None and not link.reads_only:
                     found += _mapping(link.shm, writable=True)
         for attached in self.nodes.mapped:
             found += _mapping(attached.shm, writable=False)
         return found
+
+    @property
+    def why_not_to_vram(self) -> str:
+        """Why what comes by RDMA does not arrive in VRAM, for people; empty when it does."""
+        landing = self._landing
+        return (landing.reason if landing is not None else "") or self.remote.why_not_to_vram
 
     def register_namespaces(self, namespaces: Iterable[Namespace]) -> None:
         self.writer.register_namespaces(namespaces)
@@ -551,5 +479,7 @@ class BlockSession:
         self.writer.close()
         self.reader.close()
         self.remote.close()
+        if self._landing is not None:
+            self._landing.close()
         self.nodes.close()
         self._opened.close()

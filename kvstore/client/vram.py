@@ -12,16 +12,18 @@ from pathlib import Path
 from kvstore.batches import in_batches
 from kvstore.client.local.nodes import ABSENT_MAX, ABSENT_S, ALIVE_CHECK_S
 from kvstore.cuda.base import CudaDevice
+from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.cuda.handover import take_over
 from kvstore.errors import DeviceError, UsageError
 from kvstore.limits import CUDA_IPC_NODES_MAX, STREAM_BLOCKS_MAX
-from kvstore.nodedir import Announcement, NodeDir, node_dirs
+from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.segment.cuda import AttachedCuda
 from kvstore.segment.locate import locate
 from kvstore.segment.trusted_files import files_of
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.cuda_ipc import CudaIpcTransport, WantedAnywhere
 from kvstore.transport.cuda_memory import NAME, DeviceAddress, DeviceBlock, DevicePlace
+from kvstore.transport.stream.transport import CHECKSUM_REASON
 from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.client")
@@ -49,7 +51,8 @@ class CudaHeads:
         spot = locate(self._segment, key, location)
         if spot is None:
             return None
-        return DevicePlace(spot.offset, spot.header[4], spot.header[5], (spot.slot_id, spot.image))
+        _, _, _, _, kind, meta_length, checksum, _ = spot.header
+        return DevicePlace(spot.offset, kind, meta_length, (spot.slot_id, spot.image), checksum)
 
     def same(self, place: DevicePlace) -> bool:
         slot_id, image = place.token
@@ -61,7 +64,7 @@ def attach(run_dir: Path, announcement: Announcement) -> CudaHeads | None:
     try:
         directory = NodeDir(run_dir, announcement.name)
         files = files_of(directory, announcement)
-        segment = AttachedCuda(files.head, owner=files.owner)
+        segment = AttachedCuda(files.head, owner=files.owner, mapped=files.mapped)
     except (OSError, ValueError, UsageError):
         return None
     block = segment.superblock
@@ -84,18 +87,27 @@ class VramNodes:
         key_prefix: str,
         device: CudaDevice | None,
         seen: Callable[[int, int], bool] | None = None,
+        *,
+        verifies: bool = False,
+        report: Callable[[NodeDir, Announcement, Key], None] | None = None,
     ) -> None:
+        """With `verifies`, only blocks with the right checksum are read; `report` tells a node of
+        one that has another."""
         self._run_dir = run_dir
         self._key_prefix = key_prefix
         self._device = device
         self._seen = seen
+        self._report = report
         self.watched = False
         """Whether `look` is to open what there is."""
         self.transport = (
-            None if device is None else CudaIpcTransport(device, partial(attach, run_dir))
+            None
+            if device is None
+            else CudaIpcTransport(device, partial(attach, run_dir), verifies=verifies)
         )
         self._lock = threading.RLock()
-        self.counts = dict.fromkeys(("cuda_ipc_bytes", *_COUNTED.values()), 0)
+        counted = ("cuda_ipc_bytes", "cuda_ipc_checksum", *_COUNTED.values())
+        self.counts = dict.fromkeys(counted, 0)
         self._known: dict[tuple[int, int], tuple[float, Announcement | None]] = {}
         """By node id and epoch: until when it is believed, and what."""
         self._said: set[tuple[int, int]] = set()
@@ -125,20 +137,20 @@ class VramNodes:
             self.sweep()
         return announcement
 
+    def known(self, node_id: int, epoch: int) -> bool:
+        """Whether that start of that node was one whose blocks can be read from here, at the last
+        look; asks nobody."""
+        return self._known.get((node_id, epoch), (0.0, None))[1] is not None
+
     def _find(self, node_id: int, epoch: int) -> Announcement | None:
-        for directory in node_dirs(self._run_dir):
-            announcement = directory.announcement()
-            if announcement is None or (announcement.node_id, announcement.epoch) != (
-                node_id,
-                epoch,
-            ):
-                continue
+        found = announced(node_dirs(self._run_dir), self._key_prefix, (node_id, epoch))
+        for announcement, directory in found:
             return announcement if self._readable(announcement, directory) else None
         return None
 
     def _readable(self, announcement: Announcement, directory: NodeDir) -> bool:
         address = DeviceAddress.parse(announcement.transports.get(NAME, ""))
-        if address is None or announcement.key_prefix != self._key_prefix or not directory.alive():
+        if address is None or not directory.alive():
             return False
         try:
             return self._device is None or self._device.reaches(address.uuid)
@@ -152,9 +164,8 @@ class VramNodes:
             return
         memory = self.transport.memory
         self.sweep()
-        for directory in node_dirs(self._run_dir):
-            announcement = directory.announcement()
-            if announcement is None or not self._readable(announcement, directory):
+        for announcement, directory in announced(node_dirs(self._run_dir), self._key_prefix):
+            if not self._readable(announcement, directory):
                 continue
             start, there = (announcement.node_id, announcement.epoch), memory.starts()
             full = start not in there and len(there) >= CUDA_IPC_NODES_MAX
@@ -209,17 +220,50 @@ class VramNodes:
         failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
         if failed is not None:
             self._failed(announcement, failed)
+        for one, outcome in zip(wanted, outcomes, strict=True):
+            if outcome.reason == CHECKSUM_REASON:
+                self._damaged(announcement, one.key)
         return outcomes
 
+    def _damaged(self, announcement: Announcement, key: Key) -> None:
+        """Let the node look for itself (rule 2)."""
+        log.warning("a block in VRAM of node %s is damaged: a miss", announcement.name)
+        self.counts["cuda_ipc_checksum"] += 1
+        if self._report is not None:
+            self._report(NodeDir(self._run_dir, announcement.name), announcement, key)
+
     def view(self, announcement: Announcement, key: Key, location: Location) -> DeviceBlock | None:
-        """The block in place; None when it is not there (any more) or out of reach."""
+        """The block in place; None when it is not there (any more), is damaged where all is to be
+        verified, or out of reach."""
         if self.transport is None:
             return None
         try:
-            return self.transport.memory.view(announcement, key, location)
+            block = self.transport.memory.view(announcement, key, location)
+            if block is None or self.transport.checksums is None:
+                return block
+            if self._right(block, location, self.transport.checksums):
+                return block
         except DeviceError as e:
             self._failed(announcement, str(e))
             return None
+        if block.checksum and block.valid():
+            self._damaged(announcement, key)
+        block.close()
+        return None
+
+    @staticmethod
+    def _right(block: DeviceBlock, location: Location, checksums: DeviceChecksums) -> bool:
+        """Whether the bytes in place have the checksum that header and location name. Raises
+        `DeviceError`."""
+        known = {block.checksum, location.checksum} - {0}
+        if not known:
+            return False
+        try:
+            (seen,) = checksums.of([[(block.memory.address, block.memory.size_bytes)]])
+        except BaseException:
+            block.close()
+            raise
+        return known == {seen}
 
     def _count(
         self, outcomes: Sequence[Outcome], wanted: Sequence[Wanted | WantedAnywhere]

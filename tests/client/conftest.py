@@ -1,15 +1,20 @@
-"""A node and clients on its host and on another one (two_hosts.py)."""
+"""A node and clients on its host and on another one (two_hosts.py), and a reader without either
+(reader_parts.py)."""
 
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from reader_parts import Nodes, ReaderOf, Remote
 from redis_servers import RedisServer
 from stores import NodeProcess
 from two_hosts import client_of, listening_node
 
 from kvstore import Client
+from kvstore.client.reader import Reader
+from kvstore.segment.header import Superblock
+from kvstore.segment.shm import OwnedShm
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +51,23 @@ def reader(far: NodeProcess, elsewhere: Path) -> Iterator[Client]:
     """On another one."""
     with client_of(far, elsewhere) as client:
         yield client
+
+
+@pytest.fixture
+def owned(tmp_path: Path) -> Iterator[OwnedShm]:
+    segment = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, 128 << 10))
+    yield segment
+    segment.close()
+
+
+@pytest.fixture
+def nodes(owned: OwnedShm) -> Nodes:
+    return Nodes(owned)
+
+
+@pytest.fixture
+def reader_of(nodes: Nodes) -> ReaderOf:
+    def made(index: object, remote: object = None, **options: object) -> Reader:
+        return Reader(index, nodes, remote or Remote(), **options)  # type: ignore[arg-type]
+
+    return made

@@ -11,9 +11,8 @@ import pytest
 from two_hosts import PATIENT, SECURITY, client_of
 
 from kvstore import AsyncClient, Client, UsageError
-from kvstore.client import async_client, put_pipeline
+from kvstore.client import async_client, put_pipeline, reader
 from kvstore.client.local.control import ControlChannel
-from kvstore.client.values import getting
 
 MIB = 1 << 20
 
@@ -55,7 +54,7 @@ def test_a_cancelled_read_leaves_the_callers_memory_alone(node, monkeypatch, cal
             await c.put("k", value)
             await c.put_blocks(range(256), [value])
             buffer = bytearray(2 * MIB)
-            gate = Gate(getting, monkeypatch)
+            gate = Gate(reader, monkeypatch)
             reads = {
                 "get": lambda: c.get("k", buffer),
                 "get_many": lambda: c.get_many(["k"], [buffer]),

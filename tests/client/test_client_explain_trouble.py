@@ -97,11 +97,18 @@ def test_a_match_says_why_it_is_short(node):
 
 def test_a_block_the_index_lost_is_told_as_such():
     """Redis forgets one key by itself (its own eviction): no node hears of that."""
-    with RedisServer() as redis, NodeProcess(redis) as node, fresh(node) as saver:
+    signing_key = "thirty-two random characters.."
+    signed = {"environment": {"KVSTORE_SIGNING_KEY": signing_key}}
+    with (
+        RedisServer() as redis,
+        NodeProcess(redis, **signed) as node,
+        fresh(node, signing_key=signing_key) as saver,
+    ):
         save(saver)
         key = saver.namespace.block_keys(TOKENS, BLOCK_TOKENS)[0]
         redis.admin().delete(KeySpace(node.key_prefix).redis_key(key))
-        with fresh(node) as client:  # it has no segment mapped, so it asks the index
+        # It has no segment mapped, and maps none that no signed record names: it asks the index.
+        with fresh(node, signing_key=signing_key) as client:
             missing = why(client.explain(TOKENS))
             assert (missing.reason, missing.node) == (MissReason.NOT_INDEXED, "node")
 

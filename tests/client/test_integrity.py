@@ -183,6 +183,7 @@ def test_a_forged_record_leads_nowhere(signing_node: NodeProcess) -> None:
         client.put_many([("a", b"A" * 1000), ("b", b"B" * 1000)])
     with Client(**signing_node.client_options, signing_key=SECRET) as client:
         a, b, c = (client.namespace.value_key(name) for name in "abc")
+        wait_until(lambda: None not in index.lookup([a, b]), "their own records are there")
         (of_a,) = index.lookup([a])
         theirs = RecordSigner(SECRET.encode(), "kv:another").signed(b, of_a[:44])
         index.publish([KeyRecord(b, theirs), KeyRecord(c, of_a)])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess, announcement
 
-from kvstore import Client, Holder, Locator, MissReason
+from kvstore import Client, Holder, Limits, Locator, MissReason
 from kvstore.client import locator as locator_module
 from kvstore.client.remote import node_directory
 from kvstore.index.memory import MemoryIndex
@@ -150,3 +152,35 @@ def test_with_a_signing_key_an_unsigned_record_has_no_holder(
     with Locator("redis://127.0.0.1:1", run_dir=tmp_path, signing_key=secret) as locator:
         locator._index = locator._nodes._index = index
         assert len(locator.leading(names)) == 1
+
+
+def test_a_damaged_record_has_no_holder(tmp_path: Path) -> None:
+    name = b"k" * 32
+    record = pack_record(name, Location(7, 2, 0, 0, 1, 0, 10, 0))
+    index = MemoryIndex()
+    index.announce(7, announcement(node_id=7, epoch=2).pack(), 60.0)
+    index.publish([(name, record[:-1] + bytes([record[-1] ^ 1]))])
+    with Locator("redis://127.0.0.1:1", run_dir=tmp_path) as locator:
+        locator._index = locator._nodes._index = index
+        run = locator.leading([name])
+    assert (run, run.short) == ([], MissReason.NODE_DEAD)
+
+
+@pytest.mark.parametrize("end", [Locator.close, Locator.__exit__])
+def test_the_limits_given_are_those_of_its_index_which_it_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Locator], None]
+) -> None:
+    opened: list[Limits] = []
+    closed: list[None] = []
+
+    def open_index(url: str, *, limits: Limits, **_: object) -> object:
+        opened.append(limits)
+        return SimpleNamespace(index=MemoryIndex(), close=lambda: closed.append(None))
+
+    monkeypatch.setattr(locator_module, "open_guarded", open_index)
+    limits = Limits(redis_timeout_s=3.0)
+    found = Locator("redis://127.0.0.1:1", run_dir=tmp_path, limits=limits)
+    assert opened == [limits]
+    assert closed == []
+    end(found)
+    assert closed == [None]

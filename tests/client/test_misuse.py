@@ -53,6 +53,8 @@ GOOD = {
     "out": bytearray(100),
     "replace": False,
     "timeout_s": 1.0,
+    "ttl_s": 60,
+    "tenant": "a tenant",
 }
 OUTS = {"get_many": [bytearray(100)], "get_blocks": [bytearray(100)]}
 SECRETS = ("signing_key", "salt")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clocks import died_ago
 from redis_servers import RedisServer, wait_until
 from stores import MIB, PATIENT, NodeProcess
 
@@ -212,7 +211,7 @@ def test_what_a_dead_one_left_waits_for_its_next_start_and_goes_with_it(
     peer.process.wait()
     sweep(run_dir)
     assert all(path.exists() for path in files), "not ours to free before its time"
-    os.utime(peer.directory.keep, (time.time() - 3600,) * 2)
+    died_ago(3600, keep=peer.directory.keep)
     sweep(run_dir)
     assert not any(path.exists() for path in files)
 

@@ -3,97 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reader_parts import AWAY, HERE, KEY, SIGNER, Counting, ReaderOf, Remote, save
 from stores import announcement
 
-from kvstore.client.local.hint_lookup import found_here
-from kvstore.client.local.nodes import Attached, LocalNodes
-from kvstore.client.reader import Reader
-from kvstore.core.events import Fill, Mark, Seal
+from kvstore.client.block_lookup import BlockLookup, found_here
+from kvstore.client.local.nodes import LocalNodes
 from kvstore.filelock import try_lock
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.machine import REAL
 from kvstore.nodedir import NodeDir
-from kvstore.record import RecordSigner, pack_record
-from kvstore.segment.attached import AttachedShm
-from kvstore.segment.header import Superblock
+from kvstore.record import pack_record
 from kvstore.segment.shm import OwnedShm
-from kvstore.types import Key, Location
-
-KEY = b"k" * 32
-VALUE = b"v" * 1000
-HERE = Location(7, 1, 0, 3, 1, 0, len(VALUE), 0)
-AWAY = HERE._replace(node_id=8)
-SIGNER = RecordSigner(b"a secret of some length", "kv:t")
-
-
-@pytest.fixture
-def owned(tmp_path: Path) -> Iterator[OwnedShm]:
-    segment = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, 128 << 10))
-    yield segment
-    segment.close()
-
-
-class Nodes:
-    """One mapped segment, of node 7."""
-
-    machine = REAL
-
-    def __init__(self, owned: OwnedShm) -> None:
-        shm = AttachedShm(owned.data_path, owned.head_path)
-        word = announcement(node_id=7, epoch=1)
-        self.attached = Attached(word, shm, NodeDir(Path("/"), "n"), ours=True)
-        self.mapped = (self.attached,)
-
-    def check(self, now: float) -> None:
-        pass
-
-    def map_all(self, now: float) -> bool:
-        return False
-
-    def segment(self, node_id: int, epoch: int, now: float) -> Any:
-        return self.attached if (node_id, epoch) == (7, 1) else None
-
-
-REMOTE: Any = SimpleNamespace(node=lambda *_: announcement(node_id=8, epoch=1))
-
-
-class Counting(MemoryIndex):
-    """Remembers the batches that were looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[list[Key]] = []
-
-    def lookup(self, keys: Sequence[Key]) -> list[bytes | None]:
-        self.asked.append(list(keys))
-        return super().lookup(keys)
-
-
-ReaderOf = Callable[..., Reader]
-
-
-@pytest.fixture
-def nodes(owned: OwnedShm) -> Any:
-    return Nodes(owned)
-
-
-@pytest.fixture
-def reader_of(nodes: Any) -> ReaderOf:
-    return lambda index, **options: Reader(index, nodes, REMOTE, **options)
-
-
-def save(segment: OwnedShm, granule: int = 0) -> None:
-    segment.apply(Mark(3, 1, 1))
-    segment.apply(Fill(3 * 4096, VALUE))
-    segment.apply(Seal(3, 1, KEY, len(VALUE), granule, 1, 0, 0, 0))
+from kvstore.types import Key
 
 
 def many() -> tuple[list[Key], MemoryIndex]:
@@ -115,10 +42,13 @@ def test_each_key_of_a_long_search_is_looked_up_once(reader_of: ReaderOf) -> Non
 
 
 @pytest.mark.parametrize("hole", [0, BATCH_KEYS_MAX - 1, BATCH_KEYS_MAX, 2 * BATCH_KEYS_MAX])
-def test_a_run_ends_at_its_first_hole_wherever_that_is(reader_of: ReaderOf, hole: int) -> None:
+def test_a_run_ends_at_its_first_hole_wherever_that_is(
+    nodes: Any, reader_of: ReaderOf, hole: int
+) -> None:
     keys, index = many()
     index.remove([KeyRecord(keys[hole], pack_record(keys[hole], AWAY))])
-    assert len(reader_of(index).indexed_run(keys)) == hole
+    lookup = BlockLookup(index, nodes, Remote(), reader_of(index), None, 1.0)  # type: ignore[arg-type]
+    assert len(lookup.match(keys, None)) == hole
 
 
 def test_a_remembered_place_ends_with_its_node(

@@ -39,6 +39,9 @@ class Nodes:
     def check(self, now):
         pass
 
+    def map_ours(self, now):
+        return False
+
     def map_all(self, now):
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -14,7 +15,7 @@ from redis_servers import RedisServer, stopped, wait_until
 from stores import NodeProcess
 
 from kvstore import BlockRef, BlockSession, Client, Limits, MissReason
-from kvstore.client.local.hint_lookup import found_here
+from kvstore.client.block_lookup import found_here
 
 BLOCK_BYTES = 20_000
 QUICK = Limits(redis_timeout_s=1.0, request_timeout_s=10.0)
@@ -130,6 +131,22 @@ def test_values_are_found_by_a_client_that_starts_while_redis_is_away(
         assert client.get("k") == b"v" * 1000
         assert client.exists("k")
         assert not client.exists("absent")
+
+
+def test_a_client_that_starts_finds_what_is_here_and_an_emptied_index_has_lost(
+    redis: RedisServer, near: NodeProcess
+) -> None:
+    with Client(**near.client_options) as writer:
+        assert writer.put("here", b"v" * 5000)
+    near.signal(signal.SIGSTOP)  # it does not publish again
+    try:
+        redis.admin().flushall()
+        with Client(**near.client_options) as reader:
+            assert reader.get("here") == b"v" * 5000
+        with Client(**near.client_options) as reader:
+            assert reader.exists("here")
+    finally:
+        near.signal(signal.SIGCONT)
 
 
 def test_nodes_of_another_key_prefix_and_dead_ones_are_not_searched(

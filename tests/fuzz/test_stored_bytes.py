@@ -96,6 +96,9 @@ class _Nodes:
     def check(self, now: float) -> None:
         return None
 
+    def map_ours(self, now: float) -> bool:
+        return False  # it is mapped
+
 
 @fuzz(200)
 @given(

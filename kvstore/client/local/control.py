@@ -30,7 +30,7 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.fork import in_each_child
-from kvstore.interruption import interruption
+from kvstore.interruption import interruption, let_through
 from kvstore.limits import FIRST_ANSWER_WAIT_S
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import NodeDir
@@ -49,6 +49,9 @@ REOPEN_AFTER_S = 1.0
 PROBE_TIMEOUT_S = 0.1
 """For the HELLO that asks whether a node answers again: it waits for nothing else there, so a
 caller need not pay another whole deadline for a node that is stopped."""
+READ_ON_S = 0.1
+"""For what has come already when a caller is late itself; a node that sends without end, and not
+what was asked for, gets no more of a caller's time."""
 
 NEVER = float("-inf")
 STARVED_STEP = 0.25
@@ -138,6 +141,7 @@ class ControlChannel:
         """Until the first answer, or failure, a starved node is waited for beyond the deadline:
         a client that begins loses more by giving up. `-inf` from then on."""
         self._patient = patient
+        self._last_failure = ""
         self._wanted_s: float | None = None
         self._seen_idle = False
         in_each_child(self)
@@ -179,7 +183,8 @@ class ControlChannel:
             self._acquire(give_up_at)
             now = self._now()
             if not self._breaker.allows(now):
-                raise NodeUnavailableError(f"node {self.directory.name} did not answer lately")
+                why = f": {self._last_failure}" if self._last_failure else ""
+                raise NodeUnavailableError(f"node {self.directory.name} did not answer lately{why}")
             probes = self._breaker.state is BreakerState.HALF_OPEN
             if self._patient and not probes:
                 self._patient_until = now + max(FIRST_ANSWER_WAIT_S, timeout_s)
@@ -285,9 +290,8 @@ class ControlChannel:
         """Raises what a handler of signals raised, if that is all there is to `error`."""
         self._patient_until = NEVER
         self._disconnect()
-        raised = interruption(error)
-        if raised is not None:
-            raise raised from raised.__cause__
+        let_through(error)
+        self._last_failure = str(error)
         self._breaker.failed(self._now())
 
     def say(self, op: Op, *args: Any) -> bool:
@@ -311,8 +315,9 @@ class ControlChannel:
                     return False
             except BlockingIOError:
                 return False
-            except OSError:
+            except OSError as e:
                 self._disconnect()
+                let_through(e)
                 return False
             return True
         finally:
@@ -361,7 +366,7 @@ class ControlChannel:
         """Say goodbye: the node takes back whatever this client held. In a forked child it does
         nothing: the parent may still write, and its lease says so (rule 5)."""
         if self._pid != os.getpid():
-            return
+            return  # twice as sure: there the socket and the lease's file are closed already
         with self._lock:
             self._closed = True
             if self._socket is not None:
@@ -427,7 +432,11 @@ class ControlChannel:
                     raise
                 self._machine.sleep(QUEUE_POLL_S)
             else:
-                return
+                break
+        owner = self.directory.owner()
+        if self._machine.peer_uid(connection) != owner:
+            # Its owner can link the socket's name to another socket of this user's.
+            raise PermissionError(f"{self.directory.socket} is not of user {owner}")
 
     def _disconnect(self) -> None:
         """Whoever still waits for an answer will not get it."""
@@ -460,15 +469,19 @@ class ControlChannel:
         step_s = self._step_s() if patient else math.inf
         looks = min((ticket.give_up_at - self._now()) // step_s, LOOKS_AHEAD)
         look_at = ticket.give_up_at - looks * step_s if looks > 0 else ticket.give_up_at
+        read_until, stray = self._now() + READ_ON_S, False
         try:
             while not ticket.done:
                 assert connection is not None  # without one, every ticket has ended
                 connection.settimeout(max(look_at - self._now(), 0.001))
                 try:
+                    if self._now() > max(look_at, read_until):
+                        raise TimeoutError
                     data = connection.recv(RECV_BYTES)
                 except TimeoutError:
                     step_s = self._step_s() if patient else math.inf
-                    starved = step_s < math.inf and self._is_starved(connection, step_s)
+                    late_only = step_s < math.inf and not stray
+                    starved = late_only and self._is_starved(connection, step_s)
                     if look_at < ticket.give_up_at:
                         look_at = min(look_at + step_s, ticket.give_up_at)
                     elif starved:
@@ -479,6 +492,7 @@ class ControlChannel:
                 if not data:
                     raise NodeUnavailableError(f"node {self.directory.name} closed the connection")
                 for number, good, body in self._messages(data):
+                    stray |= number not in self._awaited  # who sends that is not starved
                     self._accept(number, good, body)
         except TimeoutError as e:
             raise self._too_late() from e

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from kvstore.client.local.control import ControlChannel
-from kvstore.client.local.nodes import Attached
 from kvstore.errors import PeerError
 from kvstore.machine import REAL, Machine
+from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.control import Op
 from kvstore.types import Key
 
@@ -24,15 +24,14 @@ class CorruptionReporter:
         self._machine = machine
         self._not_before = 0.0
 
-    def report(self, attached: Attached, key: Key) -> None:
+    def report(self, directory: NodeDir, announcement: Announcement, key: Key) -> None:
         """Never raises for a peer's fault; what could not be said now, the next reader says."""
         now = self._machine.monotonic()
         if now < self._not_before:
             return
-        announcement = attached.announcement
         node = (announcement.node_id, announcement.epoch)
         channel = ControlChannel(
-            attached.directory, node, self._timeout_s, lambda: ((), ()), machine=self._machine
+            directory, node, self._timeout_s, lambda: ((), ()), machine=self._machine
         )
         try:
             said = channel.say(Op.SUSPECT, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -14,7 +15,13 @@ from pathlib import Path
 
 from kvstore.background import start_in_background
 from kvstore.client.local.starved import wanted_by_s
-from kvstore.errors import DeadlineError, NodeUnavailableError, NoSpaceError
+from kvstore.errors import (
+    NO_DESCRIPTORS,
+    DeadlineError,
+    KVStoreError,
+    NodeUnavailableError,
+    NoSpaceError,
+)
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import EMBEDDED_NODE_BYTES_MIN
 from kvstore.nodedir import VERSION, NodeDir
@@ -76,6 +83,18 @@ def start_embedded_node(
     `NoSpaceError`.
     """
     directory = NodeDir(run_dir, embedded_name(key_prefix))
+    try:
+        _begin(directory, run_dir, key_prefix, size_bytes, signing_key)
+    except KVStoreError:
+        raise
+    except OSError as e:
+        remedy = f": {NO_DESCRIPTORS}" if e.errno in (errno.EMFILE, errno.ENFILE) else ""
+        raise NodeUnavailableError(f"the embedded node cannot be started: {e}{remedy}") from e
+
+
+def _begin(
+    directory: NodeDir, run_dir: Path, key_prefix: str, size_bytes: int, signing_key: bytes | None
+) -> None:
     if _ready(directory):
         return
     process = _starting.get(directory.path)

@@ -31,7 +31,7 @@ from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
 from kvstore.protocol.control_requests import Want
 from kvstore.record import unpack_record
 from kvstore.segment.header import KEY_PART, fields
-from kvstore.types import Key, rejected
+from kvstore.types import Key, Retained, rejected
 
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
@@ -232,6 +232,25 @@ class HostWriter(HostWriters):
             if writer is not None:
                 with until(by):
                     writer.unpin_many(share)
+
+    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: int) -> list[Retained]:
+        """Keep blocks of this host from being evicted for `ttl_s`; what became of each, where they
+        are. Raises what kept nodes from saying of those that no other has."""
+        answers = [Retained.ABSENT] * len(keys)
+        failure: PeerError | None = None
+        for writer, by in in_turn(self._likely_first(keys), self.timeout_s, self._now):
+            which = [i for i, answer in enumerate(answers) if answer is Retained.ABSENT]
+            try:
+                with until(by):
+                    found = writer.retain([keys[i] for i in which], ttl_s, tenant)
+            except _GONE as e:
+                failure = e
+            else:
+                for i, answer in zip(which, found, strict=True):
+                    answers[i] = answer
+        if failure is not None and Retained.ABSENT in answers:
+            raise failure
+        return answers
 
     def touch(self, keys: Sequence[Key], now: float, *, at_once: bool = False) -> None:
         """Remember that `keys`, in the order of their prefix, were used; nodes are told now and

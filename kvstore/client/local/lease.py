@@ -15,6 +15,7 @@ write holds it, and nobody else:
 from __future__ import annotations
 
 import contextlib
+import errno
 from pathlib import Path
 
 from kvstore.errors import NodeUnavailableError
@@ -48,7 +49,9 @@ class Lease:
         try:
             lock = machine.lock_file(self._path)
         except OSError as e:
-            raise NodeUnavailableError(f"no lease at {leases}: {e.strerror}") from e
+            full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "; free bytes and inodes there" if full else ""
+            raise NodeUnavailableError(f"no lease at {leases}: {e.strerror}{remedy}") from e
         assert lock is not None, "a fresh random name cannot be locked by another"
         self._lock: HeldFile = lock
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
 
+from kvstore.client.base import Reservation
 from kvstore.client.local.control import ControlChannel, Held
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.trusted_files import files_of
+from kvstore.segment.unmapped import UnmappedShm, attach
 
 
 class Holdings:
@@ -77,12 +80,12 @@ class Granted:
         self._noted: list[tuple[Holdings, tuple[int, int]]] = []
         self._refused = False
 
-    def note(self, held: Holdings, handle: tuple[int, int]) -> None:
-        """Note a slot that is granted: the next HELLO says it, unless the caller has given up."""
-        held.reserved.add(handle)
-        self._noted.append((held, handle))
+    def note(self, held: Holdings, handles: Sequence[tuple[int, int]]) -> None:
+        """Note slots that are granted: the next HELLO says them, unless the caller has given up."""
+        self._noted += [(held, handle) for handle in handles]
+        held.reserved.update(handles)
         if self._refused:
-            held.reserved.discard(handle)
+            held.reserved.difference_update(handles)
 
     def refuse(self) -> list[tuple[Holdings, tuple[int, int]]]:
         """The caller does not get the answer: nothing of it is held. What was noted so far."""
@@ -110,7 +113,12 @@ def _in_one_step(*steps: Callable[[], object]) -> None:
 
 
 class NodeLink:
-    """The connection to one start of one node, with its segment mapped for writing."""
+    """The connection to one start of one node, with its segment mapped for writing, as far as this
+    user may write there.
+
+    Root may write to another user's node, whose segment is not mapped: its reservations are memory
+    of their own, which a commit copies to the slots.
+    """
 
     def __init__(
         self,
@@ -126,20 +134,45 @@ class NodeLink:
         files = files_of(control.directory, announcement)
         self.reads_only = not (files.may_write and machine.may_write(files.data))
         """This user is of the node's group (node/permissions.py)."""
-        self.shm: AttachedShm | None = AttachedShm(
-            files.data,
-            files.head,
-            writable=not self.reads_only,
-            owner=files.owner,
-            machine=machine,
+        self.shm: AttachedShm | UnmappedShm | None = attach(
+            files, machine, writable=not self.reads_only
         )
-        self.shm.populate_ahead()
-        self.payload = self.shm.payload
+        self.payload = memoryview(b"")
+        if isinstance(self.shm, AttachedShm):
+            self.shm.populate_ahead()
+            self.payload = self.shm.payload
+        self._aside: dict[int, tuple[int, int, int]] = {}
+        """By slot of a segment that is not mapped: generation, offset, and the process that has
+        reserved it. A child that it forks may not write there (rule 5)."""
         self.inline_bytes = announcement.inline_bytes
         self.introduced: set[int] = set()
         """Namespaces of which this start of the node was told."""
         self.retired = False
         """No answer that comes can make anything held any more."""
+
+    def buffer(self, slot: int, generation: int, offset: int, size_bytes: int) -> memoryview | None:
+        """Where to write to what the node has reserved; None for what is not in its segment."""
+        shm = self.shm
+        if shm is None or offset + size_bytes > shm.superblock.size_bytes:
+            return None
+        if isinstance(shm, AttachedShm):
+            shm.populate(offset, size_bytes)
+            return self.payload[offset : offset + size_bytes]
+        self._aside[slot] = (generation, offset, os.getpid())
+        return memoryview(bytearray(size_bytes))
+
+    def filled(self, reservations: Sequence[Reservation]) -> bool:
+        """Whether what was written to these buffers is in their slots now, which are still held."""
+        shm = self.shm
+        if not isinstance(shm, UnmappedShm):
+            return True
+        node, pid = (self.announcement.node_id, self.announcement.epoch), os.getpid()
+        for r in reservations:
+            if (r.node_id, r.epoch) == node and (r.slot, r.generation) in self.held.reserved:
+                generation, offset, reserver = self._aside.get(r.slot, (0, 0, 0))
+                if (r.generation, pid) != (generation, reserver) or not shm.write(offset, r.buffer):
+                    return False
+        return True
 
     def retire(self) -> None:
         """The node is gone: no slot is granted any more, and its memory is not kept. The buffers
@@ -156,3 +189,4 @@ class NodeLink:
 
     def _unmap(self) -> None:
         self.shm, self.payload = None, memoryview(b"")
+        self._aside.clear()

@@ -1,18 +1,23 @@
-"""Maps the segments of this host's nodes: each is found once and let go when its node dies."""
+"""Maps the segments of this host's nodes: each is found once and let go when its node dies.
+
+Those of other users' nodes count as mapped here too, and are read by calls (segment/unmapped.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.client.base import BlockRef
 from kvstore.errors import IndexUnavailableError
 from kvstore.fork import in_each_child
 from kvstore.index.base import Index
+from kvstore.interruption import let_through
 from kvstore.machine import REAL, Machine
-from kvstore.nodedir import Announcement, NodeDir, Stranger, strangers
+from kvstore.nodedir import Announcement, NodeDir, Stranger, announced, strangers
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.trusted_files import files_of
+from kvstore.segment.unmapped import UnmappedShm, attach
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
 ALIVE_CHECK_S = 0.5
@@ -28,7 +33,12 @@ class Attached:
     __slots__ = ("announcement", "directory", "gone", "ours", "records", "shm")
 
     def __init__(
-        self, announcement: Announcement, shm: AttachedShm, directory: NodeDir, *, ours: bool
+        self,
+        announcement: Announcement,
+        shm: AttachedShm | UnmappedShm,
+        directory: NodeDir,
+        *,
+        ours: bool,
     ) -> None:
         self.announcement = announcement
         self.shm = shm
@@ -37,7 +47,7 @@ class Attached:
         """Of the client's own index, for certain: what it holds was not reset there."""
         self.records: dict[int, tuple[bytes, BlockRef]] = {}
         """By slot its header and what was made of that: the same bytes in the same slot say the
-        same (hint_lookup.py)."""
+        same (client/block_lookup.py)."""
         self.gone = False
         """The node is dead or restarted: every location in here is a miss."""
 
@@ -84,19 +94,20 @@ class LocalNodes:
         if found is not None:
             found.ours = True  # whoever asks for it has a record that names it
             return found
+        if self._absent.get((node_id, epoch), 0.0) > now:
+            return None
         with self._lock:
             return self._attached.get((node_id, epoch)) or self._attach(node_id, epoch, now)
 
+    def mapped_start(self, node_id: int, epoch: int) -> bool:
+        """Whether the segment of that start of that node is mapped; maps none."""
+        return (node_id, epoch) in self._attached
+
     def _attach(self, node_id: int, epoch: int, now: float) -> Attached | None:
         if not self._use or self._absent.get((node_id, epoch), 0.0) > now:
-            return None
-        for directory in self.machine.node_dirs(self._run_dir):
-            announcement = directory.announcement()
-            if announcement is None or (announcement.node_id, announcement.epoch) != (
-                node_id,
-                epoch,
-            ):
-                continue
+            return None  # another thread has found out meanwhile
+        directories = self.machine.node_dirs(self._run_dir)
+        for announcement, directory in announced(directories, start=(node_id, epoch)):
             if not directory.alive():
                 self.machine.sweep(self._run_dir)
                 break
@@ -108,36 +119,47 @@ class LocalNodes:
         self._absent[node_id, epoch] = now + ABSENT_S
         return None
 
+    def ours(self, now: float, *, find: bool) -> list[Attached]:
+        """The mapped segments of the client's own index. With `find`, of every living node here
+        that is of it without a question; waits for nobody."""
+        self.check(now)
+        if find:
+            self.map_ours(now)
+        return [one for one in self.mapped if one.ours]
+
+    def map_ours(self, now: float) -> bool:
+        """Map every living node here that is of the client's own index without a question; whether
+        one was added. Waits for nobody; looks around every `ABSENT_S`."""
+        return now >= self._look_around_at[True] and self._map_around(now, ours_only=True)
+
+    def every(self, now: float) -> tuple[Attached, ...]:
+        """The segments of every living node here that serves our keys, of whichever index: for
+        when the index cannot say who has a block."""
+        self.check(now)
+        self.map_all(now)
+        return self.mapped
+
     def map_all(self, now: float) -> bool:
         """Map every living node here that serves our keys; whether one was added.
 
         For when the index cannot say who has a block. Looks around every `ABSENT_S`.
         """
-        return self._map_around(now, ours_only=False)
-
-    def map_ours(self, now: float) -> None:
-        """Map every living node here that is of this client's index without a question."""
-        self._map_around(now, ours_only=True)
+        return now >= self._look_around_at[False] and self._map_around(now, ours_only=False)
 
     def _map_around(self, now: float, *, ours_only: bool) -> bool:
-        if not self._use or now < self._look_around_at[ours_only]:
-            return False
-        if not self._lock.acquire(blocking=not ours_only):
+        if not self._use or not self._lock.acquire(blocking=not ours_only):
             return False  # another thread looks, and the index can be asked
         try:
             self._look_around_at[ours_only] = now + ABSENT_S
-            before, identity = self.mapped, self._index.identity()
-            for directory in self.machine.node_dirs(self._run_dir):
-                announcement = directory.announcement()
-                if announcement is None or announcement.key_prefix != self._key_prefix:
-                    continue
+            before = self.mapped
+            for announcement, directory in self._announced():
                 start = (announcement.node_id, announcement.epoch)
-                ours = ours_only and (
-                    start in self._ours or (identity != "" and announcement.index == identity)
-                )
                 there = self._attached.get(start)
+                if there is not None and (there.ours or not ours_only):
+                    continue
+                ours = ours_only and (start in self._ours or self._is_named_ours(announcement))
                 if there is not None:
-                    there.ours = there.ours or ours
+                    there.ours = ours
                 elif (ours or not ours_only) and directory.alive():
                     self._add(announcement, directory, ours=ours)
             return self.mapped != before
@@ -158,16 +180,16 @@ class LocalNodes:
         self, announcement: Announcement, directory: NodeDir, *, ours: bool
     ) -> Attached | None:
         try:
-            files = files_of(directory, announcement)
-            machine = self.machine
-            shm = AttachedShm(files.data, files.head, owner=files.owner, machine=machine)
-        except (OSError, ValueError):
+            shm = attach(files_of(directory, announcement), self.machine)
+        except (OSError, ValueError) as e:
+            let_through(e)
             return None
         block = shm.superblock
         if (block.node_id, block.epoch) != (announcement.node_id, announcement.epoch):
             shm.close()
             return None
-        shm.populate_ahead()
+        if isinstance(shm, AttachedShm):
+            shm.populate_ahead()
         return Attached(announcement, shm, directory, ours=ours)
 
     def check(self, now: float) -> None:
@@ -206,10 +228,7 @@ class LocalNodes:
         """
         found: list[tuple[Announcement, NodeDir]] = []
         unanswered: IndexUnavailableError | None = None
-        for directory in self.machine.node_dirs(self._run_dir) if self._use else ():
-            announcement = directory.announcement()
-            if announcement is None or announcement.key_prefix != self._key_prefix:
-                continue
+        for announcement, directory in self._announced() if self._use else ():
             if CUDA_IPC in announcement.transports:
                 continue  # its own process alone writes to it
             if not directory.alive():
@@ -224,6 +243,10 @@ class LocalNodes:
             raise unanswered
         return found
 
+    def _announced(self) -> Iterator[tuple[Announcement, NodeDir]]:
+        """The nodes of this host that serve our keys, living or dead."""
+        return announced(self.machine.node_dirs(self._run_dir), self._key_prefix)
+
     def strangers(self) -> list[Stranger]:
         """Living nodes of this host that are of another version: to be named, not used."""
         return strangers(self._run_dir, self._key_prefix) if self._use else []
@@ -232,7 +255,7 @@ class LocalNodes:
         """Whether the node publishes to this client's index. When both call it the same nobody
         is asked: a node that is starved, or cut off from Redis, is no stranger. Else the index
         is asked, once for each start of the node: it does not change its index while it lives."""
-        if announcement.index and announcement.index == self._index.identity():
+        if self._is_named_ours(announcement):
             return True
         start = (announcement.node_id, announcement.epoch)
         if start not in self._ours:
@@ -242,6 +265,9 @@ class LocalNodes:
                 self._ours.clear()
             self._ours.add(start)
         return True
+
+    def _is_named_ours(self, announcement: Announcement) -> bool:
+        return announcement.index != "" and announcement.index == self._index.identity()
 
     def after_fork_in_child(self) -> None:
         self._lock = self.machine.lock()  # a thread of the parent may have had it

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-import struct
 from pathlib import Path
 
-_CREDENTIALS = struct.Struct("3i")
+from kvstore.interruption import let_through
+from kvstore.unix_peer import peer_pid
 
 
 def processor_wanted_s(connection: socket.socket) -> float | None:
@@ -17,10 +17,11 @@ def processor_wanted_s(connection: socket.socket) -> float | None:
     process, or on a kernel without these figures.
     """
     try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    except OSError:
+        pid = peer_pid(connection)
+    except OSError as e:
+        let_through(e)
         return None
-    return wanted_by_s(_CREDENTIALS.unpack(raw)[0])
+    return wanted_by_s(pid)
 
 
 def wanted_by_s(pid: int) -> float | None:
@@ -28,5 +29,6 @@ def wanted_by_s(pid: int) -> float | None:
     try:
         ran_ns, waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[:2]
         return (int(ran_ns) + int(waited_ns)) / 1e9
-    except (OSError, ValueError):
+    except (OSError, ValueError) as e:
+        let_through(e)
         return None

@@ -15,14 +15,15 @@ from kvstore.client.base import DeviceReservation, Later
 from kvstore.client.local.control import ControlChannel
 from kvstore.client.local.link import Granted, Holdings
 from kvstore.client.local.writer import NODE_SEARCH_S
-from kvstore.client.savers import answered
+from kvstore.client.savers import answered, device_items
 from kvstore.cuda.base import CudaDevice, DeviceRange
+from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.cuda.handover import take_over
 from kvstore.errors import DeviceError, KVStoreError, PeerError
 from kvstore.fork import in_each_child
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, CUDA_IPC_OPEN_S, NAMESPACE_BYTES_MAX
-from kvstore.nodedir import Announcement, NodeDir, node_dirs
+from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.protocol.control import Op, join_keys
 from kvstore.protocol.control_replies import InvalidReplyError, grants, outcomes, whole
 from kvstore.protocol.control_requests import Want, reserve_arguments
@@ -41,14 +42,23 @@ class VramSaver:
     """
 
     def __init__(
-        self, run_dir: Path, key_prefix: str, index: str, device: CudaDevice, timeout_s: float
+        self,
+        run_dir: Path,
+        key_prefix: str,
+        index: str,
+        device: CudaDevice,
+        timeout_s: float,
+        *,
+        checksums: bool = False,
     ) -> None:
-        """`index` is what the nodes call the index that they publish to."""
+        """`index` is what the nodes call the index that they publish to. With `checksums` blocks
+        are saved with theirs."""
         self._run_dir = run_dir
         self._key_prefix = key_prefix
         self._index = index
         self._device = device
         self._timeout_s = timeout_s
+        self._checksums = DeviceChecksums(device) if checksums else None
         self._lock = threading.RLock()
         in_each_child(self)
         self._start: _Start | None = None
@@ -76,16 +86,17 @@ class VramSaver:
             return self._start
 
     def _look(self) -> _Start | None:
-        for directory in node_dirs(self._run_dir):
-            word = directory.announcement()
-            if word is None or (word.key_prefix, word.index) != (self._key_prefix, self._index):
+        for word, directory in announced(node_dirs(self._run_dir), self._key_prefix):
+            if word.index != self._index:
                 continue
             address = DeviceAddress.parse(word.transports.get(NAME, ""))
             right = address is not None and address.saves and address.uuid == self._device.uuid
             if address is None or not right or not directory.alive():
                 continue
             with suppress(DeviceError, OSError):
-                return _Start(word, directory, address, self._device, self._timeout_s)
+                return _Start(
+                    word, directory, address, self._device, self._timeout_s, self._checksums
+                )
         return None
 
     # --- saving -----------------------------------------------------------------
@@ -156,6 +167,8 @@ class VramSaver:
             start, self._start = self._start, None
         if start is not None:
             start.end()
+        if self._checksums is not None:
+            self._checksums.close()
 
 
 class _Start:
@@ -168,8 +181,10 @@ class _Start:
         address: DeviceAddress,
         device: CudaDevice,
         timeout_s: float,
+        checksums: DeviceChecksums | None,
     ) -> None:
         """Raises `DeviceError` and `OSError`."""
+        self._checksums = checksums
         self._announcement = announcement
         self._directory = directory
         self._device = device
@@ -231,7 +246,7 @@ class _Start:
             answers.append(DeviceReservation(key, memory, self, slot, generation))
         for one in answers:
             if isinstance(one, DeviceReservation):
-                granted.note(self._held, (one.slot, one.generation))
+                granted.note(self._held, [(one.slot, one.generation)])
         return answers
 
     def introduce(self, namespace_id: int, raw: bytes) -> None:
@@ -245,7 +260,12 @@ class _Start:
         """See `Saver.commit_later`. The work that writes the bytes is done, not only queued."""
         if len(reservations) > BATCH_KEYS_MAX:
             return answered(partial(self._commit, reservations))
-        items = [(r.slot, r.generation, 0) for r in reservations]
+        try:
+            items = device_items(reservations, self._checksums)
+        except DeviceError as e:
+            self.abort(reservations)
+            results = [rejected(str(e))] * len(reservations)
+            return lambda: results
         self._forget(reservations)
         if self._retired:
             return lambda: [GONE] * len(items)

@@ -31,6 +31,7 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.fork import in_each_child
+from kvstore.interruption import let_through
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.control import Op, join_keys
@@ -43,11 +44,12 @@ from kvstore.protocol.control_replies import (
     outcomes,
     pins,
     reset_number,
+    retained,
     whole,
 )
 from kvstore.protocol.control_requests import Want, reserve_arguments
 from kvstore.record import slot_of, unpack_record
-from kvstore.types import Key, Location, PutResult
+from kvstore.types import Key, Location, PutResult, Retained
 
 NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
@@ -161,6 +163,7 @@ class Writer:
         try:
             link = NodeLink(announcement, control, held, machine=self._machine)
         except (OSError, ValueError) as e:
+            let_through(e)
             raise NodeUnavailableError(f"segment of node {announcement.name}: {e}") from e
         # Known to be a node of this index: its blocks can be read without asking the index.
         self._nodes.segment(announcement.node_id, announcement.epoch, self._now())
@@ -284,32 +287,23 @@ class Writer:
         self, granted: Granted, wants: Sequence[Want], link: NodeLink, raw: object
     ) -> list[ReserveAnswer]:
         """What the node's answer means; from here on the slots count as held."""
-        announcement, shm, payload = link.announcement, link.shm, link.payload
-        if shm is None:
+        node_id, epoch = link.announcement.node_id, link.announcement.epoch
+        if link.shm is None:
             raise InvalidReplyError("an answer of a node that is gone")
         answers: list[ReserveAnswer] = []
         for want, answer in zip(wants, grants(len(wants), raw), strict=True):
             if not isinstance(answer, PutResult):
                 slot, generation, offset = answer
-                if offset + want.size_bytes > len(payload):
+                buffer = link.buffer(slot, generation, offset, want.size_bytes)
+                if buffer is None:
                     raise InvalidReplyError("a slot outside the segment")
-                shm.populate(offset, want.size_bytes)
-                buffer = payload[offset : offset + want.size_bytes]
                 answers.append(
-                    Reservation(
-                        want.key,
-                        buffer,
-                        self,
-                        announcement.node_id,
-                        announcement.epoch,
-                        slot,
-                        generation,
-                    )
+                    Reservation(want.key, buffer, self, node_id, epoch, slot, generation)
                 )
             else:
                 answers.append(answer)
-        for slot, generation in _of_node(link, [a for a in answers if isinstance(a, Reservation)]):
-            granted.note(link.held, (slot, generation))
+        handles = [(a.slot, a.generation) for a in answers if isinstance(a, Reservation)]
+        granted.note(link.held, handles)
         return answers
 
     def _collect(self, link: NodeLink, ticket: Ticket) -> Any:
@@ -337,7 +331,11 @@ class Writer:
             return answered(partial(self.commit, reservations))
         checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
         items = [(r.slot, r.generation, checksum(r.buffer)) for r in reservations]
+        filled = all(link.filled(reservations) for link in self.links())
         # Whatever becomes of the request: these buffers are not written any more.
+        if not filled:
+            self.abort(reservations)
+            raise NodeUnavailableError("the node's memory cannot be written to")
         self._forget(reservations)
         link = self.link()
         if len(_of_node(link, reservations)) < len(reservations):
@@ -495,6 +493,15 @@ class Writer:
             (x for x in links if (x.announcement.node_id, x.announcement.epoch) == node), None
         )
 
+    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: int) -> list[Retained]:
+        """Keep blocks from being evicted for `ttl_s`; what became of each."""
+        answers: list[Retained] = []
+        for batch in in_batches(keys, BATCH_KEYS_MAX):
+            wish = join_keys(batch), ttl_s, tenant
+            accept = partial(_retained, len(batch))
+            answers += self._ask(Op.RETAIN, *wish, accept=accept)
+        return answers
+
     def touch(self, keys: Sequence[Key]) -> None:
         """Say that at most `BATCH_KEYS_MAX` blocks were used: one way, never waits."""
         try:
@@ -546,6 +553,10 @@ class Writer:
                 link.control.close()
             elif not link.retired:
                 link.linger()
+
+
+def _retained(count: int, _link: NodeLink, raw: object) -> list[Retained]:
+    return retained(count, raw)
 
 
 def nobody_here(name: str | None) -> str:

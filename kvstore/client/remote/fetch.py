@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.out import Out
+from kvstore.cuda.base import DeviceRange
 from kvstore.limits import CLAIMED_BYTES_MAX, META_BYTES_MAX
+from kvstore.segment.copying import copy
 from kvstore.transport.base import Read, Wanted
 from kvstore.types import Key, Location
 
@@ -35,6 +37,8 @@ class FetchedBlock(NamedTuple):
     """What follows it."""
     kind: int
     meta_length: int
+    vram: DeviceRange | None = None
+    """Where all of it is instead, when it came to a device: then nothing of it is in the others."""
 
     @property
     def buffer(self) -> memoryview:
@@ -61,6 +65,16 @@ class FetchedBlock(NamedTuple):
     def meta(self) -> memoryview:
         return self.aside[self.aside.nbytes - self.meta_length :]
 
+    def value(self) -> bytes:
+        """A copy of the value; where nothing of it was read into the caller's memory."""
+        return self.data.tobytes()
+
+    def copy_to(self, target: memoryview) -> None:
+        """Copy over `target`, which is the caller's memory and has the value's size, what is not
+        there yet."""
+        written = self.there.nbytes
+        copy(target[written:] if written else target, self.data)
+
     def valid(self) -> bool:
         return True
 
@@ -70,9 +84,11 @@ def fetch(
     blocks: Mapping[int, RemoteBlock],
     outs: Sequence[Out | None] | None,
     deadline: float | None,
+    rooms: Sequence[DeviceRange | None] | None = None,
 ) -> dict[int, FetchedBlock]:
     """The blocks that could be read, by the same numbers, all in one batch per node: into
     `outs`, by these numbers too, as far as that can be, the rest into memory of their own.
+    With `rooms`, by these numbers too, those that come by RDMA may be there, on a device, instead.
 
     Raises `UsageError` for an `out` that is too small; nothing is then written into any.
     """
@@ -80,7 +96,12 @@ def fetch(
     its = {i: None if outs is None else outs[i] for i in blocks}
     parts = {i: _parts(blocks[i].location, its[i]) for i in _believed(remote, blocks, its)}
     wanted = [
-        Wanted(blocks[i].key, blocks[i].location, [part for part in its_parts if part.nbytes])
+        Wanted(
+            blocks[i].key,
+            blocks[i].location,
+            [part for part in its_parts if part.nbytes],
+            None if rooms is None else rooms[i],
+        )
         for i, its_parts in parts.items()
     ]
     # What was asked before is part of the same call.
@@ -88,8 +109,14 @@ def fetch(
     deadline = give_up_at if deadline is None else min(deadline, give_up_at)
     outcomes = remote.read(wanted, deadline) if wanted else []
     return {
-        i: FetchedBlock(blocks[i].location, *parts[i], outcome.kind, outcome.meta_length)
-        for i, outcome in zip(parts, outcomes, strict=True)
+        i: FetchedBlock(
+            blocks[i].location,
+            *parts[i],
+            outcome.kind,
+            outcome.meta_length,
+            one.vram if outcome.in_vram else None,
+        )
+        for i, one, outcome in zip(parts, wanted, outcomes, strict=True)
         if outcome.read is Read.HIT
     }
 

@@ -69,7 +69,7 @@ class KnownNode:
         self.sent_bytes = 0
         """Since then."""
         self.answered_at = 0.0
-        """Here, by `time.time`: others' word of before does not count."""
+        """Here, by `time.monotonic`: others' word of before does not count."""
         self.looked_at = float("-inf")
         """When its idle connections were looked at."""
         # One failure costs a whole deadline: the next calls must not.

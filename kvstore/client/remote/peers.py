@@ -11,6 +11,7 @@ from kvstore.circuit_breaker import BreakerState
 from kvstore.client.remote.node_directory import KnownNode, NodeDirectory
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.vram import VramNodes
+from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
 from kvstore.fork import in_each_child
 from kvstore.index.base import Index
@@ -64,17 +65,19 @@ class Peers:
         signer: RecordSigner | None = None,
         silenced: Silenced | None = None,
         *,
+        nixl_device: CudaDevice | None = None,
         machine: Machine = REAL,
     ) -> None:
         """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
         `signer` only nodes count whose announcement it signed; by `silenced` the clients of this
-        host tell each other who is silent."""
+        host tell each other who is silent. What NIXL reads may arrive in memory of `nixl_device`,
+        where that is wanted."""
         self.vram = vram
         self._silenced = silenced
         self._allowed = allowed
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
-        self._nixl = NixlTransport(self.stream, Layout) if NIXL in allowed else None
+        self._nixl = NixlTransport(self.stream, Layout, nixl_device) if NIXL in allowed else None
         self._lock = threading.RLock()
         self.directory = NodeDirectory(index, self._offered, signer, machine=machine)
         self._asking = 0
@@ -100,7 +103,9 @@ class Peers:
         announcement = known.announcement
         if announcement is None or announcement.epoch != epoch:
             return None
-        self._listen(now)
+        silenced = self._silenced
+        if silenced is not None and now >= silenced.listen_at:
+            self._listen(silenced, now)
         if known.breaker.state is not BreakerState.CLOSED:
             if now >= known.breaker.probe_at:
                 self.try_again([announcement], loop=False)
@@ -111,9 +116,9 @@ class Peers:
                 self.try_again([announcement], loop=False)
         return announcement
 
-    def _listen(self, now: float) -> None:
+    def _listen(self, silenced: Silenced, now: float) -> None:
         """Leave alone for a while whom another client of this host has found silent."""
-        for node_id, epoch, said_at in () if self._silenced is None else self._silenced.heard(now):
+        for node_id, epoch, said_at in silenced.heard(now):
             known = self.directory.get(node_id)
             if known is None or known.announcement is None or known.announcement.epoch != epoch:
                 continue
@@ -128,13 +133,20 @@ class Peers:
             offered.append(NIXL)
         return offered if choose(self._allowed, offered, mapped=False) else []
 
+    @property
+    def why_not_to_vram(self) -> str:
+        """Why what NIXL reads does not arrive in VRAM, for people; empty when it does."""
+        if self._nixl is None:
+            return "NIXL is not among the transports"
+        return self._nixl.why_not_to_vram
+
     # --- what became of what was asked ------------------------------------------
 
     def _answered(self, known: KnownNode) -> None:
         """A thread of it answered, as it does reads. The caller holds the lock."""
         was = known.breaker.state
         known.breaker.succeeded()
-        known.answered_at = time.time()
+        known.answered_at = time.monotonic()
         announcement = known.announcement
         if (
             was is not BreakerState.CLOSED

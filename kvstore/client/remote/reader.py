@@ -12,6 +12,7 @@ from kvstore.batches import in_batches
 from kvstore.client.remote.peers import HURRIED_SHARE, Peers
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.vram import VramNodes
+from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
 from kvstore.index.base import Index
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_NODES_AT_ONCE
@@ -20,7 +21,6 @@ from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op, join_keys
 from kvstore.record import RecordSigner
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
-from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.stream.requests import look, tell
 from kvstore.transport.stream.security import StreamSecurity
@@ -33,6 +33,8 @@ log = logging.getLogger("kvstore.client")
 REPORT_TIMEOUT_S = 0.25
 """For saying that a block is damaged, over a connection that has just been used."""
 TOUCH_TIMEOUT_S = 0.05
+NIXL_TO_VRAM = "nixl_vram"
+"""What is counted of blocks that came through NIXL to a device; the others are NIXL's own."""
 UNCHECKED_REASON = "it has no checksum and can be read in no way that makes one"
 
 
@@ -50,6 +52,7 @@ class RemoteNodes(Peers):
         signer: RecordSigner | None = None,
         silenced: Silenced | None = None,
         *,
+        nixl_device: CudaDevice | None = None,
         machine: Machine = REAL,
     ) -> None:
         """As `Peers`."""
@@ -59,8 +62,17 @@ class RemoteNodes(Peers):
             for way in (STREAM, NIXL)
             for what in ("hits", "bytes", "misses", "failed", "checksum")
         }
+        self.counts |= {f"{NIXL_TO_VRAM}_{what}": 0 for what in ("hits", "bytes")}
         super().__init__(
-            index, allowed, security, timeout_s, vram, signer, silenced, machine=machine
+            index,
+            allowed,
+            security,
+            timeout_s,
+            vram,
+            signer,
+            silenced,
+            nixl_device=nixl_device,
+            machine=machine,
         )
 
     def _ways(self, announcement: Announcement) -> list[tuple[str, Transport]]:
@@ -109,13 +121,11 @@ class RemoteNodes(Peers):
     def _look(self, blocks: Sequence[tuple[Key, Location]], deadline: float) -> list[bool]:
         """Of one node."""
         at, now = blocks[0][1], time.monotonic()
+        if self.vram is not None:
+            here = self.vram.node(at.node_id, at.epoch, now)
+            if here is not None:
+                return self.vram.there(here, blocks)
         announcement = self.node(at.node_id, at.epoch, now)
-        if (
-            announcement is not None
-            and self.vram is not None
-            and CUDA_IPC in announcement.transports
-        ):
-            return self.vram.there(announcement, blocks)
         known = self.directory.get(at.node_id)
         if announcement is None or known is None:
             return [False] * len(blocks)
@@ -296,8 +306,9 @@ class RemoteNodes(Peers):
             counts = self.counts
             for one, outcome in zip(batch, outcomes, strict=True):
                 if outcome.read is Read.HIT:
-                    counts[f"{way}_hits"] += 1
-                    counts[f"{way}_bytes"] += one.location.length
+                    took = NIXL_TO_VRAM if outcome.in_vram else way
+                    counts[f"{took}_hits"] += 1
+                    counts[f"{took}_bytes"] += one.location.length
                 elif outcome.read is Read.FAILED:
                     counts[f"{way}_failed"] += 1
                 else:

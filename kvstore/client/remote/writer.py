@@ -26,6 +26,7 @@ from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import InvalidReplyError, reset_number
 from kvstore.record import unpack_record
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.stream.requests import SavePayload, ask, put
 from kvstore.transport.stream.transport import NAME as STREAM
 from kvstore.types import EXISTS, NO_SPACE, Key, Kind, PutResult, rejected
@@ -77,6 +78,7 @@ class RemoteWriter:
             announcement
             for known, announcement in self._directory.all()
             if STREAM in known.offered
+            and CUDA_IPC not in announcement.transports  # its slots are written by a device
             and self._remote.node(announcement.node_id, announcement.epoch, now) is not None
         ]
         if not there:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvstore.client.reader import Place, Reader
+from kvstore.client.reader import Place, Reader, UnmappedPlace
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import NodeUnavailableError, PeerError
@@ -37,6 +37,8 @@ def told_apart(
     found = reader.search([keys[i] for i in which])
     for at, i in enumerate(which):
         place = found.places[at]
+        if isinstance(place, UnmappedPlace):
+            place = place.copied()
         if place is not None and _is_other(place, payloads[i]):
             told[i] = _differs(len(place.data))
     elsewhere = {

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.client.explanation import MissReason
-from kvstore.client.reader import Place
+from kvstore.client.reader import AnyPlace, UnmappedPlace
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.session import BlockSession
 from kvstore.client.values import tensors
 from kvstore.client.values.out import Out
 from kvstore.errors import UsageError
-from kvstore.segment.copying import copy
+from kvstore.interruption import let_through
+from kvstore.limits import ANOTHERS_BYTES_MAX
 from kvstore.types import Key, Kind
 
 _PLAIN = (int(Kind.BYTES), int(Kind.BLOCK))
@@ -70,7 +71,7 @@ class ValueGetter:
             for ref, out in zip(refs, outs, strict=True)
         ]
         try:
-            views = self._reader.read(refs, into)
+            views = _with_room(self._reader.read(refs, into), into)
             values = [
                 None if view is None else self._value(key, view, out)
                 for key, view, out in zip(keys, views, into, strict=True)
@@ -90,21 +91,21 @@ class ValueGetter:
                 values[i] = value
         return values
 
-    def _value(self, key: Key, view: Place | FetchedBlock, out: Out | None) -> Any:
+    def _value(self, key: Key, view: AnyPlace | FetchedBlock, out: Out | None) -> Any:
         """Copy, then check (rule 4): the value, or None and where it was is forgotten."""
         value: Any = None
         copied: memoryview | bytes | None = None
         try:
             if out is None and view.kind in _PLAIN:
-                value = copied = view.data.tobytes()
+                value = copied = view.value()
             else:
                 value, copied = _made(view, out)
         except UsageError:
             # It may be wrong for what was there before and right for what is there now.
             if view.valid():
                 raise
-        except ValueError:
-            pass  # damaged, or the slot was reused while its description was read
+        except ValueError as e:
+            let_through(e)  # else: damaged, or the slot was reused while its description was read
         if value is not None and not view.valid():
             value = None
         elif self._verify and not self._is_right(key, view, copied):
@@ -112,7 +113,7 @@ class ValueGetter:
         if value is None:
             self._lost(key)
             return None
-        size_bytes = len(view.data)
+        size_bytes = view.size_bytes
         if isinstance(view, FetchedBlock):
             size_bytes = view.location.length
             self.remote_counts["hits"] += 1
@@ -123,7 +124,7 @@ class ValueGetter:
         return value
 
     def _is_right(
-        self, key: Key, view: Place | FetchedBlock, copied: memoryview | bytes | None
+        self, key: Key, view: AnyPlace | FetchedBlock, copied: memoryview | bytes | None
     ) -> bool:
         """What came from another host was compared with its checksum on the way."""
         return isinstance(view, FetchedBlock) or self._reader.verified(key, view, copied)
@@ -133,7 +134,21 @@ class ValueGetter:
         self._reader.missed(MissReason.LOAD_FAILED)
 
 
-def _made(view: Place | FetchedBlock, out: Out | None) -> tuple[Any, memoryview]:
+def _with_room(
+    views: list[AnyPlace | FetchedBlock | None], into: Sequence[Out | None]
+) -> list[AnyPlace | FetchedBlock | None]:
+    """`views`, without those of other users' nodes for which a call has no room of its own."""
+    left = ANOTHERS_BYTES_MAX
+    for i, view in enumerate(views):
+        if isinstance(view, UnmappedPlace) and into[i] is None and len(views) > 1:
+            if view.length > left:
+                views[i] = None
+            else:
+                left -= view.length
+    return views
+
+
+def _made(view: AnyPlace | FetchedBlock, out: Out | None) -> tuple[Any, memoryview]:
     """The value, and its bytes as they were copied: in `out`, or an array or tensor.
 
     Raises `UsageError` when it does not fit `out`, which is then unchanged, or when the library
@@ -141,16 +156,19 @@ def _made(view: Place | FetchedBlock, out: Out | None) -> tuple[Any, memoryview]
     """
     if out is not None:
         size_bytes = view.size_bytes
-        out.check(view.kind, bytes(view.meta), size_bytes)
+        if out.plain:
+            out.check_room(size_bytes)
+        else:
+            out.check(view.kind, bytes(view.meta), size_bytes)
         target = out.room[:size_bytes]
-        copy(target[view.written_bytes :], view.data)
+        view.copy_to(target)
         return out.answer(size_bytes), target
     value, target = tensors.make(view.kind, bytes(view.meta), view.size_bytes)
-    copy(target, view.data)
+    view.copy_to(target)
     return value, target
 
 
-def _is_stale(ref: Place | RemoteBlock | None) -> bool:
+def _is_stale(ref: AnyPlace | RemoteBlock | None) -> bool:
     """Whether what could not be read may be elsewhere: it left while it was read, or nobody was
     asked where it is."""
     return ref.remembered if isinstance(ref, RemoteBlock) else ref is not None and not ref.valid()

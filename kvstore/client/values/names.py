@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.batches import in_batches
@@ -31,11 +32,14 @@ class ValueNames:
 
     def note(self, keys: Sequence[Key], names: Sequence[str | bytes]) -> None:
         """Note the names of values that were saved; those above `NAME_BYTES_MAX` are not told."""
+        noted: dict[Key, bytes] = {}
         for key, name in zip(keys, names, strict=True):
             raw = name.encode() if isinstance(name, str) else name
-            if len(raw) <= NAME_BYTES_MAX and len(self._waiting) < NAMES_WAITING_MAX:
-                with self._lock:
-                    self._waiting[key] = raw
+            if len(raw) <= NAME_BYTES_MAX:
+                noted[key] = raw
+        with self._lock:
+            room = max(NAMES_WAITING_MAX - len(self._waiting), 0)
+            self._waiting.update(islice(noted.items(), room))
 
     def tell(self) -> None:
         """Tell every node of this host what waits; each ignores what it does not have."""

@@ -29,6 +29,10 @@ class Out:
         self._out = out
         self._is: Described | None = None
         """Its dtype and shape; None for plain bytes."""
+        if type(out) is memoryview and out.format == "B" and out.ndim == 1 and out.nbytes:
+            self._array = False
+            self.room = _writable(out)
+            return
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         self._array = True
         if torch is not None and isinstance(out, torch.Tensor):
@@ -48,8 +52,7 @@ class Out:
             view = memoryview(out)
         except (TypeError, ValueError) as e:
             raise UsageError("out", type(out).__name__, "must be a writable buffer") from e
-        if view.readonly or not view.c_contiguous:
-            raise UsageError("out", type(out).__name__, "must be writable and contiguous")
+        _writable(view, type(out).__name__)
         if view.ndim != 1 or view.format.lstrip("@=<>!") not in _BYTE_FORMATS:
             self._is = Described(of_format(view.format, view.itemsize), tuple(view.shape or ()))
         return view.cast("B") if view.nbytes else memoryview(bytearray())
@@ -95,6 +98,12 @@ class Out:
         if not self._array:
             return self.room[:size_bytes]
         return self._out if self._is is not None else self._out[:size_bytes]
+
+
+def _writable(view: memoryview, given: str = "memoryview") -> memoryview:
+    if view.readonly or not view.c_contiguous:
+        raise UsageError("out", given, "must be writable and contiguous")
+    return view
 
 
 def _array_bytes(numpy: Any, array: Any) -> memoryview:

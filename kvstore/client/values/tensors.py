@@ -19,6 +19,7 @@ from kvstore.types import Kind
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d{1,9}(\[\w{1,8}\])?", re.ASCII)
 _COMMON_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)", re.ASCII)
 _ML_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}")
+_PLAIN_TYPES = frozenset((bytes, bytearray, memoryview))
 EMPTY = b"\xc0"
 """Meta of an empty value: a slot cannot have zero bytes."""
 
@@ -37,6 +38,9 @@ class Payload(NamedTuple):
 
 def encode(value: Any) -> Payload:
     """A value as what is saved of it. Raises `UsageError` for what has no plain bytes."""
+    if type(value) in _PLAIN_TYPES:
+        data = as_bytes("value", value)
+        return Payload(data, b"" if data.nbytes else EMPTY, Kind.BYTES)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         data = tensor_bytes("value", value)

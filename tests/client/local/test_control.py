@@ -1,6 +1,8 @@
 """The channel to a node, to one that does not answer."""
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 import time
@@ -14,7 +16,7 @@ from kvstore.client.local.control import (
     SAY_CONNECT_TIMEOUT_S,
     ControlChannel,
 )
-from kvstore.errors import DeadlineError, InternalError, NodeUnavailableError
+from kvstore.errors import DeadlineError, InternalError, NodeUnavailableError, UsageError
 from kvstore.nodedir import NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import Op
@@ -225,6 +227,36 @@ def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it(answered, call)
     other.start()
     other.join()
     assert free == [True]
+
+
+def test_a_child_is_refused_at_once_although_a_thread_of_its_parent_waits(answered):
+    """It has that thread's lock, and not the thread."""
+    assert answered.request(Op.STAT) is None
+    held, done = threading.Event(), threading.Event()
+
+    def waits():
+        with answered._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    assert held.wait(30)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(TIMEOUT_S / 2))
+            answered.request(Op.STAT)
+        except UsageError as e:
+            code = 0 if "before a fork" in str(e) else 2
+        finally:
+            os._exit(code)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    done.set()
+    thread.join()
+    assert ended == 0
 
 
 def test_a_signal_handler_that_asks_the_same_node_is_refused_at_once(answered):

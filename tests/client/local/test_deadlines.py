@@ -15,10 +15,11 @@ from stores import MIB, NodeProcess
 from kvstore import Client, Limits
 from kvstore.client.local import deadlines
 from kvstore.client.local.control import ControlChannel
-from kvstore.errors import PeerError
+from kvstore.client.local.writer import Writer
+from kvstore.errors import DeadlineError, PeerError
 
 TIMEOUT_S = 0.6
-NODES = 3
+ATTEMPTS_MAX = 100
 NAMES = [f"k{number}" for number in range(40)]
 
 
@@ -49,6 +50,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     return seen
 
 
+def answered(writer: Writer) -> None:
+    """Have `writer` connected, however late a busy machine lets its node answer."""
+    for attempt in range(ATTEMPTS_MAX):
+        try:
+            writer.stats()
+            return
+        except DeadlineError:
+            if attempt == ATTEMPTS_MAX - 1:
+                raise
+
+
 CALLS: dict[str, Callable[[Client], object]] = {
     "put_many": lambda c: c.put_many({os.urandom(8).hex(): b"v" * 50_000 for _ in range(40)}),
     "pin": lambda c: c.pin("k1"),
@@ -75,7 +87,7 @@ def test_all_nodes_that_hang_cost_one_deadline_together(
     with Client(**{**nodes[0].client_options, "limits": limits}) as client:
         if connected:
             for writer in client.session.writer.writers():
-                writer.stats()
+                answered(writer)
         asked.clear()
         for node in nodes:
             node.signal(signal.SIGSTOP)

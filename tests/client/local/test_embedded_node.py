@@ -173,6 +173,25 @@ def test_a_node_is_not_ready_while_nobody_can_connect_to_its_socket(tmp_path):
         assert listens(directory.socket), "a full queue is no closed door"
 
 
+@pytest.mark.parametrize(("again_after_s", "starts"), [(600.0, 1), (0.0, 3)])
+def test_a_node_that_cannot_start_is_not_started_by_every_put(
+    tmp_path, monkeypatch, again_after_s, starts
+):
+    """Each start is a process of a second; what it said is the reason of every put."""
+    monkeypatch.setattr(host_writers, "START_AGAIN_AFTER_S", again_after_s)
+    start, started = embedded_node.start_in_background, []
+
+    def ends_at_once(command, **options):
+        started.append(command)
+        return start([sys.executable, "-S", "-c", "raise SystemExit('no room')"], **options)
+
+    monkeypatch.setattr(embedded_node, "start_in_background", ends_at_once)
+    with Client(run_dir=tmp_path / "run", node_size_bytes=16 << 20, limits=PATIENT) as client:
+        for i in range(3):
+            assert "ended at once: no room" in client.put(f"k{i}", b"1").reason
+    assert len(started) == starts
+
+
 def slowly(monkeypatch, what: str) -> list[int]:
     """Have the node do something else first; the processes that are started for it."""
     monkeypatch.setattr(embedded_node, "START_TIMEOUT_S", 1.0)

@@ -187,9 +187,9 @@ def test_an_answer_that_is_interrupted_on_its_way_to_the_caller_is_nobodys(
 def test_what_comes_when_the_caller_has_given_up_is_not_held() -> None:
     """Another thread takes the answer, before, while or after the caller gives up."""
     held, granted = Holdings(), Granted()
-    granted.note(held, (1, 1))
+    granted.note(held, [(1, 1), (3, 1)])
     granted.refuse()
-    granted.note(held, (2, 1))
+    granted.note(held, [(2, 1)])
     assert held.reserved == set()
 
 

@@ -9,7 +9,7 @@ from redis_servers import wait_until
 from stores import MIB, NodeProcess
 from two_hosts import LISTEN, client_of, listening_node
 
-from kvstore import Limits, MissReason, PutStatus, UsageError
+from kvstore import Limits, MissReason, PutStatus, Tier, UsageError
 from kvstore.record import pack_record, unpack_record
 from kvstore.transport.stream.security import StreamSecurity
 
@@ -202,6 +202,7 @@ def test_blocks_of_another_host_are_viewed_together_in_one_batch(writer, reader,
     blocks, keys = saved_blocks(writer, 8)
     session = reader.session
     found = session.match(keys)
+    assert session.tiers(found) == [Tier.OTHER_HOST] * len(keys)
     batches = []
     read = session.remote.stream.read
     session.remote.stream.read = lambda *args: batches.append(args) or read(*args)

@@ -167,6 +167,21 @@ def test_batches_of_one_node_share_the_deadline_of_their_call(
     assert max(untils) <= time.monotonic() + 0.001
 
 
+def test_no_node_is_waited_for_beyond_the_deadline_that_a_call_was_given(
+    many: tuple[RemoteNodes, list[float]],
+) -> None:
+    """However much longer a node alone may take."""
+    nodes, untils = many
+    deadline = time.monotonic() + 0.4
+    nodes.read(wanted_of_each()[:2], deadline)
+    assert max(untils, default=deadline) <= deadline
+
+
+def test_as_many_nodes_are_asked_at_once_as_a_large_call_needs() -> None:
+    """Forty silent ones took five seconds, eight at a time."""
+    assert STREAM_NODES_AT_ONCE > 40
+
+
 def test_a_node_that_failed_is_tried_again_beside_the_reads(
     many: tuple[RemoteNodes, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,13 @@
 """A put under a key that exists: the same value, another one, and in its place."""
 
+from types import SimpleNamespace
+
 import pytest
 from stores import NodeProcess
 from two_hosts import client_of
 
 from kvstore import PutStatus, UsageError
+from kvstore.client.values import existing
 
 numpy = pytest.importorskip("numpy")
 MIB = 1 << 20
@@ -33,6 +36,23 @@ def test_another_value_under_a_key_is_said_and_the_first_one_stays(client, case)
     assert numpy.array_equal(client.get("k"), one) or client.get("k") == one
     same, differs, new = client.put_many([("k", one), ("k", other), ("new", other)])
     assert (same.status, differs.status, new.status) == ("exists", "differs", "stored")
+
+
+def test_what_goes_while_it_is_compared_is_not_called_another(client, monkeypatch):
+    """Its slot has other bytes by then (rule 4): nobody can tell, and the put had found it."""
+    assert client.put("k", bytes(1000))
+    digest, gone = existing.xxhash.xxh3_64_intdigest, []
+
+    def late(data):
+        if not gone:
+            gone.append(client.delete("k"))
+            assert client.put("another", b"a" * 1000)
+            assert bytes(data) == b"a" * 1000
+        return digest(data)
+
+    monkeypatch.setattr(existing, "xxhash", SimpleNamespace(xxh3_64_intdigest=late))
+    assert client.put("k", bytes(1000)).status is PutStatus.EXISTS
+    assert gone == [True]
 
 
 @pytest.mark.parametrize("case", OTHERS)

@@ -12,7 +12,7 @@ from redis_servers import RedisServer
 from stores import PATIENT, NodeProcess
 
 from kvstore import BlockSession, MissReason
-from kvstore.client.local.hint_lookup import sure_here
+from kvstore.client.block_lookup import found_here
 from kvstore.types import Key
 
 SIGNING_KEY = "thirty-two random characters.."
@@ -148,5 +148,5 @@ def test_a_node_of_another_index_is_not_believed(near: NodeProcess, keys: list[K
     with RedisServer() as other, closing(Asking(near, url=other.url)) as asking:
         asking.session.nodes.map_all(0.0)
         assert asking.session.nodes.mapped
-        assert list(sure_here(asking.session.nodes, None, keys)) == [None] * 5
+        assert list(found_here(asking.session.nodes, None, keys)) == [None] * 5
         assert asking.session.match(keys) == []

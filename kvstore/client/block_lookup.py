@@ -1,0 +1,303 @@
+"""Looks up who has each block, in two stages: this host's memory first, then the index.
+
+    key -> found here  by the tables of hints of the segments that are mapped: nobody is asked and
+                       nobody waited for, so it needs no deadline. Of nodes of the client's own
+                       index alone, which a lookup may believe as it believes the index
+        -> by record   the index is asked for the keys that were missing, within the deadline. What
+                       its record names counts where that node can be read from here; where not,
+                       this host's memory may have the block of another node
+        -> missing     with the reason
+
+While the index is away the second stage looks through all segments of this host that serve the
+same keys. Either stage gives a hint (rule 7): whoever reads the block compares its header (rule 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from kvstore.batches import in_batches
+from kvstore.client.base import BlockRef, LookupResult, PrefixMatch
+from kvstore.client.explanation import MissReason, reason_of
+from kvstore.client.local.nodes import Attached, LocalNodes
+from kvstore.client.reader import Reader, believes_names
+from kvstore.client.remote.peers import Peers
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index, Record
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.record import RecordSigner, pack_place
+from kvstore.segment.header import KEY_PART, fields
+from kvstore.segment.locate import offset_of
+from kvstore.types import Key, Tier
+
+T = TypeVar("T", Record, Record | None)
+
+KEYS_AT_ONCE = 64
+"""Looked for between two looks at the clock; about 0.1 ms."""
+RECORDS_KEPT_MAX = 1 << 14
+"""Of one segment: about 5 MB. To make one costs more than all the rest of finding it."""
+_NODE_PART = slice(4, 16)
+"""Epoch and node id in a record (record.py)."""
+
+
+def found_here(
+    nodes: LocalNodes,
+    signer: RecordSigner | None,
+    keys: Sequence[Key],
+    give_up_at: float | None = None,
+) -> Iterator[BlockRef | None]:
+    """Each of `keys` with the record that its node would publish; None when it is not found here.
+
+    Without `give_up_at`, of nodes of the client's own index alone; then nobody is waited for, and
+    a starved reader finds what lies here. With it, of all that serve the same keys, and it ends
+    early at that time of the machine's clock.
+    Tables of hints forget some keys: such a block is a miss until the index answers. Records are
+    for processes that may be others.
+    """
+    now = nodes.machine.monotonic
+    if give_up_at is None:
+        mapped: Sequence[Attached] = nodes.ours(now(), find=believes_names(signer))
+    else:
+        mapped = nodes.every(now())
+    for start in range(0, len(keys), KEYS_AT_ONCE):
+        if give_up_at is not None and now() >= give_up_at:
+            return
+        batch = keys[start : start + KEYS_AT_ONCE]
+        found: list[BlockRef | None] = [None] * len(batch)
+        for attached in mapped:
+            known = attached.records.get
+            for i, (slot_id, image) in enumerate(attached.shm.hinted_each(batch)):
+                seen = known(slot_id)
+                if seen is None or seen[0] != image:
+                    if image[KEY_PART] != batch[i]:
+                        continue
+                    seen = _made_of(attached, signer, slot_id, image)
+                if seen is not None and seen[1][0] == batch[i]:
+                    found[i] = seen[1]
+        yield from found
+
+
+def _made_of(
+    attached: Attached, signer: RecordSigner | None, slot_id: int, image: bytes
+) -> tuple[bytes, BlockRef] | None:
+    """The header and the block that it describes, None unless that is whole and in the segment."""
+    header = fields(image)
+    if header is None or offset_of(attached.shm.superblock.size_bytes, slot_id, header) is None:
+        return None
+    generation, key, length, granule, _, _, checksum, _ = header
+    node = attached.announcement
+    record = pack_place(
+        key, node.node_id, node.epoch, 0, slot_id, generation, granule, length, checksum
+    )
+    ref = BlockRef(key, record if signer is None else signer.signed(key, record))
+    if len(attached.records) >= RECORDS_KEPT_MAX:
+        attached.records.clear()
+    attached.records[slot_id] = made = image, ref
+    return made
+
+
+def _leading(found: Iterable[BlockRef | None]) -> Iterator[BlockRef]:
+    """The leading blocks, up to the first that is missing."""
+    for one in found:
+        if one is None:
+            return
+        yield one
+
+
+class BlockLookup:
+    """Answers a session's lookups. Thread-safe; never raises for a peer's fault, except
+    `readable`."""
+
+    def __init__(
+        self,
+        index: Index,
+        nodes: LocalNodes,
+        remote: Peers | None,
+        reader: Reader,
+        signer: RecordSigner | None,
+        index_timeout_s: float,
+    ) -> None:
+        """`reader` counts misses. `index_timeout_s` is what a lookup without a deadline of its own
+        may still take on this host when the index has failed."""
+        self._index = index
+        self._nodes = nodes
+        self._remote = remote
+        self._reader = reader
+        self._signer = signer
+        self._index_timeout_s = index_timeout_s
+        self._now = nodes.machine.monotonic
+
+    def match(self, keys: Sequence[Key], timeout_s: float | None) -> PrefixMatch:
+        """See `BlockStore.match`."""
+        started = self._now()
+        run = PrefixMatch(_leading(found_here(self._nodes, self._signer, keys)))
+        rest = keys[len(run) :]
+        if rest:
+            run.short = self._match_on(run, rest, started, timeout_s)
+        return run
+
+    def _match_on(
+        self, run: PrefixMatch, keys: Sequence[Key], started: float, timeout_s: float | None
+    ) -> MissReason | None:
+        """Go on with `run` through `keys` by the index; why it ends before their end."""
+        if timeout_s == 0.0:
+            return MissReason.DEADLINE
+        try:
+            records = self._indexed(self._index.match, keys)
+        except IndexUnavailableError as e:
+            here = list(_leading(self._in_time(keys, started, timeout_s)))
+            run += here
+            return self._short(e, missed=len(here) < len(keys))
+        genuine = len(records)
+        if self._signer is not None:
+            signed = (i for i, r in enumerate(records) if not self._reader.genuine(keys[i], r))
+            genuine = next(signed, genuine)
+        if timeout_s is not None and self._now() - started > timeout_s:
+            self._reader.missed(MissReason.DEADLINE)
+            return MissReason.DEADLINE
+        before = len(run)
+        run += _leading(self._in_reach(keys, records[:genuine], started, timeout_s))
+        if len(run) - before < genuine:
+            self._reader.missed(MissReason.OUT_OF_REACH)
+            return MissReason.OUT_OF_REACH
+        if genuine < len(records):
+            return MissReason.BAD_SIGNATURE
+        return MissReason.ABSENT if genuine < len(keys) else None
+
+    def lookup(self, keys: Sequence[Key], timeout_s: float | None) -> LookupResult:
+        """See `BlockStore.lookup`."""
+        started = self._now()
+        answers = LookupResult(found_here(self._nodes, self._signer, keys))
+        unknown = [i for i, one in enumerate(answers) if one is None]
+        if unknown:
+            answers.short = self._look_up_on(answers, keys, unknown, started, timeout_s)
+        return answers
+
+    def _look_up_on(
+        self,
+        answers: LookupResult,
+        keys: Sequence[Key],
+        unknown: Sequence[int],
+        started: float,
+        timeout_s: float | None,
+    ) -> MissReason | None:
+        """Fill in by the index what is `unknown` of `answers`; what kept it from answering."""
+        if timeout_s == 0.0:
+            return MissReason.DEADLINE
+        rest = [keys[i] for i in unknown]
+        try:
+            records = self._genuine(rest)
+        except IndexUnavailableError as e:
+            for i, one in zip(unknown, self._in_time(rest, started, timeout_s), strict=False):
+                answers[i] = one
+            return self._short(e, missed=None in answers)
+        if timeout_s is not None and self._now() - started > timeout_s:
+            self._reader.missed(MissReason.DEADLINE)
+            return MissReason.DEADLINE
+        refs = self._in_reach(rest, records, started, timeout_s)
+        for i, ref in zip(unknown, refs, strict=True):
+            answers[i] = ref
+        return None
+
+    def readable(self, keys: Sequence[Key]) -> list[Record | None]:
+        """For each of `keys` its record in the index, if the node it names can be read from here.
+
+        Raises `IndexUnavailableError`.
+        """
+        return self._reached(self._genuine(keys))
+
+    def _genuine(self, keys: Sequence[Key]) -> list[Record | None]:
+        """For each of `keys` its record, signed as it must be; None where the index has none."""
+        records = self._indexed(self._index.lookup, keys)
+        if self._signer is None:
+            return records
+        return [
+            record if record is not None and self._reader.genuine(key, record) else None
+            for key, record in zip(keys, records, strict=True)
+        ]
+
+    @staticmethod
+    def _indexed(ask: Callable[[Sequence[Key]], list[T]], keys: Sequence[Key]) -> list[T]:
+        """What the index answers, asked for as many keys at a time as it takes. The first answer
+        that is shorter than its question ends a run."""
+        if len(keys) <= BATCH_KEYS_MAX:
+            return ask(keys)
+        records: list[T] = []
+        for batch in in_batches(keys, BATCH_KEYS_MAX):
+            answer = ask(batch)
+            records += answer
+            if len(answer) < len(batch):
+                break
+        return records
+
+    def _in_reach(
+        self,
+        keys: Sequence[Key],
+        records: Sequence[Record | None],
+        started: float,
+        timeout_s: float | None,
+    ) -> list[BlockRef | None]:
+        """Each record whose node can be read from here. The index has one record for a key: where
+        that is of a node that cannot, such as one in VRAM, this host's memory may have another."""
+        reached = self._reached(records)
+        refs = [None if r is None else BlockRef(k, r) for k, r in zip(keys, reached, strict=False)]
+        away = [i for i, r in enumerate(records) if r is not None and refs[i] is None]
+        if away:
+            below = self._in_time([keys[i] for i in away], started, timeout_s)
+            for i, found in zip(away, below, strict=False):
+                refs[i] = found
+        return refs
+
+    def _reached(self, records: Sequence[Record | None]) -> list[Record | None]:
+        """The records of nodes that can be read from here, None in place of the others.
+
+        Headers are looked at when the block is read; here only who owns it matters, so a long
+        run costs little.
+        """
+        now = self._now()
+        self._nodes.check(now)
+        parts = {record[_NODE_PART] for record in records if record is not None}
+        away = {part for part in parts if not self._reachable(part, now)}
+        if not away:
+            return list(records)
+        return [None if r is None or r[_NODE_PART] in away else r for r in records]
+
+    def _reachable(self, part: bytes, now: float) -> bool:
+        if len(part) != 12:
+            return False
+        epoch = int.from_bytes(part[:4], "little")
+        node_id = int.from_bytes(part[4:], "little")
+        if self._nodes.segment(node_id, epoch, now) is not None:
+            return True
+        return self._remote is not None and self._remote.node(node_id, epoch, now) is not None
+
+    def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
+        """See `BlockStore.tiers`."""
+        parts = [one.record[_NODE_PART] for one in found]
+        by_part = {part: self._tier(part) for part in set(parts)}
+        return [by_part[part] for part in parts]
+
+    def _tier(self, part: bytes) -> Tier:
+        epoch, node_id = int.from_bytes(part[:4], "little"), int.from_bytes(part[4:], "little")
+        if self._nodes.mapped_start(node_id, epoch):
+            return Tier.HOST
+        vram = None if self._remote is None else self._remote.vram
+        if vram is not None and vram.known(node_id, epoch):
+            return Tier.VRAM
+        return Tier.OTHER_HOST
+
+    def _in_time(
+        self, keys: Sequence[Key], started: float, timeout_s: float | None
+    ) -> Iterator[BlockRef | None]:
+        """What can be found without the index, in what is left of the time."""
+        if timeout_s is None:
+            give_up_at = self._now() + self._index_timeout_s
+        else:
+            give_up_at = started + timeout_s
+        return found_here(self._nodes, self._signer, keys, give_up_at)
+
+    def _short(self, error: IndexUnavailableError, *, missed: bool) -> MissReason | None:
+        """Why not all was found: the index was not there to be asked."""
+        self._reader.index_failed(error, missed=missed)
+        return reason_of(error) if missed else None

@@ -1,0 +1,1 @@
+"""Listens to which blocks nodes store and remove."""

@@ -1,0 +1,53 @@
+"""What a handler of signals raises in a call to a node of another host is its user's, no miss."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+
+import pytest
+from signal_handlers import ERRORS, SAID, handling, raising, signals_in
+
+from kvstore import Client, tcp
+from kvstore.client.remote.silenced import LISTEN_EVERY_S, Silenced
+from kvstore.transport.stream.channel import Channel
+
+
+def get(client: Client) -> None:
+    client.get("there")
+
+
+def put(client: Client) -> None:
+    assert client.put(os.urandom(8).hex(), b"v")
+
+
+READS = [(Channel, "_limit"), (Channel, "quiet"), (select, "poll"), (tcp, "addresses")]
+SAVES = [(Channel, "_limit"), (Silenced, "heard")]
+
+
+@pytest.mark.parametrize("error", [*ERRORS, OSError])
+@pytest.mark.parametrize(
+    ("call", "owner", "name"),
+    [(get, *where) for where in READS] + [(put, *where) for where in SAVES],
+)
+def test_what_a_handler_raises_costs_a_node_of_another_host_nothing(
+    writer: Client,
+    reader: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[Client], None],
+    owner: object,
+    name: str,
+    error: type[Exception],
+) -> None:
+    assert writer.put("there", b"there")
+    if owner is not tcp:  # of the first connection
+        assert reader.get("there") == b"there"
+    time.sleep(LISTEN_EVERY_S)
+    with monkeypatch.context() as patched:
+        signals_in(patched, owner, name)
+        with handling(raising(error)), pytest.raises(error, match=SAID):
+            call(reader)
+    assert reader.get("there") == b"there"
+    put(reader)
