@@ -28,7 +28,7 @@ EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. An error is one line on standard error."""
+    """Run one command and return its exit code. An error is one line on standard error."""
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)

@@ -78,7 +78,11 @@ def run(args: argparse.Namespace) -> int:
             password = known.get(role)
             if password is None:
                 if args.passwords:
-                    raise UsageError("passwords", args.passwords, f"has none for {role}")
+                    raise UsageError(
+                        "passwords",
+                        args.passwords,
+                        f"has no password for {role}: add a line `{role} PASSWORD`",
+                    )
                 password = secrets.token_urlsafe(PASSWORD_BYTES)
                 made.append(f"{user} {password}")
             hashed = password_hash(password)
@@ -108,7 +112,9 @@ def _read_passwords(name: str) -> dict[AclRole, str]:
         why = getattr(e, "strerror", None) or "not text"
         raise UsageError("passwords", name, f"cannot be read: {why}") from e
     if len(text) > PASSWORD_FILE_BYTES_MAX:
-        raise UsageError("passwords", name, f"at most {PASSWORD_FILE_BYTES_MAX} characters")
+        raise UsageError(
+            "passwords", name, f"the file may have at most {PASSWORD_FILE_BYTES_MAX} characters"
+        )
     found: dict[AclRole, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()

@@ -70,7 +70,7 @@ def _table(file: ConfigFile, name: str, values: Any, variables: dict[str, str]) 
 
 
 def _security_variables() -> dict[str, str]:
-    """Whichever variable wins over each name of `[security]`."""
+    """Return, for each name of `[security]`, the variable that wins over it."""
     found = {}
     for field in allowed_in(SecurityFiles):
         variable = f"KVSTORE_{field.upper()}"

@@ -22,14 +22,16 @@ CHECKS = (
     Check("transports", software.transports),
     Check("memlock", machine.memlock),
     Check("huge pages", machine.huge_pages),
-    Check("cuda", software.cuda, timeout_s=2 * software.TRY_TIMEOUT_S + 5),
+    Check("cuda", software.cuda, timeout_s=3 * software.TRY_TIMEOUT_S + 5),
     Check("nixl", software.nixl, timeout_s=software.TRY_TIMEOUT_S + 5),
+    Check("gpu direct", software.gpu_direct),
+    Check("rdma to vram", software.to_vram, timeout_s=software.TRY_TIMEOUT_S + 5),
     Check("vllm", software.vllm),
 )
 
 
 class Row(NamedTuple):
-    """A finding, and the check that made it."""
+    """Holds a finding, and the check that made it."""
 
     check: str
     finding: Finding

@@ -52,8 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: 0 when there was an answer, whatever it is. A miss that is explained is no
-    failure."""
+    """Run it; the exit code is 0 when there was an answer, whatever it is. A miss that is explained
+    is no failure."""
     tokens = _tokens(args.tokens) if args.tokens is not None else []
     client = Client(
         store_url(args, run_dir_of(args)),
@@ -97,12 +97,12 @@ def _tokens(name: str) -> list[int]:
         why = getattr(e, "strerror", None) or "not text"
         raise UsageError("tokens", name, f"cannot be read: {why}") from e
     if len(text) > TOKEN_FILE_BYTES_MAX:
-        raise UsageError("tokens", name, f"at most {TOKEN_FILE_BYTES_MAX} bytes")
+        raise UsageError("tokens", name, f"the file may have at most {TOKEN_FILE_BYTES_MAX} bytes")
     tokens = _parsed(text.strip())
     if tokens is None:
         raise UsageError("tokens", name, "must be numbers, as a JSON list or apart by space")
     if len(tokens) > TOKENS_MAX:
-        raise UsageError("tokens", len(tokens), f"at most {TOKENS_MAX}")
+        raise UsageError("tokens", len(tokens), f"at most {TOKENS_MAX} tokens can be asked about")
     return tokens
 
 

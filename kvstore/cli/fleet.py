@@ -32,7 +32,7 @@ def node_names(count: int) -> list[str]:
 
 
 class Child:
-    """One node's process, over its restarts."""
+    """Runs one node's process, over its restarts."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.name = name
@@ -68,7 +68,7 @@ class Child:
                 line = self.process.stdout.readline().decode(errors="replace").strip()
                 if line:
                     return line
-                raise NodeUnavailableError(f"node {self.name} did not start")
+                raise NodeUnavailableError(f"node {self.name} did not start: what it said is above")
             now = time.monotonic()
             if now > give_up_at:
                 raise DeadlineError(
@@ -136,19 +136,26 @@ class Child:
 
 
 class Fleet:
-    """`count` nodes of one shape, called as `node_names` says."""
+    """Runs `count` nodes of one shape, called as `node_names` says."""
 
     def __init__(
-        self, count: int, options: Sequence[str], *, run_dir: Path, env: Mapping[str, str]
+        self,
+        count: int,
+        options: Sequence[str],
+        *,
+        run_dir: Path,
+        env: Mapping[str, str],
+        numa: Sequence[str],
     ) -> None:
-        """`options` are those of `kvstore node` that all share; `env` is added to ours."""
+        """`options` are those of `kvstore node` that all share, `numa` is what each has of its
+        own; `env` is added to ours."""
         self._run_dir = run_dir
         self._sweeper = Sweeper(run_dir)
         command = [sys.executable, "-m", "kvstore.cli", "node", "--only-options", *options]
         command += ["--run-dir", str(run_dir), "--end-with-parent", str(os.getpid())]
         self.children = [
-            Child(name, [*command, "--name", name], {**os.environ, **env})
-            for name in node_names(count)
+            Child(name, [*command, "--name", name, "--numa", where], {**os.environ, **env})
+            for name, where in zip(node_names(count), numa, strict=True)
         ]
 
     def start(self, stopped: Callable[[], bool], say: Callable[[str], None]) -> None:

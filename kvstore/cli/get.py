@@ -12,6 +12,7 @@ from kvstore.cli import EXIT_MISS
 from kvstore.cli.options import add_store, run_dir_of
 from kvstore.cli.store import open_client
 from kvstore.client.client import Client
+from kvstore.client.reader import UnmappedPlace
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.types import Kind
 
@@ -56,9 +57,13 @@ def read_raw(client: Client, key: str) -> tuple[bytes, str] | None:
     reader = client.session.reader
     found = reader.search((client.namespace.value_key(key),))
     (view,) = reader.read(found)
+    if isinstance(view, UnmappedPlace):
+        view = view.copied()
     if view is None:
         if found == [None] and reader.index_failures:
-            raise IndexUnavailableError("Redis did not answer")
+            raise IndexUnavailableError(
+                "Redis did not answer in time: `kvstore doctor` says what is wrong"
+            )
         return None
     payload, kind, data_bytes = bytes(view.buffer), view.kind, view.size_bytes
     if not view.valid():

@@ -30,7 +30,7 @@ where no client has told since that start. --json has them in full.
 
 
 class Block(NamedTuple):
-    """One block as a node lists it."""
+    """Describes one block as a node lists it."""
 
     key: str
     """The hash, in hexadecimal."""
@@ -80,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(table(COLUMNS, [_row(block) for block in blocks], left=LEFT, elastic=ELASTIC))
     if more:
-        print(f"kvstore: there are more; --limit is {args.limit}", file=sys.stderr)
+        print(
+            f"kvstore: there are more blocks than --limit {args.limit}: ask for more",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 from pathlib import Path
 
-from kvstore import rundir
+from kvstore import numa, rundir
 from kvstore.cli.node_table import NodeTable, node_table
 from kvstore.cli.options import (
     STOP_SIGNALS,
@@ -29,10 +29,10 @@ from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.node.permissions import group_id
-from kvstore.nodedir import sweep
+from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.abandoned import free_abandoned, segments
 from kvstore.segment.cgroup import memory_limit, size_within
-from kvstore.segment.shm import SHM_DIR
+from kvstore.segment.shm import SHM_DIR, files_bytes
 from kvstore.toml_file import CONFIG
 from kvstore.transport.stream.address import parse_listen
 from kvstore.transport.stream.security import (
@@ -81,6 +81,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_stream(parser)
     parser.add_argument(
+        "--events",
+        metavar="ENDPOINT",
+        help="tell routers here, over ZeroMQ, which blocks are stored and removed: PORT (on this "
+        "host alone), tcp://HOST:PORT or ipc://PATH; the port after it is used too",
+    )
+    parser.add_argument(
         "--keep",
         action="store_true",
         default=None,
@@ -104,6 +110,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"of a node, in /dev/shm (default: {human_bytes(SIZE_BYTES_DEFAULT)}, or less where "
         "the container's memory limit allows less)",
+    )
+    parser.add_argument(
+        "--numa",
+        metavar="WHERE",
+        help="take the memory from all NUMA nodes in turn (interleave), from the one of this "
+        "number, or with `up` for each node from the next one (each); "
+        f"default: {NodeTable().numa}",
     )
     parser.add_argument(
         "--policy",
@@ -150,7 +163,7 @@ def add_stream(parser: argparse.ArgumentParser) -> None:
 
 
 def _security(args: argparse.Namespace) -> StreamSecurity:
-    """The environment's, with what the command line says in its place."""
+    """Return the environment's security, with what the command line says in its place."""
     files = {name: getattr(args, name) for name in ("tls_cert", "tls_key", "tls_ca")}
     given = {name: path for name, path in files.items() if path is not None}
     return dataclasses.replace(StreamSecurity.from_environment(), **given)
@@ -167,8 +180,6 @@ def run(args: argparse.Namespace) -> int:
     run_dir = rundir.run_dir(table.run_dir)
     if args.clean:
         return _clean(run_dir)
-    if table.vram_in_bytes is not None:
-        return serve_vram(table, table.vram_in_bytes, run_dir, file.limits())
     config = NodeConfig(
         run_dir=run_dir,
         name=table.name,
@@ -181,14 +192,21 @@ def run(args: argparse.Namespace) -> int:
         open_to_all=table.open,
         security=_security(args),
         nixl=table.nixl,
+        events=table.events,
         keep=table.keep,
         group=group_id(table.group) if table.group else None,
         limits=file.limits(),
     )
+    if table.vram_in_bytes is not None:
+        return serve_vram(table, table.vram_in_bytes, config)
     opened = open_guarded(
         table.url, key_prefix=table.key_prefix, run_dir=config.run_dir, limits=config.limits
     )
     try:
+        # Its threads do as this one does; a Redis that was started has its memory already, and so
+        # has a segment that waits for this start.
+        waiting = NodeDir(run_dir, config.name).kept_for_s() > 0
+        numa.place_memory(table.numa, 0 if waiting else files_bytes(config.segment_bytes))
         return asyncio.run(_serve(Node(config, opened.index), no_password(opened.url)))
     finally:
         opened.close()
@@ -213,7 +231,7 @@ def _clean(run_dir: Path) -> int:
 
 
 async def _serve(node: Node, redis: str) -> int:
-    """0 when it ended as asked, 130 after Ctrl-C."""
+    """Serve until the end; 0 when it ended as asked, 130 after Ctrl-C."""
     ended_by: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:

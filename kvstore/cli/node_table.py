@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from kvstore import numa
 from kvstore.cli.options import KEY_PREFIX_DEFAULT, size_bytes
 from kvstore.config_file import ConfigFile
 from kvstore.errors import UsageError
@@ -39,6 +40,9 @@ class NodeTable:
     """Of VRAM of a CUDA device that this node owns, in place of `size` (docs/decisions/0055)."""
     device: Annotated[int, NumberRange(0)] = 0
     """Which device `vram` is of."""
+    numa: str = numa.NONE
+    """On which NUMA nodes its memory is: `interleave` over all, the number of one, or `none`: of
+    whichever core touches it first (docs/decisions/0049)."""
     policy: Literal["lru"] = "lru"
     """What goes when it is full."""
     listen: str = ""
@@ -49,6 +53,9 @@ class NodeTable:
     """Serve without a secret whoever can connect."""
     nixl: Literal["", "read-only", "writable"] = ""
     """Let other hosts read by RDMA through NIXL too; experimental (docs/rdma.md)."""
+    events: str = ""
+    """Where to tell routers which blocks are stored and removed: PORT (on this host alone),
+    tcp://HOST:PORT or ipc://PATH, and the port after it; empty: nowhere (docs/decisions/0064)."""
     keep: bool = False
     """Leave the memory for the next start of this name when told to stop."""
     group: str = ""
@@ -58,21 +65,24 @@ class NodeTable:
 
     def __post_init__(self) -> None:
         check_settings(self, inside="node.")
+        numa.check_setting("node.numa", self.numa)
         self.size_in_bytes, self.vram_in_bytes  # noqa: B018  # refuse what is no size
         if not self.vram:
             return
-        for name in ("size", "listen", "nixl", "keep", "group", "end_with_last_client"):
+        if self.numa != numa.NONE:
+            raise UsageError("node.numa", self.numa, "is not for a node with `vram`")
+        for name in ("size", "keep", "group", "end_with_last_client"):
             if value := getattr(self, name):
                 raise UsageError(f"node.{name}", value, "is not for a node with `vram`")
 
     @property
     def size_in_bytes(self) -> int | None:
-        """`size` as a number; None where it is not asked for."""
+        """Return `size` as a number; None where it is not asked for."""
         return _bytes_of("size", self.size)
 
     @property
     def vram_in_bytes(self) -> int | None:
-        """`vram` as a number; None where it is not asked for."""
+        """Return `vram` as a number; None where it is not asked for."""
         return _bytes_of("vram", self.vram)
 
 
@@ -84,7 +94,7 @@ def _bytes_of(field: str, size: str) -> int | None:
 
 
 def node_table(file: ConfigFile, options: argparse.Namespace | None = None) -> NodeTable:
-    """`[node]` of `file`, and in its place what the command line says."""
+    """Return `[node]` of `file`, and in its place what the command line says."""
     given = {name: getattr(options, name, None) for name in allowed_in(NodeTable)}
     over: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for name, variable in VARIABLES.items():

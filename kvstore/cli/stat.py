@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one(args: argparse.Namespace) -> int:
-    """For health checks: a node that is ready and answers is healthy while Redis is away, and
+    """Answer a health check: a node that is ready and answers is healthy while Redis is away, and
     not while Redis refuses it (node/readiness.py)."""
     for node in local_nodes(run_dir_of(args), args.key_prefix):
         if node.announcement.name == args.node:
@@ -69,7 +69,7 @@ def _one(args: argparse.Namespace) -> int:
     for other in strangers(run_dir_of(args), args.key_prefix):
         if other.name == args.node:
             raise NodeUnavailableError(str(other))
-    raise NodeUnavailableError(f"no node {args.node} runs here")
+    raise NodeUnavailableError(f"no node {args.node} runs here: `kvstore stat` lists those that do")
 
 
 def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:

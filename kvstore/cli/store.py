@@ -16,7 +16,7 @@ from kvstore.errors import NodeUnavailableError
 from kvstore.index.embedded_redis import supervisor
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import Limits
-from kvstore.nodedir import Announcement, NodeDir, node_dirs
+from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import counters
 
@@ -25,7 +25,7 @@ LIMITS = Limits(redis_timeout_s=1.0, publish_timeout_s=2.0, request_timeout_s=5.
 
 
 def embedded_url(run_dir: Path) -> str | None:
-    """URL of the embedded Redis of `run_dir`, None when none runs."""
+    """Return the URL of the embedded Redis of `run_dir`, None when none runs."""
     path = run_dir / "redis" / supervisor.SOCKET
     return f"unix://{quote(str(path))}" if supervisor.answers(path) else None
 
@@ -60,7 +60,7 @@ def open_client(args: argparse.Namespace, run_dir: Path, *, node: str | None = N
 
 
 class LocalNode(NamedTuple):
-    """A node that lives on this host."""
+    """Asks a node that lives on this host."""
 
     announcement: Announcement
     directory: NodeDir
@@ -87,11 +87,5 @@ class LocalNode(NamedTuple):
 
 def local_nodes(run_dir: Path, key_prefix: str | None) -> list[LocalNode]:
     """The living nodes of this host, in name order; all of them when `key_prefix` is None."""
-    found: list[LocalNode] = []
-    for directory in node_dirs(run_dir):
-        announcement = directory.announcement()
-        if announcement is None or not directory.alive():
-            continue
-        if key_prefix is None or announcement.key_prefix == key_prefix:
-            found.append(LocalNode(announcement, directory))
-    return found
+    found = announced(node_dirs(run_dir), key_prefix)
+    return [LocalNode(word, directory) for word, directory in found if directory.alive()]

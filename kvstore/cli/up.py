@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from kvstore import numa
 from kvstore.cli.fleet import Fleet, node_names
 from kvstore.cli.node import add_memory, node_bytes
 from kvstore.cli.node_table import NodeTable
@@ -35,12 +36,14 @@ from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.segment.shm import SHM_DIR, check_room
 
 NODES_MAX = 64
+EACH = "each"
+"""`--numa each`: every node on one NUMA node, in turn."""
 REDIS_END_TIMEOUT_S = 3.0
 POLL_S = 0.02
 
 
 class Stop:
-    """Which signal asked us to end. Only noted: what is half done is undone in order."""
+    """Notes which signal asked us to end. Only noted: what is half done is undone in order."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -71,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     start_logging(args)
     if args.nodes > NODES_MAX:
-        raise UsageError("nodes", args.nodes, f"at most {NODES_MAX}")
+        raise UsageError("nodes", args.nodes, f"at most {NODES_MAX} nodes on one host")
     run_dir = run_dir_of(args)
     # A wrong option is told here, once, and not by each node.
     size_bytes = node_bytes(args.size, nodes=args.nodes)
@@ -79,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     check_limit(segment_bytes, memory_limit(), nodes=args.nodes)
     waiting = sum(NodeDir(run_dir, name).kept_for_s() > 0 for name in node_names(args.nodes))
     check_room(SHM_DIR, segment_bytes * (args.nodes - waiting))
+    where = _numa_of_each(args.numa or numa.NONE, args.nodes)
     if args.url:
         parse_url(args.url)
     stop = Stop()
@@ -87,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
         options = ["--size", str(size_bytes), "--policy", args.policy]
         options += ["--key-prefix", args.key_prefix, *("-v" for _ in range(args.verbose))]
         # By the environment: command lines, with a password, are for everyone to read.
-        fleet = Fleet(args.nodes, options, run_dir=run_dir, env={URL_VARIABLE: redis.url})
+        env = {URL_VARIABLE: redis.url}
+        fleet = Fleet(args.nodes, options, run_dir=run_dir, env=env, numa=where)
         try:
             fleet.start(stop.asked, _say)
             if not stop.asked():
@@ -98,6 +103,17 @@ def run(args: argparse.Namespace) -> int:
     if redis.embedded is not None:
         _wait_for_redis_end(run_dir)
     return stop.exit_code
+
+
+def _numa_of_each(value: str, nodes: int) -> list[str]:
+    """The `--numa` of each node: one NUMA node after another where `value` is `each`."""
+    if value != EACH:
+        numa.chosen(value)
+        return [value] * nodes
+    there = numa.nodes_with_memory()
+    if not there:
+        raise UsageError("numa", value, "cannot be had: this kernel has no NUMA nodes")
+    return [str(there[i % len(there)]) for i in range(nodes)]
 
 
 def _say(line: str) -> None:
@@ -132,7 +148,7 @@ def _how_to_use(args: argparse.Namespace, url: str, run_dir: Path) -> str:
 
 
 def _wait_for_redis_end(run_dir: Path) -> None:
-    """It ends with its last user; when that was us, it is gone before we are."""
+    """Wait for the Redis that ends with its last user: when that was us, it is gone first."""
     give_up_at = time.monotonic() + REDIS_END_TIMEOUT_S
     while (run_dir / "redis").exists() and time.monotonic() < give_up_at:
         time.sleep(POLL_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
 
 from kvstore.cli.node_table import NodeTable
 from kvstore.cli.options import STOP_SIGNALS
@@ -13,14 +12,15 @@ from kvstore.cli.output import human_bytes
 from kvstore.client.session import BlockSession
 from kvstore.cuda.bindings import open_device
 from kvstore.errors import InternalError
-from kvstore.limits import Limits
+from kvstore.node import NodeConfig
 from kvstore.vram.pool import VramPool
 
 LOOK_EVERY_S = 1.0
 
 
-def serve_vram(table: NodeTable, size_bytes: int, run_dir: Path, limits: Limits) -> int:
-    """Serve until a signal; then blocks go down to the host's other nodes. 130 after Ctrl-C.
+def serve_vram(table: NodeTable, size_bytes: int, config: NodeConfig) -> int:
+    """Serve until a signal, other hosts as `config` says; then blocks go down to the host's other
+    nodes. 130 after Ctrl-C.
 
     Raises `DeviceError`, `NoSpaceError` and `UsageError`, and `InternalError` when the node has
     ended by itself.
@@ -33,10 +33,17 @@ def serve_vram(table: NodeTable, size_bytes: int, run_dir: Path, limits: Limits)
         ending.set()
 
     device = open_device(table.device)
-    store = BlockSession(table.url, key_prefix=table.key_prefix, run_dir=run_dir, limits=limits)
+    # What goes down gets a checksum, whether it came with one or not: a reader may want one.
+    store = BlockSession(
+        table.url,
+        key_prefix=config.key_prefix,
+        run_dir=config.run_dir,
+        limits=config.limits,
+        verify="always",
+    )
     try:
         name = table.name if table.name != NodeTable().name else f"vram-{table.device}"
-        pool = VramPool(store, device, size_bytes, name=name, takes_saves=True)
+        pool = VramPool(store, device, size_bytes, name=name, takes_saves=True, like=config)
         for number in STOP_SIGNALS:
             signal.signal(number, stop)
         try:

@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest  # noqa: TC002  # as in every other test
+import pytest  # as in every other test
+from clocks import died_ago
 from places import REPOSITORY, Place, clean_env
 from redis_servers import RedisServer, stopped, wait_until
 from stores import PATIENT
@@ -18,6 +19,7 @@ import kvstore
 from kvstore import Client, Limits
 from kvstore.cli.checks import machine, redis, software
 from kvstore.cli.checks.base import Check, Context, Finding, Level, ask_python, run_check
+from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import NodeDir
 from kvstore.testing.stopping import stop
 
@@ -29,7 +31,16 @@ from kvstore.cli import main
 sys.exit(main(["doctor", *sys.argv[1:]]))
 """
 CHECKS = ["python", "packages", "redis", "run dir", "shared memory", "leftovers", "nodes"]
-CHECKS += ["transports", "memlock", "huge pages", "cuda", "nixl", "vllm"]
+CHECKS += [
+    "transports",
+    "memlock",
+    "huge pages",
+    "cuda",
+    "nixl",
+    "gpu direct",
+    "rdma to vram",
+    "vllm",
+]
 
 
 def context(**given: object) -> Context:
@@ -118,6 +129,7 @@ def test_it_names_its_own_distribution_and_version() -> None:
 def test_cuda_bindings_of_another_major_version_than_torchs_are_said(monkeypatch) -> None:
     answers = ["torch, CUDA 12.8: H100; cuda-python 13 is other: pip install 'cuda-python==12.*'"]
     monkeypatch.setattr(software.Path, "glob", lambda path, pattern: iter([path]))
+    monkeypatch.setattr(software, "_batches", list)
     monkeypatch.setattr(software, "ask_python", lambda *_: (True, answers[-1]))
     (finding,) = software.cuda(context())
     assert finding.level is Level.WARN
@@ -126,6 +138,52 @@ def test_cuda_bindings_of_another_major_version_than_torchs_are_said(monkeypatch
     (finding,) = software.cuda(context())
     assert finding.level is Level.OK
     assert finding.found.endswith("CUDA 12.8: H100")
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "found"),
+    [
+        ((True, "yes"), Level.OK, "one call"),
+        ((True, "no"), Level.INFO, "older than CUDA 12.8"),
+        ((False, "no driver"), None, ""),
+    ],
+)
+def test_it_says_whether_the_driver_takes_many_copies_at_once(
+    monkeypatch: pytest.MonkeyPatch, answer: tuple[bool, str], level: Level | None, found: str
+) -> None:
+    monkeypatch.setattr(software, "version_of", lambda *names: "13.0")
+    monkeypatch.setattr(software, "ask_python", lambda *_: answer)
+    findings = software._batches()
+    assert [f.level for f in findings] == ([] if level is None else [level])
+    assert all(found in f.found for f in findings)
+
+
+MOUNT = "26 1 0:24 / /dev/shm rw,relatime shared:4 - tmpfs tmpfs rw,size=100k{}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "mounts", "level", "found"),
+    [
+        ("", MOUNT, Level.INFO, "no huge pages for shared memory"),
+        ("always [never] deny", MOUNT, Level.INFO, "/dev/shm is mounted with huge=never"),
+        ("[always] never deny", MOUNT.format(",huge=advise"), Level.INFO, "huge=advise"),
+        ("[never] deny", MOUNT.format(",huge=within_size,x=y"), Level.OK, "huge=within_size"),
+        ("[never]", MOUNT + "\n" + MOUNT.format(",huge=always"), Level.OK, "huge=always"),
+        ("[never]", MOUNT.replace("/dev/shm", "/dev/shm/x"), Level.INFO, "huge=never"),
+        ("never [deny]", MOUNT.format(",huge=always"), Level.INFO, "deny for all shared memory"),
+        ("never [force]", MOUNT, Level.INFO, "force for all shared memory"),
+    ],
+)
+def test_huge_pages_are_what_the_mount_says_unless_the_kernel_overrides_it(
+    monkeypatch: pytest.MonkeyPatch, setting: str, mounts: str, level: Level, found: str
+) -> None:
+    files = {machine.THP_FILE: setting, machine.MOUNTS: mounts.replace("{}", "")}
+    monkeypatch.setattr(machine, "read_text", files.__getitem__)
+    (finding,) = machine.huge_pages(context())
+    assert finding.level is level
+    assert found in finding.found
+    remedy = "remount,huge=within_size" in finding.do
+    assert remedy == (level is Level.INFO and "mounted" in finding.found)
 
 
 def test_another_project_of_the_same_import_name_is_warned_of(
@@ -167,7 +225,7 @@ def test_a_killed_node_is_told_of_and_how_it_is_swept(place: Place) -> None:
     (dead,) = [f for f in found if "node one is dead" in f.found]
     assert (dead.level, "kvstore node --clean" in dead.do) == (Level.WARN, True)
     assert "4.1 MiB wait another 10 min for its next start" in dead.found
-    os.utime(NodeDir(place.run_dir, "one").keep, (0, 0))  # as if it had died long ago
+    died_ago(RESTART_WITHIN_S + 60, keep=NodeDir(place.run_dir, "one").keep)
     found = machine.leftovers(context(run_dir=place.run_dir))
     (dead,) = [f for f in found if "node one is dead" in f.found]
     assert (dead.level, "free it within a minute" in dead.do) == (Level.WARN, True)
@@ -305,3 +363,55 @@ def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:
     (broke,) = run_check(Check("x", lambda _: [1 // 0]), context())
     assert "ZeroDivisionError" in broke.found
     assert ask_python(sys.executable, "import time; time.sleep(9)", 0.1)[0] is False
+
+
+def test_whether_what_comes_by_rdma_goes_to_vram_is_said_and_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [(False, "kvstore.errors.NodeUnavailableError: no room for a context")]
+    monkeypatch.setattr(software, "ROOT", tmp_path)
+    monkeypatch.setattr(software, "ask_python", lambda *_: answers[-1])
+    monkeypatch.setattr(software, "version_of", lambda *names: "1.5.1")
+    (tmp_path / "dev").mkdir()
+
+    def finding(said: str) -> Finding:
+        (found,) = software.to_vram(context())
+        assert said in found.found
+        return found
+
+    assert finding("host by default; no CUDA device").level is Level.INFO
+    file = tmp_path / "kvstore.toml"
+    file.write_text('[connector]\nnixl_destination = "vram"\n')
+    monkeypatch.setenv("KVSTORE_CONFIG", str(file))
+    assert finding("vram; no CUDA device").level is Level.WARN
+    (tmp_path / "dev/nvidia0").touch()
+    found = finding("is vram; NIXL cannot read into VRAM: kvstore.errors")
+    assert (found.level, "nixl_destination: host" in found.do) == (Level.WARN, True)
+    answers.append((True, "NIXL takes VRAM of device 0"))
+    assert finding("vram; NIXL takes VRAM of device 0").level is Level.OK
+    monkeypatch.setattr(software, "version_of", lambda *names: None)
+    assert finding("NIXL is not installed").level is Level.WARN
+
+
+def test_whether_vram_can_be_registered_for_rdma_is_said(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(software, "ROOT", tmp_path)
+
+    def level() -> Level:
+        (finding,) = software.gpu_direct(context())
+        assert (finding.level is Level.WARN) == ("neither" in finding.found)
+        return finding.level
+
+    assert level() is Level.INFO
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    assert level() is Level.INFO
+    (tmp_path / "dev/nvidia0").touch()
+    assert level() is Level.WARN
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86")
+    assert level() is Level.WARN
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86")
+    assert level() is Level.OK
+    version.unlink()
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    assert level() is Level.OK

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from places import REPOSITORY, Place, clean_env, wait_until
@@ -61,6 +62,33 @@ def test_a_second_node_of_the_same_name_says_who_is_in_the_way(place: Place) -> 
     said = f"kvstore: name='node': {runs}: stop it, or choose another name\n"
     assert second.stderr.decode() == said
     assert len(place.segments("node")) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [((), "default"), (("--numa", "0"), "bind:0"), (("--numa", "interleave"), "interleave:")],
+)
+def test_its_memory_is_on_the_numa_nodes_that_were_asked_for(
+    place: Place, options: tuple[str, ...], policy: str
+) -> None:
+    """The kernel shows the policy of each mapping, and where its pages are."""
+    place.node(*options)
+    announcement = NodeDir(place.run_dir, "node").announcement()
+    assert announcement is not None
+    maps = Path(f"/proc/{announcement.pid}/numa_maps").read_text().splitlines()
+    mine = [line.split() for line in maps if "/dev/shm/" in line and ".data" in line]
+    assert mine
+    assert all(words[1].startswith(policy) for words in mine), mine
+
+
+def test_a_numa_node_that_is_not_there_is_refused(place: Place) -> None:
+    ran = place.kv("node", "--size", "4MiB", "--numa", "77")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(b"kvstore: numa='77': must be a NUMA node with memory")
+    ran = place.kv("node", "--size", "4MiB", "--numa", "left")
+    assert ran.returncode == 2
+    assert b"must be none, interleave or the number of a NUMA node" in ran.stderr
+    assert place.segments("node") == []
 
 
 def test_more_memory_than_there_is_is_refused_and_leaves_nothing(place: Place) -> None:

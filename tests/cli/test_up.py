@@ -5,12 +5,14 @@ import os
 import re
 import shlex
 import signal
+from pathlib import Path
 
 import pytest
 from places import Place, wait_until
 from redis_servers import RedisServer
 
-from kvstore.cli import fleet
+from kvstore import numa
+from kvstore.cli import fleet, up
 from kvstore.errors import NodeUnavailableError
 from kvstore.nodedir import NodeDir
 
@@ -42,6 +44,23 @@ def test_it_prints_what_clients_and_vllm_need(place: Place) -> None:
     extra = {"url": url, "run_dir": str(place.run_dir), "key_prefix": "kv:x"}
     assert transfer["kv_connector_extra_config"] == extra
     assert transfer["kv_load_failure_policy"] == "recompute"
+
+
+def test_each_node_is_on_one_numa_node_in_turn(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numa, "nodes_with_memory", lambda: [0, 3])
+    assert up._numa_of_each("each", 3) == ["0", "3", "0"]
+    monkeypatch.undo()
+    two = place.start("up", "--size", "4MiB", "--nodes", "2", "--numa", "each")
+    two.wait_for("Ctrl-C ends it.")
+    there = numa.nodes_with_memory()
+    for i in range(2):
+        announcement = NodeDir(place.run_dir, f"node-{i}").announcement()
+        assert announcement is not None
+        maps = Path(f"/proc/{announcement.pid}/numa_maps").read_text().splitlines()
+        mine = [line.split()[1] for line in maps if "/dev/shm/" in line]
+        assert set(mine) == {f"bind:{there[i % len(there)]}"}
 
 
 def test_a_node_that_dies_is_started_again(place: Place) -> None:

