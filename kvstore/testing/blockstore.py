@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvstore.client.arguments import tenant_id, whole
 from kvstore.client.base import (
     AnyReservation,
     BlockRef,
@@ -29,9 +30,19 @@ from kvstore.client.reset_result import ResetResult
 from kvstore.client.savers import answered
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.keys import Namespace
-from kvstore.limits import RESET_TIMEOUT_S
+from kvstore.limits import RESET_TIMEOUT_S, RETAINED_S_MAX
 from kvstore.record import pack_record, unpack_record
-from kvstore.types import EXISTS, IN_PROGRESS, STORED, Key, Location, PutResult, rejected
+from kvstore.types import (
+    EXISTS,
+    IN_PROGRESS,
+    STORED,
+    Key,
+    Location,
+    PutResult,
+    Retained,
+    Tier,
+    rejected,
+)
 
 NODE_ID = 1
 EPOCH = 1
@@ -65,7 +76,8 @@ class _View:
 
 
 class MemoryBlockStore:
-    """Thread-safe. Slots are reused, lowest first, with a new generation each time."""
+    """Keeps blocks in this process. Thread-safe. Slots are reused, lowest first, with a new
+    generation each time."""
 
     def __init__(self, capacity_blocks: int = 1 << 16) -> None:
         self.capacity_blocks = capacity_blocks
@@ -79,6 +91,8 @@ class MemoryBlockStore:
         """Questions to the index, of either kind."""
         self.here: set[Key] = set()
         """Keys of blocks that are found without the index."""
+        self.elsewhere: dict[Key, Tier] = {}
+        """Where blocks lie that are not in this host's memory."""
         self.node_down = False
         self.index_down = False
         self.index_trouble = MissReason.INDEX_ERROR
@@ -95,6 +109,8 @@ class MemoryBlockStore:
         self.on_why: Callable[[], None] = _nothing
         self.on_pin: Callable[[], None] = _nothing
         self.pins_max = 1 << 16
+        self.retained: dict[Key, tuple[int, str]] = {}
+        """For how long, and for which tenant."""
 
     # --- the contract -----------------------------------------------------
 
@@ -131,6 +147,10 @@ class MemoryBlockStore:
         with self._lock:
             record = self._index.get(key)
         return None if record is None else BlockRef(key, record)
+
+    def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
+        """See `BlockStore.tiers`."""
+        return [self.elsewhere.get(one.key, Tier.HOST) for one in found]
 
     def view(self, found: BlockRef) -> HostView | None:
         """See `BlockStore.view`."""
@@ -250,6 +270,19 @@ class MemoryBlockStore:
                 ):
                     slot.pins -= 1
 
+    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
+        """See `BlockStore.retain`. There are no budgets here, and no time passes."""
+        whole("ttl_s", ttl_s, 0, RETAINED_S_MAX)
+        tenant_id(tenant)
+        self._need_node()
+        with self._lock:
+            there = [key for key in keys if self._sealed_slot(key) is not None]
+            for key in there:
+                self.retained.pop(key, None)
+                if ttl_s:
+                    self.retained[key] = (ttl_s, tenant)
+        return [Retained.YES if key in there else Retained.ABSENT for key in keys]
+
     def reset(
         self, namespace_ids: Sequence[int], timeout_s: float = RESET_TIMEOUT_S
     ) -> ResetResult:
@@ -302,11 +335,11 @@ class MemoryBlockStore:
     # --- the rest of the world --------------------------------------------
 
     def evict(self, key: Key, *, forget: bool = True) -> bool:
-        """Take a sealed block's slot away, unless it is pinned; with `forget=False` the index
-        still points there."""
+        """Take a sealed block's slot away, unless it is pinned or retained; with `forget=False` the
+        index still points there."""
         with self._lock:
             slot_id = self._sealed_slot(key)
-            if slot_id is not None and self._slots[slot_id].pins:
+            if slot_id is not None and (self._slots[slot_id].pins or key in self.retained):
                 return False
             return self._drop(key, MissReason.EVICTED, forget=forget)
 
@@ -318,21 +351,22 @@ class MemoryBlockStore:
             if slot_id is None:
                 return False
             del self._slots[slot_id]
+            self.retained.pop(key, None)
             self._gone[key] = why
             return True
 
     def pins(self) -> int:
-        """Slots that are pinned, however often."""
+        """Return the slots that are pinned, however often."""
         with self._lock:
             return sum(slot.pins > 0 for slot in self._slots.values())
 
     def sealed(self) -> list[Key]:
-        """Sealed blocks, oldest first."""
+        """Return the sealed blocks, oldest first."""
         with self._lock:
             return [slot.key for slot in self._slots.values() if slot.sealed]
 
     def payload(self, key: Key) -> bytes:
-        """The sealed bytes under `key`; `KeyError` when there are none."""
+        """Return the sealed bytes under `key`; `KeyError` when there are none."""
         with self._lock:
             for slot in self._slots.values():
                 if slot.key == key and slot.sealed:
@@ -340,13 +374,13 @@ class MemoryBlockStore:
         raise KeyError(key)
 
     def reserved(self) -> int:
-        """Slots that were reserved and neither committed nor given back."""
+        """Return the slots that were reserved and neither committed nor given back."""
         with self._lock:
             return sum(not slot.sealed for slot in self._slots.values())
 
 
 def timed_out() -> None:
-    """For the `on_…` hooks: the node did not answer in time."""
+    """Raise, for the `on_…` hooks, what a node causes that did not answer in time."""
     raise DeadlineError("the model's node did not answer")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import queue
@@ -23,6 +24,8 @@ from typing import NamedTuple
 
 from kvstore.cuda.base import SHARED_NAME_BYTES, Copy, Shared
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
+
+log = logging.getLogger(__name__)
 
 LATE_S = 0.002
 PART_BYTES = 256 << 10
@@ -79,6 +82,11 @@ class ModelCuda:
         self.pageable = 0
         """Of them, those from or to host memory that was not page-locked when they were made."""
         self._flying: list[Copy] = []
+        self.flushes = 0
+        self.sees_rdma_late = False
+        """What others write to memory that was exported is seen only once it was flushed."""
+        self._exported: dict[int, bytearray] = {}
+        """What copies find there then."""
 
     def allocate(self, size_bytes: int) -> int:
         if size_bytes < 1:
@@ -107,6 +115,7 @@ class ModelCuda:
         memory = self._take(address, owned=True)
         with self._lock:
             self._free_bytes += len(memory.map)
+            self._exported.pop(address, None)
         memory.path.unlink(missing_ok=True)
 
     def _take(self, address: int, *, owned: bool) -> _Memory:
@@ -123,6 +132,8 @@ class ModelCuda:
         if memory is None or not memory.owned:
             raise UsageError("address", hex(address), "must be what `allocate` returned")
         fd = os.open(memory.path, os.O_RDWR | os.O_CLOEXEC)
+        if self.sees_rdma_late:
+            self._exported[address] = bytearray(len(memory.map))
         return Shared(bytes.fromhex(memory.path.name), len(memory.map), fd)
 
     def open(self, shared: Shared, *, writable: bool = False) -> int:
@@ -142,7 +153,7 @@ class ModelCuda:
 
     @property
     def mapped(self) -> int:
-        """What is open here, each as often as it was opened."""
+        """Return what is open here, each as often as it was opened."""
         with self._lock:
             return sum(not memory.owned for memory in self._memory.values())
 
@@ -167,13 +178,19 @@ class ModelCuda:
             ):
                 self.broken = True  # the DMA goes on, to pages that may be anybody's
 
+    def flush_rdma_writes(self) -> None:
+        with self._lock:
+            self.flushes += 1
+            for address, seen in self._exported.items():
+                seen[:] = self._memory[address].map[:]
+
     def stream(self) -> ModelStream:
         return ModelStream(self)
 
     # --- for its streams -------------------------------------------------------
 
     def check(self, copy: Copy) -> list[_Memory]:
-        """The memory that a copy needs, as long as it runs. Raises `DeviceError`."""
+        """Return the memory that a copy needs, for as long as it runs. Raises `DeviceError`."""
         to, source, size_bytes = copy
         with self._lock:
             if self.broken:
@@ -208,12 +225,20 @@ class ModelCuda:
         return needed
 
     def loses(self, source: int) -> bool:
-        """Whether a copy from there brings nothing."""
+        """Tell whether a copy from there brings nothing."""
         with self._lock:
             return self.loses_reads and any(
                 not memory.owned and start <= source < start + len(memory.map)
                 for start, memory in self._memory.items()
             )
+
+    def seen_at(self, source: int) -> int:
+        """Return where a copy from there finds its bytes."""
+        with self._lock:
+            for start, seen in self._exported.items():
+                if start <= source < start + len(seen):
+                    return source - start + ctypes.addressof(ctypes.c_char.from_buffer(seen))
+        return source
 
     def landed(self, copies: Sequence[Copy]) -> None:
         with self._lock:
@@ -260,9 +285,25 @@ class ModelStream:
             for start in range(0, size_bytes, PART_BYTES):
                 self._device.hold.wait()
                 part_bytes = min(PART_BYTES, size_bytes - start)
-                ctypes.memmove(to + start, source + start, part_bytes)
+                ctypes.memmove(to + start, self._device.seen_at(source + start), part_bytes)
         memory.clear()
         self._device.landed(batch)
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """Run a kernel in its turn, as late as a copy; one that raises breaks the device."""
+
+        def run() -> None:
+            time.sleep(self._device.late_s)
+            self._device.hold.wait()
+            try:
+                kernel()
+            except Exception:
+                self._device.broken = True
+                log.exception("a kernel failed")
+
+        with self._lock:
+            self._check()
+            self._work.put(run)
 
     def record(self) -> ModelEvent:
         with self._lock:

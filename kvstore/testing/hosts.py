@@ -33,7 +33,7 @@ _NOBODY = "02:00:00:00:00:ff"
 
 
 def why_not() -> str | None:
-    """What this machine lacks for `Hosts`, None when nothing."""
+    """Return what this machine lacks for `Hosts`, None when nothing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for command in ("ip", "nsenter"):
@@ -62,14 +62,14 @@ def _ip(*arguments: str) -> str:
 
 
 def _setns(fd: int) -> None:
-    """`os.setns`, which Python has from 3.12 on."""
+    """Do what `os.setns` does, which Python has from 3.12 on."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(fd, _CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))
 
 
 class Hosts:
-    """Hosts "a", "b", … and the namespace "switch" where what all of them share may run.
+    """Owns hosts "a", "b", … and the namespace "switch" where what all of them share may run.
 
     `name` tells clusters apart. Frames between two hosts pass the switch's bridge, so
     every pair can be cut in one direction or both without the other pairs noticing.
@@ -83,7 +83,7 @@ class Hosts:
 
     @classmethod
     def existing(cls, name: str) -> Self:
-        """The cluster `name` that another process has made."""
+        """Return the cluster `name` that another process has made."""
         spaces = set(_ip("netns", "list").split())
         count = sum(f"{name}-{chr(ord('a') + i)}" in spaces for i in range(HOSTS_MAX))
         if not count:
@@ -91,23 +91,21 @@ class Hosts:
         return cls(count, name=name)
 
     def space(self, host: str) -> str:
-        """The namespace of a host, as `ip netns` knows it."""
+        """Return the namespace of a host, as `ip netns` knows it."""
         if host != SWITCH and host not in self.names:
             raise UsageError("host", host, f"must be one of {', '.join([*self.names, SWITCH])}")
         return f"{self.name}-{host}"
 
     def address(self, host: str) -> str:
-        """The IPv4 address of a host; of "switch": reached from all of them."""
+        """Return the IPv4 address of a host; that of "switch" is reached from all of them."""
         self.space(host)
         return f"{_NETWORK}.{1 if host == SWITCH else 10 + self.names.index(host)}"
 
     # --- making and removing ------------------------------------------------
 
     def start(self) -> None:
-        """Raises `OSError` with what `ip` said; then nothing is left behind.
-
-        Raises `UsageError` when there is such a cluster, which stays as it is.
-        """
+        """Make the hosts and their links. Raises `OSError` with what `ip` said; then nothing is
+        left behind. Raises `UsageError` when there is such a cluster, which stays as it is."""
         if self.space(SWITCH) in _ip("netns", "list").split():
             raise UsageError("name", self.name, "there is such a cluster already")
         try:
@@ -165,7 +163,7 @@ class Hosts:
     # --- processes ----------------------------------------------------------
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """`argv` as it must be started to run on `host`; the process keeps its pid."""
+        """Return `argv` as it must be started to run on `host`; the process keeps its pid."""
         return ["nsenter", f"--net=/run/netns/{self.space(host)}", "--", *argv]
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -184,13 +182,13 @@ class Hosts:
         return process
 
     def enter(self, host: str) -> None:
-        """The calling thread, and what it starts from here on, is on `host`. Raises `OSError`."""
+        """Put the calling thread, and what it starts from here on, on `host`. Raises `OSError`."""
         with Path(f"/run/netns/{self.space(host)}").open("rb") as there:
             _setns(there.fileno())
 
     @contextmanager
     def visit(self, host: str) -> Iterator[None]:
-        """The calling thread, and what it starts meanwhile, is on `host`.
+        """Keep the calling thread, and what it starts meanwhile, on `host`.
 
         Leave before `close`, which would kill the visitor. Raises `OSError`.
         """
@@ -202,12 +200,13 @@ class Hosts:
                 _setns(home.fileno())
 
     def pids(self, host: str) -> list[int]:
-        """The processes that run on `host`; a dead one that nobody waited for is not."""
+        """Return the processes that run on `host`; a dead one that nobody waited for is not among
+        them."""
         pids = map(int, _ip("netns", "pids", self.space(host)).split())
         return [pid for pid in pids if not _is_zombie(pid)]
 
     def pause(self, host: str) -> None:
-        """SIGSTOP for every process on `host`: its kernel still acknowledges, nobody answers."""
+        """Stop every process on `host` (SIGSTOP): its kernel still acknowledges, nobody answers."""
         for pid in self.pids(host):
             with suppress(ProcessLookupError):
                 stop(pid)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """Ports of this machine that nobody else is given meanwhile.
+    """Hold ports of this machine, so that nobody else is given them meanwhile.
 
     A server may bind its own a minute after it was named; without this, any outgoing
     connection may have it by then. Who sets SO_REUSEADDR, as vLLM and aiohttp do, may

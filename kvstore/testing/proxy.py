@@ -47,7 +47,7 @@ class FaultyProxy:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port to connect to."""
+        """Return the host and port to connect to."""
         host, port = self._listener.getsockname()
         return host, port
 

@@ -12,7 +12,7 @@ _STANDING = frozenset("TtZX")
 
 
 def stop(pid: int) -> None:
-    """SIGSTOP, returning when every thread of `pid` stands still.
+    """Stop `pid` (SIGSTOP), and return when every thread of it stands still.
 
     The signal stops the threads one by one, each when it is next scheduled: until then one of
     them may still answer. Raises `ProcessLookupError` for no process, `TimeoutError`.

@@ -17,6 +17,9 @@ from kvstore import (
     Namespace,
     PutStatus,
     Reservation,
+    Retained,
+    Tier,
+    UsageError,
 )
 
 SIZE = 40_000
@@ -93,6 +96,33 @@ class BlockStoreContract:
         assert store.commit([]) == []
         store.abort([])
 
+    def test_what_is_retained_says_so_for_each_key(self, store: BlockStore) -> None:
+        a, b, c = keys(3)
+        for key in (a, c):
+            save(store, key, 1)
+        there, absent = Retained.YES, Retained.ABSENT
+        assert store.retain([a, b, c], 60, "a tenant") == [there, absent, there]
+        assert store.retain([a, b], 0, "a tenant") == [there, absent]
+        assert store.retain([], 60) == []
+
+    def test_who_clears_what_is_retained_means_it(self, store: BlockStore) -> None:
+        (key,) = keys(1)
+        save(store, key, 1)
+        assert store.retain([key], 60) == [Retained.YES]
+        assert store.clear(NAMESPACE) >= 1
+        assert store.match([key]) == []
+        assert store.retain([key], 60) == [Retained.ABSENT]
+
+    @pytest.mark.parametrize(
+        ("ttl_s", "tenant", "field"),
+        [(-1, "", "ttl_s"), (1 << 40, "", "ttl_s"), (1.5, "", "ttl_s"), (1, "x" * 300, "tenant")],
+    )
+    def test_a_wish_that_cannot_be_one_names_its_field(
+        self, store: BlockStore, ttl_s: int, tenant: str, field: str
+    ) -> None:
+        with pytest.raises(UsageError, match=field):
+            store.retain(keys(1), ttl_s, tenant)
+
     def test_match_is_the_longest_leading_run(self, store: BlockStore) -> None:
         a, b, c, d = keys(4)
         for i, key in enumerate((a, b, d)):
@@ -112,6 +142,13 @@ class BlockStoreContract:
         assert view is not None
         assert bytes(view.buffer) == bytes([1]) * SIZE
         assert store.lookup([]) == []
+
+    def test_what_was_saved_here_lies_in_this_hosts_memory(self, store: BlockStore) -> None:
+        run = keys(2)
+        for key in run:
+            save(store, key, 1)
+        assert store.tiers(store.match(run)) == [Tier.HOST, Tier.HOST]
+        assert store.tiers([]) == []
 
     def test_nothing_is_found_before_the_commit(self, store: BlockStore) -> None:
         (key,) = keys(1)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.kvblocks import KVBlocksContract
 from host_device import HostDevice
 
 from connector.copiers.base import KVCopier
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
 from connector.copiers.host import HostCopier
+from contract.kvblocks import KVBlocksContract
 
 if TYPE_CHECKING:
     from kv_cases import Case
 
 pytest.importorskip("numpy")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_ones_go_by_dma_alone_too() -> Iterator[None]:
+    """Where they lie in one piece."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("connector.copiers.cuda.kernel_plan.DEVICE_DIRECT_BYTES_MIN", 1)
+        yield
 
 
 class TestHostBlocks(KVBlocksContract):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.saver import SaverContract, Saving
 from stores import NodeThread
 
+from contract.saver import SaverContract, Saving
 from kvstore import BlockSession, VramPool
 from kvstore.testing.blockstore import MemoryBlockStore
 from kvstore.testing.cuda import ModelCuda

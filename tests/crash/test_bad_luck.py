@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clocks import died_ago
 from redis_servers import RedisServer, wait_until
 from stores import MIB, NodeProcess
 from warm_processes import WarmProcess, program
@@ -14,6 +15,7 @@ from warm_processes import WarmProcess, program
 from kvstore import Client, Limits, NodeUnavailableError, PutStatus, UsageError
 from kvstore.errors import NoSpaceError
 from kvstore.index.memory import MemoryIndex
+from kvstore.limits import RESTART_WITHIN_S
 from kvstore.node import Node, NodeConfig
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.testing.stopping import stop
@@ -121,22 +123,31 @@ def test_a_stopped_redis_is_a_deadline_and_then_an_immediate_miss():
             wait_until(lambda: other.get("k") == b"1", "Redis is asked again")
 
 
-def test_a_corrupted_record_in_redis_is_a_miss(node, client):
-    client.put("k", b"1" * 1000)
-    admin = node.redis.admin()
-    (key,) = [k for k in admin.keys(f"{node.key_prefix}:{{*") if b"{" in k]
-    record = admin.get(key)
-    flipped = record[:20] + bytes([record[20] ^ 1]) + record[21:]
-    for damaged in (b"", b"x", record[:-1], flipped, record + b"x"):
-        admin.set(key, damaged)
-        with fresh(node) as other:
-            assert other.get("k") is None
-            assert other.get_many(["k", "j"]) == [None, None]
-    admin.delete(key)
-    admin.lpush(key, "a list")
-    with fresh(node) as other:
-        assert other.get("k") is None
-        assert other.match_prefix(range(1000)).blocks == 0
+@pytest.mark.parametrize("signing_key", [None, "thirty-two random characters.."])
+def test_a_corrupted_record_in_redis_is_never_read_through(redis_server, signing_key):
+    """With a signing key nothing else says where the block is, so that it is a miss; without one
+    a client looks around on its own host, and finds the block whatever the record says."""
+    value = b"1" * 1000
+    expected = value if signing_key is None else None
+    environment = {} if signing_key is None else {"KVSTORE_SIGNING_KEY": signing_key}
+    options = {"signing_key": signing_key}
+    with watched(NodeProcess(redis_server, environment=environment)) as node:
+        with fresh(node, **options) as client:
+            client.put("k", value)
+        admin = redis_server.admin()
+        (key,) = [k for k in admin.keys(f"{node.key_prefix}:{{*") if b"{" in k]
+        record = admin.get(key)
+        flipped = record[:20] + bytes([record[20] ^ 1]) + record[21:]
+        for damaged in (b"", b"x", record[:-1], flipped, record + b"x"):
+            admin.set(key, damaged)
+            with fresh(node, **options) as other:
+                assert other.get("k") == expected
+                assert other.get_many(["k", "j"]) == [expected, None]
+        admin.delete(key)
+        admin.lpush(key, "a list")
+        with fresh(node, **options) as other:
+            assert other.get("k") == expected
+            assert other.match_prefix(range(1000)).blocks == 0
 
 
 # --- memory ------------------------------------------------------------------
@@ -277,7 +288,7 @@ def test_what_a_killed_node_left_in_shm_waits_for_its_next_start_and_is_then_rem
             node.kill()
             wait_until(lambda: client.get("k") is None, "its blocks are misses", 5)
         assert all(path.exists() for path in files)
-        os.utime(node.directory.keep, (0, 0))  # as if it had died long ago
+        died_ago(RESTART_WITHIN_S + 60, keep=node.directory.keep)
         fresh(node).close()
         assert not any(path.exists() for path in files)
 

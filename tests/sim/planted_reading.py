@@ -4,7 +4,7 @@ import struct
 
 from planting import bug, bug_that_needs
 
-from kvstore.client import client, reader
+from kvstore.client import block_lookup, client, reader
 from kvstore.core.node import NodeCore
 from kvstore.core.outbox import Outbox
 from kvstore.core.scrub import Scrub
@@ -64,15 +64,17 @@ def placed(self, attached, slot_id, image, header):
 def hint_believed_over_header(patch):
     """A reader takes whatever block the table of hints leads to."""
 
-    def local(self, key):
-        for attached in self._nodes.mapped:
-            slot_id, image = attached.shm.hinted(key)
-            header = locate.fields(image)
-            if header is not None:
-                return placed(self, attached, slot_id, image, (header[0], key, *header[2:]))
-        return None
+    def find_here(self, found, keys):
+        for i, key in enumerate(keys):
+            for attached in self._nodes.mapped if found[i] is None else ():
+                slot_id, image = attached.shm.hinted(key)
+                header = locate.fields(image)
+                if header is not None:
+                    named = (header[0], key, *header[2:])
+                    found[i] = placed(self, attached, slot_id, image, named)
+                    break
 
-    patch(reader.Reader, "_local", local)
+    patch(reader.Reader, "_find_here", find_here)
 
 
 @bug
@@ -115,10 +117,14 @@ def header_left_sealed_while_the_slot_is_written(patch):
 def match_skips_a_hole(patch):
     """Blocks behind a missing one count as a prefix."""
 
-    def indexed_run(self, keys):
-        return [record for record in self._index.lookup(keys) if record is not None]
+    real = block_lookup.BlockLookup._indexed
 
-    patch(reader.Reader, "indexed_run", indexed_run)
+    def indexed(ask, keys):
+        if ask.__name__ != "match":
+            return real(ask, keys)
+        return [record for record in ask.__self__.lookup(keys) if record is not None]
+
+    patch(block_lookup.BlockLookup, "_indexed", staticmethod(indexed))
 
 
 @bug

@@ -105,7 +105,7 @@ def client_forgets_to_say_what_it_holds(patch):
     patch(link.Holdings, "said", lambda self: ([], []))
 
 
-@bug_that_needs(delayed=0.2, connection_loss=60.0)
+@bug_that_needs(client_pause=5.0, connection_loss=3.0, delayed=0.02, reordered=0.3)
 def old_hello_believed(patch):
     """A HELLO that was overtaken frees what was granted since (rule 5)."""
     real = Sessions.enter

@@ -20,6 +20,7 @@ from kvstore.client import resetting
 from kvstore.core.events import Reserve, Reset
 from kvstore.core.node import NOBODY, NodeCore
 from kvstore.errors import IndexUnavailableError
+from kvstore.host_clock import Moment
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import Machine
 from kvstore.node.heartbeat import HEARTBEAT_S, Heartbeat
@@ -66,6 +67,7 @@ class World:
         self.now = 1000.0
         self.machine = Machine()
         self.machine.monotonic = self.machine.wall = lambda: self.now
+        self.machine.moment = lambda: Moment(b"b" * 16, int(self.now * 1e3), int(self.now * 1e3))
         self.machine.sleep = self.sleep
         self.index = Index(now=lambda: self.now)
         self.nodes = [Host(self, root / f"{seed}-{i}", i) for i in range(HOSTS)]

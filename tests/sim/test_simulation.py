@@ -49,6 +49,11 @@ def test_the_rules_hold_whatever_luck_brings(first, pool, counts):
         (22831, "the same"),
         (33883, "a publication that failed and was withdrawn ended all looks for lost records"),
         (20344, "a pin that its client never heard of stayed for as long as the client"),
+        (21607, "of an empty start's block the checks believed that a former start had held it"),
+        (
+            49603,
+            "stops of a stopped node added up, until it was away for longer than the checks wait",
+        ),
     ],
 )
 def test_a_seed_that_found_something_finds_it_no_more(seed, found):

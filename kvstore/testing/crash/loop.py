@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -18,10 +19,12 @@ from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore import Client, Limits
-from kvstore.errors import PeerError
+from kvstore import Client, Limits, Namespace
+from kvstore.errors import IndexUnavailableError, PeerError
+from kvstore.index.base import KeyRecord
 from kvstore.index.embedded_redis.server import find_server
 from kvstore.index.redis.index import open_index
+from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.record import unpack_record
 from kvstore.testing.crash import workers
@@ -39,6 +42,9 @@ from kvstore.testing.crash.workers import (
     WRONG_BYTES,
     WorkerPlace,
 )
+from kvstore.testing.forgery import forge
+from kvstore.testing.proxy import FaultyProxy
+from kvstore.types import Location
 
 NODE = "node"
 NODE_BYTES = 8 << 20
@@ -48,6 +54,15 @@ ROUND_S_MAX = 0.25
 PAUSE_CHANCE = 0.15
 """Of stopping a writer as well, which goes on a few rounds later as if nothing had been."""
 PAUSE_ROUNDS = 3
+SILENCE_CHANCE = 0.1
+"""Of a node that takes connections and requests for a while, and answers none."""
+SILENT_S_MAX = 1.5
+"""Longer than the deadline of a request."""
+LIE_CHANCE = 0.3
+"""Of a round in which the records of all blocks are forged."""
+FLIP_CHANCE = 0.5
+"""Of a round in which somebody between Redis and the readers changes a bit of each answer."""
+LIE_TIMEOUT_S = 1.0
 HANG_S = 20.0
 """No step of a worker may take so long; its own deadlines end it within a few seconds."""
 SETTLE_S = 60.0
@@ -56,11 +71,12 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class CrashError(AssertionError):
-    """Something was wrong, leaked or hung. The message says what; the seed is with the caller."""
+    """Raised when something was wrong, leaked or hung. The message says what; the seed is with the
+    caller."""
 
 
 class _Worker:
-    """A worker's process over its deaths; its counters go on."""
+    """Runs a worker's process over its deaths; its counters go on."""
 
     def __init__(self, kind: str, place: WorkerPlace, rng: random.Random) -> None:
         self.kind = kind
@@ -100,7 +116,7 @@ class _Worker:
 
 
 class Loop:
-    """One Redis, one node, a few workers, and their end."""
+    """Runs one Redis, one node and a few workers, and ends them."""
 
     def __init__(self, seed: int) -> None:
         _context.set_forkserver_preload([workers.__name__])
@@ -113,13 +129,16 @@ class Loop:
             f"unix://{self._socket}", run_dir, f"kv:{self.directory.name}"
         )
         self.killed: dict[str, int] = dict.fromkeys(("writer", "reader", "node", "redis"), 0)
-        self.paused = 0
+        self.paused = self.silenced = self.forged = self.flipped = 0
         self._round = 0
         self._node_dir = NodeDir(run_dir, NODE)
         self._redis = self._start_redis()
         self._node = self._start_node()
-        kinds = ["writer"] * WRITERS + ["reader"] * READERS
-        self._workers = [_Worker(kind, self.place, self._rng) for kind in kinds]
+        self._wire = FaultyProxy(self._to_redis)
+        host, port = self._wire.address
+        far = self.place._replace(url=f"redis://{host}:{port}")
+        self._workers = [_Worker("writer", self.place, self._rng) for _ in range(WRITERS)]
+        self._workers += [_Worker("reader", far, self._rng) for _ in range(READERS)]
 
     # --- rounds -----------------------------------------------------------
 
@@ -127,6 +146,7 @@ class Loop:
         """Run `count` rounds of one kill or none; who died is started again at once."""
         for _ in range(count):
             self._round += 1
+            self._trouble()
             time.sleep(self._rng.uniform(0, ROUND_S_MAX))
             self._wake()
             victim = self._rng.choice(list(self.killed))
@@ -147,6 +167,52 @@ class Loop:
                 self._pause(self._rng.choice(self._workers))
             for worker in self._workers:
                 worker.check()
+
+    def _trouble(self) -> None:
+        """Cause what the round has besides a kill."""
+        rng = self._rng
+        self._wire.flip = self._flip if rng.random() < FLIP_CHANCE else None
+        if rng.random() < LIE_CHANCE:
+            self._lie()
+        if rng.random() < SILENCE_CHANCE:
+            self._silence(rng.uniform(0, SILENT_S_MAX))
+
+    def _flip(self, chunk: bytearray) -> None:
+        """Change a bit, in a thread of the proxy: its draws are not the seed's."""
+        chunk[random.randrange(len(chunk))] ^= 1 << random.randrange(8)
+        self.flipped += 1
+
+    def _lie(self) -> None:
+        """Forge the records of all blocks in Redis, if that can be asked."""
+        space = Namespace.named("default")
+        keys = [space.value_key(f"k{i}") for i in range(workers.KEYS)]
+        prefix = self.place.key_prefix
+        index = open_index(self.place.url, key_prefix=prefix, timeout_s=LIE_TIMEOUT_S)
+        with contextlib.closing(index), contextlib.suppress(IndexUnavailableError):
+            records = zip(keys, index.lookup(keys), strict=True)
+            known = [unpack_record(key, record) for key, record in records if record]
+            places = [place for place in known if place is not None] + self._made_up()
+            lies = [KeyRecord(key, forge(key, self._rng, places)) for key in keys if places]
+            index.publish(lies)
+            self.forged += len(lies)
+
+    def _made_up(self) -> list[Location]:
+        """Return a place of the node, whatever is there."""
+        word = self._node_dir.announcement()
+        slot = self._rng.randrange(NODE_BYTES // SLOT_BYTES_MIN)
+        return [] if word is None else [Location(word.node_id, word.epoch, 0, slot, 1, 0, 600, 0)]
+
+    def _silence(self, for_s: float) -> None:
+        if self._node.exitcode is None and self._node.pid is not None:
+            os.kill(self._node.pid, signal.SIGSTOP)
+            time.sleep(for_s)
+            os.kill(self._node.pid, signal.SIGCONT)
+            self.silenced += 1
+
+    def _to_redis(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self._socket))
+        return connection
 
     def _pause(self, worker: _Worker) -> None:
         worker.signal(signal.SIGSTOP)
@@ -188,6 +254,7 @@ class Loop:
     def settle(self) -> None:
         """Kill no more and check that everybody gets on, and that what the dead held comes back."""
         self._wake(all_of_them=True)
+        self._wire.flip = None
         before = [list(worker.counters) for worker in self._workers]
 
         def all_hit() -> bool:
@@ -207,7 +274,14 @@ class Loop:
                 return bool(stats) and not any(stats[what] for what in empty)
 
             self._until(nothing_held, f"no {', '.join(empty)}", lambda: self._stats(client))
-            self._check_index(client)
+            astray: list[str] = []
+
+            def all_found() -> bool:
+                astray[:] = self._astray(client)
+                return not astray
+
+            # What was forged is published anew by the node's scrub, in its time.
+            self._until(all_found, "every block can be found by the index:", lambda: astray)
             self._check_space(client)
 
     def _client(self) -> Client:
@@ -220,28 +294,28 @@ class Loop:
             return dict(client.stats()["node"])
         return {}
 
-    def _check_index(self, client: Client) -> None:
-        """Every block is in the index as it is, and can be read from there."""
+    def _astray(self, client: Client) -> list[str]:
+        """Return the blocks that are not in the index as they are, or cannot be read from there."""
         rows = client.session.writer.listing(b"", workers.KEYS + 1)
         index = open_index(self.place.url, key_prefix=self.place.key_prefix, timeout_s=5.0)
         announcement = self._node_dir.announcement()
         assert announcement is not None
+        start = (announcement.node_id, announcement.epoch)
         try:
             records = index.lookup([key for key, *_ in rows])
         finally:
             index.close()
+        astray: list[str] = []
         for (key, *_), record in zip(rows, records, strict=True):
             location = unpack_record(key, record) if record is not None else None
-            if location is None or (location.node_id, location.epoch) != (
-                announcement.node_id,
-                announcement.epoch,
-            ):
-                raise CrashError(f"block {key.hex()[:12]} is not in the index: {location}")
-            if client.session.reader.place(key, record or b"") is None:
-                raise CrashError(f"block {key.hex()[:12]} cannot be read")
+            if location is None or (location.node_id, location.epoch) != start:
+                astray.append(f"block {key.hex()[:12]} is not in the index: {location}")
+            elif client.session.reader.place(key, record or b"") is None:
+                astray.append(f"block {key.hex()[:12]} cannot be read")
+        return astray
 
     def _check_space(self, client: Client) -> None:
-        """Free + sealed = capacity: a value that takes all of it is stored."""
+        """Check that free + sealed = capacity: a value that takes all of it is stored."""
         result = client.put("all of it", workers.content("all of it", NODE_BYTES))
         if not result:
             raise CrashError(f"capacity has leaked: {result}, {self._stats(client)}")
@@ -268,6 +342,7 @@ class Loop:
             if process.exitcode is None:
                 process.kill()
                 process.join(HANG_S)
+        self._wire.close()
         self._redis.kill()
         self._redis.wait(HANG_S)
         for path in _segments(announcement):
@@ -277,10 +352,12 @@ class Loop:
     def counts(self) -> dict[str, int]:
         fields = {"steps": STEPS, "hits": HITS, "misses": MISSES, "stored": STORED}
         fields |= {"forks": FORKS, "interrupted": INTERRUPTED, "cancelled": CANCELLED}
-        return {
+        of_all = {
             name: sum(worker.counters[place] for worker in self._workers)
             for name, place in fields.items()
         }
+        others = {"silenced": self.silenced, "forged": self.forged, "flipped": self.flipped}
+        return of_all | others
 
     @staticmethod
     def _until(

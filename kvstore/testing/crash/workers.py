@@ -47,11 +47,11 @@ Counters = MutableSequence[int]
 
 
 class InterruptedHereError(BaseException):
-    """What the signal handler raises: as KeyboardInterrupt, nothing takes it for a failure."""
+    """Is what the signal handler raises: as KeyboardInterrupt, nothing takes it for a failure."""
 
 
 class WorkerPlace(NamedTuple):
-    """Where everything is."""
+    """Says where a worker's files are."""
 
     url: str
     run_dir: Path
@@ -59,7 +59,8 @@ class WorkerPlace(NamedTuple):
 
 
 def sizes(name: str) -> tuple[int, ...]:
-    """The sizes that the block of this name may have: of several size classes over all names."""
+    """Return the sizes that the block of this name may have: of several size classes over all
+    names."""
     base = 600 + 13_000 * (int(name[1:]) % 24)
     return base, base + 1, base + 40_000
 
@@ -147,7 +148,7 @@ class _Worker:
             self._check(name, got)
 
     def _pin(self) -> None:
-        """What is pinned keeps its bytes, whoever dies meanwhile."""
+        """Check that what is pinned keeps its bytes, whoever dies meanwhile."""
         (name,) = self._names(1)
         pinned = self._client.pin(name)
         if pinned is not None:
@@ -166,7 +167,7 @@ class _Worker:
         self._counters[STORED] += sum(map(bool, results))
 
     def _by_hand(self) -> None:
-        """Slowly, so that many kills come between reserve and commit."""
+        """Save slowly, so that many kills come between reserve and commit."""
         names = self._names(PUT_MANY_MAX)
         space = Namespace.named("default")
         keys = {space.value_key(name): name for name in names}
@@ -194,7 +195,7 @@ class _Worker:
     # --- what programs do to a client ---------------------------------------------
 
     def _fork(self) -> int:
-        """A child that closes what it inherits and has a client of its own."""
+        """Make a child that closes what it inherits and has a client of its own."""
         pid = os.fork()
         if not pid:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that hangs
@@ -222,7 +223,7 @@ class _Worker:
                 os._exit(CHILD_HUNG)
 
     def _interrupted(self) -> None:
-        """Anything else, with a signal whose handler raises somewhere in it."""
+        """Do any of the other things, with a signal whose handler raises somewhere in it."""
         try:
             try:
                 self._armed = True
@@ -247,7 +248,7 @@ class _Worker:
         self._loop.run_until_complete(self._cancel())
 
     async def _cancel(self) -> None:
-        """The same memory is used for something else as soon as the cancelled call has ended."""
+        """Cancel a call, and use its memory for something else as soon as the call has ended."""
         put, get, other = self._names(1) + self._names(1) + self._names(1)
         value = bytearray(self._value(put))
         await self._soon(self._async.put(put, value))

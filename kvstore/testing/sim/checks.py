@@ -29,13 +29,13 @@ Place = tuple[str, int]
 
 
 def content(key: Key, put: int, size_bytes: int) -> bytes:
-    """What put number `put` saves under `key`: any mixture with another put shows."""
+    """Makes what put number `put` saves under `key`: any mixture with another put shows."""
     unit = blake2b(key + put.to_bytes(8, "little"), digest_size=16).digest()
     return (unit * (size_bytes // 16 + 1))[:size_bytes]
 
 
 class Put(NamedTuple):
-    """One put of a key: its number among all puts, and its size."""
+    """Names one put of a key by its number among all puts, and its size."""
 
     number: int
     size_bytes: int
@@ -58,21 +58,22 @@ class Checks:
         self._removing: list[tuple[Key, Record]] = []
         self._generations: dict[tuple[int, int], int] = {}
         self._sealed: dict[tuple[int, int, int], tuple[Key, float]] = {}
-        """What a slot of a node held in which generation, and until when: from the moment at which
-        its node begins to seal it, since a reader may see that before the node goes on."""
+        """What a slot of a segment, known by its address, held in which generation, and until when:
+        from the moment at which its node begins to seal it, since a reader may see that before the
+        node goes on. A start in an empty segment counts generations anew."""
         self._sealed_last: dict[tuple[int, int], int] = {}
-        """The generation that a slot of a node was last sealed in."""
+        """The generation that a slot of a segment was last sealed in."""
 
     # --- what is saved, and what is read --------------------------------------
 
     def begin_put(self, key: Key, size_bytes: int) -> bytes:
-        """The bytes to save: no other put has the same."""
+        """Return the bytes to save: no other put has the same."""
         self._put_count += 1
         self._puts.setdefault(key, []).append(Put(self._put_count, size_bytes))
         return content(key, self._put_count, size_bytes)
 
     def hit(self, key: Key, data: bytes | memoryview) -> None:
-        """Rule 1: exactly the bytes of one put of this key."""
+        """Check rule 1: a hit is exactly the bytes of one put of this key."""
         self._world.count("hits")
         if self.right(key, data):
             return
@@ -86,8 +87,8 @@ class Checks:
         )
 
     def match(self, keys: Sequence[Key], found: Sequence[KeyRecord], since: float) -> None:
-        """A match is a contiguous prefix of blocks that were there during it: each in the index,
-        or sealed on a node, published or not."""
+        """Check that a match is a contiguous prefix of blocks that were there during it:
+        each in the index, or sealed on a node, published or not."""
         index = self._world.index
         for i, (key, record) in enumerate(found):
             if key != keys[i]:
@@ -102,17 +103,23 @@ class Checks:
                 self._world.fail(f"a match of {len(found)} blocks has a hole at {i}")
 
     def _was_here(self, key: Key, record: Record, since: float) -> bool:
-        """Whether its slot held it at some time after `since`: found there without the index."""
+        """Tell whether its slot held the block at some time after `since`: then it was found there
+        without the index."""
         location = unpack_record(key, record)
         if location is None:
             return False
-        was = self._sealed.get((location.node_id, location.slot, location.generation))
+        node = self.nodes.get((location.node_id, location.epoch))
+        if node is None:
+            return False
+        segment = node.segment
+        assert isinstance(segment, SimOwned)
+        was = self._sealed.get((segment.address, location.slot, location.generation))
         return was is not None and was[0] == key and was[1] >= since
 
     # --- before a node writes to its segment ------------------------------------
 
     def node_started(self, node: SimNode) -> None:
-        """Epochs only grow."""
+        """Check that epochs only grow."""
         node_id, epoch = node.core.node_id, node.core.epoch
         if epoch <= self._epochs.get(node_id, 0):
             self._world.fail(f"node {node_id:x}: epoch {epoch} after {self._epochs[node_id]}")
@@ -120,12 +127,12 @@ class Checks:
         self.nodes[node_id, epoch] = node
 
     def before_write(self, segment: SimOwned, write: Write) -> None:
-        """Rules 3 to 5, and generations that only grow."""
+        """Check rules 3 to 5, and that generations only grow."""
         if isinstance(write, Seal):
             offset = write.slot_id * SLOT_BYTES_MIN + write.granule * GRANULE_BYTES
             if not self.right(write.key, segment.bytes_at(offset, write.length)):
                 self._world.fail(f"rule 3: {_short(write.key)} sealed, its bytes are not there")
-            place = (segment.superblock.node_id, write.slot_id)
+            place = (segment.address, write.slot_id)
             self._sealed[*place, write.generation] = (write.key, FOREVER)
             self._sealed_last[place] = write.generation
         if not isinstance(write, Mark):
@@ -142,7 +149,7 @@ class Checks:
     def after_write(self, segment: SimOwned, write: Write) -> None:
         if isinstance(write, Mark):
             self._generations[segment.address, write.slot_id] = write.generation
-            place = (segment.superblock.node_id, write.slot_id)
+            place = (segment.address, write.slot_id)
             last = self._sealed_last.pop(place, None)
             if last is not None:
                 key, _ = self._sealed[*place, last]
@@ -168,7 +175,7 @@ class Checks:
     # --- before a node publishes ---------------------------------------------------
 
     def published(self, records: Sequence[KeyRecord]) -> None:
-        """Rule 3: what is published is SEALED and whole."""
+        """Check rule 3: what is published is SEALED and whole."""
         for key, record in records:
             location = unpack_record(key, record)
             if location is None:
@@ -192,7 +199,7 @@ class Checks:
         ]
 
     def after_removal(self) -> None:
-        """Nobody takes out a record that leads to a block."""
+        """Check that nobody takes out a record that leads to a block."""
         truth = self._world.index.truth()
         for key, _ in self._removing:
             if key not in truth:
@@ -208,13 +215,13 @@ class Checks:
         return [node for node in self.nodes.values() if node.ready and not node.process.dead]
 
     def books(self, core: NodeCore) -> None:
-        """Free, writing, sealed and doomed slots add up, and no slot is in two lists."""
+        """Check that free, writing, sealed and doomed slots add up, and no slot is in two lists."""
         fail, allocator = self._world.fail, core.allocator
         held = [s for session in core.sessions() for s in session.reserved.values()]
         reserved = {slot.slot_id for slot in held}
         if len(reserved) != len(held):
             fail("a slot is reserved twice")
-        seen = free = 0
+        seen = free = retained = 0
         touching = False
         for extent in allocator.extents():  # raises when a granule is in none, or in two
             slot = extent.slot
@@ -235,11 +242,18 @@ class Checks:
                 fail(f"slot {slot.slot_id} has {slot.size} KiB for {slot.length} bytes")
             if state is SlotState.SEALED and core.by_key.get(slot.key) is not slot:
                 fail(f"slot {slot.slot_id} is sealed but its key leads elsewhere")
-            if allocator.may_go(slot) != (state is SlotState.SEALED and not slot.pins):
+            stays = slot.pins or slot.kept_until
+            if allocator.may_go(slot) != (state is SlotState.SEALED and not stays):
                 fail(f"slot {slot.slot_id} is {state.name}, {slot.pins} pins: the policy differs")
+            if slot.kept_until:
+                retained += slot.size * GRANULE_BYTES
+                if state is not SlotState.SEALED:
+                    fail(f"slot {slot.slot_id} is {state.name}, and retained")
         sealed = {key for key, slot in core.by_key.items() if slot.state is SlotState.SEALED}
         if set(core.listed.page(b"", len(sealed) + 1)) != sealed:
             fail("the list of sealed blocks is another one than the keys say")
+        if retained != core.retained.bytes:
+            fail(f"{retained} bytes are retained, the books say {core.retained.bytes}")
         if seen != len(allocator.slots()) or free * GRANULE_BYTES != allocator.free_bytes:
             fail(f"{seen} slots and {free} KiB free are seen, the books say otherwise")
 
@@ -254,7 +268,7 @@ class Checks:
             del self.pinned[key]
 
     def nothing_leaked(self, client: SimClient) -> None:
-        """In peace, what a node keeps for a living client is what that client holds."""
+        """Check that a node keeps, in peace, for a living client what that client holds."""
         writer = client.real.session.writer
         for node in self.living():
             for session in node.sessions.all():
@@ -278,7 +292,7 @@ class Checks:
                     )
 
     def settled(self) -> str | None:
-        """What has not come to rest yet; None when all has."""
+        """Return what has not come to rest yet; None when all has."""
         for node in self.living():
             now = stats(node.core, 0.0)
             for what in ("reserved", "pinned", "unpublished", "removals_pending"):
@@ -287,7 +301,7 @@ class Checks:
         return self._unreachable() or self._stale()
 
     def _unreachable(self) -> str | None:
-        """Every sealed block can be found: by a record that leads to a block of its key."""
+        """Return a sealed block that cannot be found: no record leads to a block of its key."""
         truth = self._world.index.truth()
         for node in self.living():
             for key in node.core.by_key:
@@ -311,7 +325,7 @@ class Checks:
         return slot is not None and slot.state is SlotState.SEALED and slot.record == record
 
     def _stale(self) -> str | None:
-        """No record names a block that a living node does not have.
+        """Return a record that names a block which a living node does not have.
 
         Records of a node's earlier starts stay until they are overwritten; every
         reader takes them for a miss.

@@ -35,6 +35,7 @@ TEXTS = tuple(
 """Token sequences; two of them begin alike."""
 VALUES = tuple(f"value {i}" for i in range(5))
 SIZES = (1000, 5000, 9000, 20_000, 30_000)
+TENANTS = ("", "one", "two")
 NAMESPACES = tuple(map(Namespace.named, ("one", "two")))
 CALL_MAX_S = 60.0
 """No call takes longer: some requests of `LIMITS.request_timeout_s` each, one after another."""
@@ -52,7 +53,7 @@ def size_of(key: Key) -> int:
 
 
 class SimClient:
-    """`live` is its program: some threads that share one `Client`."""
+    """Runs a program, `live`: some threads that share one `Client`."""
 
     def __init__(self, world: World, run_dir: Path, number: int, node: str | None) -> None:
         self.world = world
@@ -74,11 +75,12 @@ class SimClient:
                 self._get_blocks,
                 self._match,
                 self._pin,
+                self._retain,
                 self._delete,
                 self._clear,
                 self._look_around,
             ),
-            (4, 3.5, 4, 3, 2, 4, 2.5, 2.5, 0.8, 0.3, 0.5),
+            (4, 3.5, 4, 3, 2, 4, 2.5, 2.5, 1, 0.8, 0.3, 0.5),
         )
 
     def start_here(self) -> None:
@@ -112,7 +114,7 @@ class SimClient:
         world.end_process(self.process)
 
     def _work(self) -> None:
-        """What each thread does."""
+        """Do one thing after the other, as each thread does."""
         while not self.world.calm:
             worked = self._operate()
             pause_s = PAUSE_BETWEEN_S if worked else PAUSE_AFTER_FAILURE_S
@@ -122,7 +124,7 @@ class SimClient:
         self._threads -= 1
 
     def _operate(self) -> bool:
-        """False when it came to nothing."""
+        """Call the client once; False when it came to nothing."""
         operation = self.rng.choices(*self._operations)[0]
         world, process = self.world, self.process
         failed_before = self._failed
@@ -157,7 +159,7 @@ class SimClient:
         return self.client
 
     def holds(self, data_path: str, slot: int) -> bool:
-        """Whether this client believes that the slot of that memory is reserved for it."""
+        """Tell whether this client believes that the slot of that memory is reserved for it."""
         return any(
             link.announcement.data_path == data_path
             and any(held == slot for held, _ in link.held.reserved)
@@ -173,8 +175,8 @@ class SimClient:
         return bytearray(self.world.checks.begin_put(key, size_of(key)))
 
     def _save(self, put: Callable[[], list[Any]], values: Sequence[bytearray]) -> None:
-        """With memory of the caller's that is used for something else as soon as the call ends,
-        and as a call that somebody may want no more of."""
+        """Save from memory of the caller's that is used for something else once the call ends, and
+        as a call that somebody may want no more of."""
         world = self.world
         if world.faults.cancelled and self.rng.random() < world.faults.cancelled:
             at = world.now + self.rng.expovariate(1 / CANCELLED_AFTER_S)
@@ -207,7 +209,7 @@ class SimClient:
         self._save(lambda: self.real.put_many(zip(names, values, strict=True)), values)
 
     def _reserve(self) -> None:
-        """As a connector saves: it decides by itself when to copy, and what to give up."""
+        """Save as a connector does: it decides by itself when to copy, and what to give up."""
         keys = self._keys(self.rng.choice(TEXTS))
         keys = [key for key in keys if size_of(key) == size_of(keys[0])]
         session = self.real.session
@@ -315,6 +317,11 @@ class SimClient:
         finally:
             if key in pinned:
                 pinned[key] -= 1
+
+    def _retain(self) -> None:
+        text, ttl_s = self.rng.choice(TEXTS), self.rng.choice((0, 1, 5, 60))
+        for answer in self.real.retain_blocks(text, ttl_s, self.rng.choice(TENANTS)):
+            self.world.count(f"retained: {answer.name}")
 
     def _delete(self) -> None:
         self.real.delete(self.rng.choice(VALUES[:2]))

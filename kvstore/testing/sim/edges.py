@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client import pins, put_pipeline
-from kvstore.client.values import getting
+from kvstore.client import pins, put_pipeline, reader
+from kvstore.client.remote import fetch
 from kvstore.testing.sim import memory
 
 if TYPE_CHECKING:
@@ -26,19 +26,19 @@ PART_BYTES_MIN = 4000
 
 
 def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
-    """(module, name, what stands there during a simulation)"""
+    """Lists (module, name, what stands there during a simulation)."""
     # Pins end by calls alone: who closes one settles all that have ended.
     no_thread = SimpleNamespace(start=lambda: None, is_alive=lambda: True)
     threads = SimpleNamespace(local=threading.local, Thread=lambda **_: no_thread)
     yield pins, "threading", threads
     yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
-    for module in (put_pipeline, getting):
+    for module in (put_pipeline, reader, fetch):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
 
 
 @contextlib.contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """The machine is the world's, and the real one afterwards."""
+    """Makes the machine the world's, and the real one again afterwards."""
     real: list[tuple[Any, str, object]] = []
     log = logging.getLogger("kvstore")
     level = log.level

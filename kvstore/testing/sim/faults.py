@@ -13,7 +13,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Rates are per simulated second, of which a run has ten or so; chances are per message or
+    """Holds rates per simulated second, of which a run has ten or so; chances are per message or
     per call."""
 
     client_kill: float = 0.3
@@ -65,7 +65,7 @@ class Faults:
         return replace(self, **{name: 0.0})
 
     def drawn_by(self, seed: int) -> Self:
-        """Rates drawn by the seed: of each fault none, as given, or five times as much."""
+        """Draws rates by the seed: of each fault none, as given, or five times as much."""
         rng = random.Random(-1 - seed)
         factors = {f.name: rng.choice((0.0, 0.0, 1.0, 1.0, 5.0)) for f in fields(self)}
         return replace(self, **{n: getattr(self, n) * factor for n, factor in factors.items()})

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class _Folder(PurePosixPath):
-    """A directory that is always there."""
+    """Models a directory that is always there."""
 
     def mkdir(self, *, exist_ok: bool, mode: int) -> None:
-        """It is."""
+        """Do nothing: the directory is there."""
 
     def unlink(self) -> None:
-        """Of a lease: the world forgets none."""
+        """Do nothing: the world forgets no lease."""
 
 
 class _KeepFile:
-    """`keep`: its node lived a moment ago."""
+    """Models the file `keep`: its node lived a moment ago."""
 
     def unlink(self, *, missing_ok: bool) -> None:
-        """Every node here stays restartable."""
+        """Do nothing: every node here stays restartable."""
 
 
 class _WordFile:
-    """`node.json`"""
+    """Models the file `node.json`."""
 
     def __init__(self) -> None:
         self.announcement: Announcement | None = None
@@ -45,7 +45,7 @@ class _WordFile:
 
 
 class SimNodeDir(NodeDir):
-    """`RUN_DIR/nodes/NAME`; it outlives the starts of its node."""
+    """Models `RUN_DIR/nodes/NAME`; it outlives the starts of its node."""
 
     def __init__(self, world: World, run_dir: Path, name: str) -> None:
         super().__init__(run_dir, name)
@@ -78,7 +78,7 @@ class SimNodeDir(NodeDir):
         return None
 
     def remove_segment(self) -> None:
-        """The world keeps its files until their directory goes."""
+        """Do nothing: the world keeps its files until their directory goes."""
 
     def say_room(self, free_bytes: int) -> None:
         self._free_bytes = free_bytes
@@ -109,7 +109,7 @@ class SimNodeDir(NodeDir):
 
 
 class SimLease:
-    """The locked file of a lease (`kvstore.client.local.lease.Lease`)."""
+    """Models the locked file of a lease (`kvstore.client.local.lease.Lease`)."""
 
     def __init__(self, world: World, path: Path) -> None:
         """Raises `FileNotFoundError` when there is no such node."""
@@ -138,7 +138,7 @@ class SimLease:
 
 
 class SimFormerClients(FormerClients):
-    """Over simulated leases."""
+    """Looks at simulated leases."""
 
     world: World
 
@@ -155,7 +155,7 @@ class SimFormerClients(FormerClients):
 
 
 class SimSessions(Sessions):
-    """`Sessions` over simulated lease files."""
+    """Knows sessions by simulated lease files."""
 
     def __init__(self, world: World, leases: Path, clients_max: int) -> None:
         super().__init__(leases, clients_max)

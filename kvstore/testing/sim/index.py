@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class SimServer(MemoryIndex):
-    """The index itself: one primary, one replica that is behind."""
+    """Models the index itself: one primary, one replica that is behind."""
 
     def __init__(self, world: World) -> None:
         super().__init__(now=lambda: world.now)
@@ -93,7 +93,7 @@ class SimServer(MemoryIndex):
             self._gone(key)
 
     def fail_over(self) -> None:
-        """The replica takes over: what it has not heard of is lost, and what it has not
+        """Let the replica take over: what it has not heard of is lost, and what it has not
         heard the end of is back."""
         self._records = dict(self.replica)
         self._nodes.clear()
@@ -104,7 +104,7 @@ class SimServer(MemoryIndex):
             self.last_seen[key] = float("inf")
 
     def away(self, key: Key) -> bool:
-        """Whether the shard that has this key cannot be reached."""
+        """Tell whether the shard that has this key cannot be reached."""
         return self.shard_away and key[10] % 2 == 0
 
     def readable(self) -> Mapping[Key, Record]:
@@ -137,13 +137,13 @@ class SimServer(MemoryIndex):
         return self.lying or self.forged
 
     def answer(self, key: Key, truth: Record | None) -> Record | None:
-        """The record that a reader gets to see."""
+        """Return the record that a reader gets to see."""
         if self.lying:
             return self.lie(key, truth)
         return self._forge(key, truth) if self.forged else truth
 
     def _forge(self, key: Key, truth: Record | None) -> Record | None:
-        """A record whose CRC is right."""
+        """Make a record whose CRC is right."""
         rng = self._rng
         known = [one for one in ((key, truth), *self._some_blocks()) if one[1] is not None]
         if not known or rng.random() < 0.3:
@@ -170,7 +170,7 @@ class SimServer(MemoryIndex):
         return [KeyRecord(key, self._records[key]) for key in some]
 
     def said(self, raw: bytes | None) -> bytes | None:
-        """An announcement as a reader gets to see it."""
+        """Return an announcement as a reader gets to see it."""
         rng = self._rng
         if not self.forged or raw is None or rng.random() < 0.5:
             return raw
@@ -183,7 +183,7 @@ class SimServer(MemoryIndex):
 
 
 class SimIndex:
-    """One process's way to the index (`kvstore.index.base.Index`)."""
+    """Leads one process to the index (`kvstore.index.base.Index`)."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
         self._world = world
@@ -300,4 +300,4 @@ class SimIndex:
         return self._call(self._server.incarnation)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""

@@ -66,7 +66,7 @@ class Luck:
         return self.clients
 
     def strike(self, name: str) -> None:
-        """The fault of that name, now."""
+        """Let the fault of that name strike now."""
         self.world.note("luck:", name)
         self.world.count(name)
         getattr(self, "_" + name)()
@@ -114,7 +114,7 @@ class Luck:
         return self.rng.choice(ready) if ready else None
 
     def _again(self, node: SimNode) -> None:
-        """A new start, when the old one is over."""
+        """Start a node anew, when the old start is over."""
         if node.succeeded:
             return
         node.succeeded = True
@@ -129,7 +129,7 @@ class Luck:
         self.world.after(self.rng.random() * NODE_DOWN_MAX_S, start)
 
     def _node_kill(self) -> None:
-        """With what it had in memory: as after a reboot, or when somebody frees it."""
+        """Kill a node with what it had in memory: as after a reboot, or when somebody frees it."""
         node = self._some_node()
         if node is not None:
             self.world.end_process(node.process)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.host_clock import Moment
 from kvstore.machine import Machine
-from kvstore.memory_files import Room
+from kvstore.memory_files import Room, UnmappedFile
 from kvstore.nodedir import NodeDir
 from kvstore.testing.sim.hosts import SimLease
 from kvstore.testing.sim.network import SimSocket
@@ -20,15 +22,17 @@ if TYPE_CHECKING:
 LOCK_POLL_S = 0.02
 SHM_BYTES = 1 << 40
 """There is always room."""
+BOOT = b"the only boot...."[:16]
 
 
 class SimMachine(Machine):
-    """All that a `Machine` is asked for; tests/sim holds that nothing is left out."""
+    """Answers all that a `Machine` is asked for; tests/sim holds that nothing is left out."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.monotonic = lambda: world.now
         self.wall = world.wall
+        self.moment = lambda: Moment(BOOT, int(world.now * 1e3), int(world.now * 1e3))
         self.sleep = world.sleep
 
     def random_bits(self, count: int) -> int:
@@ -45,10 +49,13 @@ class SimMachine(Machine):
         self.world.spawn(process, f"{process.name}/{name}", target)
 
     def when_dropped(self, owner: object, call: Callable[[], None]) -> None:
-        """Never: the collector of garbage comes when it likes, and a run must replay."""
+        """Do nothing: the collector of garbage comes when it likes, and a run must replay."""
 
     def unix_socket(self) -> Any:
         return SimSocket(self.world, self.world.current.process)
+
+    def peer_uid(self, connection: Any) -> int:
+        return os.geteuid()
 
     def lock_file(self, path: Path) -> SimLease:
         return SimLease(self.world, path)
@@ -73,6 +80,9 @@ class SimMachine(Machine):
     def map_memory(self, path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
         return self.world.files.map(path)
 
+    def open_memory(self, path: Path, *, writable: bool, owner: int) -> UnmappedFile:
+        raise NotImplementedError("all simulated processes are of one user")
+
     def own_memory(self, path: Path) -> SimOwnership:
         return SimOwnership()
 
@@ -84,17 +94,17 @@ class SimMachine(Machine):
 
 
 class SimOwnership:
-    """The lock of a segment. That of its node's directory says the same: nobody sweeps by
+    """Models the lock of a segment. That of its node's directory says the same: nobody sweeps by
     segment here."""
 
     fd = -1
 
     def release(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
 
 class SimEvent:
-    """`threading.Event`"""
+    """Stands for a `threading.Event`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -112,7 +122,7 @@ class SimEvent:
 
 
 class SimLock:
-    """`threading.RLock`: who waits for it lets others run, and whose it is may enter again."""
+    """Stands for an RLock: who waits for it lets others run, and whose it is may enter again."""
 
     def __init__(self, world: World) -> None:
         self._world = world

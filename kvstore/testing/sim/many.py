@@ -18,7 +18,7 @@ SEEDS_PER_TASK = 10
 
 
 class Broken(NamedTuple):
-    """A seed that broke a rule."""
+    """Describes a seed that broke a rule."""
 
     seed: int
     rule: str
@@ -26,7 +26,7 @@ class Broken(NamedTuple):
 
 
 class SeedOutcome(NamedTuple):
-    """What came of some seeds."""
+    """Tells what came of some seeds."""
 
     seeds: int
     steps: int
@@ -78,19 +78,19 @@ def together(outcomes: Iterator[SeedOutcome]) -> SeedOutcome:
 
 
 def workers(jobs: int) -> Pool:
-    """Processes for `try_many`. They start afresh: a fork would bring other threads' locks."""
+    """Make processes for `try_many`. They start afresh: a fork would bring other threads' locks."""
     return multiprocessing.get_context("spawn").Pool(jobs)
 
 
 def try_many(pool: Pool, first: int, count: int) -> Iterator[SeedOutcome]:
-    """Seeds from `first` on; outcomes of a few seeds each as they come."""
+    """Simulate seeds from `first` on; yields outcomes of a few seeds each as they come."""
     end = first + count
     tasks = [(i, min(i + SEEDS_PER_TASK, end)) for i in range(first, end, SEEDS_PER_TASK)]
     return pool.imap_unordered(_some, tasks)
 
 
 def shrink(seed: int) -> tuple[Faults, Broken]:
-    """Fewer kinds of faults with which this seed still breaks some rule.
+    """Find fewer kinds of faults with which this seed still breaks some rule.
 
     Every fault left out changes the whole run, so this finds a smaller example, not
     the same one smaller. Raises `ValueError` when the seed breaks none.

@@ -19,7 +19,7 @@ COPY_CHUNKS = 3
 
 
 class SimMap(mmap.mmap):
-    """The pages of one file, the same for everybody who maps it."""
+    """Models the pages of one file, the same for everybody who maps it."""
 
     world: World
 
@@ -37,13 +37,13 @@ class SimMap(mmap.mmap):
         world.pause()
 
     def madvise(self, *_: int) -> None:
-        """Its pages are always there."""
+        """Do nothing: its pages are always there."""
 
     def move(self, dest: int, src: int, count: int) -> None:
         self[dest : dest + count] = self[src : src + count]
 
     def close(self) -> None:
-        """One mapping ends; the pages are others', too."""
+        """End one mapping; the pages are others', too."""
 
 
 def address_of(buffer: memoryview | mmap.mmap) -> int:
@@ -51,7 +51,7 @@ def address_of(buffer: memoryview | mmap.mmap) -> int:
 
 
 class Files:
-    """/dev/shm of all hosts."""
+    """Models /dev/shm of all hosts."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -85,7 +85,7 @@ class Files:
 
 
 class SimOwned(OwnedShm):
-    """A node's segment; `Checks` sees every write before it happens."""
+    """Models a node's segment; `Checks` sees every write before it happens."""
 
     def __init__(self, *args: Any, machine: SimMachine, **kwargs: Any) -> None:
         self.world = machine.world

@@ -32,7 +32,7 @@ SEEN_LOST_S = 0.01
 
 
 class Message:
-    """A message in a trace; read only when somebody reads the trace."""
+    """Shows a message in a trace; it is read only when somebody reads the trace."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
@@ -54,7 +54,7 @@ class Message:
 
 
 class Wire:
-    """One connection. What is sent arrives by the world's timers."""
+    """Models one connection. What is sent arrives by the world's timers."""
 
     def __init__(self, world: World, client: SimSocket, connection: Connection, loop: Any) -> None:
         self._world = world
@@ -94,7 +94,7 @@ class Wire:
             world.at(arrives_at + rng.expovariate(1 / DOUBLED_AFTER_S), deliver)
 
     def hang_up(self) -> None:
-        """Either side closed, or was closed by death: the other will see it."""
+        """Close it: either side did, or was closed by death, and the other will see it."""
         if self.broken:
             return
         self.broken = True
@@ -113,7 +113,7 @@ _numbers = itertools.count()
 
 
 class SimTransport:
-    """What `Connection` needs of an asyncio transport."""
+    """Does what `Connection` needs of an asyncio transport."""
 
     def __init__(self) -> None:
         self.wire: Wire | None = None
@@ -131,7 +131,7 @@ class SimTransport:
 
 
 class SimSocket:
-    """What `ControlChannel` needs of a socket."""
+    """Does what `ControlChannel` needs of a socket."""
 
     def __init__(self, world: World, process: Process) -> None:
         self._world = world

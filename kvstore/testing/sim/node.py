@@ -61,7 +61,7 @@ class RestlessCore(NodeCore):
 
 
 class SimLoop:
-    """An event loop of one thread: what the daemon needs of asyncio's."""
+    """Does what the daemon needs of asyncio's event loop, in one thread."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -103,7 +103,7 @@ class SimLoop:
 
 
 class SimFlag:
-    """`asyncio.Event`, as far as the daemon needs it."""
+    """Does what the daemon needs of an `asyncio.Event`."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._set = False
@@ -119,14 +119,14 @@ class SimFlag:
 
 
 class SimConnection(Connection):
-    """A node's connection to a simulated client, which is of the same user."""
+    """Connects a node to a simulated client, which is of the same user."""
 
     def peer_uid(self) -> int:
         return os.geteuid()
 
 
 class SimNode(Node):
-    """One start of a node."""
+    """Runs one start of a node."""
 
     core_class = RestlessCore
 
@@ -152,7 +152,7 @@ class SimNode(Node):
         self._stopping = SimFlag(self.loop)  # type: ignore[assignment]
 
     def start_here(self) -> None:
-        """Its thread, in the simulated world."""
+        """Start its thread, in the simulated world."""
         assert not self.dir.alive()
         self.dir.holder = self.process
         self.world.spawn(self.process, self.process.name, self.live)
@@ -196,17 +196,17 @@ class SimNode(Node):
         return self.world.next_epoch(self.config.run_dir, self.config.name, self.world.wall())
 
     def _share_files(self, announcement: Announcement) -> None:
-        """One user has all hosts."""
+        """Do nothing: one user has all hosts."""
 
     def _make_sessions(self, leases: Path, clients_max: int) -> Sessions:
         return SimSessions(self.world, leases, clients_max)
 
     def _beaten(self, error: Exception | None) -> None:
-        """Readiness is for people, and its file is not of this world."""
+        """Do nothing: readiness is for people, and its file is not of this world."""
 
     def _watch_once(self) -> None:
         self._end_former()
-        self._end_dead_sessions()
+        self.clients.end_dead()
 
     def _every(self, period_s: float, call: Callable[[], None]) -> None:
         def again() -> None:
@@ -216,8 +216,8 @@ class SimNode(Node):
         self.loop.call_later(period_s * self.world.rng.uniform(1 - JITTER, 1 + JITTER), again)
 
     def accept(self, client: SimSocket) -> Wire:
-        """A client connects: the kernel takes it at once, the daemon when it gets to it."""
-        connection = SimConnection(self._on_made, self._on_hello, self._on_request, self._on_gone)
+        """Take a client that connects: the kernel does at once, the daemon when it gets to it."""
+        connection = self.clients.connection(SimConnection)
         transport = SimTransport()
         transport.wire = Wire(self.world, client, connection, self.loop)
         self.wires.append(transport.wire)

@@ -18,7 +18,7 @@ POLL_S = 0.25
 
 
 class Report(NamedTuple):
-    """What came of one seed that broke no rule."""
+    """Tells what came of one seed that broke no rule."""
 
     seed: int
     steps: int

@@ -24,7 +24,7 @@ CHECK_EVERY_STEPS = 32
 
 
 class ViolationError(AssertionError):
-    """A rule of the design does not hold. The message carries the seed."""
+    """Raised when a rule of the design does not hold. The message carries the seed."""
 
 
 class KilledError(BaseException):
@@ -32,7 +32,7 @@ class KilledError(BaseException):
 
 
 class Process:
-    """Something that is killed, stopped and continued as a whole."""
+    """Names what is killed, stopped and continued as a whole."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class Process:
 
 
 class Actor:
-    """One thread of a process."""
+    """Runs one thread of a process."""
 
     __slots__ = ("baton", "name", "process", "thread", "wake_at")
 
@@ -61,7 +61,7 @@ class Actor:
 
 
 class Scheduler:
-    """Made by the thread that then is the first actor, the director."""
+    """Lets one actor run at a time. The thread that makes it is the first actor, the director."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -121,9 +121,14 @@ class Scheduler:
         return actor
 
     def stop(self, process: Process, for_s: float) -> None:
-        """SIGSTOP, then SIGCONT."""
-        process.stopped_s += for_s
-        process.resume_at = max(process.resume_at, self.now) + for_s
+        """Stop a process for a while, as SIGSTOP and then SIGCONT do.
+
+        One that is stopped already goes on at the later of the two ends: stops that added up would
+        keep it away for longer than any fault is meant to last.
+        """
+        stopped_until = max(process.resume_at, self.now)
+        process.resume_at = max(stopped_until, self.now + for_s)
+        process.stopped_s += process.resume_at - stopped_until
 
     def kill(self, process: Process) -> None:
         process.dead = True

@@ -23,11 +23,11 @@ class _NoReaper(Reaper):
     """Dead nodes are found by calls alone: what looks for abandoned segments looks for real."""
 
     def start(self) -> None:
-        """Not here."""
+        """Do nothing: here calls alone find dead nodes."""
 
 
 class SimSession(BlockSession):
-    """The session of a simulated client process."""
+    """Is the session of a simulated client process."""
 
     world: World
 
@@ -42,6 +42,6 @@ class SimSession(BlockSession):
 
 
 def client_class(world: World) -> type[Client]:
-    """`Client` in `world`."""
+    """Makes a class: `Client` in `world`."""
     session_class = type("Session", (SimSession,), {"world": world})
     return type("Client", (Client,), {"_session_class": session_class})

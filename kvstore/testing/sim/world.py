@@ -25,7 +25,7 @@ def run_dir_of(host: int) -> Path:
 
 
 class World(Scheduler):
-    """Everything the actors share."""
+    """Holds everything that the actors share."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
         super().__init__(seed)
@@ -62,7 +62,7 @@ class World(Scheduler):
         self.wait(self.now + for_s)
 
     def replicate(self, delay_s: float, apply: Callable[[], None]) -> None:
-        """A replica hears of changes late, but in order."""
+        """Let the replica hear of changes: late, but in order."""
         self._replicated_at = max(self._replicated_at, self.now + delay_s)
         self.at(self._replicated_at, apply)
 
@@ -75,17 +75,17 @@ class World(Scheduler):
         return found
 
     def dirs_of(self, run_dir: Path) -> Iterator[SimNodeDir]:
-        """`kvstore.nodedir.node_dirs`"""
+        """See `kvstore.nodedir.node_dirs`."""
         return iter([d for (where, _), d in sorted(self.dirs.items()) if where == run_dir])
 
     def sweep(self, run_dir: Path) -> None:
-        """`kvstore.nodedir.sweep`"""
+        """See `kvstore.nodedir.sweep`."""
         for node_dir in self.dirs_of(run_dir):
             if not node_dir.alive() and not node_dir.kept_for_s():
                 node_dir.remove()
 
     def next_epoch(self, run_dir: Path, name: str, now_s: float) -> int:
-        """`kvstore.node.epoch.next_epoch`, with the file in a dict."""
+        """See `kvstore.node.epoch.next_epoch`; the file is in a dict."""
         epoch = epoch_after(self._epochs.get((run_dir, name), 0), now_s)
         self._epochs[run_dir, name] = epoch
         return epoch
@@ -93,7 +93,7 @@ class World(Scheduler):
     # --- death --------------------------------------------------------------------
 
     def end_process(self, process: Process) -> None:
-        """Killed, or at its end: connections break, locks are free."""
+        """End a process, killed or by itself: connections break, locks are free."""
         self.kill(process)
         for path, node in list(self.listening.items()):
             if node.process is process:
