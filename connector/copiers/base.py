@@ -16,7 +16,7 @@ Payload = Buffer
 
 
 class HeadPart(NamedTuple):
-    """A range of a payload's heads and where it goes among the engine's."""
+    """Names a range of a payload's heads and where it goes among the engine's."""
 
     payload_heads: int
     """Heads that the whole payload has."""
@@ -26,14 +26,14 @@ class HeadPart(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Engine blocks, in token order, into a whole payload."""
+    """Asks for engine blocks, in token order, to be copied into a whole payload."""
 
     block_ids: Sequence[int]
     out: Payload
 
 
 class Scatter(NamedTuple):
-    """The payload's engine blocks from number `skip` on into `block_ids`.
+    """Asks for the payload's engine blocks from number `skip` on to be copied to `block_ids`.
 
     With `part` only those heads of it, and only those bytes are read.
     """
@@ -77,7 +77,7 @@ def nothing_held(buffers: Iterable[memoryview]) -> AbstractContextManager[None]:
 
 
 class KVMemory(NamedTuple):
-    """All of an engine's KV."""
+    """Holds the copiers of all of an engine's KV."""
 
     groups: list[KVCopier]
     """One copier per KV cache group."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HostCopier:
-    """KV in host memory, copied by numpy.
+    """Implements `KVCopier` over host memory by numpy.
 
     Measured on one core: 25 GB/s with one strided copy per engine block over
     all layers, 16 GB/s layer by layer, 7 to 10 GB/s with torch's index_select

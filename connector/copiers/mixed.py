@@ -25,7 +25,7 @@ class MixedCopier:
     ) -> None:
         self._copiers = copiers
         self._geometry = geometry
-        self._slots = geometry.payload_slots(block_tokens)
+        self._block_tokens = block_tokens
         self.batch_blocks = min(copier.batch_blocks for copier in copiers)
 
     def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None:
@@ -51,7 +51,8 @@ class MixedCopier:
         begin = 0
         for copier, run in zip(self._copiers, self._geometry.runs, strict=True):
             times = run.heads // self._geometry.heads
-            end = begin + len(run.layers) * heads * times * run.channel_bytes * self._slots
+            size_bytes = self._geometry.run_bytes(run, self._block_tokens)
+            end = begin + len(run.layers) * heads * times * size_bytes
             yield copier, times, begin, end
             begin = end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from connector.copiers.base import KVCopier, KVMemory
@@ -31,12 +32,16 @@ def kv_memory(
     checked = []
     for kv_caches, geometry in groups:
         layers = list(kv_caches.values())
-        tokens = block_tokens
-        if geometry.recurrent:  # an engine block and a store block have one slot each, the state
-            geometry, tokens = replace(geometry, engine_block_tokens=1), 1
         for some, own in _runs(layers, geometry):
-            _check(some, own)
-            checked.append((some, own, tokens))
+            # Copiers know slots, of which an engine's blocks and a store's have so many.
+            slots = own.payload_slots(block_tokens)
+            pages = replace(
+                own,
+                engine_block_tokens=own.payload_slots(own.engine_block_tokens),
+                tokens_per_slot=Fraction(1),
+            )
+            _check(some, pages)
+            checked.append((some, pages, slots))
     memory = _copiers(checked, mappings, count)
     copiers, by_group = iter(memory.groups), list[KVCopier]()
     for _, geometry in groups:
@@ -58,6 +63,7 @@ def _runs(layers: Sequence[Any], geometry: KVGeometry) -> Iterator[tuple[list[An
             layers=len(run.layers),
             heads=run.heads,
             channel_bytes=run.channel_bytes,
+            tokens_per_slot=run.tokens_per_slot,
             runs=(),
         )
         yield [layers[i] for i in run.layers], own
@@ -73,11 +79,6 @@ def _copiers(
     from connector.copiers.cuda.start import device_memory  # torch and cuda-python
 
     return device_memory(checked, mappings, count)
-
-
-def kv_blocks(kv_caches: Mapping[str, Any], geometry: KVGeometry, block_tokens: int) -> KVCopier:
-    """`kv_memory` of one group."""
-    return kv_memory([(kv_caches, geometry)], block_tokens).groups[0]
 
 
 def _check(layers: Sequence[Any], geometry: KVGeometry) -> None:

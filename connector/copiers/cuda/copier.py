@@ -1,20 +1,24 @@
 """Copies KV of a device by one kernel launch for a batch of payloads and one DMA for each.
 
-All of it runs on streams of its own, beside the engine's. A queue is a stream with a staging
-buffer and a table, and goes round:
+All of it runs beside the engine's streams. What saves and what loads have a lane each: two
+streams, one for kernels and one for DMA, and staging buffers that go round between them:
 
-    free -> started -> free, by `wait`
-    gather     the kernel packs the batch into staging, then DMAs take it to host memory
-    scatter    DMAs bring the batch to staging, then the kernel spreads it over engine blocks
+    free -> first stream -> second stream -> free
+    gather     the kernel packs the batch into a buffer, then DMAs take it to host memory
+    scatter    DMAs bring the batch to a buffer, then the kernel spreads it over engine blocks
 
-The thread that saves uses the queues `saving` alone, the one that loads `loading`; two of each
-take turns, so that one's kernel runs beside the other's DMA.
+A payload that lies in one piece in the engine's memory goes by DMA alone.
+
+One stream waits for the other on the device, so a call gives the driver all that it has to do and
+waits once, at its end: meanwhile kernels and DMAs of several batches run side by side.
 
 Must never happen:
 
 - a call that returns or raises while something that it started still runs: the engine may
-  use the blocks once the copy guard is left, so every call ends by waiting for both queues;
-- a staging buffer or table that is changed before `wait`;
+  use the blocks once the copy guard is left, so every call ends by waiting for both streams;
+- a buffer that is filled before what was in it is where it belongs, or emptied before it is
+  full: `_Turns` has the marks for both;
+- rows of the table that are changed before the streams were waited for;
 - host memory that is unmapped or unlocked under a DMA: `host_memory` is held for the whole call.
 
 What a device does is behind `Device`, so that a model of one runs the same code
@@ -23,10 +27,9 @@ on the host (tests/support/host_device.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import cycle
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from connector.copiers.base import Gather, Payload, Scatter
 from connector.copiers.cuda.kernel_plan import (
@@ -41,7 +44,7 @@ from connector.limits import DEVICE_BATCH_BLOCKS
 
 
 class HostMemory(Protocol):
-    """Host memory as a device reaches it, while it is held."""
+    """Describes host memory as a device reaches it, while it is held."""
 
     def address(self, view: Payload) -> int:
         """Where the device is to read or write the bytes of `view`."""
@@ -52,33 +55,28 @@ class HostMemory(Protocol):
         ...
 
 
-class DeviceQueue(Protocol):
-    """A staging buffer, and copies through it. One thread at a time may call.
+class StagedCopy(NamedTuple):
+    """Describes one copy between staging, where rows are packed, and where a payload is."""
 
-    All but `wait` return at once. What they start is done in their order, beside what other
-    queues do.
-    """
+    place: HostPlace
+    staged: int
+    """Device address; of the engine's block itself where nothing is staged."""
 
-    staging: int
-    """Device address, a multiple of `kernel_plan.STAGING_ALIGNMENT_BYTES`."""
-    staging_bytes: int
-    table: memoryview
-    """For the rows of `Page`s. Read by what `launch` starts, so not to be changed before `wait`."""
 
-    def launch(self, launch: Launch) -> None:
-        """Run the kernel over the table."""
+class DeviceStream(Protocol):
+    """Does what it is given, in that order, beside what other streams do."""
+
+    def mark(self, number: int) -> Any:
+        """A token for all that was given so far; `number` may be used again, for a later one."""
         ...
 
-    def store(self, target: HostPlace, source: int) -> None:
-        """Packed bytes at a device address into host memory."""
-        ...
-
-    def fetch(self, target: int, source: HostPlace) -> None:
-        """Host memory to a device address, packed."""
+    def follow(self, mark: Any) -> None:
+        """Do what is given from now on after what the other stream's `mark` stands for. The
+        calling thread does not wait."""
         ...
 
     def wait(self) -> None:
-        """Return when all that was started is done; the only call that may raise for it.
+        """Return when all that was given is done; the only call that may raise for it.
 
         No deadline: a DMA cannot be called back, and nobody else waits for this
         thread for longer than a deadline of its own.
@@ -86,12 +84,41 @@ class DeviceQueue(Protocol):
         ...
 
 
-class Device(Protocol):
-    """A device as one process uses it. Its queues take the largest payload of all groups."""
+class DeviceLane(Protocol):
+    """Owns staging buffers, and copies through them. One thread at a time may call."""
 
-    saving: Sequence[DeviceQueue]
-    loading: Sequence[DeviceQueue]
-    """Two queues each: the kernel of one runs beside the DMA of the other."""
+    buffers: Sequence[int]
+    """Device addresses, multiples of `kernel_plan.STAGING_ALIGNMENT_BYTES`."""
+    buffer_bytes: int
+    """Of each."""
+    table: memoryview
+    """For the rows of `Page`s. `launch` reads them at any time before `kernels` was waited for."""
+
+    @property
+    def kernels(self) -> DeviceStream: ...
+
+    @property
+    def copies(self) -> DeviceStream: ...
+
+    def launch(self, launch: Launch, row: int) -> None:
+        """Run the kernel over the table from `row` on, in `kernels`."""
+        ...
+
+    def store(self, copies: Sequence[StagedCopy]) -> None:
+        """From staging, in `copies`: in any order, so none may touch what another one writes."""
+        ...
+
+    def fetch(self, copies: Sequence[StagedCopy]) -> None:
+        """To staging, like `store`."""
+        ...
+
+
+class Device(Protocol):
+    """Represents a device as one process uses it. A staging buffer takes one layer of a payload at
+    least."""
+
+    saving: DeviceLane
+    loading: DeviceLane
 
     def constant(self, data: bytes) -> int:
         """Device address of a copy that stays as long as this object."""
@@ -124,65 +151,64 @@ class DeviceCopier:
         self._layout = layout
         self._device = device
         self._keep = keep
+        self._all = range(len(layout.layers))
         self._layer_table = device.constant(layout.layer_table())
 
     def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None:
-        def start(queue: DeviceQueue, batch: Sequence[tuple[int, CopyPart]]) -> None:
-            self._launch(queue, batch, layer, scatter=False)
-            for offset, piece in batch:
-                for packed, place in host.apart(piece.host):
-                    queue.store(place, queue.staging + offset + packed)
-
-        with self._device.host_memory() as host:
-            pieces = [self._layout.gathered(i, host.address(i.out), layer) for i in items]
-            self._run(self._device.saving, pieces, start)
+        lane = self._device.saving
+        with self._device.host_memory() as host, _Turns(lane) as turns:
+            places = [(item, host.address(item.out)) for item in items]
+            if layer is None and self._layout.in_one_piece:
+                whole = [self._layout.gathered(*place, self._all) for place in places]
+                lane.store(list(self._direct(host, whole)))
+                return
+            for layers in self._layout.layer_runs(layer, lane.buffer_bytes):
+                pieces = [self._layout.gathered(*place, layers) for place in places]
+                for turn in turns.of(pieces, self._layout.pages_per_block):
+                    turn.begin(lane.kernels)
+                    self._launch(lane, turn, layers, scatter=False)
+                    turn.go_on(lane.copies)
+                    lane.store(list(_copies(host, turn)))
+                    turn.end()
 
     def scatter_many(self, items: Sequence[Scatter], layer: int | None = None) -> None:
-        def start(queue: DeviceQueue, batch: Sequence[tuple[int, CopyPart]]) -> None:
-            for offset, piece in batch:
+        lane = self._device.loading
+        with self._device.host_memory() as host, _Turns(lane) as turns:
+            places = [(i, host.address(i.payload)) for i in items]
+            if layer is None and self._layout.in_one_piece:
+                whole = [
+                    self._layout.scattered(*place, self._all)
+                    for place in places
+                    if place[0].part is None
+                ]
+                lane.fetch(list(self._direct(host, whole)))
+                places = [place for place in places if place[0].part is not None]
+            for layers in self._layout.layer_runs(layer, lane.buffer_bytes):
+                checked = [self._layout.scattered(*place, layers) for place in places]
+                pieces = [piece for piece in checked if piece.block_ids]
+                for turn in turns.of(pieces, self._layout.pages_per_block):
+                    turn.begin(lane.copies)
+                    lane.fetch(list(_copies(host, turn)))
+                    turn.go_on(lane.kernels)
+                    self._launch(lane, turn, layers, scatter=True)
+                    turn.end()
+
+    def _direct(self, host: HostMemory, pieces: Iterable[CopyPart]) -> Iterator[StagedCopy]:
+        """Between payloads and the engine's own blocks, one of which each payload is."""
+        for piece in pieces:
+            for block in piece.block_ids:
                 for packed, place in host.apart(piece.host):
-                    queue.fetch(queue.staging + offset + packed, place)
-            self._launch(queue, batch, layer, scatter=True)
+                    yield StagedCopy(place, self._layout.block_address(block) + packed)
 
-        with self._device.host_memory() as host:
-            pieces = [self._layout.scattered(i, host.address(i.payload), layer) for i in items]
-            self._run(self._device.loading, [p for p in pieces if p.block_ids], start)
-
-    def _launch(
-        self,
-        queue: DeviceQueue,
-        batch: Sequence[tuple[int, CopyPart]],
-        layer: int | None,
-        *,
-        scatter: bool,
-    ) -> None:
-        staged = [(queue.staging + offset, piece) for offset, piece in batch]
-        queue.launch(
-            self._layout.launch(
-                scatter=scatter,
-                layer_table=self._layer_table,
-                layer=layer,
-                pages=self._layout.write_pages(queue.table, staged),
-                heads=max(piece.heads for _, piece in batch),
-            )
+    def _launch(self, lane: DeviceLane, turn: _Turn, layers: range, *, scatter: bool) -> None:
+        launch = self._layout.launch(
+            scatter=scatter,
+            layer_table=self._layer_table,
+            layers=layers,
+            pages=self._layout.write_pages(lane.table[turn.row * PAGE_BYTES :], turn.staged),
+            heads=max(piece.heads for _, piece in turn.staged),
         )
-
-    def _run(
-        self,
-        queues: Sequence[DeviceQueue],
-        pieces: Sequence[CopyPart],
-        start: Callable[[DeviceQueue, Sequence[tuple[int, CopyPart]]], None],
-    ) -> None:
-        room_bytes = min(queue.staging_bytes for queue in queues)
-        pages_max = min(len(queue.table) for queue in queues) // PAGE_BYTES
-        turns = cycle(queues)
-        try:
-            for batch in batches(pieces, self._layout.pages_per_block, room_bytes, pages_max):
-                queue = next(turns)
-                queue.wait()  # its staging and its table are in use until then
-                start(queue, batch)
-        finally:
-            _wait_all(queues)
+        lane.launch(launch, turn.row)
 
     def mark_ready(self) -> Any:
         return self._device.mark_ready()
@@ -191,10 +217,80 @@ class DeviceCopier:
         self._device.wait_ready(token)
 
 
-def _wait_all(queues: Sequence[DeviceQueue]) -> None:
-    """Wait for each, also when an earlier one raises."""
-    try:
-        queues[0].wait()
-    finally:
-        if queues[1:]:
-            _wait_all(queues[1:])
+class _Turn:
+    """Moves one batch in one staging buffer: a stream fills it, then another one empties it."""
+
+    def __init__(
+        self, turns: _Turns, number: int, staged: Sequence[tuple[int, CopyPart]], row: int
+    ) -> None:
+        self._turns = turns
+        self._number = number
+        self.staged = staged
+        """Where each piece is in the buffer."""
+        self.row = row
+        """Of the table, the first that is this batch's."""
+        self._stream: DeviceStream | None = None
+
+    def begin(self, stream: DeviceStream) -> None:
+        """`stream` fills the buffer, once what was in it is where it belongs."""
+        self._stream = stream
+        emptied = self._turns.emptied[self._number]
+        if emptied is not None:
+            stream.follow(emptied)
+
+    def go_on(self, stream: DeviceStream) -> None:
+        """`stream` empties the buffer, once it is full."""
+        assert self._stream is not None
+        stream.follow(self._stream.mark(self._number))
+        self._stream = stream
+
+    def end(self) -> None:
+        assert self._stream is not None
+        self._turns.emptied[self._number] = self._stream.mark(self._number)
+
+
+class _Turns:
+    """Gives out a lane's staging buffers during one call, one after the other, and rows of its
+    table.
+
+    As a context it ends by waiting for both streams, whatever is raised in it.
+    """
+
+    def __init__(self, lane: DeviceLane) -> None:
+        self._lane = lane
+        self.emptied: list[Any] = [None] * len(lane.buffers)
+        """The mark after which each buffer may be filled again; None: nothing is in it."""
+        self._next = 0
+        self._row = 0
+        self._rows = len(lane.table) // PAGE_BYTES
+
+    def __enter__(self) -> _Turns:
+        return self
+
+    def of(self, pieces: Sequence[CopyPart], pages_per_block: int) -> Iterator[_Turn]:
+        for batch in batches(pieces, pages_per_block, self._lane.buffer_bytes, self._rows):
+            rows = sum(len(piece.block_ids) for _, piece in batch) * pages_per_block
+            if self._row + rows > self._rows:
+                self._wait()
+                self._row = 0
+            number, start = self._next, self._lane.buffers[self._next]
+            staged = [(start + offset, piece) for offset, piece in batch]
+            yield _Turn(self, number, staged, self._row)
+            self._next = (number + 1) % len(self._lane.buffers)
+            self._row += rows
+
+    def _wait(self) -> None:
+        """For both, also when one of them raises."""
+        try:
+            self._lane.copies.wait()
+        finally:
+            self._lane.kernels.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+
+
+def _copies(host: HostMemory, turn: _Turn) -> Iterator[StagedCopy]:
+    for staged, piece in turn.staged:
+        for packed, place in host.apart(piece.host):
+            yield StagedCopy(place, staged + packed)

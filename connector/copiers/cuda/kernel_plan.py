@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from connector.copiers.base import Gather, HeadPart, Payload, Scatter
-from connector.limits import DEVICE_BLOCKS_MAX
+from connector.limits import DEVICE_BLOCKS_MAX, DEVICE_DIRECT_BYTES_MIN, DEVICE_STAGING_BYTES
 from kvstore import DeviceRange, InternalError
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ WORDS_PER_CHUNK = 4096
 STAGING_ALIGNMENT_BYTES = 256
 WORDS_PER_PAGE_MAX = 1 << 30
 """The kernel counts the words of one page and layer in 32 bits."""
+TASKS_MAX = 1 << 31
+"""It counts in 32 bits what its thread blocks do too, a chunk each."""
 LAYER = struct.Struct("<Qqqq")
 PAGE_FIELDS = [
     ("packed", "<u8"),
@@ -37,7 +39,7 @@ PAGE_BYTES = 32
 
 
 class LayerAddress(NamedTuple):
-    """Where one layer's KV `[block, head, token, C]` is, in bytes; C is contiguous."""
+    """Says where one layer's KV `[block, head, token, C]` is, in bytes; C is contiguous."""
 
     address: int
     block_stride: int
@@ -46,7 +48,7 @@ class LayerAddress(NamedTuple):
 
 
 class HostPlace(NamedTuple):
-    """What of a payload is copied: `rows` ranges, a constant distance apart."""
+    """Says what of a payload is copied: `rows` ranges, a constant distance apart."""
 
     address: int
     row_bytes: int
@@ -86,7 +88,7 @@ def apart(place: HostPlace, base: int, part_bytes: int) -> Iterator[tuple[int, H
 
 
 class CopyPart(NamedTuple):
-    """One payload's share of a launch. Packed into staging its rows follow each other."""
+    """Describes one payload's share of a launch. Packed into staging its rows follow each other."""
 
     host: HostPlace
     block_ids: Sequence[int]
@@ -98,7 +100,7 @@ class CopyPart(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One run of the kernel over the first `pages` rows of a table."""
+    """Describes one run of the kernel over the first `pages` rows of a table."""
 
     scatter: bool
     word_bytes: int
@@ -131,7 +133,7 @@ class Launch(NamedTuple):
 
 
 class PagedLayout:
-    """One KV cache group in a device's memory, and the payloads made of it."""
+    """Describes one KV cache group in a device's memory, and the payloads made of it."""
 
     def __init__(
         self,
@@ -159,59 +161,86 @@ class PagedLayout:
         self.blocks_per_payload = payload_tokens // (page_tokens * pages_per_block)
         self.head_bytes = payload_tokens * channel_bytes
         """Of one head of one layer in a payload."""
-        self.payload_bytes = len(layers) * heads * self.head_bytes
+        self.layer_bytes = heads * self.head_bytes
+        """Of one layer in a payload."""
+        self.payload_bytes = len(layers) * self.layer_bytes
+        self.in_one_piece = self._in_one_piece()
+        """Whether a payload is one engine block as it lies in the engine's memory, and large enough
+        for a DMA of its own: then neither kernel nor staging is needed."""
         self.pages_per_payload = self.blocks_per_payload * pages_per_block
         self.word_bytes = word_bytes([channel_bytes, *(n for place in layers for n in place)])
         if heads * page_tokens * channel_bytes // self.word_bytes > WORDS_PER_PAGE_MAX:
             raise InternalError(f"an engine block of {heads} heads is too large for the kernel")
 
+    def _in_one_piece(self) -> bool:
+        page_bytes = self.page_tokens * self.channel_bytes * self.heads
+        first = self.layers[0]
+        return (
+            self.payload_tokens == self.page_tokens
+            and self.payload_bytes >= DEVICE_DIRECT_BYTES_MIN
+            and all(
+                place == first._replace(address=first.address + number * page_bytes)
+                for number, place in enumerate(self.layers)
+            )
+            and (first.token_stride == self.channel_bytes or self.page_tokens == 1)
+            and (first.head_stride == self.page_tokens * self.channel_bytes or self.heads == 1)
+        )
+
+    def block_address(self, block: int) -> int:
+        """Of the engine block `block` in the first layer."""
+        return self.layers[0].address + block * self.layers[0].block_stride
+
     def layer_table(self) -> bytes:
         """The table of layers, a row for each: `Layer` of paged_copy.cu."""
         return b"".join(LAYER.pack(*place) for place in self.layers)
 
-    def gathered(self, item: Gather, address: int, layer: int | None) -> CopyPart:
+    def layer_runs(self, layer: int | None, room_bytes: int) -> list[range]:
+        """The layers that are copied, in runs of which a payload's share has at most `room_bytes`,
+        one layer at least. Raises `InternalError` when `layer` is none of them."""
+        if layer is not None and not 0 <= layer < len(self.layers):
+            raise InternalError(f"no layer {layer} of {len(self.layers)}")
+        first, end = (0, len(self.layers)) if layer is None else (layer, layer + 1)
+        each = max(1, room_bytes // self.layer_bytes)
+        return [range(start, min(start + each, end)) for start in range(first, end, each)]
+
+    def gathered(self, item: Gather, address: int, layers: range) -> CopyPart:
         """`address` is that of `item.out`. Raises `InternalError` for what would go astray."""
-        self._check(len(item.out), self.heads, item.block_ids, 0, layer)
+        self._check(len(item.out), self.heads, item.block_ids, 0)
         if len(item.block_ids) != self.blocks_per_payload:
             raise InternalError(f"{len(item.block_ids)} engine blocks do not fill a payload")
-        piece = self._piece(address, HeadPart(self.heads, 0, 0, self.heads), layer, item.out)
+        piece = self._piece(address, HeadPart(self.heads, 0, 0, self.heads), layers, item.out)
         return piece._replace(block_ids=item.block_ids)
 
-    def scattered(self, item: Scatter, address: int, layer: int | None) -> CopyPart:
+    def scattered(self, item: Scatter, address: int, layers: range) -> CopyPart:
         """`address` is that of `item.payload`. Raises `InternalError` like `gathered`."""
         part = item.part or HeadPart(self.heads, 0, 0, self.heads)
-        self._check(len(item.payload), part.payload_heads, item.block_ids, item.skip, layer)
+        self._check(len(item.payload), part.payload_heads, item.block_ids, item.skip)
         if (
             min(part.source, part.target, part.heads - 1) < 0
             or part.source + part.heads > part.payload_heads
             or part.target + part.heads > self.heads
         ):
             raise InternalError(f"{part} does not fit {self.heads} heads")
-        piece = self._piece(address, part, layer, item.payload)
+        piece = self._piece(address, part, layers, item.payload)
         return piece._replace(block_ids=item.block_ids, skip=item.skip)
 
-    def _check(
-        self, size_bytes: int, heads: int, block_ids: Sequence[int], skip: int, layer: int | None
-    ) -> None:
+    def _check(self, size_bytes: int, heads: int, block_ids: Sequence[int], skip: int) -> None:
         # A device does not see the end of an array: here is where a wrong number must be found.
         if size_bytes != len(self.layers) * heads * self.head_bytes:
             raise InternalError(f"a payload of {heads} heads does not have {size_bytes} bytes")
-        if layer is not None and not 0 <= layer < len(self.layers):
-            raise InternalError(f"no layer {layer} of {len(self.layers)}")
         if not 0 <= skip <= self.blocks_per_payload - len(block_ids):
             raise InternalError(f"{len(block_ids)} engine blocks after {skip} are too many")
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.engine_blocks:
             raise InternalError(f"engine blocks {block_ids} are not among {self.engine_blocks}")
 
-    def _piece(self, address: int, part: HeadPart, layer: int | None, where: Payload) -> CopyPart:
+    def _piece(self, address: int, part: HeadPart, layers: range, where: Payload) -> CopyPart:
         layer_bytes = part.payload_heads * self.head_bytes
-        first, layers = (0, len(self.layers)) if layer is None else (layer, 1)
-        address += first * layer_bytes + part.source * self.head_bytes
+        address += layers.start * layer_bytes + part.source * self.head_bytes
         row_bytes = part.heads * self.head_bytes
         if part.heads == part.payload_heads:
-            host = HostPlace(address, layers * row_bytes, 1, layers * row_bytes)
+            host = HostPlace(address, len(layers) * row_bytes, 1, len(layers) * row_bytes)
         else:
-            host = HostPlace(address, row_bytes, layers, layer_bytes)
+            host = HostPlace(address, row_bytes, len(layers), layer_bytes)
         host = host._replace(on_device=isinstance(where, DeviceRange))
         return CopyPart(host, (), 0, part.target, part.heads)
 
@@ -232,28 +261,30 @@ class PagedLayout:
         return end
 
     def launch(
-        self, *, scatter: bool, layer_table: int, layer: int | None, pages: int, heads: int
+        self, *, scatter: bool, layer_table: int, layers: range, pages: int, heads: int
     ) -> Launch:
         """`layer_table` is where the device has `layer_table()`, `heads` the most of a piece."""
         words = heads * self.page_tokens * (self.channel_bytes // self.word_bytes)
-        layers = len(self.layers) if layer is None else 1
         chunks = -(-words // WORDS_PER_CHUNK)
+        tasks = len(layers) * pages * chunks
+        if tasks > TASKS_MAX:
+            raise InternalError(f"{pages} engine blocks are too many for one launch")
         return Launch(
             scatter,
             self.word_bytes,
-            layer_table + (layer or 0) * LAYER.size,
-            layers,
+            layer_table + layers.start * LAYER.size,
+            len(layers),
             pages,
             self.payload_tokens,
             self.page_tokens,
             self.channel_bytes // self.word_bytes,
             chunks,
-            min(DEVICE_BLOCKS_MAX, layers * pages * chunks),
+            min(DEVICE_BLOCKS_MAX, tasks),
         )
 
 
 def layout_of(layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> PagedLayout:
-    """The layout of layer tensors that `connector.copiers.registered.kv_blocks` accepts."""
+    """The layout of layer tensors that `connector.copiers.registered.kv_memory` accepts."""
     places = []
     for layer in layers:
         size = layer.element_size()
@@ -273,6 +304,21 @@ def layout_of(layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) ->
 def word_bytes(multiples: Sequence[int]) -> int:
     """The widest word that divides all of them; staging is aligned to more."""
     return next(n for n in WORDS_BYTES if not any(value % n for value in multiples))
+
+
+def staging_buffer_bytes(layouts: Sequence[PagedLayout]) -> int:
+    """Of one staging buffer for payloads of all `layouts`.
+
+    A buffer costs the same calls of the driver whatever is in it. Where whole payloads would leave
+    more than an eighth of it empty, as one of 4.3 MiB does, it is as large as one more of them.
+    """
+    size_bytes = DEVICE_STAGING_BYTES
+    for layout in layouts:
+        each = -(-layout.payload_bytes // STAGING_ALIGNMENT_BYTES) * STAGING_ALIGNMENT_BYTES
+        whole = DEVICE_STAGING_BYTES // each
+        sparse = whole > 0 and whole * each * 8 < DEVICE_STAGING_BYTES * 7
+        size_bytes = max(size_bytes, layout.layer_bytes, (whole + 1) * each if sparse else 0)
+    return size_bytes
 
 
 def batches(

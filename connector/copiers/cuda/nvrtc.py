@@ -13,7 +13,7 @@ OPTIONS = (b"--std=c++17",)
 
 
 class NoKernelError(KVStoreError):
-    """The kernel cannot be compiled or loaded here; the message says why."""
+    """Says that the kernel cannot be compiled or loaded here; the message says why."""
 
 
 @cache

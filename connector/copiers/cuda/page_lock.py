@@ -43,7 +43,7 @@ Place = tuple[int, int, int]
 
 
 class Registrar(Protocol):
-    """What page-locks and unlocks memory: a driver, or a model of one."""
+    """Page-locks and unlocks memory: a driver, or a model of one."""
 
     def lock(self, address: int, size_bytes: int, writable: bool) -> str:
         """Page-lock a range that this process has mapped; why it cannot be, empty when it is."""
@@ -62,7 +62,7 @@ _REMEDIES = {
 
 
 class _Locked:
-    """A mapping, and what of it is locked or to be."""
+    """Holds a mapping, and what of it is locked or to be."""
 
     __slots__ = ("address", "asked", "mapping", "not_before", "parts", "refused", "wait")
 
@@ -96,7 +96,7 @@ class _Locked:
 
 
 class _Table:
-    """What may be locked, as one copy sees it; immutable but for `users`."""
+    """Lists what may be locked, as one copy sees it; immutable but for `users`."""
 
     def __init__(
         self,
@@ -162,7 +162,8 @@ class LockedPool:
         self._registrar = registrar
         self._mappings = mappings
         self._count = count
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._locked: dict[int, _Locked] = {}
         """By address; of the thread alone while it runs."""
         self._table = _Table([], [], self._use)
@@ -181,13 +182,13 @@ class LockedPool:
     @contextmanager
     def held(self) -> Iterator[_Table]:
         """Hold the memory as it is: what is locked stays locked and mapped meanwhile."""
-        with self._changed:
+        with self._lock:
             table = self._table
             table.users += 1
         try:
             yield table
         finally:
-            with self._changed:
+            with self._lock:
                 table.users -= 1
                 self._changed.notify_all()
 
@@ -202,7 +203,7 @@ class LockedPool:
 
     def close(self) -> None:
         """Unlock all, at most within `SHUTDOWN_TIMEOUT_S`; nothing is copied any more."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
         if self._thread is None:
@@ -226,7 +227,7 @@ class LockedPool:
                     self.look()
                     look_at = self._clock() + POOL_LOOK_EVERY_S
                 took_s = self.lock_next()
-                with self._changed:
+                with self._lock:
                     if took_s is not None:  # the driver's locks are the engine's for as long
                         self._changed.wait_for(lambda: self._closing, took_s)
                     elif not self._closing and not self._usable():
@@ -242,7 +243,7 @@ class LockedPool:
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
         while self._leaving and time.monotonic() < deadline:
             self._let_go()
-            with self._changed:
+            with self._lock:
                 if self._leaving:
                     self._changed.wait(POOL_LOOK_EVERY_S)
 
@@ -263,7 +264,7 @@ class LockedPool:
         """A copy takes `parts`. Called by the threads that copy, for every one of their copies."""
         if locked.asked.issuperset(parts):
             return
-        with self._changed:
+        with self._lock:
             new = [number for number in parts if number not in locked.asked]
             locked.asked.update(new)
             locked.wait.extend(new)
@@ -284,7 +285,7 @@ class LockedPool:
     def lock_next(self) -> float | None:
         """Lock one part that was used, and say how many seconds that took; None: there is none
         to be locked now."""
-        with self._changed:
+        with self._lock:
             usable = self._usable()
             number = usable[0].due(self._clock()) if usable else None
             if number is None:
@@ -340,7 +341,7 @@ class LockedPool:
     def _publish(self, ranges: list[tuple[int, int, int]], gone: Sequence[_Locked] = ()) -> None:
         """Let new copies see `ranges`; `gone` goes when no older copy runs any more."""
         locked = list(self._locked.values())
-        with self._changed:
+        with self._lock:
             if (ranges, locked) == (self._table.ranges, self._table.locked) and not gone:
                 return
             old, self._table = self._table, _Table(ranges, locked, self._use)
@@ -349,7 +350,7 @@ class LockedPool:
                 self._leaving.append((list(self._older), list(gone)))
 
     def _let_go(self) -> None:
-        with self._changed:
+        with self._lock:
             free: list[_Locked] = []
             waiting = []
             for tables, gone in self._leaving:

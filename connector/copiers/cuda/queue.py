@@ -10,28 +10,28 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from connector.copiers.cuda.copier import DeviceQueue, HostMemory
+from connector.copiers.cuda.copier import DeviceLane, HostMemory, StagedCopy
 from connector.copiers.cuda.kernel_plan import (
     KERNELS,
     PAGE_BYTES,
     STAGING_ALIGNMENT_BYTES,
     THREADS,
-    HostPlace,
     Launch,
 )
 from connector.copiers.cuda.nvrtc import NoKernelError, compiled
 from connector.copiers.cuda.page_lock import LockedPool
+from connector.limits import DEVICE_STAGING_BUFFERS
 from kvstore import DeviceError, cuda_device
 
 
 class _Shape(ctypes.Structure):
-    """`Shape` of paged_copy.cu, in the order of `Launch.shape`."""
+    """Mirrors `Shape` of paged_copy.cu, in the order of `Launch.shape`."""
 
     _fields_ = [(f"field{i}", ctypes.c_uint32) for i in range(6)]
 
 
 class Cuda:
-    """One device's context, with the kernel loaded, for any thread."""
+    """Owns one device's context, with the kernel loaded, for any thread."""
 
     def __init__(self, device: Any) -> None:
         """`device` is a `torch.device`. Raises `NoKernelError` when it cannot run the kernel."""
@@ -57,6 +57,10 @@ class Cuda:
             module = self.call(self.driver.cuModuleLoadData, code)
             return {name: self.call(get, module, name.encode()) for name in KERNELS}
 
+    def copy(self, copies: Sequence[tuple[int, int, int]], stream: CudaStream) -> None:
+        """Queue copies (to, from, bytes), to be carried out in any order."""
+        self._opened.copy_many(copies, stream.handle)
+
     # `page_lock.Registrar`
 
     def lock(self, address: int, size_bytes: int, writable: bool) -> str:
@@ -72,50 +76,88 @@ class Cuda:
             self._opened.unregister_host(address)
 
 
-class CudaQueue:
-    """Implements `DeviceQueue` as one stream."""
+class CudaStream:
+    """Implements `DeviceStream`. It stays as long as the process."""
 
-    def __init__(self, cuda: Cuda, staging_bytes: int, pages_max: int) -> None:
-        torch = cuda.torch
+    def __init__(self, cuda: Cuda) -> None:
+        driver = cuda.driver
         self._cuda = cuda
+        # Not one of torch's streams: it hands out 32 in turn, and this could be the engine's
+        # too, even while it captures a graph there. Of the highest priority: the few blocks of
+        # our kernel do not stand in line behind the many of a forward while the bus has nothing.
+        with cuda.scope():
+            error, _, highest = driver.cuCtxGetStreamPriorityRange()
+            if int(error) != 0:
+                cuda.call.fail("cuCtxGetStreamPriorityRange", error)
+            flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self.handle = cuda.call(driver.cuStreamCreateWithPriority, flags, highest)
+            # Blocking: a thread that waits for a millisecond must not spin, it would hold a core.
+            self._done = self._event(int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC))
+        self._marks: dict[int, Any] = {}
+        self._busy = False
+
+    def _event(self, flags: int = 0) -> Any:
+        without_times = int(self._cuda.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        return self._cuda.call(self._cuda.driver.cuEventCreate, flags | without_times)
+
+    def begin(self) -> tuple[Cuda, Any]:
+        """Before every call that gives the stream something to do."""
+        self._cuda.enter()
+        self._busy = True
+        return self._cuda, self._cuda.driver
+
+    def mark(self, number: int) -> Any:
+        cuda, driver = self.begin()
+        if number not in self._marks:
+            self._marks[number] = self._event()
+        cuda.call(driver.cuEventRecord, self._marks[number], self.handle)
+        return self._marks[number]
+
+    def follow(self, mark: Any) -> None:
+        cuda, driver = self.begin()
+        cuda.call(driver.cuStreamWaitEvent, self.handle, mark, 0)
+
+    def wait(self) -> None:
+        if self._busy:
+            cuda, driver = self.begin()
+            cuda.call(driver.cuEventRecord, self._done, self.handle)
+            cuda.call(driver.cuEventSynchronize, self._done)
+            self._busy = False
+
+
+class CudaLane:
+    """Implements `DeviceLane`."""
+
+    def __init__(self, cuda: Cuda, buffers: int, buffer_bytes: int, pages_max: int) -> None:
+        torch, aligned = cuda.torch, STAGING_ALIGNMENT_BYTES
+        self._cuda = cuda
+        self.buffer_bytes = -(-buffer_bytes // aligned) * aligned
         room = torch.empty(
-            staging_bytes + STAGING_ALIGNMENT_BYTES, dtype=torch.uint8, device=cuda.device
+            buffers * self.buffer_bytes + aligned, dtype=torch.uint8, device=cuda.device
         )
         self._room = room
-        self.staging = -(-room.data_ptr() // STAGING_ALIGNMENT_BYTES) * STAGING_ALIGNMENT_BYTES
-        self.staging_bytes = staging_bytes
+        first = -(-room.data_ptr() // aligned) * aligned
+        self.buffers: Sequence[int] = [first + i * self.buffer_bytes for i in range(buffers)]
         rows = pages_max * PAGE_BYTES
         self._host_table = torch.empty(rows, dtype=torch.uint8, pin_memory=True)
         self._table = torch.empty(rows, dtype=torch.uint8, device=cuda.device)
         self.table = memoryview(self._host_table.numpy()).cast("B")
-        driver = cuda.driver
-        flags = driver.CUevent_flags
-        # Not one of torch's streams: it hands out 32 in turn, and this could be the engine's
-        # too, even while it captures a graph there. Both stay as long as the process.
-        with cuda.scope():
-            self._stream = cuda.call(
-                driver.cuStreamCreate, int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            )
-            # Blocking: a thread that waits for a millisecond must not spin, it would hold a core.
-            self._done = cuda.call(
-                driver.cuEventCreate,
-                int(flags.CU_EVENT_BLOCKING_SYNC) | int(flags.CU_EVENT_DISABLE_TIMING),
-            )
-        self._busy = False
+        self.kernels, self.copies = CudaStream(cuda), CudaStream(cuda)
         # What was allocated may still be in use by what ran in that memory before.
         torch.cuda.current_stream(cuda.device).synchronize()
 
-    def launch(self, launch: Launch) -> None:
-        cuda, driver = self._begin()
+    def launch(self, launch: Launch, row: int) -> None:
+        cuda, driver = self.kernels.begin()
+        at = row * PAGE_BYTES
         cuda.call(
             driver.cuMemcpyHtoDAsync,
-            self._table.data_ptr(),
-            self._host_table.data_ptr(),
+            self._table.data_ptr() + at,
+            self._host_table.data_ptr() + at,
             launch.pages * PAGE_BYTES,
-            self._stream,
+            self.kernels.handle,
         )
         layers = ctypes.c_uint64(launch.layer_table)
-        pages = ctypes.c_uint64(self._table.data_ptr())
+        pages = ctypes.c_uint64(self._table.data_ptr() + at)
         shape = _Shape(*launch.shape)
         arguments = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (layers, pages, shape)))
         cuda.call(
@@ -124,60 +166,53 @@ class CudaQueue:
             *(launch.blocks, 1, 1),
             *(THREADS, 1, 1),
             0,
-            self._stream,
+            self.kernels.handle,
             ctypes.addressof(arguments),  # read before the call returns
             0,
         )
 
-    def store(self, target: HostPlace, source: int) -> None:
-        cuda, driver = self._begin()
-        assert target.rows == 1, "a payload is stored whole, or one layer of it"
-        copy = driver.cuMemcpyDtoDAsync if target.on_device else driver.cuMemcpyDtoHAsync
-        cuda.call(copy, target.address, source, target.size_bytes, self._stream)
+    def store(self, copies: Sequence[StagedCopy]) -> None:
+        assert all(place.rows == 1 for place, _ in copies), "a payload is stored whole, or a layer"
+        self.copies.begin()
+        self._cuda.copy([(p.address, staged, p.row_bytes) for p, staged in copies], self.copies)
 
-    def fetch(self, target: int, source: HostPlace) -> None:
-        cuda, driver = self._begin()
-        if source.rows == 1:
-            move = driver.cuMemcpyDtoDAsync if source.on_device else driver.cuMemcpyHtoDAsync
-            cuda.call(move, target, source.address, source.row_bytes, self._stream)
-            return
-        copy = driver.CUDA_MEMCPY2D()
-        if source.on_device:
-            copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-            copy.srcDevice, copy.srcPitch = source.address, source.pitch_bytes
-        else:
-            copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
-            copy.srcHost, copy.srcPitch = source.address, source.pitch_bytes
-        copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        copy.dstDevice, copy.dstPitch = target, source.row_bytes
-        copy.WidthInBytes, copy.Height = source.row_bytes, source.rows
-        cuda.call(driver.cuMemcpy2DAsync, copy, self._stream)
-
-    def _begin(self) -> tuple[Cuda, Any]:
-        self._cuda.enter()
-        self._busy = True
-        return self._cuda, self._cuda.driver
-
-    def wait(self) -> None:
-        if self._busy:
-            cuda, driver = self._begin()
-            cuda.call(driver.cuEventRecord, self._done, self._stream)
-            cuda.call(driver.cuEventSynchronize, self._done)
-            self._busy = False
+    def fetch(self, copies: Sequence[StagedCopy]) -> None:
+        cuda, driver = self.copies.begin()
+        whole = [(staged, p.address, p.row_bytes) for p, staged in copies if p.rows == 1]
+        cuda.copy(whole, self.copies)
+        for place, staged in copies:
+            if place.rows == 1:
+                continue
+            copy = driver.CUDA_MEMCPY2D()
+            if place.on_device:
+                copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+                copy.srcDevice, copy.srcPitch = place.address, place.pitch_bytes
+            else:
+                copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+                copy.srcHost, copy.srcPitch = place.address, place.pitch_bytes
+            copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+            copy.dstDevice, copy.dstPitch = staged, place.row_bytes
+            copy.WidthInBytes, copy.Height = place.row_bytes, place.rows
+            cuda.call(driver.cuMemcpy2DAsync, copy, self.copies.handle)
 
 
 class CudaDevice:
     """Implements `Device`."""
 
-    def __init__(self, cuda: Cuda, staging_bytes: int, pages_max: int, pool: LockedPool) -> None:
+    def __init__(
+        self,
+        cuda: Cuda,
+        buffer_bytes: int,
+        pages_max: int,
+        pool: LockedPool,
+        *,
+        buffers: int = DEVICE_STAGING_BUFFERS,
+    ) -> None:
+        """Each lane has `buffers` of `buffer_bytes`."""
         self._cuda = cuda
         self._pool = pool
-        self.saving: Sequence[DeviceQueue] = [
-            CudaQueue(cuda, staging_bytes, pages_max) for _ in range(2)
-        ]
-        self.loading: Sequence[DeviceQueue] = [
-            CudaQueue(cuda, staging_bytes, pages_max) for _ in range(2)
-        ]
+        self.saving: DeviceLane = CudaLane(cuda, buffers, buffer_bytes, pages_max)
+        self.loading: DeviceLane = CudaLane(cuda, buffers, buffer_bytes, pages_max)
         self._constants: list[Any] = []
 
     def constant(self, data: bytes) -> int:

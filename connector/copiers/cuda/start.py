@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from connector.copiers.base import KVMemory
 from connector.copiers.cuda.copier import DeviceCopier
-from connector.copiers.cuda.kernel_plan import layout_of
+from connector.copiers.cuda.kernel_plan import layout_of, staging_buffer_bytes
 from connector.copiers.cuda.page_lock import LockedPool
 from connector.copiers.cuda.torch_copier import TorchCopier
-from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
+from connector.limits import DEVICE_PAGES_MAX
 from kvstore import KVStoreError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def device_memory(
         pool = LockedPool(cuda, mappings, count)
         device = CudaDevice(
             cuda,
-            max(DEVICE_STAGING_BYTES, *(layout.payload_bytes for layout in layouts)),
+            staging_buffer_bytes(layouts),
             max(DEVICE_PAGES_MAX, *(layout.pages_per_payload for layout in layouts)),
             pool,
         )

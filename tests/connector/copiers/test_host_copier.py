@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from connector_parts import BLOCK, ENGINE_BLOCK, GEOMETRY, bits, kv_tensors
+from connector_parts import BLOCK, ENGINE_BLOCK, GEOMETRY, bits, copier_of, kv_tensors
 
 from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
 from connector.copiers.cuda.torch_copier import TorchCopier
 from connector.copiers.host import _layer_runs
-from connector.copiers.registered import kv_blocks
 from connector.layout.geometry import KVGeometry
 from kvstore import UsageError
 
@@ -28,7 +27,7 @@ def scatter(blocks: KVCopier, payload, skip, ids, part=None, layer=None) -> None
 
 def gathered(kv, ids) -> bytes:
     out = bytearray(BYTES)
-    gather(kv_blocks(kv, GEOMETRY, BLOCK), ids, out)
+    gather(copier_of(kv, GEOMETRY, BLOCK), ids, out)
     return bytes(out)
 
 
@@ -53,7 +52,7 @@ def test_what_is_gathered_is_scattered_between_layouts(source: str, target: str)
     one, other = kv_tensors(8, source, seed=1), kv_tensors(8, target, seed=2)
     before = bits(other)
     payload = gathered(one, [7, 3])
-    scatter(kv_blocks(other, GEOMETRY, BLOCK), payload, 0, [1, 6])
+    scatter(copier_of(other, GEOMETRY, BLOCK), payload, 0, [1, 6])
     assert torch.equal(bits(other)[:, [1, 6]], bits(one)[:, [7, 3]])
     untouched = [0, 2, 3, 4, 5, 7]
     assert torch.equal(bits(other)[:, untouched], before[:, untouched])
@@ -64,12 +63,12 @@ def test_what_is_gathered_is_scattered_between_layouts(source: str, target: str)
 def test_one_layer_is_one_contiguous_part_of_the_payload(order: str, layer: int) -> None:
     one, other = kv_tensors(8, order, seed=1), kv_tensors(8, order, seed=2)
     whole, out = gathered(one, [7, 3]), bytearray(BYTES)
-    gather(kv_blocks(one, GEOMETRY, BLOCK), [7, 3], out, layer)
+    gather(copier_of(one, GEOMETRY, BLOCK), [7, 3], out, layer)
     part = slice(layer * BYTES // GEOMETRY.layers, (layer + 1) * BYTES // GEOMETRY.layers)
     assert out[part] == whole[part]
     out[part] = bytes(part.stop - part.start)
     assert not any(out), "nothing of the other layers"
-    before, blocks = bits(other), kv_blocks(other, GEOMETRY, BLOCK)
+    before, blocks = bits(other), copier_of(other, GEOMETRY, BLOCK)
     scatter(blocks, whole, 1, [4], HeadPart(GEOMETRY.heads, 1, 0, 1), layer)
     assert torch.equal(bits(other)[layer, 4, 0], bits(one)[layer, 3, 1])
     changed = (bits(other) != before).nonzero()
@@ -79,7 +78,7 @@ def test_one_layer_is_one_contiguous_part_of_the_payload(order: str, layer: int)
 def test_the_tail_of_a_store_block_is_scattered_alone() -> None:
     one, other = kv_tensors(8, seed=1), kv_tensors(8, seed=2)
     before = bits(other)
-    scatter(kv_blocks(other, GEOMETRY, BLOCK), gathered(one, [7, 3]), 1, [4])
+    scatter(copier_of(other, GEOMETRY, BLOCK), gathered(one, [7, 3]), 1, [4])
     assert torch.equal(bits(other)[:, 4], bits(one)[:, 3])
     assert torch.equal(bits(other)[:, :4], before[:, :4])
 
@@ -111,7 +110,7 @@ def test_layers_an_uneven_distance_apart_are_copied_right() -> None:
     kv = {f"l{i}": storage[i] for i in (0, 1, 3)}
     assert _layer_runs(list(kv.values())) == [(0, 2), (2, 1)]
     out = bytearray(geometry.token_bytes * BLOCK)
-    gather(kv_blocks(kv, geometry, BLOCK), [6, 0], out)
+    gather(copier_of(kv, geometry, BLOCK), [6, 0], out)
     expected = storage[[0, 1, 3]][:, [6, 0]].permute(0, 2, 1, 3, 4).contiguous()
     assert bytes(out) == expected.numpy().tobytes()
 
@@ -128,14 +127,14 @@ def test_layers_an_uneven_distance_apart_are_copied_right() -> None:
 def test_tensors_of_another_shape_are_refused(wrong: dict[str, int]) -> None:
     right = {"layers": 2, "heads": 2, "channel_bytes": 16, "engine_block_tokens": ENGINE_BLOCK}
     with pytest.raises(UsageError, match="kv_caches"):
-        kv_blocks(kv_tensors(8), KVGeometry(**{**right, **wrong}), BLOCK)
+        copier_of(kv_tensors(8), KVGeometry(**{**right, **wrong}), BLOCK)
 
 
 @pytest.fixture(params=["host", "torch"])
 def make_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """The copier of either kind; torch's runs on host memory, without its streams."""
     if request.param == "host":
-        return kv_blocks
+        return copier_of
     empty = torch.empty
 
     class Stream:

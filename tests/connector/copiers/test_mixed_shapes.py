@@ -77,6 +77,7 @@ def truth() -> list[Any]:
 
 
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.product(TP_SIZES, TP_SIZES)])
+@pytest.mark.covers("heads that differ within a group", "memory")
 def test_every_layer_is_shared_between_sizes_byte_for_byte(writer: int, reader: int) -> None:
     one, other, expected = Engine(writer), Engine(reader), truth()
     payloads = []
@@ -178,6 +179,7 @@ def on_gpus(base: Any, tp_size: int, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("tp_size", [1, 8])
+@pytest.mark.covers("MLA + indexer (DeepSeek-V3.2, GLM-5)", "model")
 def test_both_roles_take_a_latent_and_its_indexer(
     base: Any, monkeypatch: pytest.MonkeyPatch, tp_size: int
 ) -> None:

@@ -1,26 +1,40 @@
 """Run by test_queue.py, in a process whose libcuda.so.1 is tests/support/fake_driver.cpp.
 
-`CudaQueue` is what runs on a device; torch is made of numpy here, for it has no
-device to offer.
+`CudaLane` is what runs on a device; torch is made of numpy here, for it has no
+device to offer, but that its memory on the device is the driver's.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from contract.kvblocks import KVBlocksContract
+from cuda.bindings import driver
 from kv_cases import Case, Shape
 
 from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
 from connector.copiers.cuda.copier import DeviceCopier
-from connector.copiers.cuda.kernel_plan import KERNELS, layout_of
+from connector.copiers.cuda.kernel_plan import (
+    KERNELS,
+    LayerAddress,
+    PagedLayout,
+    layout_of,
+    staging_buffer_bytes,
+)
 from connector.copiers.cuda.page_lock import LockedPool
+from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
 from kvstore import DeviceRange
+from kvstore.cli.checks.base import ask_python
+from kvstore.cli.checks.software import _TRY_BATCHES, TRY_TIMEOUT_S
+from kvstore.cuda.batch import batch_copies
+from kvstore.cuda.bindings import open_device
 
 
 class Tensor:
@@ -35,6 +49,18 @@ class Tensor:
 
     def to(self, device: object) -> Tensor:
         return Tensor(self._array.copy())
+
+
+class OnDevice:
+    """Memory that the driver knows as the device's."""
+
+    def __init__(self, count: int) -> None:
+        with open_device(0).current():
+            self._address = open_device(0).call(driver.cuMemAlloc, count)
+        ctypes.memset(int(self._address), 0xA5, count)
+
+    def data_ptr(self) -> int:
+        return int(self._address)
 
 
 class Event:
@@ -55,7 +81,9 @@ STREAM = types.SimpleNamespace(synchronize=lambda: None)
 def cuda() -> Any:
     torch: Any = types.ModuleType("torch")
     torch.uint8 = np.uint8
-    torch.empty = lambda count, **_: Tensor(np.full(count, 0xA5, np.uint8))
+    torch.empty = lambda count, device=None, **_: (
+        OnDevice(count) if device else Tensor(np.full(count, 0xA5, np.uint8))
+    )
     torch.frombuffer = lambda data, dtype: Tensor(np.frombuffer(data, dtype))
     torch.cuda = types.SimpleNamespace(
         get_device_capability=lambda device: (9, 0),
@@ -71,13 +99,13 @@ def cuda() -> Any:
         yield queue.Cuda(types.SimpleNamespace(index=0))
 
 
-class TestCudaQueue(KVBlocksContract):
+class TestCudaLane(KVBlocksContract):
     @pytest.fixture(autouse=True)
     def _device(self, cuda: Any) -> None:
         from connector.copiers.cuda.queue import CudaDevice
 
         pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
-        type(self).device = CudaDevice(cuda, 4 << 20, 1 << 10, pool)
+        type(self).device = CudaDevice(cuda, 1 << 20, 1 << 10, pool)
 
     def blocks(self, case: Case, seed: int) -> KVCopier:
         layout = layout_of(case.layers, case.shape.geometry, case.shape.block_tokens)
@@ -86,15 +114,225 @@ class TestCudaQueue(KVBlocksContract):
     def test_payloads_may_lie_on_the_device_itself(self) -> None:
         case, other = Case(Shape(), 1), Case(Shape(), 2)
         expected = case.payload([3, 5])
-        room = np.zeros_like(expected)
-        place = DeviceRange(room.ctypes.data, room.size, 0)
+        room = OnDevice(expected.size)
+        place = DeviceRange(room.data_ptr(), expected.size, 0)
         self.blocks(case, 0).gather_many([Gather([3, 5], place)])
-        assert np.array_equal(room, expected)
+        assert ctypes.string_at(room.data_ptr(), expected.size) == expected.tobytes()
         part = HeadPart(2, 1, 0, 1)
         self.blocks(other, 0).scatter_many([Scatter(place, 1, [4], part)])
         same = Case(Shape(), 2)
         same.put(expected, 1, [4], part, None)
         assert np.array_equal(other.storages, same.storages)
+
+
+def batches() -> tuple[int, int]:
+    """Calls of cuMemcpyBatchAsync so far, and their copies."""
+    found = ctypes.c_int(), ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").fake_batches(*map(ctypes.byref, found))
+    return found[0].value, found[1].value
+
+
+def saved_and_loaded(cuda: Any, forget: Callable[[Any], None] = lambda device: None) -> bool:
+    """Whether forty payloads go there and back, through few and small buffers."""
+    from connector.copiers.cuda.queue import CudaDevice
+
+    shape = Shape(layers=3, engine_blocks=80)
+    case, other = Case(shape, 1), Case(shape, 2)
+    payload_bytes = case.payload([0, 1]).size
+    pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
+    device = CudaDevice(cuda, 4 * payload_bytes, 1 << 10, pool, buffers=2)
+    forget(device)
+    outs = [bytearray(payload_bytes) for _ in range(40)]
+    ids = [[2 * i, 2 * i + 1] for i in range(40)]
+    expected = [case.payload(two).tobytes() for two in ids]
+    views = [memoryview(out) for out in outs]
+    copiers = [
+        DeviceCopier(layout_of(x.layers, shape.geometry, shape.block_tokens), device)
+        for x in (case, other)
+    ]
+    copiers[0].gather_many([Gather(*pair) for pair in zip(ids, views, strict=True)])
+    good = outs == expected
+    for out, value in zip(outs, expected, strict=True):
+        out[:] = value
+    copiers[1].scatter_many([Scatter(v, 0, two) for v, two in zip(views, ids, strict=True)])
+    return good and [other.payload(two).tobytes() for two in ids] == expected
+
+
+def test_the_copies_of_a_batch_are_one_call(cuda: Any) -> None:
+    before = batches()
+    assert saved_and_loaded(cuda)
+    calls, copies = (now - then for now, then in zip(batches(), before, strict=True))
+    assert (calls, copies) == (20, 80), "ten batches of four each way"
+
+
+@pytest.mark.parametrize(
+    ("lane", "stream"),
+    [(lane, stream) for lane in ("saving", "loading") for stream in ("kernels", "copies")],
+)
+def test_trap_a_stream_that_does_not_wait_for_the_other_gives_wrong_bytes(
+    cuda: Any, lane: str, stream: str
+) -> None:
+    def forget(device: Any) -> None:
+        getattr(getattr(device, lane), stream).follow = lambda mark: None
+
+    assert not all(saved_and_loaded(cuda, forget) for _ in range(5))
+
+
+def test_a_batch_that_the_driver_refuses_is_copied_one_by_one(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_REFUSES_BATCHES", "yes")
+    before = batches()
+    assert saved_and_loaded(cuda)
+    assert batches() == before
+    assert [r.message for r in caplog.records].count(
+        "the driver refuses 4 copies at once: CUDA_ERROR_INVALID_VALUE"
+    ) == 1, "and it is said once"
+
+
+def test_a_driver_before_12_8_has_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> tuple[bool, str]:
+        """What `kvstore doctor` finds out."""
+        return ask_python(sys.executable, _TRY_BATCHES, TRY_TIMEOUT_S)
+
+    assert batch_copies(driver) is not None
+    assert asked() == (True, "yes")
+    for version in ("12040", "12070"):
+        monkeypatch.setenv("FAKE_DRIVER_VERSION", version)
+        assert batch_copies(driver) is None
+        assert asked() == (True, "no")
+
+
+def test_without_batches_every_copy_is_a_call(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_device(0), "batch", None)
+    before = batches()
+    assert saved_and_loaded(cuda)
+    assert batches() == before
+
+
+class Cost(NamedTuple):
+    """What one call of a copier costs the thread that makes it."""
+
+    driver: int
+    """Calls of the driver."""
+    functions: int
+    """Calls of functions, ours and built-in ones."""
+
+
+def cost_of(work: Callable[[], object]) -> Cost:
+    driver, functions = ctypes.CDLL("libcuda.so.1"), 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal functions
+        functions += event in ("call", "c_call")
+
+    work()  # what is made once is made now
+    before = driver.fake_calls()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return Cost(driver.fake_calls() - before, functions)
+
+
+def costs(cuda: Any, shape: Shape, blocks: int, *, in_one_piece: bool = False) -> list[Cost]:
+    """Of saving and of loading that many store blocks."""
+    from connector.copiers.cuda.queue import CudaDevice
+
+    pages, channel_bytes = blocks * shape.blocks_per_payload, shape.channels
+    page_bytes = shape.page_tokens * shape.heads * channel_bytes
+    room = OnDevice(shape.layers * pages * page_bytes)
+    # vLLM's BLHNC, where a block is one piece, or its LBNHC.
+    layer_stride, page_stride = page_bytes, shape.layers * page_bytes
+    head_stride, token_stride = shape.page_tokens * channel_bytes, channel_bytes
+    if not in_one_piece:
+        layer_stride, page_stride = pages * page_bytes, page_bytes
+        head_stride, token_stride = channel_bytes, shape.heads * channel_bytes
+    layout = PagedLayout(
+        [
+            LayerAddress(room.data_ptr() + i * layer_stride, page_stride, head_stride, token_stride)
+            for i in range(shape.layers)
+        ],
+        pages=pages,
+        heads=shape.heads,
+        channel_bytes=channel_bytes,
+        page_tokens=shape.page_tokens,
+        pages_per_block=1,
+        payload_tokens=shape.block_tokens,
+    )
+    assert layout.in_one_piece == in_one_piece
+    pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
+    copier = DeviceCopier(
+        layout, CudaDevice(cuda, staging_buffer_bytes([layout]), DEVICE_PAGES_MAX, pool)
+    )
+    payload = memoryview(bytearray(layout.payload_bytes))
+    tables = [list(range(pages))[i::blocks] for i in range(blocks)]
+    gathers = [Gather(table, payload) for table in tables]
+    scatters = [Scatter(payload, 0, table) for table in tables]
+    return [
+        cost_of(lambda: copier.gather_many(gathers)),
+        cost_of(lambda: copier.scatter_many(scatters)),
+    ]
+
+
+CALLS_A_BUFFER_MAX = 7
+"""The kernel's table, the kernel, the DMAs, and the events by which two streams take turns."""
+CALLS_AT_THE_END_MAX = 4
+"""An event and a wait for each of the two streams."""
+CALLS_A_MIB_MAX = 1.0
+FUNCTIONS_A_BLOCK_MAX = 75
+LLAMA_8B = Shape(layers=32, heads=8, channels=512, page_tokens=16, blocks_per_payload=1)
+LLAMA_70B_TP8 = Shape(layers=80, heads=1, channels=512, page_tokens=16)
+MLA = Shape(layers=61, heads=1, channels=1152, page_tokens=16, blocks_per_payload=4)
+"""4.3 MiB, of which one fits 8 MiB."""
+
+
+@pytest.fixture
+def moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_MOVES_NOTHING", "yes")
+
+
+@pytest.mark.usefixtures("moves_nothing")
+@pytest.mark.parametrize(("shape", "blocks"), [(LLAMA_8B, 32), (LLAMA_70B_TP8, 48), (MLA, 15)])
+def test_calls_of_the_driver_for_a_mib_keep_to_their_budget(
+    cuda: Any, shape: Shape, blocks: int
+) -> None:
+    block_bytes = shape.layers * shape.heads * shape.block_tokens * shape.channels
+    buffers = -(-blocks // max(2, DEVICE_STAGING_BYTES // block_bytes))
+    for cost in costs(cuda, shape, blocks):
+        assert cost.driver <= CALLS_A_BUFFER_MAX * buffers + CALLS_AT_THE_END_MAX
+        assert cost.driver <= CALLS_A_MIB_MAX * blocks * block_bytes / (1 << 20)
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_calls_of_the_driver_do_not_depend_on_how_many_blocks_are_in_a_buffer(cuda: Any) -> None:
+    in_a_buffer = [costs(cuda, LLAMA_70B_TP8, blocks) for blocks in (1, 6)]
+    assert [cost.driver for cost in in_a_buffer[0]] == [cost.driver for cost in in_a_buffer[1]]
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_blocks_in_one_piece_are_one_call_of_the_driver_and_the_end(cuda: Any) -> None:
+    for cost in costs(cuda, LLAMA_8B, 32, in_one_piece=True):
+        assert cost.driver <= 1 + CALLS_AT_THE_END_MAX
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_functions_called_for_a_block_keep_to_their_budget(cuda: Any) -> None:
+    few, many = (costs(cuda, LLAMA_70B_TP8, blocks) for blocks in (24, 48))
+    for less, more in zip(few, many, strict=True):
+        assert (more.functions - less.functions) / 24 <= FUNCTIONS_A_BLOCK_MAX
+
+
+def test_our_streams_go_first(cuda: Any) -> None:
+    from connector.copiers.cuda.queue import CudaLane
+
+    lane = CudaLane(cuda, 2, 1 << 20, 1 << 10)
+    with cuda.scope():
+        _, lowest, highest = driver.cuCtxGetStreamPriorityRange()
+        assert highest < lowest
+        for stream in (lane.kernels, lane.copies):
+            assert cuda.call(driver.cuStreamGetPriority, stream.handle) == highest
 
 
 @pytest.mark.parametrize(
@@ -121,12 +359,12 @@ def test_trap_every_kernel_is_loaded_before_the_engine_computes(cuda: Any) -> No
 
 
 def test_trap_the_engines_thread_keeps_its_context_and_capture_mode(cuda: Any) -> None:
-    from connector.copiers.cuda.queue import CudaQueue
+    from connector.copiers.cuda.queue import CudaLane
 
     found: list[Any] = []
 
     def work() -> None:
-        CudaQueue(cuda, 1 << 20, 1 << 10)
+        CudaLane(cuda, 2, 1 << 20, 1 << 10)
         mode = cuda.driver.cuThreadExchangeStreamCaptureMode(
             cuda.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         )[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,23 +24,37 @@ from connector.copiers.cuda.kernel_plan import (
     apart,
     batches,
     layout_of,
+    staging_buffer_bytes,
     word_bytes,
 )
-from connector.limits import DEVICE_BLOCKS_MAX
+from connector.limits import DEVICE_BLOCKS_MAX, DEVICE_STAGING_BYTES
 from kvstore import InternalError
+
+OTHERS: dict[str, Any] = {
+    "pages": 32,
+    "heads": 4,
+    "channel_bytes": 256,
+    "page_tokens": 8,
+    "pages_per_block": 2,
+    "payload_tokens": 64,
+}
 
 
 def layout(**changed: object) -> PagedLayout:
-    settings = {
-        "pages": 32,
-        "heads": 4,
-        "channel_bytes": 256,
-        "page_tokens": 8,
-        "pages_per_block": 2,
-        "payload_tokens": 64,
-    }
     layers = [LayerAddress(1 << 20, 65536, 2048, 256), LayerAddress(1 << 21, 65536, 2048, 256)]
-    return PagedLayout(layers, **{**settings, **changed})  # type: ignore[arg-type]
+    return PagedLayout(layers, **{**OTHERS, **changed})
+
+
+@pytest.mark.parametrize("layers", [1, 3, 7, 8, 30, 61, 62, 80, 122, 200, 1000])
+def test_whole_payloads_fill_a_staging_buffer_but_for_an_eighth(layers: int) -> None:
+    """What it costs the driver is the same for every buffer."""
+    wide = {"heads": 1, "channel_bytes": 1152}
+    made = layout(**wide)
+    made = PagedLayout([made.layers[0]] * layers, **OTHERS | wide)
+    size_bytes = staging_buffer_bytes([layout(), made])
+    assert DEVICE_STAGING_BYTES <= size_bytes < 2 * DEVICE_STAGING_BYTES
+    whole = size_bytes // made.payload_bytes * made.payload_bytes
+    assert whole == 0 or whole >= DEVICE_STAGING_BYTES * 7 / 8
 
 
 def payload(layout: PagedLayout, heads: int = 4) -> memoryview:
@@ -89,20 +105,20 @@ class TestPieces:
     def test_a_whole_payload_is_one_range(self) -> None:
         made = layout()
         out = payload(made)
-        piece = made.gathered(Gather([0, 1, 2, 3], out), 1000, None)
+        piece = made.gathered(Gather([0, 1, 2, 3], out), 1000, range(2))
         assert piece.host == HostPlace(1000, len(out), 1, len(out))
         assert (piece.skip, piece.head, piece.heads) == (0, 0, 4)
 
     def test_one_layer_is_its_part(self) -> None:
         made = layout()
-        piece = made.gathered(Gather([0, 1, 2, 3], payload(made)), 1000, 1)
+        piece = made.gathered(Gather([0, 1, 2, 3], payload(made)), 1000, range(1, 2))
         layer_bytes = 4 * 64 * 256
         assert piece.host == HostPlace(1000 + layer_bytes, layer_bytes, 1, layer_bytes)
 
     def test_some_heads_are_a_range_of_each_layer(self) -> None:
         made = layout()
         item = Scatter(payload(made, 8), 1, [5], HeadPart(8, 3, 2, 2))
-        piece = made.scattered(item, 1000, None)
+        piece = made.scattered(item, 1000, range(2))
         head_bytes = 64 * 256
         assert piece.host == HostPlace(1000 + 3 * head_bytes, 2 * head_bytes, 2, 8 * head_bytes)
         assert (piece.skip, piece.head, piece.heads) == (1, 2, 2)
@@ -127,13 +143,20 @@ class TestPieces:
         made = layout()
         take = made.gathered if isinstance(item, Gather) else made.scattered
         with pytest.raises(InternalError):
-            take(item, 1000, None)
+            take(item, 1000, range(2))
 
     @pytest.mark.parametrize("layer", [-1, 2])
     def test_a_layer_that_is_not_there_is_refused(self, layer: int) -> None:
         made = layout()
         with pytest.raises(InternalError, match="layer"):
-            made.gathered(Gather([0, 1, 2, 3], payload(made)), 1000, layer)
+            made.layer_runs(layer, 1 << 20)
+
+    def test_layers_go_in_runs_that_fit_the_room_and_one_at_least(self) -> None:
+        made, each = layout(), 4 * 64 * 256
+        assert made.layer_runs(None, 2 * each) == [range(2)]
+        assert made.layer_runs(None, 2 * each - 1) == [range(1), range(1, 2)]
+        assert made.layer_runs(None, 1) == [range(1), range(1, 2)]
+        assert made.layer_runs(1, 2 * each) == [range(1, 2)]
 
 
 class TestTables:
@@ -157,14 +180,23 @@ class TestTables:
 
     def test_the_grid_is_bounded_and_chunks_cover_every_word(self) -> None:
         made = layout()
-        for layer, layers in ((None, 2), (1, 1)):
-            launch = made.launch(scatter=False, layer_table=512, layer=layer, pages=6, heads=4)
+        for layers in (range(2), range(1, 2)):
+            launch = made.launch(scatter=False, layer_table=512, layers=layers, pages=6, heads=4)
             words = 4 * 8 * 256 // 16
             assert launch.chunks * WORDS_PER_CHUNK >= words
-            assert launch.blocks == min(DEVICE_BLOCKS_MAX, 6 * layers * launch.chunks)
-            assert launch.layers == layers
-            assert launch.layer_table == 512 + (layer or 0) * LAYER.size
+            assert launch.blocks == min(DEVICE_BLOCKS_MAX, 6 * len(layers) * launch.chunks)
+            assert launch.layers == len(layers)
+            assert launch.layer_table == 512 + layers.start * LAYER.size
         assert launch.kernel == "gather16"
+
+    def test_trap_more_than_the_kernel_counts_is_refused(self) -> None:
+        large = layout(channel_bytes=1 << 20, pages=1 << 30)
+        chunks = 4 * 8 * (1 << 20) // large.word_bytes // WORDS_PER_CHUNK
+        last = (1 << 31) // chunks // 2
+        common = {"scatter": False, "layer_table": 0, "layers": range(2), "heads": 4}
+        assert large.launch(pages=last, **common).chunks == chunks  # type: ignore[arg-type]
+        with pytest.raises(InternalError, match="one launch"):
+            large.launch(pages=last + 1, **common)  # type: ignore[arg-type]
 
     def test_a_large_state_is_cut_into_chunks(self) -> None:
         state = PagedLayout(
@@ -176,7 +208,7 @@ class TestTables:
             pages_per_block=1,
             payload_tokens=1,
         )
-        launch = state.launch(scatter=True, layer_table=0, layer=None, pages=1, heads=1)
+        launch = state.launch(scatter=True, layer_table=0, layers=range(1), pages=1, heads=1)
         assert launch.chunks == (1 << 22) // 16 // WORDS_PER_CHUNK
         assert launch.blocks == DEVICE_BLOCKS_MAX
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
+from importlib import util
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from cuda_python import cuda_bindings
 
 from connector.copiers.cuda.kernel_plan import WORDS_BYTES
 from connector.copiers.cuda.nvrtc import OPTIONS, SOURCE, NoKernelError, compiled
@@ -16,6 +21,12 @@ IN_FLIGHT = 4
 """`kInFlight` of the kernel: so many words are loaded before the first is stored."""
 REGISTERS_MAX = 64
 """With more, less than four blocks of 256 threads fit on a multiprocessor."""
+LOOP_INSTRUCTIONS_MAX = 130
+"""Of machine code for `IN_FLIGHT` words of a thread: 90 to 109 where this was written."""
+DISASSEMBLY_TIMEOUT_S = 60
+LABEL = re.compile(r"\s*(\.L_x_\d+|\$L\w+):")
+INSTRUCTION = re.compile(r"\s*(?:/\*[0-9a-f]{4,}\*/)?\s*([@a-zA-Z][^;]*);")
+BRANCH = re.compile(r"\b(?:BRA|bra)\b.*?(\.L_x_\d+|\$L\w+)")
 FUNCTION = re.compile(
     r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
     r"(\d+) bytes spill loads.*?Used (\d+) registers",
@@ -34,7 +45,7 @@ class Use(NamedTuple):
 
 @pytest.fixture
 def nvrtc() -> Any:
-    bindings = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-python is not installed")
+    bindings = cuda_bindings("nvrtc")
     try:
         bindings.nvrtcVersion()
     except RuntimeError as e:
@@ -84,6 +95,63 @@ def test_no_kernel_spills_and_the_widest_one_moves_128_bits_at_once(nvrtc: Any, 
         body = body_of(ptx, kernel)
         assert len(re.findall(r"\bld(?:\.global)?\.v4\.[bu]32\b", body)) == IN_FLIGHT, body
         assert len(re.findall(r"\bst(?:\.global)?\.v4\.[bu]32\b", body)) == IN_FLIGHT, body
+
+
+def loop_of(code: str, load: str) -> list[str]:
+    """Instructions of the innermost loop of PTX or machine code that has `load`."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    loops = []
+    for line in code.splitlines():
+        if found := LABEL.match(line):
+            labels[found[1]] = len(instructions)
+        elif found := INSTRUCTION.match(line):
+            instructions.append(found[1])
+            if (target := BRANCH.search(found[1])) and target[1] in labels:
+                loops.append(instructions[labels[target[1]] :])
+    return min((one for one in loops if any(load in i for i in one)), key=len)
+
+
+@pytest.mark.parametrize("kernel", ["gather16", "scatter16", "gather4", "scatter4"])
+def test_the_loop_over_words_divides_nothing_and_loads_no_stride_again(
+    nvrtc: Any, kernel: str
+) -> None:
+    ptx, _ = compile_for(nvrtc, "sm_90")
+    loop = loop_of(body_of(ptx, kernel), "ld.global")
+    assert not [one for one in loop if re.search(r"\b(div|rem)\.", one)]
+    assert len([one for one in loop if re.search(r"\bld\.", one)]) == IN_FLIGHT, loop
+    assert len([one for one in loop if re.search(r"\bst\.", one)]) == IN_FLIGHT, loop
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)])
+def test_few_instructions_copy_four_words(tmp_path: Path, capability: tuple[int, int]) -> None:
+    code = tmp_path / "kernel.cubin"
+    code.write_bytes(compiled(capability))
+    text = subprocess.run(
+        [disassembler(), "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=DISASSEMBLY_TIMEOUT_S,
+    ).stdout
+    for kernel in ("gather16", "scatter16"):
+        body = text.partition(f".section\t.text.{kernel},")[2].partition(".section\t")[0]
+        loop = loop_of(body, ".128")
+        assert len([one for one in loop if re.search(r"\bLDG?\.", one)]) == IN_FLIGHT, loop
+        assert 2 * IN_FLIGHT < len(loop) <= LOOP_INSTRUCTIONS_MAX, (kernel, len(loop))
+
+
+def disassembler() -> str | Path:
+    """NVIDIA's nvdisasm, which comes with a CUDA toolkit and with Triton, and so with vLLM."""
+    if found := shutil.which("nvdisasm"):
+        return found
+    triton = util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        brought = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+        if brought.exists():
+            return brought
+    pytest.skip("there is no nvdisasm to read machine code with")
 
 
 @pytest.mark.usefixtures("nvrtc")

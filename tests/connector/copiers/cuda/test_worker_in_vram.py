@@ -20,7 +20,7 @@ from connector.settings import ConnectorSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
 from connector.worker.vram import VramStore
 from connector.worker.worker import WorkerCore
-from kvstore import BlockSession, DeviceError, DeviceRange, UsageError
+from kvstore import BlockSession, DeviceError, DeviceRange
 from kvstore.testing.cuda import ModelCuda
 
 torch = pytest.importorskip("torch")
@@ -124,8 +124,3 @@ def test_only_a_worker_whose_copiers_take_a_devices_memory_uses_vram(
     assert isinstance(plain, BlockSession)
     assert "no cuda.bindings" in caplog.text
     plain.close()
-
-
-def test_vram_and_checksums_of_everything_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match=r"^vram="):
-        ConnectorSettings(vram=True, verify="always")
