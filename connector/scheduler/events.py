@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class BlockEvents:
-    """The block events of one engine. Its scheduling thread alone may call."""
+    """Makes the block events of one engine. Its scheduling thread alone may call."""
 
     def __init__(self, layout: StoreLayout, *, wanted: bool) -> None:
         """Unless `wanted`, nothing is remembered and nothing said."""

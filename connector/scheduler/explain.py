@@ -83,7 +83,7 @@ class Rate:
 
 @dataclass(slots=True, eq=False)
 class _Trace:
-    """What is known of one request. The scheduling thread writes it until the request ends;
+    """Holds what is known of one request. The scheduling thread writes it until the request ends;
     only `failed` may be replaced by a better word of the same on our own thread."""
 
     request_id: str
@@ -114,7 +114,8 @@ class _Trace:
 
 
 class RequestHistory:
-    """What became of the last `EXPLAIN_REQUESTS_MAX` requests. `explain` is for any thread."""
+    """Remembers what became of the last `EXPLAIN_REQUESTS_MAX` requests. `explain` is for any
+    thread."""
 
     def __init__(
         self,
@@ -211,6 +212,12 @@ class RequestHistory:
             trace.hit_tokens += trace.loading[1]
             trace.note("loaded %d tokens", trace.loading[1])
             trace.loading = None
+
+    def noted(self, request_id: str, words: str) -> None:
+        """Note what else became of a request, on any thread; one that is over is passed over."""
+        trace = self._traces.get(request_id)
+        if trace is not None:
+            trace.note("%s", words)
 
     def finished(self, request_id: str) -> None:
         """The request is over: count it, and have its line written."""

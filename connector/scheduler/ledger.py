@@ -91,7 +91,8 @@ class SaveLedger:
 
 
 class NoPins:
-    """The pins of a side that never saves, and of any until its engine has given its pool."""
+    """Stands for the pins of a side that never saves, and of any until its engine has given its
+    pool."""
 
     def pin(self, block_ids: Sequence[int]) -> None:
         raise RuntimeError("no block pool was bound: a save would read unprotected blocks")

@@ -45,7 +45,7 @@ from connector.messages import (
     WorkerReport,
 )
 from connector.scheduler.ledger import NoPins, SaveLedger
-from kvstore import BlockRef, Explanation, InternalError, UsageError
+from kvstore import BlockRef, Explanation, InternalError, Tier, UsageError
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class LockstepScheduler:
-    """The calls of `SchedulerCore`, in each process of an engine."""
+    """Answers the calls of `SchedulerCore` in each process of an engine."""
 
     def __init__(
         self, exchange: Exchange, layout: StoreLayout, lead: Callable[[], SchedulerCore]
@@ -269,6 +269,9 @@ class LockstepScheduler:
             self._core.finished(request_id)
 
     # Telling: the leader knows
+
+    def hit_sources(self, request_id: str, num_tokens: int) -> dict[Tier, int]:
+        return self._core.hit_sources(request_id, num_tokens) if self._core is not None else {}
 
     def explain(self, request_id: str) -> Explanation | None:
         return self._core.explain(request_id) if self._core is not None else None

@@ -19,7 +19,7 @@ _LENGTH_BYTES = 8
 
 
 class Exchange(Protocol):
-    """One process's place among those of its engine."""
+    """Exchanges messages between one process and the others of its engine."""
 
     @property
     def leads(self) -> bool:
@@ -36,7 +36,7 @@ class Exchange(Protocol):
 
 
 class GlooExchange:
-    """`Exchange` over some ranks of the default group of `torch.distributed`."""
+    """Implements `Exchange` over some ranks of the default group of `torch.distributed`."""
 
     def __init__(self, size: int, timeout_s: float = LOCKSTEP_TIMEOUT_S) -> None:
         """Engines of `size` processes have ranks in a row, one engine after the other.

@@ -51,7 +51,8 @@ Ask = Callable[[Sequence[Key]], Sequence[BlockRef | None]]
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """One question and its answer. The stages write it, then set `done`; see the module's head."""
+    """Holds one question and its answer. The stages write it, then set `done`; see the module's
+    head."""
 
     hashes: Sequence[bytes]
     submitted_at: float
@@ -88,13 +89,15 @@ class Lookup:
     here: Lookup | None = None
     """What this host alone holds for it, when that is something but not all: for a request that
     cannot wait for the index any longer. An answer of its own, `done` from the start."""
+    retained: bool = False
+    """What it found was asked to be retained; written by who asked."""
     looked_here: bool = False
     """`here` will not be filled in any more."""
 
 
 @dataclass(slots=True)
 class _Question:
-    """A lookup of which this host does not have everything."""
+    """Carries a lookup of which this host does not have everything."""
 
     lookup: Lookup
     store: BlockStore
@@ -259,7 +262,7 @@ class Lookups:
 
 
 class Finder:
-    """Where each store block is, whoever saved it, in one question to the index or two.
+    """Finds where each store block is, whoever saved it, in one question to the index or two.
 
     None where `here` found all. The first asks for all shards of the engine's own split
     and for the first shard of every other: a writer whose first shard is missing has nothing

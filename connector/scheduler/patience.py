@@ -12,7 +12,7 @@ from connector.limits import LOOKUP_TIMEOUT_MIN_S, RATE_WINDOW_S, RATE_WINDOWS_M
 
 
 class ComputeRate:
-    """Tokens a second that this engine computes, from what its steps schedule.
+    """Estimates the tokens a second that this engine computes, from what its steps schedule.
 
     Of the last windows the best one counts: in the others the engine generated token by token,
     or had nothing to do. A window is longer than a step, since an engine may plan two steps at

@@ -1,4 +1,4 @@
-"""Reads what a request itself says about loading and saving, in its `kv_transfer_params`.
+"""Reads what a request itself says about its KV: in `kv_transfer_params`, and in `kv_hints`.
 
 What cannot be understood is taken as "nothing at all": who writes `skip_save` has a prompt that
 must not be kept, and an engine must not stop over one request's parameters.
@@ -7,11 +7,38 @@ must not be kept, and an engine must not stop over one request's parameters.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
+
+from connector.limits import RETAINED_S_MAX as _MOST_S
+from connector.limits import TENANT_BYTES_MAX
 
 log = logging.getLogger(__name__)
+
+
+ACTION_VERSIONS = ("1", "1.0")
+"""Of the actions "retain" and "release" in a request's `kv_hints`."""
+
+
+class Wish(NamedTuple):
+    """Asks to retain the request's blocks for so long, on the budget of that tenant."""
+
+    ttl_s: int
+    """0: let them go."""
+    tenant: str = ""
+
+
+class Action(Protocol):
+    """Reads one action of vLLM's `KvHintsEnvelope`, as far as it is read here."""
+
+    @property
+    def action_type(self) -> str: ...
+    @property
+    def action_version(self) -> str: ...
+    @property
+    def payload(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +49,61 @@ class RequestSettings:
     """Of its prompt, from the store."""
     max_save_tokens: int | None = None
     """From its beginning, to the store; whole blocks of them are saved."""
+    retain: Wish | None = None
 
     @classmethod
-    def of(cls, request_id: str, params: Mapping[str, Any] | None) -> Self:
-        """From `skip_load`, `skip_save`, `max_load_tokens`, `max_save_tokens`; others are not ours.
+    def of(
+        cls,
+        request_id: str,
+        params: Mapping[str, Any] | None,
+        hints: Sequence[Action] = (),
+    ) -> Self:
+        """From `skip_load`, `skip_save`, `max_load_tokens`, `max_save_tokens`, `retain_s` and
+        `tenant`; others are not ours. Of `hints`, the last action "retain" or "release" counts,
+        before `retain_s`.
 
-        Never raises: a value of another kind is written to the log, and nothing is loaded or
-        saved, whichever it was about.
+        Never raises: a value of another kind is written to the log, and nothing is loaded, saved
+        or retained, whichever it was about.
         """
-        if not params:
+        if not params and not hints:
             return cls()
-        return cls(*(_most(request_id, params, what) for what in ("load", "save")))
+        params = params or {}
+        retain = None
+        if "retain_s" in params:
+            retain = _wish(request_id, params["retain_s"], params.get("tenant", ""))
+        for action in hints:
+            if action.action_type in ("retain", "release"):
+                retain = _hinted(request_id, action) or retain
+        load, save = (_most(request_id, params, what) for what in ("load", "save"))
+        return cls(load, save, retain)
+
+
+def _hinted(request_id: str, action: Action) -> Wish | None:
+    if action.action_version not in ACTION_VERSIONS:
+        log.warning(
+            "request %s: kv_hints: %s of version %r is not known here, only %s; not done",
+            request_id,
+            action.action_type,
+            action.action_version,
+            ACTION_VERSIONS,
+        )
+        return None
+    if not isinstance(action.payload, Mapping):
+        return _wish(request_id, action.payload, "")
+    release = action.action_type == "release"
+    ttl_s = 0 if release else action.payload.get("ttl_s")
+    return _wish(request_id, ttl_s, action.payload.get("tenant", ""))
+
+
+def _wish(request_id: str, ttl_s: object, tenant: object) -> Wish | None:
+    if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool) or not 0 <= ttl_s <= _MOST_S:
+        what, value, rule = "seconds", ttl_s, f"must be a number from 0 to {_MOST_S}"
+    elif not isinstance(tenant, str) or len(tenant.encode("utf-8", "replace")) > TENANT_BYTES_MAX:
+        what, value, rule = "tenant", tenant, f"must be text of at most {TENANT_BYTES_MAX} bytes"
+    else:
+        return Wish(math.ceil(ttl_s), tenant)
+    log.warning("request %s: to retain: %s %s, got %r; not done", request_id, what, rule, value)
+    return None
 
 
 def _most(request_id: str, params: Mapping[str, Any], what: str) -> int | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """What the last `match` offered; taken up by `allocated`, or not."""
+    """Holds what the last `match` offered; taken up by `allocated`, or not."""
 
     lookup: Lookup
     start_token: int
@@ -26,22 +26,27 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class LoadUnderWay:
-    """A load job that not all workers have reported yet."""
+    """Holds a load job that not all workers have reported yet."""
 
     job: LoadJob
     first_block: int
     """Index in the prefix of the job's first store block."""
+    offer: Offer
+    """Of which the job takes up the first tokens, or all."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """What the scheduler side keeps of one request; only the scheduling thread uses it."""
+    """Holds what the scheduler side keeps of one request; only the scheduling thread uses it."""
 
     lookup: Lookup | None = None
     offer: Offer | None = None
     barred: dict[Key, bytes] = field(default_factory=dict)
     """Records of this request that could not be loaded: never offered to it again."""
     failed_loads: int = 0
+    to_be_computed: bool = False
+    """Its last load failed, and nothing is offered before the engine has computed it and preempts
+    it (`SchedulerSettings.loads_again`)."""
     present_blocks: int = 0
     """Leading store blocks that the last lookup found: not saved again."""
     saved_blocks: int = 0
@@ -56,6 +61,15 @@ class RequestState:
     _key_hashes: Sequence[bytes] = ()
     """What they were made from."""
 
+    def own_settings(self, request: EngineRequest) -> RequestSettings:
+        """What the request itself says about its KV, read once."""
+        if self.settings is None:
+            params = getattr(request, "kv_transfer_params", None)
+            hints = getattr(request, "kv_hints", None)
+            actions = () if hints is None else hints.actions
+            self.settings = RequestSettings.of(request.request_id, params, actions)
+        return self.settings
+
     def forget_progress(self) -> None:
         """Let a preempted request start over: its blocks are gone and come back elsewhere."""
         self.lookup = None
@@ -63,6 +77,7 @@ class RequestState:
         self.present_blocks = 0
         self.saved_blocks = 0
         self.save_barred = False
+        self.to_be_computed = False
 
     def keys(
         self, request: EngineRequest, blocks: int, layout: StoreLayout

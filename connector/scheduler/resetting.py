@@ -22,12 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class Resetter:
-    """Resets of one engine's namespaces. One thread, started by the first."""
+    """Carries out resets of one engine's namespaces, on one thread that the first one starts."""
 
     def __init__(self, store: LazyStore, namespace_ids: Sequence[int]) -> None:
         self._store = store
         self._namespace_ids = namespace_ids
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._asked = self._done = self._tries = 0
         self._saves: set[int] = set()
         """Jobs from before the last reset: what they save may come after the nodes dropped it."""
@@ -44,7 +45,7 @@ class Resetter:
         """Reset, and once more when `saves`, jobs in flight, have ended. Waits up to `wait_s`
         for a first try; whether the reset is complete then."""
         self._saves |= set(saves)
-        with self._changed:
+        with self._lock:
             self._asked += 1
             tries = self._tries
             if self._thread is None:
@@ -63,13 +64,13 @@ class Resetter:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._closing or self._done != self._asked)
                 if self._closing:
                     return
                 asked = self._asked
             complete = self._try()
-            with self._changed:
+            with self._lock:
                 self._tries += 1
                 if complete:
                     self._done = asked
@@ -108,7 +109,7 @@ class Resetter:
 
     def close(self) -> None:
         """Give up what is not done; waits at most `SHUTDOWN_TIMEOUT_S`."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:

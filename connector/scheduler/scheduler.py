@@ -8,9 +8,9 @@ It knows no engine. What it keeps of a request, in `RequestState` and beside it:
     load       planned (`allocated`) -> under way (`plan_step`) -> ended (`loads_ended`), whole
                or in part (`report`). After `LOAD_ATTEMPTS_MAX` failures nothing is offered, and
                never again the very record that could not be loaded
-    save jobs  planned when a step completes blocks (`plan_step`) -> held back while a load of
-               their step may fail (save_gate.py, with `layerwise`) -> in flight, their engine
-               blocks pinned (ledger.py) -> ended by every worker. They outlive their request
+    save jobs  planned when a step completes blocks (`plan_step`, save_planner.py) -> held back
+               while a load of their step may fail (save_gate.py, with `layerwise`) -> given to
+               the workers -> ended by all of them. They outlive their request
 
 `save_barred` says that a request has KV which may not be saved: of before a reset or of other
 weights, or from somebody else's load; only a preemption, after which all of it is computed
@@ -28,8 +28,8 @@ Must never happen:
 - more offered than the prompt has; with `layerwise` the engine computes at least one token;
 - an exception, or a wait, because the store is away.
 
-One class, because loads, saves and their failures change the same requests: a little longer
-than other files.
+Longer than other files, since lookups, loads and their failures change the same fields of the same
+requests. What decides without them, or on its own fields of them, has a file of its own.
 """
 
 from __future__ import annotations
@@ -38,25 +38,17 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from connector.layout.block_plan import (
-    full_blocks,
     load_blocks,
     offered_tokens,
-    save_blocks,
-    save_states,
     usable_run,
 )
 from connector.limits import (
     LOAD_ATTEMPTS_MAX,
-    LOOKUP_TIMEOUT_S,
     LOOKUP_TTL_S,
     LOOKUP_WAIT_PER_STEP_S,
-    PINNED_FRACTION_MAX,
-    RUN_TOUCHED_MAX,
-    SAVE_JOB_BLOCKS_MAX,
     Clock,
 )
 from connector.messages import (
@@ -65,7 +57,6 @@ from connector.messages import (
     BlockTables,
     EngineRequest,
     LoadJob,
-    SaveJob,
     StateBlock,
     StepPlan,
     WorkerReport,
@@ -73,41 +64,23 @@ from connector.messages import (
 from connector.metrics import Counts
 from connector.scheduler.events import BlockEvents
 from connector.scheduler.explain import RequestHistory
-from connector.scheduler.ledger import NoPins, SaveLedger
+from connector.scheduler.hit_sources import hit_sources
 from connector.scheduler.lookup import Lookup, Lookups
 from connector.scheduler.patience import ComputeRate, patience_s
-from connector.scheduler.request_settings import RequestSettings
 from connector.scheduler.requests import LoadUnderWay, Offer, RequestState
 from connector.scheduler.resetting import Resetter
+from connector.scheduler.retaining import Retainer
 from connector.scheduler.save_gate import SaveGate
-from kvstore import Explanation, MissReason
+from connector.scheduler.save_planner import SavePlanner
+from kvstore import Explanation, MissReason, Tier
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
     from connector.scheduler.lazy_store import LazyStore
+    from connector.scheduler.settings import SchedulerSettings
     from connector.stats import CountStats
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """What the scheduler side is told when it is made."""
-
-    loads: bool = True
-    saves: bool = True
-    save_decode: bool = True
-    lookup_timeout_s: float = LOOKUP_TIMEOUT_S
-    volatile_tokens: int = 0
-    """Tokens at a request's end whose KV may still change (speculative decoding)."""
-    null_block_id: int | None = None
-    """The engine's block id for "no block here"."""
-    pinned_fraction: float = PINNED_FRACTION_MAX
-    """Share of the engine's blocks that saves in flight may hold."""
-    events: bool = False
-    """Whether somebody takes events about stored blocks."""
-    layerwise: bool = False
-    """Loads are part of the step that computes the rest of the prompt."""
 
 
 class SchedulerCore:
@@ -128,6 +101,7 @@ class SchedulerCore:
         self._counts = Counts()
         self._history = RequestHistory(store, layout, clock, self._counts)
         self._events = BlockEvents(layout, wanted=settings.events)
+        self._retainer = Retainer(store, self._counts, self._history.noted)
         self._lookups = Lookups(
             store,
             layout,
@@ -136,7 +110,7 @@ class SchedulerCore:
             warm_up=settings.loads,
             on_answer=self._history.looked_up,
         )
-        self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
+        self._saves = SavePlanner(layout, settings, self._events, self._retainer)
         self._unconfirmed = SaveGate(layout.groups[0].topology.workers)
         self._forget: Callable[[set[int]], None] = lambda _: None
         self._workers = 1
@@ -176,8 +150,7 @@ class SchedulerCore:
 
         `forget` takes blocks out of the engine's own prefix cache whose KV is wrong.
         """
-        most = int(num_blocks * self._settings.pinned_fraction)
-        self._ledger = SaveLedger(pins, workers, most)
+        self._saves.bind_pins(pins, workers, num_blocks)
         self._workers = workers
         self._forget = forget
 
@@ -187,7 +160,7 @@ class SchedulerCore:
         """Ask early: the answer is usually there when the engine first schedules it."""
         if self._settings.loads and self._long_enough(request):
             state = self._state(request.request_id)
-            if state.lookup is None and self._own_settings(state, request).max_load_tokens != 0:
+            if state.lookup is None and state.own_settings(request).max_load_tokens != 0:
                 state.lookup = self._lookups.submit(tuple(request.block_hashes))
 
     def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
@@ -211,11 +184,11 @@ class SchedulerCore:
         if self._resetter.pending:
             self._history.refused(request, MissReason.CLEARED)
             return 0
-        most = self._own_settings(state, request).max_load_tokens
+        most = state.own_settings(request).max_load_tokens
         if most == 0:
             self._history.refused(request, MissReason.SKIPPED)
             return 0
-        if state.failed_loads >= LOAD_ATTEMPTS_MAX:
+        if state.to_be_computed or state.failed_loads >= LOAD_ATTEMPTS_MAX:
             self._history.barred(request, state.failed_loads)
             return 0
         lookup = self._lookup(state, request)
@@ -234,6 +207,7 @@ class SchedulerCore:
         run = usable_run(lookup.placement, state.barred, layout, request.num_tokens)
         state.present_blocks = run
         self._events.looked_up(request, lookup)
+        self._retainer.found(request.request_id, state.own_settings(request).retain, lookup)
         wanted = run
         if most is not None:
             blocks_max = (num_computed_tokens + most) // layout.block_tokens
@@ -281,17 +255,22 @@ class SchedulerCore:
         self._next_load_id += 1
         self._planned_loads.append(job)
         first_block = offer.start_token // self._layout.block_tokens
-        self._loads[request.request_id] = LoadUnderWay(job, first_block)
+        self._loads[request.request_id] = LoadUnderWay(job, first_block, offer)
         self._known_tokens[request.request_id] = offer.start_token + num_tokens
+
+    def hit_sources(self, request_id: str, num_tokens: int) -> dict[Tier, int]:
+        """From where the first `num_tokens` of the load that was just planned come; empty when none
+        was. Waits for nobody."""
+        load, store = self._loads.get(request_id), self._store.opened
+        if load is None or store is None:
+            return {}
+        offer = load.offer
+        tokens = min(num_tokens, offer.tokens)
+        placement = offer.lookup.placement
+        return hit_sources(placement, offer.start_token, tokens, self._layout, store.tiers)
 
     def _long_enough(self, request: EngineRequest) -> bool:
         return request.num_tokens >= self._layout.block_tokens
-
-    def _own_settings(self, state: RequestState, request: EngineRequest) -> RequestSettings:
-        if state.settings is None:
-            params = getattr(request, "kv_transfer_params", None)
-            state.settings = RequestSettings.of(request.request_id, params)
-        return state.settings
 
     def _lookup(self, state: RequestState, request: EngineRequest) -> Lookup | None:
         """The current lookup, a new one when there is none or it is too old."""
@@ -340,15 +319,24 @@ class SchedulerCore:
         scheduled = list(scheduled)
         self._rate.step(self._clock(), sum(tokens for _, tokens in scheduled))
         self._computed = self._computed or bool(scheduled)
-        self._bar_saves_on_others_loads(request for request, _ in scheduled)
+        if self._known_tokens:
+            self._bar_saves_on_others_loads(request for request, _ in scheduled)
         plan = StepPlan(
             loads=self._planned_loads, dropped_loads=self._dropped_loads, idle=not scheduled
         )
         self._planned_loads, self._dropped_loads = [], []
+        recurrent = self._layout.recurrent
         for request, num_scheduled_tokens in scheduled if self._settings.saves else ():
-            # First, since they are shown once, while other blocks can wait for room.
-            self._plan_state_saves(request, states(request.request_id), plan.saves)
-            self._plan_saves(request, num_scheduled_tokens, block_ids, plan.saves)
+            if recurrent:
+                # First, since they are shown once, while other blocks can wait for room.
+                state = self._state(request.request_id)
+                completed = states(request.request_id)
+                self._saves.plan_states(request, state, completed, plan.saves)
+            # The engine's thread comes by here for every request in every step.
+            full_with = self._saves.next_full(self._requests.get(request.request_id))
+            if request.num_computed_tokens + num_scheduled_tokens >= full_with:
+                state = self._state(request.request_id)
+                self._saves.plan(request, state, num_scheduled_tokens, block_ids, plan.saves)
         if self._settings.layerwise:
             names = [request.request_id for request, _ in scheduled]
             plan.saves = self._unconfirmed.step(plan.loads, plan.saves, names, block_ids)
@@ -362,61 +350,6 @@ class SchedulerCore:
         for request in scheduled:
             if request.num_computed_tokens > known.get(request.request_id, sys.maxsize):
                 self._state(request.request_id).save_barred = True
-
-    def _plan_saves(
-        self,
-        request: EngineRequest,
-        num_scheduled_tokens: int,
-        block_ids: Callable[[str], BlockTables | None],
-        out: list[SaveJob],
-    ) -> None:
-        settings, layout = self._settings, self._layout
-        state = self._state(request.request_id)
-        first = max(state.saved_blocks, state.present_blocks)
-        last = full_blocks(
-            request, num_scheduled_tokens, layout, settings.save_decode, settings.volatile_tokens
-        )
-        most = self._own_settings(state, request).max_save_tokens
-        if most is not None:
-            last = min(last, most // layout.block_tokens)
-        if last <= first or state.save_barred:
-            return
-        keys = state.keys(request, last, layout)
-        last = min(last, len(keys[0][0]))
-        tables = block_ids(request.request_id)
-        blocks_per_key = sum(layout.blocks_per_key(group) for group in range(len(layout.groups)))
-        while tables is not None and first < last:
-            room = self._ledger.room_blocks // blocks_per_key
-            count = min(last - first, SAVE_JOB_BLOCKS_MAX, room)
-            if count == 0:
-                return
-            blocks = save_blocks(keys, first, first + count, tables, layout, settings.null_block_id)
-            if blocks:
-                before = min(first, RUN_TOUCHED_MAX)
-                run = tuple(tuple(tuple(shard[:before]) for shard in group) for group in keys)
-                job = self._ledger.open(request.request_id, blocks, run)
-                self._events.saving(request, job)
-                out.append(job)
-            first += count
-            state.saved_blocks = first
-
-    def _plan_state_saves(
-        self, request: EngineRequest, states: Sequence[StateBlock], out: list[SaveJob]
-    ) -> None:
-        layout = self._layout
-        state = self._state(request.request_id)
-        if not states or state.save_barred:
-            return
-        tokens = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
-        most = self._own_settings(state, request).max_save_tokens
-        tokens = tokens if most is None else min(tokens, most)
-        last = max(s.num_tokens for s in states) // layout.block_tokens
-        keys = state.keys(request, last, layout)
-        blocks = save_states(keys, state.present_blocks, tokens, states, layout)
-        if 0 < len(blocks) <= self._ledger.room_blocks:
-            job = self._ledger.open(request.request_id, blocks)
-            self._events.saving(request, job)
-            out.append(job)
 
     # What came back
 
@@ -439,14 +372,11 @@ class SchedulerCore:
                 keys = tuple(found.key for found in block.found)
                 self._history.load_failed(request_id, load.first_block + loaded, keys)
                 state.failed_loads += 1
+                state.to_be_computed = not self._settings.loads_again
                 state.lookup = None
                 state.present_blocks = load.first_block + loaded
-        for job_id, workers in report.ended_saves.items():
-            stored = report.stored_blocks.get(job_id, frozenset())
-            stored_by_all = self._ledger.ended(job_id, workers, stored)
-            if stored_by_all is not None:
-                self._events.saved(job_id, stored_by_all)
-        self._resetter.in_flight(self._ledger.jobs())
+        self._saves.report(report)
+        self._resetter.in_flight(self._saves.jobs())
         if report.vram:
             self._vram |= report.vram
             told = len(self._vram) == self._workers
@@ -461,9 +391,8 @@ class SchedulerCore:
         if not invalid:
             return
         dropped, wrong = self._unconfirmed.spoilt(invalid)
+        self._saves.drop(dropped)
         for job in dropped:
-            self._ledger.drop(job.job_id)
-            self._events.saved(job.job_id, ())
             if job.request_id in self._requests:
                 self._requests[job.request_id].saved_blocks = 0
         self._forget(wrong)
@@ -507,7 +436,7 @@ class SchedulerCore:
 
     def has_pending_work(self) -> bool:
         """Whether saves are in flight: an engine that stops stepping never learns of their end."""
-        return len(self._ledger) > 0
+        return len(self._saves) > 0
 
     def forget(self) -> None:
         """Offer nothing that was asked for before this, nor save what was computed before it.
@@ -520,8 +449,7 @@ class SchedulerCore:
             state.offer = None
             state.present_blocks = 0
             state.save_barred = True
-        for job in self._unconfirmed.spoilt(set())[0]:
-            self._ledger.drop(job.job_id)
+        self._saves.drop(self._unconfirmed.spoilt(set())[0])
         self._planned_loads = [_without_source(job) for job in self._planned_loads]
         self._dropped_loads += self._loads
 
@@ -545,7 +473,7 @@ class SchedulerCore:
         the background, and until it is complete nothing is loaded.
         """
         self.forget()
-        if not self._resetter.ask(self._ledger.jobs()):
+        if not self._resetter.ask(self._saves.jobs()):
             log.warning("the reset goes on in the background: until its end nothing is loaded here")
         self._events.clear()
         return True
@@ -555,6 +483,7 @@ class SchedulerCore:
         self._lookups.close()
         self._history.close()
         self._resetter.close()
+        self._retainer.close()
         self._store.close()
 
     def _state(self, request_id: str) -> RequestState:

@@ -163,3 +163,22 @@ def test_trap_what_was_computed_on_a_failed_load_is_not_said_to_be_stored_until_
     end(side, planned(side, request), {0, 1, 2})
     assert said(side) == [(True, 0), (True, 1), (True, 2)]
     side.core.close()
+
+
+def test_of_saves_that_an_emptied_cache_drops_nothing_is_remembered(
+    store: MemoryBlockStore,
+) -> None:
+    side = Side(store, events=True, layerwise=True)
+    request = prompt(side, 3)
+    request.kv_transfer_params = {"retain_s": 60}
+    side.put(request, 1)
+    assert side.match(request) == BLOCK
+    side.core.allocated(request, lambda: (side.tables["r"],), BLOCK)
+    request.num_computed_tokens = BLOCK
+    assert not side.step((request, 2 * BLOCK)).saves, "they wait for the load"
+    assert side.core._events._saving
+    assert side.core._retainer._saving
+    side.core.own_cache_emptied()
+    assert not side.core._events._saving
+    assert not side.core._retainer._saving
+    side.core.close()

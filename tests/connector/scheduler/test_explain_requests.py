@@ -33,7 +33,8 @@ from connector.limits import (
 from connector.messages import WorkerReport
 from connector.scheduler.explain import Rate
 from connector.scheduler.lazy_store import LazyStore
-from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
+from connector.scheduler.scheduler import SchedulerCore
+from connector.scheduler.settings import SchedulerSettings
 from kvstore import Explanation, Missing, MissReason, UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
 

@@ -20,7 +20,8 @@ from connector_parts import (
 
 from connector.messages import WorkerReport
 from connector.scheduler.lazy_store import LazyStore
-from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
+from connector.scheduler.scheduler import SchedulerCore
+from connector.scheduler.settings import SchedulerSettings
 from kvstore import BlockSession, Client, Missing, MissReason, Reservation
 
 if TYPE_CHECKING:

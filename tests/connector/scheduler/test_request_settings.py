@@ -51,7 +51,7 @@ def test_settings_are_read_from_the_requests_parameters(
 def test_what_cannot_be_understood_saves_nothing_and_is_named_in_the_log(
     name: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert RequestSettings.of("r7", {name: value}) == RequestSettings(None, 0)
+    assert RequestSettings.of("r7", {name: value}) == RequestSettings(None, 0, None)
     assert f"request r7: kv_transfer_params.{name}" in caplog.text
     assert repr(value) in caplog.text
 

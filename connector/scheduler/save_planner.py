@@ -1,0 +1,162 @@
+"""Plans the save jobs of a step, and follows each job to its end.
+
+    planned -> in flight, its engine blocks pinned (ledger.py) -> ended by every worker
+                                                               -> dropped: it was given to none
+
+Block events (events.py) and wishes to retain (retaining.py) hear of a job twice: when it is
+planned, and once when it has ended, in whichever way. A request's `saved_blocks` say how far it
+is planned; whoever drops a job says whether its blocks are to be planned anew.
+
+Only the engine's scheduling thread calls; no call waits. Must never happen: a job that the ledger
+has ended and of which the others were not told, or the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from connector.layout.block_plan import full_blocks, save_blocks, save_states
+from connector.limits import RUN_TOUCHED_MAX, SAVE_JOB_BLOCKS_MAX
+from connector.messages import (
+    BlockPins,
+    BlockTables,
+    EngineRequest,
+    SaveBlock,
+    SaveJob,
+    StateBlock,
+    WorkerReport,
+)
+from connector.scheduler.ledger import NoPins, SaveLedger
+from kvstore import Key
+
+if TYPE_CHECKING:
+    from connector.layout.geometry import StoreLayout
+    from connector.scheduler.events import BlockEvents
+    from connector.scheduler.requests import RequestState
+    from connector.scheduler.retaining import Retainer
+    from connector.scheduler.settings import SchedulerSettings
+
+
+class SavePlanner:
+    """Plans the saves of one engine; before `bind_pins` none."""
+
+    def __init__(
+        self,
+        layout: StoreLayout,
+        settings: SchedulerSettings,
+        events: BlockEvents,
+        retainer: Retainer,
+    ) -> None:
+        self._layout = layout
+        self._settings = settings
+        self._events = events
+        self._retainer = retainer
+        self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
+        self._blocks_per_key = sum(map(layout.blocks_per_key, range(len(layout.groups))))
+
+    def bind_pins(self, pins: BlockPins, workers: int, num_blocks: int) -> None:
+        """Take what keeps engine blocks alive, of which there are `num_blocks`, and how many
+        workers end each job."""
+        most = int(num_blocks * self._settings.pinned_fraction)
+        self._ledger = SaveLedger(pins, workers, most)
+
+    def __len__(self) -> int:
+        """Jobs in flight."""
+        return len(self._ledger)
+
+    def jobs(self) -> list[int]:
+        """The numbers of the jobs in flight."""
+        return self._ledger.jobs()
+
+    def next_full(self, state: RequestState | None) -> int:
+        """With fewer tokens than these no block of the request is full that was not before."""
+        first = max(state.saved_blocks, state.present_blocks) if state is not None else 0
+        return (first + 1) * self._layout.block_tokens + self._settings.volatile_tokens
+
+    def plan(
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        num_scheduled_tokens: int,
+        block_ids: Callable[[str], BlockTables | None],
+        out: list[SaveJob],
+    ) -> None:
+        """Add to `out` the saves of what is full with `num_scheduled_tokens` more tokens, as far
+        as there is room; the rest waits for a later step."""
+        settings, layout = self._settings, self._layout
+        first = max(state.saved_blocks, state.present_blocks)
+        last = full_blocks(
+            request, num_scheduled_tokens, layout, settings.save_decode, settings.volatile_tokens
+        )
+        most = state.own_settings(request).max_save_tokens
+        if most is not None:
+            last = min(last, most // layout.block_tokens)
+        if last <= first or state.save_barred:
+            return
+        keys = state.keys(request, last, layout)
+        last = min(last, len(keys[0][0]))
+        tables = block_ids(request.request_id)
+        while tables is not None and first < last:
+            room = self._ledger.room_blocks // self._blocks_per_key
+            count = min(last - first, SAVE_JOB_BLOCKS_MAX, room)
+            if count == 0:
+                return
+            blocks = save_blocks(keys, first, first + count, tables, layout, settings.null_block_id)
+            if blocks:
+                before = min(first, RUN_TOUCHED_MAX)
+                run = tuple(tuple(tuple(shard[:before]) for shard in group) for group in keys)
+                out.append(self._open(request, state, blocks, run))
+            first += count
+            state.saved_blocks = first
+
+    def plan_states(
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        states: Sequence[StateBlock],
+        out: list[SaveJob],
+    ) -> None:
+        """Add to `out` the save of `states`, which a step shows once: those that find no room are
+        not saved."""
+        layout = self._layout
+        if not states or state.save_barred:
+            return
+        tokens = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
+        most = state.own_settings(request).max_save_tokens
+        tokens = tokens if most is None else min(tokens, most)
+        last = max(s.num_tokens for s in states) // layout.block_tokens
+        keys = state.keys(request, last, layout)
+        blocks = save_states(keys, state.present_blocks, tokens, states, layout)
+        if 0 < len(blocks) <= self._ledger.room_blocks:
+            out.append(self._open(request, state, blocks))
+
+    def _open(
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        blocks: tuple[SaveBlock, ...],
+        run: tuple[tuple[tuple[Key, ...], ...], ...] = (),
+    ) -> SaveJob:
+        job = self._ledger.open(request.request_id, blocks, run)
+        self._events.saving(request, job)
+        self._retainer.saving(state.own_settings(request).retain, job)
+        return job
+
+    def report(self, report: WorkerReport) -> None:
+        """Take from `report` which jobs have ended, and what of them is stored."""
+        for job_id, workers in report.ended_saves.items():
+            stored = report.stored_blocks.get(job_id, frozenset())
+            stored_by_all = self._ledger.ended(job_id, workers, stored)
+            if stored_by_all is not None:
+                self._tell(job_id, stored_by_all)
+
+    def drop(self, jobs: Iterable[SaveJob]) -> None:
+        """End jobs that were given to no worker."""
+        for job in jobs:
+            self._ledger.drop(job.job_id)
+            self._tell(job.job_id, ())
+
+    def _tell(self, job_id: int, stored: Iterable[int]) -> None:
+        self._events.saved(job_id, stored)
+        self._retainer.saved(job_id, stored)
