@@ -27,24 +27,12 @@ from connector.layout.geometry import Field
 from connector.limits import LOCK_TIMEOUT_S, LOCKED_KEYS_MAX, TIMEOUT_S_MAX
 from connector.pages.locks import Locks
 from connector.pages.pages import Pages, Parts, is_there
-from connector.settings import ConnectorSettings
+from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import Results, TaskThread
 from kvstore import Namespace, PutStatus, UsageError, tenant_salt
 
 log = logging.getLogger(__name__)
 
-SETTINGS = (
-    "url",
-    "key_prefix",
-    "node",
-    "node_size_bytes",
-    "run_dir",
-    "lookup_timeout_s",
-    "verify",
-    "weights_id",
-    "limits",
-)
-"""Of `ConnectorSettings`; beside them there are `locked_keys_max` and `lock_timeout_s`."""
 OBJECT_VERSION = 1
 """Grows when the same fields come to mean other bytes."""
 FORMAT_BYTES = 16
@@ -53,7 +41,8 @@ and at a lookup it may not know them; so objects of another kind are found but n
 
 
 class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
-    """Chunks by LMCache's object key. Locked chunks are pinned on the memory node of this host.
+    """Keeps chunks under LMCache's object keys. Locked chunks are pinned on the memory node of this
+    host.
 
     One thread does all tasks in their order. A peer's fault is a bit that is not
     set or a store that did not succeed, never an exception; wrong settings raise.
@@ -62,7 +51,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__(max_capacity_bytes=0)  # the node evicts by itself
         own = {name: params[name] for name in params if name not in _LOCK_SETTINGS}
-        config = ConnectorSettings.from_extra(own, where="adapter_params", only=SETTINGS)
+        config = ConnectorSettings.from_extra(own, where="adapter_params", only=STORE_SETTINGS)
         most, timeout_s = _lock_settings(params)
         if config.weights_id is None:
             raise UsageError(
@@ -75,6 +64,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             "engine": "lmcache",
             "object_version": OBJECT_VERSION,
             "weights": f"id {config.weights_id}",
+            **config.life,
         }
         namespace = Namespace(fields, salt=tenant_salt())
         self._store = open_store(config)

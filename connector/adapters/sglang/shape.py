@@ -81,4 +81,5 @@ def page_namespace(
     for name in _POOL_NUMBERS:
         value = getattr(pool, name, None)
         fields[name] = None if value is None else int(value)
+    fields |= config.life
     return Namespace(fields, salt=tenant_salt())

@@ -41,7 +41,7 @@ SAMPLES_MAX = 1024
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """Pages by SGLang's hash, bound to the namespace of weights, dtype, pool and shard.
+    """Keeps pages under SGLang's hashes, bound to the namespace of weights, dtype, pool and shard.
 
     Called by SGLang's prefetch and backup threads at the same time. A peer's
     fault is a miss or False here, never an exception; only wrong settings raise.

@@ -1,4 +1,8 @@
-"""Translates the connector calls of vLLM 0.32 and 0.33 to the core, and does nothing else."""
+"""Translates the connector calls of vLLM 0.32 and 0.33 to the core, and does nothing else.
+
+Longer than other files: vLLM wants one class for both sides, and each call is a method of a few
+lines.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from connector.limits import IDLE_WAIT_S
 from connector.messages import BlockTables, StateBlock, StepPlan, WorkerReport
 from connector.scheduler.lockstep import LockstepScheduler
 from connector.settings import ConnectorSettings
+from kvstore import Tier, UsageError
 
 with of_vllm():
     from vllm.config import get_current_vllm_config_or_none
@@ -28,6 +33,7 @@ with of_vllm():
     from vllm.logger import init_logger
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+    from connector.adapters.vllm.bystander import Bystander
     from connector.adapters.vllm.engine_hooks import Watcher, watch_engine_core
     from connector.adapters.vllm.events import VllmEvents
     from connector.adapters.vllm.launcher import in_lock_step, lockstep_side
@@ -48,16 +54,24 @@ logger = init_logger(f"vllm.{__name__}")  # only loggers below vLLM's own are wr
 register_vllm()  # for those who name the module: vLLM looks a child's statistics up by name
 
 
+HIT_SOURCES = {
+    Tier.VRAM: CacheHitSource.DEVICE,
+    Tier.HOST: CacheHitSource.HOST,
+    Tier.OTHER_HOST: CacheHitSource.P2P,
+}
+"""vLLM's DISK is none of them: no node keeps blocks on a disk."""
+
+
 @dataclass
 class KVStoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler side tells the workers, once per step."""
+    """Carries what the scheduler side tells the workers, once per step."""
 
     plan: StepPlan
 
 
 @dataclass
 class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers tell the scheduler side, once per step."""
+    """Carries what the workers tell the scheduler side, once per step."""
 
     report: WorkerReport
 
@@ -68,7 +82,7 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class PoolPins:
-    """Saves hold a reference on blocks of vLLM's pool, as one more request would."""
+    """Holds a reference on blocks of vLLM's pool for each save, as one more request would."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -82,8 +96,6 @@ class PoolPins:
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignore[misc]
     """Saves full KV blocks to the store and loads those that match a new request's prefix."""
-
-    _cache_hit_source = CacheHitSource.HOST
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -99,19 +111,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = ConnectorSettings.from_extra(transfer.kv_connector_extra_config or {})
-        shape = engine_shape(vllm_config, kv_cache_config, config)
         self._config = config
-        self._shape = shape
-        self._events = VllmEvents(vllm_config, kv_cache_config)
         self._scheduler: SchedulerCore | LockstepScheduler | None = None
-        self._worker: WorkerCore | None = None
+        self._worker: WorkerCore | Bystander | None = None
         self._requests: dict[str, HashedRequest] = {}
         self._emptied = False
         """vLLM is emptying its own cache."""
-        self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
-        layout = shape.layout(config)
-        self._block_tokens = layout.block_tokens
-        self._prompt_keys = PromptKeys.of_layout(layout)
         self._speculative = vllm_config.speculative_config is not None
         self._before_forward: Any = None
         """What loads of the step wait for."""
@@ -120,6 +125,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         self._shown = self._report
         """What vLLM is told of it."""
         process = uuid4().hex
+        self._numbers: tuple[int, ...] = ()
+        """vLLM's numbers of the groups that are stored."""
+        try:
+            shape = engine_shape(vllm_config, kv_cache_config, config)
+            layout = shape.layout(config)
+        except UsageError as e:
+            if role == KVConnectorRole.SCHEDULER:
+                raise
+            self._stand_aside(e)
+            return
+        self._shape = shape
+        self._numbers = tuple(group.number for group in shape.groups)
+        self._events = VllmEvents(vllm_config, kv_cache_config, self._numbers)
+        self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
+        self._block_tokens = layout.block_tokens
+        self._prompt_keys = PromptKeys.of_layout(layout)
         if role == KVConnectorRole.SCHEDULER:
             watch_engine_core()
             if in_lock_step(vllm_config):
@@ -135,6 +156,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
                     len(group.namespaces),
                     group.namespaces[0],
                 )
+            for which in shape.left_out:
+                logger.info("kvstore: not stored: %s", which)
         else:
             # Where somebody else starts the processes, ranks count over all engines.
             rank = vllm_config.parallel_config.rank % shape.workers
@@ -144,6 +167,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
                 _warn(get_current_vllm_config_or_none() or vllm_config)
         named = config.weights_id is not None
         self._weights = Weights(vllm_config, process, named=named)
+
+    def _stand_aside(self, why: UsageError) -> None:
+        """Let the engine run without this worker's part, or the scheduler's side refuse it."""
+        logger.error("kvstore: this worker neither saves nor loads: %s", why)
+        groups = self._kv_cache_config
+        self._worker = Bystander(
+            by_request=len(groups.kv_cache_groups) > 1 or groups.has_mamba_layers,
+            layerwise=self._config.layerwise,
+        )
 
     # Scheduler side
 
@@ -161,7 +193,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         known = self._requests.get(request.request_id)
         if known is None:
             computed_with = self._weights.of(request)
-            known = HashedRequest(request, self._block_tokens, self._hash_tokens, computed_with)
+            known = HashedRequest(
+                request,
+                self._block_tokens,
+                self._hash_tokens,
+                computed_with,
+                prompts_only=self._shape.prompts_only,
+            )
             self._requests[request.request_id] = known
         return known
 
@@ -180,17 +218,37 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return tokens, bool(tokens) and not self._config.layerwise
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._s.allocated(self._hashed(request), blocks.get_block_ids, num_external_tokens)
+        self._s.allocated(
+            self._hashed(request),
+            lambda: self._stored(blocks.get_block_ids()),
+            num_external_tokens,
+        )
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        hashed = self._hashed(request)
+        tiers = self._s.hit_sources(hashed.request_id, num_external_tokens)
+        sources = {HIT_SOURCES[tier]: tokens for tier, tokens in tiers.items()}
+        untold = num_external_tokens - sum(sources.values())
+        if untold:
+            sources[CacheHitSource.EXTERNAL_UNSPECIFIED] = untold
+        return sources
+
+    def _stored(self, tables: BlockTables) -> BlockTables:
+        """Of vLLM's tables those of groups that are stored."""
+        return tuple(tables[number] for number in self._numbers)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
 
         def block_ids(request_id: str) -> BlockTables | None:
-            return state.get_block_ids(request_id) if state is not None else None
+            tables = state.get_block_ids(request_id) if state is not None else None
+            return None if tables is None else self._stored(tables)
 
         def states(request_id: str) -> Sequence[StateBlock]:
             return completed_states(
-                state, self._requests[request_id], speculative=self._speculative
+                state, self._requests[request_id], self._numbers, speculative=self._speculative
             )
 
         requests = self._requests
@@ -296,7 +354,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
     # Worker side
 
     @property
-    def _w(self) -> WorkerCore:
+    def _w(self) -> WorkerCore | Bystander:
         assert self._worker is not None, "a worker call on the scheduler's connector"
         return self._worker
 
@@ -308,9 +366,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         groups = self._kv_cache_config.kv_cache_groups
-        self._w.register_kv_caches(
-            *({name: kv_caches[name] for name in group.layer_names} for group in groups)
-        )
+        stored = (groups[number].layer_names for number in self._numbers)
+        taken = [{name: kv_caches[name] for name in names} for names in stored]
+        try:
+            self._w.register_kv_caches(*taken)
+        except UsageError as e:
+            self._w.close()
+            self._stand_aside(e)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -41,7 +41,7 @@ _MARK = "_kvstore_wrapped"
 
 
 class Watcher:
-    """A connector's scheduler side, as far as the engine core is concerned."""
+    """Describes a connector's scheduler side, as far as the engine core is concerned."""
 
     def weights_may_have_changed(self) -> None: ...
     def weights_named(self, version: str) -> None: ...

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from connector.adapters.vllm.shape import vllm_hash_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from connector.messages import BlockEvent
 
@@ -28,10 +28,12 @@ PLACE = {"medium": MEDIUM_CPU, "locality": "LOCAL", "ownership": "kvstore"}
 
 
 class VllmEvents:
-    """One event per store block, in blocks and hashes of vLLM's own, so that routers know the
+    """Tells one event per store block, in blocks and hashes of vLLM's own, so that routers know the
     block again from the events of vLLM's own cache."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, numbers: Sequence[int]) -> None:
+        """`numbers` are vLLM's of the groups that are stored, in the layout's order."""
+        self._numbers = tuple(numbers)
         self._groups = kv_cache_config.kv_cache_groups
         self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
 
@@ -47,7 +49,8 @@ class VllmEvents:
         if tuple(hashed.block_hashes[event.block : event.block + 1]) != (event.block_hash,):
             return None
         request = hashed.vllm_request
-        spec = self._groups[event.group].kv_cache_spec
+        number = self._numbers[event.group]
+        spec = self._groups[number].kv_cache_spec
         size = spec.block_size
         hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, size)
         first_token, end_token = hashed.tokens_of(event.block)
@@ -56,7 +59,7 @@ class VllmEvents:
             return None
         names = [maybe_convert_block_hash(h) for h in hashes[first:end]]
         if not event.stored:
-            return BlockRemoved(block_hashes=names, group_idx=event.group, **PLACE)
+            return BlockRemoved(block_hashes=names, group_idx=number, **PLACE)
         lora = request.lora_request
         extra_keys = [
             generate_block_hash_extra_keys(request, at, at + size, 0)[0]
@@ -70,7 +73,7 @@ class VllmEvents:
             lora_id=lora.adapter_id if lora else None,
             lora_name=lora.name if lora else None,
             extra_keys=to_event_extra_keys(extra_keys),
-            group_idx=event.group,
+            group_idx=number,
             kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
             **PLACE,

@@ -18,6 +18,8 @@ ROPE_OF_ANY_LENGTH = ("default", "linear", "llama3", "yarn", "dynamic", "mrope",
 """Position encodings that vLLM computes without looking at `max_model_len`."""
 LENGTH_SHAPES_FORWARD = ("llama4", "nomic", "minimax_m2", "plamo3", "cohere")
 """How names of models begin whose decoder layers ask vLLM for `max_model_len`, or may."""
+DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Speculative methods that write nothing into the KV cache: the same KV with them and without."""
 UNREADABLE_FORMATS = ("ipc_cache", "modelexpress", "runai_streamer_sharded")
 """`load_format`s whose weights are in no file of this host."""
 
@@ -38,6 +40,7 @@ def model_fields(vllm_config: Any, config: ConnectorSettings) -> dict[str, Field
         "kv_heads": int(model.get_total_num_kv_heads()),
         "draft": "" if speculative is None else _draft(vllm_config, speculative, config),
         "hash_algorithm": ALGORITHM,
+        **config.life,
     }
 
 
@@ -103,9 +106,12 @@ def _rope_types(rope: object) -> list[object]:
 
 
 def _draft(vllm_config: Any, speculative: Any, config: ConnectorSettings) -> str:
-    """A draft model writes KV of its own into the blocks, from weights of its own."""
+    """A draft model writes KV of its own into the blocks, from weights of its own; other ways to
+    guess tokens leave KV as it is."""
     draft = speculative.draft_model_config
     method = str(speculative.method or "")
+    if method in DRAFTS_WITHOUT_KV:
+        return ""
     if draft is None or str(draft.model) == str(vllm_config.model_config.model):
         return method  # with no weights, or with the target's
     weights = _weights(vllm_config, draft, config.weights_id)

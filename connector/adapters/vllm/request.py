@@ -18,13 +18,28 @@ class HashedRequest:
     are made with: whatever keeps them apart keeps these apart.
     """
 
-    __slots__ = ("_block_tokens", "_chain", "_computed_with", "_hash_tokens", "_request")
+    __slots__ = (
+        "_block_tokens",
+        "_chain",
+        "_computed_with",
+        "_hash_tokens",
+        "_prompts_only",
+        "_request",
+    )
 
     def __init__(
-        self, request: Any, block_tokens: int, hash_tokens: int, computed_with: tuple[str, ...] = ()
+        self,
+        request: Any,
+        block_tokens: int,
+        hash_tokens: int,
+        computed_with: tuple[str, ...] = (),
+        *,
+        prompts_only: bool = False,
     ) -> None:
         """`hash_tokens`: tokens of one of vLLM's own hashes, a divisor of `block_tokens`.
-        `computed_with` is what vLLM's hashes leave out (`weights.Weights`)."""
+        `computed_with` is what vLLM's hashes leave out (`weights.Weights`). With `prompts_only`
+        blocks behind the prompt have no hash, so that none is saved or loaded."""
+        self._prompts_only = prompts_only
         self._computed_with = computed_with
         self._request = request
         self._block_tokens = block_tokens
@@ -63,7 +78,8 @@ class HashedRequest:
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """One per full store block. None at all for a request whose extras cannot be hashed."""
-        return self._chain.hashes(self._request.all_token_ids, self.num_tokens)
+        known = self.num_prompt_tokens if self._prompts_only else self.num_tokens
+        return self._chain.hashes(self._request.all_token_ids, known)
 
     def _extra(self, first: int, end: int) -> object:
         keys, _ = generate_block_hash_extra_keys(self._request, first, end, 0)

@@ -9,6 +9,7 @@ layers' names, the model's configuration and what the namespace has of the KV ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
@@ -61,12 +62,14 @@ def layer_runs(
 
 def _by_shape(group: Any) -> tuple[LayerRun, ...]:
     """Layers of one shape each, in the order of the first of them."""
-    places: dict[tuple[int, int], list[int]] = {}
+    places: dict[tuple[int, int, Fraction], list[int]] = {}
     for place, name in enumerate(group.layer_names):
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
             spec = spec.kv_cache_specs[name]
-        places.setdefault((spec.num_heads, spec.state_content_size_bytes), []).append(place)
+        per_state = Fraction(max(spec.tokens_per_state, 0) or 1)  # -1: one state for all
+        shape = (spec.num_heads, spec.state_content_size_bytes, per_state)
+        places.setdefault(shape, []).append(place)
     return tuple(LayerRun(tuple(some), *shape) for shape, some in places.items())
 
 

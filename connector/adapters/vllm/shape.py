@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    HiddenStateCacheSpec,
+    ChunkedLocalAttentionSpec,
     KVQuantMode,
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    iter_layer_specs,
 )
 
 from connector.adapters.vllm.heads import tp_shards
 from connector.adapters.vllm.identity import model_fields
+from connector.adapters.vllm.kinds import check_model, sorted_groups
 from connector.adapters.vllm.launcher import in_lock_step
 from connector.adapters.vllm.runs import layer_runs
 from connector.adapters.vllm.states import state_fields, state_geometry, state_spec, state_topology
@@ -56,12 +59,9 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
         )
     if config.layerwise:
         _check_layerwise(vllm_config)
-    groups = tuple(
-        _group(number, group, vllm_config)
-        for number, group in enumerate(kv_cache_config.kv_cache_groups)
-    )
-    if not groups:
-        raise UsageError("kv_cache_groups", 0, "must be at least one: there is no KV to store")
+    check_model(vllm_config.model_config)
+    found = sorted_groups(kv_cache_config)
+    groups = tuple(_group(number, group, vllm_config) for number, group in found.stored)
     transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
     speculative = vllm_config.speculative_config
     drafts = speculative is not None and speculative.use_eagle()
@@ -70,14 +70,28 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
         workers=workers,
         model=model_fields(vllm_config, config),
         null_block_id=VLLM_NULL_BLOCK_ID,
-        # A draft model's layers see the next token: the last block is final one step late.
-        volatile_tokens=(
-            max(group.geometry.engine_block_tokens for group in groups) if drafts else 0
-        ),
+        # A draft model's layers see tokens behind their own: these are final a step late.
+        volatile_tokens=(max(1, int(vllm_config.num_prefill_lookahead_tokens)) if drafts else 0),
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
         events=events is not None and events.enable_kv_cache_events,
+        # vLLM goes on counting the blocks of a load that failed as promised, to the same request
+        # too, and may never admit another one.
+        loads_again=config.layerwise,
+        engine_groups=len(kv_cache_config.kv_cache_groups),
+        boundary_tokens=_boundary_tokens(kv_cache_config) if found.left_out else 1,
+        left_out=found.left_out,
+        prompts_only=any(
+            isinstance(spec, RSWASpec)
+            for _, group in found.stored
+            for spec in iter_layer_specs(group.kv_cache_spec)
+        ),
     )
+
+
+def _boundary_tokens(kv_cache_config: Any) -> int:
+    """Where hits of vLLM's own cache end, for the sake of groups that are left out."""
+    return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
 
 
 def _check_layerwise(vllm_config: Any) -> None:
@@ -144,7 +158,11 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
             number=number,
             fields={**state_fields(states), **layers},
         )
-    spec, window_tokens = _attention(number, group.kv_cache_spec)
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        # The scheduler is given the first layer's: namespaces are made from that one.
+        spec = spec.first_spec
+    per_state = Fraction(spec.tokens_per_state)
     runs = layer_runs(group, vllm_config, lambda one: _within_block(vllm_config, one))
     # Where vLLM packs heads in another way, ranges of them mean nothing to another size.
     plain = spec.num_heads == spec.num_kv_heads
@@ -159,6 +177,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
             channel_bytes=spec.state_content_size_bytes,
             engine_block_tokens=spec.block_size,
             runs=runs,
+            tokens_per_slot=per_state,
         ),
         topology=topology,
         # The scheduler knows the layers of one pipeline stage only; both sides must agree.
@@ -166,49 +185,24 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
             None if pp_size == 1 else max(1, model.get_total_num_hidden_layers() // pp_size)
         ),
         number=number,
-        window_tokens=window_tokens,
+        window_tokens=(
+            int(spec.sliding_window) + int(spec.extra_retained_tokens)
+            if isinstance(spec, SlidingWindowSpec)
+            else None
+        ),
+        chunk_tokens=(
+            int(spec.attention_chunk_size) if isinstance(spec, ChunkedLocalAttentionSpec) else None
+        ),
         fields={
             "kv_cache_dtype": f"{vllm_config.cache_config.cache_dtype}/{spec.dtype}",
             "kv_spec": type(spec).__name__,
             "head_size": int(spec.head_size),
             "within_block": _within_block(vllm_config, spec),
             "packing": "" if plain else f"{spec.num_heads} slots, {topology.tp_shards} shards",
+            **({} if per_state == 1 else {"tokens_per_state": str(per_state)}),
             **layers,
         },
     )
-
-
-def _attention(number: int, spec: Any) -> tuple[Any, int | None]:
-    """(spec of every layer, sliding window) of a group that can be stored, else `UsageError`."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        # The scheduler is given the first layer's: namespaces are made from that one.
-        for one in spec.kv_cache_specs.values():
-            _attention(number, one)
-        spec = spec.first_spec
-    refused = (RSWASpec, HiddenStateCacheSpec)
-    full = isinstance(spec, FullAttentionSpec) and not isinstance(spec, refused)
-    if not (full or isinstance(spec, SlidingWindowSpec)) or not spec.prefix_cacheable:
-        raise UsageError(
-            "kv_cache_groups",
-            f"{type(spec).__name__} in group {number}",
-            "only full and sliding-window attention and states of state-space layers can be "
-            "stored, and a prefix of which one group is missing is of no use",
-        )
-    if getattr(spec, "non_causal", False):
-        raise UsageError(
-            "kv_cache_spec",
-            f"{type(spec).__name__}, non-causal, in group {number}",
-            "cannot be stored: the KV of a prefix depends on the tokens behind it",
-        )
-    if spec.tokens_per_state != 1:
-        raise UsageError(
-            "kv_cache_spec",
-            f"{type(spec).__name__}, {spec.tokens_per_state} tokens a state, in group {number}",
-            "cannot be stored: a state must stand for one token",
-        )
-    if full:
-        return spec, None
-    return spec, int(spec.sliding_window) + int(spec.extra_retained_tokens)
 
 
 def _within_block(vllm_config: Any, spec: Any) -> str:

@@ -68,8 +68,12 @@ def state_fields(spec: MambaSpec) -> dict[str, Field]:
     }
 
 
-def completed_states(block_state: Any, request: Any, *, speculative: bool) -> Sequence[StateBlock]:
+def completed_states(
+    block_state: Any, request: Any, numbers: Sequence[int], *, speculative: bool
+) -> Sequence[StateBlock]:
     """The blocks in which this step's forward leaves a state of `request` for good.
+
+    `numbers` are vLLM's of the groups that are stored, in the layout's order.
 
     Only vLLM knows them: its table of such a group holds one running state,
     null blocks before it and scratch blocks for drafts behind it, and the
@@ -82,9 +86,9 @@ def completed_states(block_state: Any, request: Any, *, speculative: bool) -> Se
     if block_state is None:
         return ()
     return [
-        StateBlock(group, block_id, num_tokens)
+        StateBlock(numbers.index(group), block_id, num_tokens)
         for group, block_id, num_tokens in block_state.boundary_state_offloads.get(
             request.request_id, ()
         )
-        if num_tokens <= request.num_prompt_tokens or not speculative
+        if group in numbers and (num_tokens <= request.num_prompt_tokens or not speculative)
     ]

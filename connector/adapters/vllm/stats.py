@@ -15,7 +15,7 @@ from connector.stats import CountStats
 
 
 class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
-    """vLLM's statistics of this connector; their data is that of `CountStats.to_dict`."""
+    """Carries vLLM's statistics of this connector; their data is that of `CountStats.to_dict`."""
 
     data: dict[str, Any]
 

@@ -59,7 +59,8 @@ CHUNK_VERSION = 1
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """A secondary tier of vLLM's offloading that other engines share, on this host and others.
+    """Implements a secondary tier of vLLM's offloading that other engines share, on this host and
+    others.
 
     A peer's fault is a miss or a job that did not succeed, never an exception; wrong settings
     raise `UsageError`.
@@ -88,7 +89,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 "backend: vLLM tells its tiers a model's name alone",
             )
         self.locality = None if locality is None else Locality(locality)
-        self._fields = chunk_fields(offloading_spec, self.block_size_bytes, config.weights_id)
+        fields = chunk_fields(offloading_spec, self.block_size_bytes, config.weights_id)
+        self._fields = fields | config.life
         self._memory = primary_kv_view.cast("B")
         self._store = open_store(config)
         self._lock = threading.Lock()

@@ -139,6 +139,7 @@ def adapter(node: NodeProcess) -> Iterator[Any]:
     made.close()
 
 
+@pytest.mark.covers("full attention", "memory")
 def test_objects_come_back_in_another_process_byte_for_byte(
     node: NodeProcess, adapter: Any
 ) -> None:

@@ -163,6 +163,8 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", [mha_pool, mla_pool], ids=["mha", "mla"])
+@pytest.mark.covers("full attention", "memory")
+@pytest.mark.covers("MLA (DeepSeek-V2, V3)", "memory")
 def test_pages_come_back_byte_for_byte_in_another_process_pool(
     node: NodeProcess, make: Any, layout: str
 ) -> None:

@@ -91,6 +91,7 @@ def test_trap_ranks_that_hold_the_same_kv_share_it_as_only_one_of_them_saves() -
     assert ranks[0] == namespace({"is_mla_model": True, "tp_size": 8})
 
 
+@pytest.mark.covers("decode context parallel", "refused")
 def test_sequence_shards_are_refused() -> None:
     with pytest.raises(UsageError, match="dcp_size"):
         namespace({"dcp_size": 2})

@@ -143,14 +143,12 @@ class TestRegistration:
 class TestAnswers:
     def test_trap_a_cache_requires_no_delivery_and_no_piecewise_graphs(self, model: Path) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         from connector.adapters.vllm.connector import KVStoreConnector
 
         config = vllm_config(model, blocks=8)
         connector = KVStoreConnector(config, KVConnectorRole.WORKER, kv_cache_config(8))
         assert connector.requires_kv_delivery is False
-        assert connector._cache_hit_source is CacheHitSource.HOST
         assert connector.reset_cache() is None
         assert connector.get_kv_connector_stats() is None
         assert KVStoreConnector.requires_piecewise_for_cudagraph({}) is False
@@ -316,37 +314,19 @@ class TestShape:
             "engine_block_tokens": ENGINE_BLOCK,
             "recurrent": False,
             "runs": (),
+            "tokens_per_slot": 1,
         }
 
-    def test_trap_context_parallel_blocks_are_refused(self, model: Path) -> None:
+    @pytest.mark.covers("decode context parallel", "refused")
+    @pytest.mark.covers("prefill context parallel", "refused")
+    @pytest.mark.parametrize(
+        "name", ["decode_context_parallel_size", "prefill_context_parallel_size"]
+    )
+    def test_trap_context_parallel_blocks_are_refused(self, model: Path, name: str) -> None:
         config = vllm_config(model, blocks=8)
-        config.parallel_config.decode_context_parallel_size = 2
-        with pytest.raises(UsageError, match="decode_context_parallel_size"):
+        setattr(config.parallel_config, name, 2)
+        with pytest.raises(UsageError, match=name):
             shape(config, kv_cache_config(8))
-
-    @pytest.mark.parametrize("kind", ["reference_window", "chunked"])
-    def test_trap_groups_that_cannot_be_stored_are_refused_at_start(
-        self, model: Path, kind: str
-    ) -> None:
-        import torch
-        from vllm.v1.kv_cache_interface import (
-            ChunkedLocalAttentionSpec,
-            KVCacheGroupSpec,
-            RSWASpec,
-        )
-
-        heads = {"num_kv_heads": 2, "head_size": 4, "dtype": torch.bfloat16}
-        spec = {
-            "reference_window": lambda: RSWASpec(block_size=ENGINE_BLOCK, rswa_window=32, **heads),
-            "chunked": lambda: ChunkedLocalAttentionSpec(
-                block_size=ENGINE_BLOCK, attention_chunk_size=32, **heads
-            ),
-        }[kind]()
-        groups = kv_cache_config(8)
-        groups.kv_cache_groups.append(KVCacheGroupSpec(["other"], spec))
-        with pytest.raises(UsageError, match="only full and sliding-window attention") as refused:
-            shape(vllm_config(model, blocks=8), groups)
-        assert f"{type(spec).__name__} in group 1" in str(refused.value)
 
     def test_roles(self, model: Path) -> None:
         for role, loads, saves in (

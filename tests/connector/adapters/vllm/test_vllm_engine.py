@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import pytest
 from connector_parts import wait_for
 from engines import EngineProcess, EngineSettings, Generated, build_model, kv_transfer
-from redis_servers import RedisServer, stopped
+from redis_servers import RedisServer, stopped, wait_until
 
 from kvstore import Limits
 from kvstore.index.open import open_guarded
 from kvstore.node.daemon import Node, NodeConfig
 from kvstore.record import RECORD_BYTES
+from kvstore.segment.header import SUPERBLOCK_BYTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 BLOCK = 64
@@ -141,6 +142,7 @@ def produce(producer: EngineProcess, store: Store, wanted: list[list[int]]) -> l
     return results
 
 
+@pytest.mark.covers("full attention", "engine")
 def test_two_processes_share_kv_and_answer_alike(
     alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
 ) -> None:
@@ -169,6 +171,7 @@ def test_trap_negative_control_garbage_kv_fails_the_comparison(
     assert tokens_of(results) != tokens_of(alone.generate(wanted))
 
 
+@pytest.mark.covers("chunked prefill", "engine")
 def test_chunked_prefill_and_long_prompts(
     alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
 ) -> None:
@@ -189,19 +192,58 @@ def test_what_a_request_does_not_want_saved_is_in_no_segment(
         try:
             engine = start(store.transfer())
             produce(engine, store, prompts(1, seed=30))
-            files = [store.node.announcement.data_path, store.node.announcement.head_path]
-            before = [Path(file).read_bytes() for file in files]
+            announced = store.node.announcement
+
+            def memory() -> tuple[bytes, bytes]:
+                """All but the node's signs of life."""
+                heads = Path(announced.head_path).read_bytes()
+                return Path(announced.data_path).read_bytes(), heads[SUPERBLOCK_BYTES:]
+
+            before = memory()
             wanted = prompts(2, seed=31)
             skipped = engine.generate(wanted, kv_transfer_params={"skip_save": True})
             engine.drain()
             assert tokens_of(skipped) == tokens_of(alone.generate(wanted))
-            assert [Path(file).read_bytes() for file in files] == before
+            assert memory() == before
             # The same engine, asked plainly: it is saved, so nothing else kept it out.
             produce(engine, store, prompts(1, seed=32))
-            assert [Path(file).read_bytes() for file in files] != before
+            assert memory() != before
         finally:
             engine.close()
             store.close()
+
+
+def test_after_ttl_s_nothing_that_an_engine_saved_is_in_a_segment(
+    alone: EngineProcess, start: Start, tmp_path: Path
+) -> None:
+    """The next engine computes it, and its answer is the same."""
+    with tempfile.TemporaryDirectory(prefix="kve") as path:
+        store = Store(Path(path))
+        engines = []
+        try:
+            memory = Path(store.node.announcement.data_path)
+            engines.append(start(store.transfer(ttl_s=20)))
+            wanted = prompts(2, seed=33)
+            produce(engines[0], store, wanted)
+            stored = store.node.stats()["stored"]
+            assert stored > 0
+            wait_until(lambda: store.blocks == 0, "all lives are over", 120.0)
+            assert store.node.stats()["expired"] == stored
+            assert written_pages(memory) <= 1, "where the node tried its memory"
+            engines.append(start(store.transfer(ttl_s=20)))
+            computed = engines[1].generate(wanted)
+            assert [result.cached_tokens for result in computed] == [0, 0]
+            assert tokens_of(computed) == tokens_of(alone.generate(wanted))
+        finally:
+            for engine in engines:
+                engine.close()
+            store.close()
+
+
+def written_pages(memory: Path) -> int:
+    """Pages of a segment that have anything but zeros in them."""
+    raw = memory.read_bytes()
+    return sum(any(raw[start : start + 4096]) for start in range(0, len(raw), 4096))
 
 
 def test_aborts_while_loading_leave_the_engine_right(
@@ -214,6 +256,7 @@ def test_aborts_while_loading_leave_the_engine_right(
     assert tokens_of(consumer.generate(wanted)) == tokens_of(alone.generate(wanted))
 
 
+@pytest.mark.covers("preemption", "engine")
 def test_trap_preemption_with_a_store_gives_what_no_store_gives(
     start: Start, alone: EngineProcess, store: Store
 ) -> None:
@@ -247,6 +290,7 @@ def test_trap_records_that_point_nowhere_are_computed_and_the_request_ends(
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
+@pytest.mark.covers("tensor parallel 1 and 2, mixed", "engine")
 def test_engines_of_other_tensor_parallel_sizes_share_kv(start: Start, store: Store) -> None:
     """In float32: two workers add up in another order than one, which bf16 would show."""
     wide = {"dtype": "float32"}
@@ -294,6 +338,7 @@ def layerwise(
     fault.write_text("")
 
 
+@pytest.mark.covers("layer by layer", "engine")
 def test_layer_by_layer_loads_and_saves_give_the_same_tokens(
     alone: EngineProcess,
     producer: EngineProcess,
@@ -350,6 +395,7 @@ def test_blocks_that_vanish_while_layers_are_read_cost_a_recompute(
     assert tokens_of(again) == reference
 
 
+@pytest.mark.covers("sliding + full attention", "engine")
 def test_a_model_with_sliding_windows_shares_kv(
     start: Start, store: Store, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -129,6 +129,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         engine.close()
 
 
+@pytest.mark.covers("external_launcher (torchrun)", "engine")
 def test_two_processes_load_what_two_others_saved_and_stay_together_when_one_cannot(
     start: Start, store: Store
 ) -> None:

@@ -160,6 +160,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.covers("heads that differ by group (MiMo-V2, Gemma 4)", "model")
+@pytest.mark.covers("tensor parallel 1, 2, 4, 8, mixed", "model")
 def test_engines_of_all_sizes_share_every_head_byte_for_byte(engine: Engines, name: str) -> None:
     text, heads, window_heads = MODELS[name]
     engines = {tp_size: engine(text(), tp_size, heads, window_heads) for tp_size in TP_SIZES}
@@ -208,7 +210,10 @@ def test_trap_a_draft_models_heads_are_not_the_models(base: Any) -> None:
     config = with_text(base, plain(num_key_value_heads=4), 8)
     draft = with_text(base, plain(num_key_value_heads=8), 8).model_config
     config.speculative_config = SimpleNamespace(
-        draft_model_config=draft, use_eagle=lambda: True, method="eagle"
+        draft_model_config=draft,
+        use_eagle=lambda: True,
+        use_multi_module_mtp=lambda: False,
+        method="eagle",
     )
     (group,) = shape_of(config, groups(8, 8, None)).groups
     assert group.topology.tp_shards == 8
@@ -253,6 +258,7 @@ def test_trap_pipeline_stages_that_part_layers_otherwise_share_nothing(
     assert fields() != even
 
 
+@pytest.mark.covers("non-causal attention (prefix LM)", "refused")
 def test_trap_kv_that_depends_on_tokens_behind_it_is_refused(base: Any) -> None:
     import dataclasses
 

@@ -6,8 +6,15 @@ import random
 from pathlib import Path
 
 import pytest
+from vllm_model_checks import (
+    check_answers,
+    check_under_pressure,
+    evict_some,
+    evict_unnoticed,
+    spoil_last_block,
+)
 from vllm_model_config import BLOCK
-from vllm_model_engine import MakeEngine, check_under_pressure, evict_some, expected_output, prompt
+from vllm_model_engine import MakeEngine, expected_output, prompt
 
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -15,23 +22,15 @@ pytestmark = pytest.mark.vllm
 WINDOW = 40
 
 
-@pytest.fixture
-def token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's memory is [block, head, token, K and V], unlike that of vLLM's CPU kernels."""
-    monkeypatch.setattr("connector.adapters.vllm.shape._within_block", lambda *_: "")
-
-
 @pytest.mark.usefixtures("token_by_token")
 @pytest.mark.parametrize(("writer", "reader"), [(16, 32), (32, 16), (8, 32), (32, 8)])
+@pytest.mark.covers("engines of other block sizes", "model")
 def test_trap_engines_with_other_block_sizes_share_blocks(
     make: MakeEngine, writer: int, reader: int
 ) -> None:
     producer, consumer = make(block_size=writer), make(block_size=reader)
     tokens = prompt(4 * BLOCK + 5)
-    for engine in (producer, consumer):
-        engine.add("a", tokens)
-        engine.run()
-        assert engine.outputs["a"] == expected_output(tokens, 4)
+    check_answers([producer, consumer], tokens)
     assert consumer.loaded_tokens == 4 * BLOCK
 
 
@@ -41,14 +40,12 @@ def test_trap_blocks_that_are_not_laid_out_by_token_stay_with_their_block_size(
     """As on CPU, where a block holds all of K, then all of V."""
     producer, consumer = make(block_size=16), make(block_size=32)
     tokens = prompt(4 * BLOCK + 5)
-    for engine in (producer, consumer):
-        engine.add("a", tokens)
-        engine.run()
-        assert engine.outputs["a"] == expected_output(tokens, 4)
+    check_answers([producer, consumer], tokens)
     assert consumer.loaded_tokens == 0
 
 
 @pytest.mark.usefixtures("token_by_token")
+@pytest.mark.covers("LoRA", "model")
 def test_trap_adapters_and_salts_stay_apart_across_block_sizes(
     make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +81,7 @@ def test_trap_adapters_and_salts_stay_apart_across_block_sizes(
     assert loaded == {"plain": 2 * BLOCK, "a": 2 * BLOCK, "b": 0, "moved": 0, "salted": 0}
 
 
+@pytest.mark.covers("multimodal input", "model")
 def test_images_at_the_same_place_share_and_others_do_not() -> None:
     from types import SimpleNamespace
 
@@ -154,13 +152,11 @@ def test_trap_extras_without_canonical_bytes_are_neither_loaded_nor_saved() -> N
 
 
 class TestSlidingWindow:
+    @pytest.mark.covers("sliding + full attention", "model")
     def test_what_one_hybrid_engine_computed_another_loads(self, make: MakeEngine) -> None:
         tokens = prompt(6 * BLOCK + 5)
         producer, consumer = make(window=WINDOW), make(window=WINDOW)
-        for engine in (producer, consumer):
-            engine.add("a", tokens)
-            engine.run()
-            assert engine.outputs["a"] == expected_output(tokens, 4, window=WINDOW)
+        check_answers([producer, consumer], tokens, window=WINDOW)
         assert producer.loaded_tokens == 0
         assert consumer.loaded_tokens == 6 * BLOCK
         assert consumer.computed_tokens == 5 + 3
@@ -174,13 +170,7 @@ class TestSlidingWindow:
         producer = make(window=WINDOW)
         producer.add("a", tokens)
         producer.run()
-        namespace = (
-            producer.scheduler.connector._shape.layout(producer.scheduler.connector._config)
-            .groups[1]
-            .namespaces[0]
-        )
-        last = [slot for slot in store._slots.values() if slot.namespace_id == namespace.id][-1]
-        last.payload[-1] ^= 1
+        spoil_last_block(producer, store, group=1)
         consumer = make(window=WINDOW)
         consumer.add("a", tokens)
         consumer.run()
@@ -190,10 +180,7 @@ class TestSlidingWindow:
     def test_trap_a_whole_prompt_hit_leaves_a_whole_window(self, make: MakeEngine) -> None:
         tokens = prompt(4 * BLOCK)
         producer, consumer = make(window=BLOCK + 1), make(window=BLOCK + 1)
-        for engine in (producer, consumer):
-            engine.add("a", tokens)
-            engine.run()
-            assert engine.outputs["a"] == expected_output(tokens, 4, window=BLOCK + 1)
+        check_answers([producer, consumer], tokens, window=BLOCK + 1)
         assert consumer.loaded_tokens == 3 * BLOCK
 
     def test_chunks_that_push_a_block_out_of_the_window_cost_a_shorter_hit(
@@ -203,10 +190,7 @@ class TestSlidingWindow:
         tokens = prompt(6 * BLOCK + 5)
         producer = make(window=8, max_batched_tokens=19)
         consumer = make(window=8)
-        for engine in (producer, consumer):
-            engine.add("a", tokens)
-            engine.run()
-            assert engine.outputs["a"] == expected_output(tokens, 4, window=8)
+        check_answers([producer, consumer], tokens, window=8)
 
     def test_trap_a_lost_window_block_is_told_by_request_and_computed(
         self, make: MakeEngine, store: MemoryBlockStore
@@ -215,12 +199,9 @@ class TestSlidingWindow:
         producer = make(window=WINDOW)
         producer.add("a", tokens)
         producer.run()
-        for key in store.sealed():
-            store.evict(key, forget=False)
+        evict_unnoticed(store)
         consumer = make(window=WINDOW)
-        consumer.add("a", tokens)
-        consumer.run(steps_max=200)
-        assert consumer.outputs["a"] == expected_output(tokens, 4, window=WINDOW)
+        check_answers([consumer], tokens, steps_max=200, window=WINDOW)
         assert consumer.free_blocks == 127
 
     @pytest.mark.usefixtures("token_by_token")

@@ -44,6 +44,7 @@ def sides(config: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.covers("data parallel", "model")
 def test_each_data_parallel_process_is_an_engine_of_its_own(
     base: Any, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_model_checks import check_answers, check_under_pressure
 from vllm_model_config import BLOCK, ENGINE_BLOCK, LAYERS, kv_cache_config, vllm_config
-from vllm_model_engine import MakeEngine, check_under_pressure, expected_output, prompt
+from vllm_model_engine import MakeEngine, expected_output, prompt
 
 from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -42,13 +43,11 @@ def fail_in_layer(store: MemoryBlockStore, layer: int, blocks: int, gone: bytes)
 
 
 @pytest.mark.parametrize("saved_by", [True, False], ids=["saved_by_layers", "saved_whole"])
+@pytest.mark.covers("layer by layer", "model")
 def test_what_one_engine_computed_another_loads(make: MakeEngine, saved_by: bool) -> None:
     producer, consumer = make(role="kv_producer", layerwise=saved_by), make(role="kv_consumer")
     tokens = prompt(3 * BLOCK + 5)
-    for engine in (producer, consumer):
-        engine.add("a", tokens)
-        engine.run()
-        assert engine.outputs["a"] == expected_output(tokens, 4)
+    check_answers([producer, consumer], tokens)
     assert consumer.loaded_tokens == 3 * BLOCK
     assert consumer.computed_tokens == 5 + 3
 
@@ -71,10 +70,7 @@ def test_trap_a_whole_prompt_hit_computes_the_last_block(make: MakeEngine) -> No
     """vLLM asserts that a step with a load has a token to compute."""
     producer, consumer = make(), make()
     tokens = prompt(2 * BLOCK)
-    for engine in (producer, consumer):
-        engine.add("a", tokens)
-        engine.run()
-        assert engine.outputs["a"] == expected_output(tokens, 4)
+    check_answers([producer, consumer], tokens)
     assert consumer.loaded_tokens == 2 * BLOCK - ENGINE_BLOCK
     assert consumer.computed_tokens == ENGINE_BLOCK + 3
 
@@ -255,10 +251,7 @@ class TestRefusals:
         producer = make(window=2 * BLOCK, role="kv_producer")
         consumer = make(window=2 * BLOCK, role="kv_consumer", layerwise=False)
         tokens = prompt(4 * BLOCK + 5)
-        for engine in (producer, consumer):
-            engine.add("a", tokens)
-            engine.run()
-            assert engine.outputs["a"] == expected_output(tokens, 4, window=2 * BLOCK)
+        check_answers([producer, consumer], tokens, window=2 * BLOCK)
         assert consumer.loaded_tokens == 4 * BLOCK
 
     def test_full_cuda_graphs_are_excluded(self) -> None:

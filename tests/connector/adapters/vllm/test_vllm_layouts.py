@@ -15,7 +15,7 @@ from host_device import HostDevice
 from connector.copiers.base import Gather, Scatter
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
-from connector.copiers.registered import kv_blocks
+from connector.copiers.registered import kv_memory
 from connector.layout.geometry import KVGeometry
 
 pytestmark = pytest.mark.vllm
@@ -53,6 +53,7 @@ SPECS = {
     "bf16, heads of 80": full(4, 80, "bfloat16"),
     "bf16, K and V of other sizes": full(2, 96, "bfloat16", head_size_v=64),
     "fp8 with scales, 264 bytes": full(4, 128, "uint8", state_content_bytes=264),
+    "NVFP4, 144 bytes": full(4, 128, "uint8", state_content_bytes=144),
     "MLA bf16": mla(576, "bfloat16"),
     "MLA fp8, 656 bytes": mla(656, "uint8", cache_dtype_str="fp8_ds_mla"),
 }
@@ -102,7 +103,17 @@ def logical(layer: Any, block: int, pages: int) -> np.ndarray[Any, Any]:
     return torch.cat(parts, dim=1).numpy()
 
 
-@pytest.mark.parametrize("name", SPECS)
+COVERED = {
+    "fp8, 4 heads": pytest.mark.covers("fp8 KV, scales per tensor", "memory"),
+    "fp8 with scales, 264 bytes": pytest.mark.covers("fp8 KV, scales per token and head", "memory"),
+    "NVFP4, 144 bytes": pytest.mark.covers("NVFP4 KV", "memory"),
+    "MLA fp8, 656 bytes": pytest.mark.covers("MLA (DeepSeek-V2, V3)", "memory"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=COVERED.get(name, ())) for name in SPECS]
+)
 def test_every_layout_is_copied_byte_for_byte(name: str) -> None:
     import torch
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -124,7 +135,7 @@ def test_every_layout_is_copied_byte_for_byte(name: str) -> None:
         )
         caches = {str(i): layer for i, layer in enumerate(layers)}
         store_tokens = spec.block_tokens * STORE_BLOCKS
-        kv_blocks(caches, geometry, store_tokens)  # refuses what it cannot copy
+        kv_memory([(caches, geometry)], store_tokens)  # refuses what it cannot copy
         plan = layout_of(layers, geometry, store_tokens)
         device = HostDevice(staging_bytes=max(1 << 20, plan.payload_bytes))
         copier, out = DeviceCopier(plan, device), bytearray(plan.payload_bytes)

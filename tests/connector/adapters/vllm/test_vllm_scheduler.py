@@ -6,32 +6,50 @@ import random
 from pathlib import Path
 
 import pytest
+from vllm_model_checks import check_answers, check_under_pressure, evict_some, evict_unnoticed
 from vllm_model_config import BLOCK, ENGINE_BLOCK
-from vllm_model_engine import (
-    MakeEngine,
-    ModelEngine,
-    check_under_pressure,
-    evict_some,
-    expected_output,
-    prompt,
-)
+from vllm_model_engine import MakeEngine, ModelEngine, expected_output, prompt
 
 from connector import PromptKeys
+from kvstore import Tier
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.covers("full attention", "model")
 def test_what_one_engine_computed_another_loads(make: MakeEngine) -> None:
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
     tokens = prompt(3 * BLOCK + 5)
-    for engine in (producer, consumer):
-        engine.add("a", tokens)
-        engine.run()
-        assert engine.outputs["a"] == expected_output(tokens, 4)
+    check_answers([producer, consumer], tokens)
     assert producer.loaded_tokens == 0
     assert consumer.loaded_tokens == 3 * BLOCK
     assert consumer.computed_tokens == 5 + 3
+
+
+def test_vllm_is_told_from_where_each_token_came(make: MakeEngine, store: MemoryBlockStore) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    tokens = prompt(3 * BLOCK + 5)
+    producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
+    producer.add("a", tokens)
+    producer.run()
+    device, peer = store.sealed()[:2]
+    store.elsewhere = {device: Tier.VRAM, peer: Tier.OTHER_HOST}
+    connector = consumer.scheduler.connector
+    sources: list[dict[CacheHitSource, int]] = []
+    ask = connector.get_external_cache_hit_sources
+
+    def asked(request: object, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        sources.append(ask(request, num_external_tokens))
+        return sources[-1]
+
+    connector.get_external_cache_hit_sources = asked
+    consumer.add("a", tokens)
+    consumer.run()
+    assert sources == [
+        {CacheHitSource.DEVICE: BLOCK, CacheHitSource.P2P: BLOCK, CacheHitSource.HOST: BLOCK}
+    ]
 
 
 def test_a_producer_loads_nothing_and_a_consumer_saves_nothing(
@@ -117,21 +135,16 @@ def test_negative_control_a_wrong_byte_in_the_store_changes_the_output(
 def test_trap_a_whole_prompt_hit_computes_one_token(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     tokens = prompt(2 * BLOCK)
-    for engine in (producer, consumer):
-        engine.add("a", tokens)
-        engine.run()
-        assert engine.outputs["a"] == expected_output(tokens, 4)
+    check_answers([producer, consumer], tokens)
     assert consumer.computed_tokens == 1 + 3
 
 
+@pytest.mark.covers("chunked prefill", "model")
 def test_chunked_prefill_saves_and_loads(make: MakeEngine) -> None:
     producer = make(max_batched_tokens=ENGINE_BLOCK + 3)
     consumer = make(max_batched_tokens=ENGINE_BLOCK + 3)
     tokens = prompt(5 * BLOCK + 7)
-    for engine in (producer, consumer):
-        engine.add("a", tokens)
-        engine.run()
-        assert engine.outputs["a"] == expected_output(tokens, 4)
+    check_answers([producer, consumer], tokens)
     assert consumer.loaded_tokens == 5 * BLOCK
 
 
@@ -162,6 +175,8 @@ def test_generated_tokens_are_shared_too(make: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("v2_runner", [False, True], ids=["v1_runner", "v2_runner"])
+@pytest.mark.covers("preemption", "model")
+@pytest.mark.covers("model runner V2", "model")
 def test_trap_preempted_requests_give_the_same_output_with_both_runners(
     make: MakeEngine, v2_runner: bool
 ) -> None:
@@ -233,11 +248,8 @@ def test_trap_a_bad_first_block_terminates_with_the_right_output(
     tokens = prompt(3 * BLOCK + 5)
     producer.add("a", tokens)
     producer.run()
-    for key in store.sealed():
-        store.evict(key, forget=False)  # the index still names them
-    consumer.add("a", tokens)
-    consumer.run(steps_max=100)
-    assert consumer.outputs["a"] == expected_output(tokens, 4)
+    evict_unnoticed(store)
+    check_answers([consumer], tokens, steps_max=100)
 
 
 def test_a_bad_later_block_keeps_the_good_prefix(make: MakeEngine, store: MemoryBlockStore) -> None:

@@ -177,6 +177,8 @@ def test_the_reason_of_a_miss_is_a_label(servers: Servers) -> None:
     raise AssertionError(servers.alone.metrics())
 
 
+@pytest.mark.covers("MultiConnector", "engine")
+@pytest.mark.covers("KV events", "engine")
 def test_a_server_beside_another_connector_saves_to_both_and_says_what_is_stored(
     servers: Servers,
 ) -> None:

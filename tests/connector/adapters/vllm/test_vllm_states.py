@@ -11,14 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_model_checks import check_under_pressure, evict_some
 from vllm_model_config import ENGINE_BLOCK, kv_cache_config, vllm_config
 from vllm_model_engine import (
     STATE_BYTES,
     MakeEngine,
     ModelEngine,
-    check_under_pressure,
     digests,
-    evict_some,
     expected_output,
     prompt,
 )
@@ -67,6 +66,7 @@ def run(engine: ModelEngine, tokens: list[int], name: str = "a", count: int = 4)
 
 
 class TestSharing:
+    @pytest.mark.covers("state-space layers, mode align", "model")
     def test_what_one_engine_computed_another_loads(self, make: MakeEngine) -> None:
         producer, consumer = make(), make()
         tokens = prompt(6 * BLOCK + 5)
@@ -199,9 +199,9 @@ class TestWhatIsSaved:
         block_state = SimpleNamespace(boundary_state_offloads=offered)
         request = SimpleNamespace(request_id="a", num_prompt_tokens=2 * BLOCK + 3)
         everything = [StateBlock(1, 7, 2 * BLOCK), StateBlock(1, 8, 3 * BLOCK)]
-        assert completed_states(block_state, request, speculative=False) == everything
-        assert completed_states(block_state, request, speculative=True) == everything[:1]
-        assert completed_states(None, request, speculative=False) == ()
+        assert completed_states(block_state, request, (0, 1, 2), speculative=False) == everything
+        assert completed_states(block_state, request, (0, 1, 2), speculative=True) == everything[:1]
+        assert completed_states(None, request, (0, 1, 2), speculative=False) == ()
 
 
 def check_states(store: MemoryBlockStore, layout: Any, tokens: list[int]) -> int:
@@ -281,6 +281,7 @@ class TestShape:
 
         return self.found(model, **changes).layout(ConnectorSettings(block_tokens=BLOCK))
 
+    @pytest.mark.covers("state-space layers, any other mode", "refused")
     def test_trap_states_that_are_not_kept_are_refused_by_the_name_of_the_setting(
         self, model: Path
     ) -> None:
@@ -297,6 +298,7 @@ class TestShape:
             "engine_block_tokens": ENGINE_BLOCK,
             "recurrent": True,
             "runs": (),
+            "tokens_per_slot": 1,
         }
 
     def test_trap_what_shapes_a_state_is_in_the_namespace(

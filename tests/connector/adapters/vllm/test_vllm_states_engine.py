@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 BLOCK = 128
 """What vLLM makes of this model's state and attention pages."""
-PROMPTS = [[random.Random(i).randrange(2, 500) for _ in range(1100)] for i in range(2)]
+PROMPTS = [random.Random(i).choices(range(2, 500), k=1100) for i in range(2)]
 
 
+@pytest.mark.covers("state-space layers, mode align", "engine")
 def test_states_that_one_engine_saved_let_another_go_on_from_them(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_trap_what_another_connector_fills_in_within_the_step_is_not_saved(
     assert len(store.sealed()) == 3
 
 
+@pytest.mark.covers("MultiConnector", "model")
 def test_hits_under_multi_connector_are_counted_as_the_childs(make: MakeEngine) -> None:
     tokens = prompt(2 * BLOCK + 3)
     for _ in range(2):
@@ -169,6 +170,7 @@ def test_hits_under_multi_connector_are_counted_as_the_childs(make: MakeEngine) 
 
 
 class TestEvents:
+    @pytest.mark.covers("KV events", "model")
     def test_blocks_that_were_saved_have_the_hashes_of_vllms_own_events(
         self, make: MakeEngine
     ) -> None:

@@ -158,6 +158,7 @@ def chunks(count: int, group: int = 0) -> tuple[list[bytes], list[bytes]]:
     return keys, [os.urandom(CHUNK_BYTES) for _ in range(count)]
 
 
+@pytest.mark.covers("tier of vLLM's own offloading", "memory")
 def test_what_one_engine_offloaded_another_finds_byte_for_byte(make: Make) -> None:
     producer, consumer = make(), make()
     keys, payloads = chunks(CHUNKS // 2)
@@ -234,6 +235,27 @@ def test_a_chunk_that_is_gone_when_it_is_loaded_is_a_miss_and_not_asked_for_ever
     monkeypatch.setattr(consumer.tier._store, "views", one_is_gone)
     assert consumer.find(keys) == [payloads[0], None, payloads[2]]
     assert loads == [3]
+
+
+def test_a_chunk_that_goes_while_it_is_copied_is_a_miss(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was copied may be another's by then (rule 4)."""
+    from connector.adapters.vllm import tier
+
+    producer, consumer = make(), make()
+    keys, payloads = chunks(3)
+    producer.offload(keys, payloads)
+    scatter, copied = tier.scatter, []
+
+    def one_goes(*args: Any) -> None:
+        scatter(*args)
+        copied.append(args)
+        if len(copied) == 2:
+            assert consumer.tier._store.writer.drop(consumer.tier._keys(keys[1:2])) == [True]
+
+    monkeypatch.setattr(tier, "scatter", one_goes)
+    assert consumer.find(keys) == [payloads[0], None, payloads[2]]
 
 
 def test_without_a_node_and_an_index_everything_is_a_miss_and_vllm_goes_on(

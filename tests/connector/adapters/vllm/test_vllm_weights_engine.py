@@ -107,6 +107,7 @@ def test_other_weights_at_the_same_path_share_nothing_and_the_same_ones_do(
     assert found == [0, 0, T]
 
 
+@pytest.mark.covers("sleep, reset, new weights", "engine")
 def test_an_engine_that_sleeps_changes_its_weights_and_resets(
     hosts: list[Host], tmp_path: Path
 ) -> None:

@@ -1,0 +1,146 @@
+"""Says what the store does with each of vLLM's KV cache groups, by the kinds of its layers.
+
+A group that is left out costs nothing as long as vLLM itself does without it after a prefix that it
+has found in its own cache: then it is of use to nobody but its request, or is made anew from other
+groups. What every token needs and cannot be stored makes a prefix useless, whatever else is there:
+such a model is refused, by the name of the kind.
+
+Kinds are told by their exact class. A kind that is not listed may mean anything, whatever class it
+derives from, so nothing of that model is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from vllm.v1.kv_cache_interface import iter_layer_specs
+
+from kvstore import UsageError
+
+
+class Fate(StrEnum):
+    """Says what becomes of a group whose layers are of one kind."""
+
+    STORED = "stored"
+    LEFT_OUT = "left out"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Says what is true of one class of specs."""
+
+    fate: Fate
+    why: str = ""
+
+
+NEEDED = "and every token needs it"
+OWN_REQUEST = "vLLM shares it between no requests: it is empty where a hit ends"
+KINDS = {
+    "FullAttentionSpec": Kind(Fate.STORED),
+    "MLAAttentionSpec": Kind(Fate.STORED),
+    "SinkFullAttentionSpec": Kind(Fate.STORED),
+    "RSWASpec": Kind(Fate.STORED, "prompts only"),
+    "HiddenStateCacheSpec": Kind(Fate.STORED),
+    "SlidingWindowSpec": Kind(Fate.STORED),
+    "SlidingWindowMLASpec": Kind(Fate.STORED),
+    "ChunkedLocalAttentionSpec": Kind(Fate.STORED),
+    "MambaSpec": Kind(Fate.STORED),
+    "CircularBufferSpec": Kind(Fate.LEFT_OUT, OWN_REQUEST),
+    "HiSparseHotSpec": Kind(Fate.LEFT_OUT, "vLLM makes it from another group"),
+    "HiSparseResidentSpec": Kind(Fate.LEFT_OUT, "vLLM makes it from another group"),
+    "CrossAttentionSpec": Kind(
+        Fate.REFUSED,
+        "vLLM computes it from the encoder only when it computes the first token",
+    ),
+    "EncoderOnlyAttentionSpec": Kind(Fate.REFUSED, "it attends to all tokens in every step"),
+}
+"""By the name of the class, each that vLLM 0.32 and 0.33 give to a layer."""
+
+
+class Group(NamedTuple):
+    """Names one of vLLM's groups that is stored."""
+
+    number: int
+    """vLLM's own, counted over all groups."""
+    group: Any
+
+
+class Groups(NamedTuple):
+    """Sorts vLLM's groups by what becomes of them."""
+
+    stored: tuple[Group, ...]
+    left_out: tuple[str, ...]
+    """Number, kind and reason of each of the others."""
+
+
+def sorted_groups(kv_cache_config: Any) -> Groups:
+    """Which groups are stored. Raises `UsageError` where no prefix could be used again."""
+    stored, left_out = [], []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        why = _why_left_out(number, group)
+        if why is None:
+            stored.append(Group(number, group))
+        else:
+            left_out.append(f"group {number} ({', '.join(_kinds(group))}): {why}")
+    if not stored:
+        raise UsageError(
+            "kv_cache_groups",
+            "; ".join(left_out) or 0,
+            "must have at least one that can be stored: there is no KV to share",
+        )
+    return Groups(tuple(stored), tuple(left_out))
+
+
+def _why_left_out(number: int, group: Any) -> str | None:
+    """Why `group` is not stored, None where it is."""
+    if not group.enable_kv_transfer:
+        return "vLLM makes it from another group (enable_kv_transfer is false)"
+    if group.host_resident:
+        _refuse(number, "a group in host memory", f"its blocks are of another pool, {NEEDED}")
+    for spec in iter_layer_specs(group.kv_cache_spec):
+        name = type(spec).__name__
+        kind = KINDS.get(name)
+        if kind is None:
+            _refuse(number, name, "this version does not know what such a layer's KV means")
+        elif kind.fate is Fate.REFUSED:
+            _refuse(number, name, kind.why)
+        elif getattr(spec, "non_causal", False):
+            why = "the KV of a prefix depends on the tokens behind it"
+            _refuse(number, f"{name}, non-causal", why)
+        elif kind.fate is Fate.LEFT_OUT:
+            return kind.why
+    if not group.kv_cache_spec.prefix_cacheable:
+        return "vLLM computes it again behind every hit (prefix_cacheable is false)"
+    return None
+
+
+def _refuse(number: int, name: str, why: str) -> None:
+    raise UsageError(
+        "kv_cache_groups",
+        f"{name} in group {number}",
+        f"cannot be stored, so that nothing of this model can: {why}",
+    )
+
+
+def _kinds(group: Any) -> Iterator[str]:
+    return iter(dict.fromkeys(type(one).__name__ for one in iter_layer_specs(group.kv_cache_spec)))
+
+
+def check_model(model_config: Any) -> None:
+    """Raise `UsageError` for a model that cannot begin behind a prefix, whatever its groups."""
+    if model_config.is_encoder_decoder:
+        why = KINDS["CrossAttentionSpec"].why
+        raise UsageError("is_encoder_decoder", True, f"must be false: {why}")
+    pooler = getattr(model_config, "pooler_config", None)
+    if pooler is not None and not model_config.is_prefix_caching_supported:
+        how = pooler.seq_pooling_type or pooler.tok_pooling_type
+        raise UsageError(
+            "pooler_config",
+            f"{how} over {model_config.attn_type} attention",
+            "cannot begin behind a prefix, so that nothing of it can be shared: "
+            "vLLM needs the hidden states of all tokens",
+        )
