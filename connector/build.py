@@ -20,7 +20,8 @@ from connector.layout.geometry import (
 )
 from connector.layout.topology import TpKVTopology
 from connector.scheduler.lazy_store import LazyStore
-from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
+from connector.scheduler.scheduler import SchedulerCore
+from connector.scheduler.settings import SchedulerSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
 from connector.worker.vram import VramStore
 from connector.worker.worker import WorkerCore
@@ -45,11 +46,13 @@ def open_store(
     device: CudaDevice | None = None,
     *,
     sees_vram: Callable[[int, int], bool] | None = None,
+    nixl_device: CudaDevice | None = None,
     patient: bool = False,
 ) -> BlockSession:
     """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet.
 
-    `patient` is that of `BlockSession`: true for callers that save on a thread of their own.
+    The rest are those of `BlockSession`, `patient` true for callers that save on a thread of
+    their own.
     """
     return BlockSession(
         config.url,
@@ -61,6 +64,7 @@ def open_store(
         node_size_bytes=config.node_size_bytes,
         device=device,
         sees_vram=sees_vram,
+        nixl_device=nixl_device,
         patient=patient,
     )
 
@@ -74,24 +78,32 @@ def open_in_vram(
 ) -> BlockStore:
     """`open_store` for a worker whose copiers take memory of the device `ordinal`, if any.
 
-    A worker that `saves` keeps recent blocks on the device, any other only reads those of others.
-    `holding` is that of `KVMemory`. Raises `UsageError` as `open_store` does.
+    With `vram`, a worker that `saves` keeps recent blocks on the device, any other only reads those
+    of others. `holding` is that of `KVMemory`. Raises `UsageError` as `open_store` does.
     """
-    if not config.vram or ordinal is None:
+    arrive = config.nixl_destination == "vram"
+    if ordinal is None or not (config.vram or arrive):
+        if arrive:
+            log.warning("nixl_destination is vram, and this engine's KV is not on a CUDA device")
         return open_store(config, patient=True)
     try:
         device = cuda_device(ordinal)
     except DeviceError as e:
         log.warning("blocks are neither kept in VRAM nor read there: %s", e)
         return open_store(config, patient=True)
-    size_bytes = config.vram_size_bytes if saves else 0
-    store = open_store(config, device, patient=True)
+    store = open_store(
+        config,
+        device if config.vram else None,
+        nixl_device=device if arrive else None,
+        patient=True,
+    )
+    size_bytes = config.vram_size_bytes if config.vram and saves else 0
     return VramStore(store, device, size_bytes, holding=holding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
-    """One KV cache group of the engine."""
+    """Describes one KV cache group of the engine."""
 
     geometry: KVGeometry
     topology: TpKVTopology
@@ -101,15 +113,18 @@ class GroupShape:
     """Layers that the default block size is computed from, where workers have different ones."""
     window_tokens: int | None = None
     """Tokens of a sliding window; None: every token needs all before it."""
+    chunk_tokens: int | None = None
+    """Tokens of the chunks within which a token needs those before it; None: there are none."""
     fields: dict[str, Field] = field(default_factory=dict)
     """Namespace fields that tell this group from others and from those of other models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """What an adapter has read from its engine's configuration."""
+    """Holds what an adapter has read from its engine's configuration."""
 
     groups: tuple[GroupShape, ...]
+    """Those that are stored."""
     workers: int
     model: dict[str, Field]
     """Namespace fields that only the engine knows."""
@@ -121,6 +136,17 @@ class EngineShape:
     saves: bool = True
     events: bool = False
     """Whether somebody takes events about stored blocks."""
+    loads_again: bool = True
+    """Whether a request whose load failed may be offered another before it was computed."""
+    engine_groups: int = 1
+    """KV cache groups of the engine, at least those of `groups`."""
+    boundary_tokens: int = 1
+    """That of `StoreLayout`."""
+    left_out: tuple[str, ...] = ()
+    """Groups that are not stored, and why, to be said at start."""
+    prompts_only: bool = False
+    """What was generated is neither saved nor loaded: its KV is not that of the same tokens in a
+    prompt."""
 
     @classmethod
     def of_one_group(
@@ -140,10 +166,11 @@ class EngineShape:
                         group.geometry, layers=group.layers_of_default or group.geometry.layers
                     ),
                     group.topology,
-                    group.window_tokens,
+                    group.window_tokens or group.chunk_tokens,
                 )
                 for group in self.groups
-            ]
+            ],
+            self.boundary_tokens,
         )
         hash_tokens = self.hash_block_tokens or tokens
         salt = tenant_salt()
@@ -167,9 +194,12 @@ class EngineShape:
                         salt,
                     ),
                     window_tokens=group.window_tokens,
+                    chunk_tokens=group.chunk_tokens,
                 )
                 for group in self.groups
             ),
+            engine_groups=max(self.engine_groups, len(self.groups)),
+            boundary_tokens=self.boundary_tokens,
         )
         check_block_tokens(tokens, layout.engine_block_tokens)
         return layout
@@ -190,6 +220,7 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         pinned_fraction=config.pinned_fraction,
         events=shape.events,
         layerwise=config.layerwise,
+        loads_again=shape.loads_again,
     )
     _check_layerwise(config, shape)
 
@@ -238,11 +269,12 @@ def _check_layerwise(config: ConnectorSettings, shape: EngineShape) -> None:
             True,
             "must be false with state-space layers: engines do not tell when one of them has run",
         )
-    if config.layerwise and shape.loads and len(shape.groups) > 1:
+    engine_groups = max(shape.engine_groups, len(shape.groups))
+    if config.layerwise and shape.loads and engine_groups > 1:
         raise UsageError(
             "layerwise",
             True,
-            f"must be false where blocks of {len(shape.groups)} KV cache groups are loaded: "
+            f"must be false where the engine has {engine_groups} KV cache groups: "
             "their ids do not tell the engine which block of a running request failed. "
             "It may be true with kv_role kv_producer",
         )

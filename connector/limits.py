@@ -44,8 +44,8 @@ LOAD_JOBS_MAX: Count = 1024
 LOAD_STAGING_BYTES: Count = 64 << 20
 """What a worker reads from other hosts at a time, before it goes into the engine's blocks."""
 STEP_LOAD_BYTES: Count = 1 << 30
-"""What a step loads layer by layer, and may read from other hosts at a time; what it loads before
-that comes in whole blocks."""
+"""What a step loads layer by layer; what it loads before that comes in whole blocks. Where some of
+it is on other hosts, `LOAD_STAGING_BYTES` are as much."""
 SAVE_JOBS_MAX: Count = 256
 """Save jobs that a scheduler keeps in flight; beyond it blocks wait for a later step."""
 SAVE_JOB_BLOCKS_MAX: Keys = 64
@@ -57,10 +57,17 @@ SAVE_BATCH_BLOCKS: Keys = 64
 SAVE_BATCH_BYTES: Count = 64 << 20
 """Payload that one reserve and one commit carry; one larger block travels alone."""
 DEVICE_BATCH_BLOCKS: Keys = 64
-"""Store blocks that are copied together: one launch, unless staging is full before."""
-DEVICE_STAGING_BYTES: Count = 16 << 20
-"""Of a device's memory, four times for a worker: two for saves and two for loads, so that the
-kernel of one runs beside the DMA of the other. A larger payload has as much as it needs."""
+"""Store blocks that are copied together: one launch for each staging buffer that they fill."""
+DEVICE_STAGING_BYTES: Count = 8 << 20
+"""Of a device's memory, one staging buffer. A larger payload goes through it some layers at a time.
+The buffers are larger where a single layer is, and where whole payloads would leave more than an
+eighth of them empty: then by one payload."""
+DEVICE_STAGING_BUFFERS: Count = 4
+"""Staging buffers for saves, and as many for loads: while the kernel fills or empties one, those
+before it are on the bus."""
+DEVICE_DIRECT_BYTES_MIN: Count = 1 << 20
+"""From here on a store block that lies in one piece in the engine's memory, as all layers of one
+engine block may, is copied by DMA alone, without kernel and staging."""
 DEVICE_PAGES_MAX: Count = 1 << 14
 """Engine blocks in one launch, unless a payload has more."""
 DEVICE_BLOCKS_MAX: Count = 32
@@ -117,6 +124,8 @@ EXPLAIN_LINES_MAX: Count = 20
 EXPLAIN_LINES_PERIOD_S: Seconds = 10.0
 """See `EXPLAIN_LINES_MAX`."""
 
+RETAIN_QUEUE_MAX: Count = 1024
+"""Wishes to retain blocks that wait for their thread; a further one is not carried out."""
 STATS_SAMPLES_MAX: Count = 1024
 """Durations of one kind that are kept until an engine asks for them, the last ones."""
 EVENTS_MAX: Count = 1 << 14
@@ -127,6 +136,11 @@ EVENTS_ANNOUNCED_MAX: Count = 1 << 16
 BLOCK_TOKENS_MAX_DEFAULT = 256
 BLOCK_BYTES_MIN_DEFAULT = 1 << 20
 BLOCK_TOKENS_MAX = 1 << 16
+TTL_S_MAX = 30 * 24 * 3600
+"""What bounds the life of blocks (`ttl_s`) is at most this long."""
+RETAINED_S_MAX = 30 * 24 * 3600
+TENANT_BYTES_MAX = 256
+"""What a store takes, like the line above (`BlockStore.retain`)."""
 TIMEOUT_S_MAX = 600.0
 
 SAY_EVERY_S: Seconds = 30.0
@@ -184,6 +198,16 @@ POLL_MIN_S: Seconds = 0.0005
 """Pause before a store is asked again for what is not there yet; it doubles each time."""
 POLL_MAX_S: Seconds = 0.01
 """What that pause doubles up to."""
+ROUTER_IN_FLIGHT_MAX: Count = 4096
+"""Requests that a router has at a time; one more is told to come back."""
+ROUTER_BODY_BYTES_MAX: Count = 16 << 20
+"""One request's body."""
+ROUTER_ANSWER_BYTES_MAX: Count = 64 << 20
+"""One answer of an engine that is not streamed."""
+ROUTER_TOKENIZE_TIMEOUT_S: Seconds = 2.0
+"""How long a router waits for an engine to tokenize a prompt; then it knows nothing of it."""
+ROUTER_LOAD_GAP_MAX: Count = 8
+"""An engine with so many more requests in flight than the least loaded gets none for its cache."""
 VRAM_POOL_BYTES_MIN = 64 << 20
 """Of `vram_size_bytes`: a smaller pool holds too few blocks to be worth its memory."""
 

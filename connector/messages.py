@@ -13,10 +13,10 @@ from kvstore import BlockRef, Key
 
 
 class EngineRequest(Protocol):
-    """What the core reads of an engine's request; it never writes one.
+    """Shows what the core reads of an engine's request; it never writes one.
 
-    Beside these, where an engine has them: `cache_salt`, and `kv_transfer_params`, a mapping of
-    what the sender wants done with the request's KV.
+    Beside these, where an engine has them: `cache_salt`; `kv_transfer_params`, a mapping of what
+    the sender wants done with the request's KV; and `kv_hints`, whose `actions` say so too.
     """
 
     @property
@@ -51,7 +51,7 @@ class BlockPins(Protocol):
 
 
 class LoadBlock(NamedTuple):
-    """One store block, or the rest of one, on its way into the engine."""
+    """Names one store block, or the rest of one, on its way into the engine."""
 
     found: tuple[BlockRef, ...]
     """Where it is, one per shard of the split; empty: nowhere, so that the load fails."""
@@ -66,7 +66,7 @@ class LoadBlock(NamedTuple):
 
 
 class LoadJob(NamedTuple):
-    """Blocks that every worker loads for one request; each reports the job once."""
+    """Lists blocks that every worker loads for one request; each reports the job once."""
 
     job_id: int
     request_id: str
@@ -74,7 +74,7 @@ class LoadJob(NamedTuple):
 
 
 class SaveBlock(NamedTuple):
-    """One store block that workers save, each its own shard."""
+    """Names one store block that workers save, each its own shard."""
 
     keys: tuple[Key, ...]
     """One per shard."""
@@ -87,7 +87,7 @@ class SaveBlock(NamedTuple):
 
 
 class StateBlock(NamedTuple):
-    """An engine block in which the forward of a step leaves a state that stays."""
+    """Names an engine block in which the forward of a step leaves a state that stays."""
 
     group: int
     block_id: int
@@ -96,8 +96,8 @@ class StateBlock(NamedTuple):
 
 
 class SaveJob(NamedTuple):
-    """Blocks that workers save for one request; each reports the job once, and it may end after the
-    request. The engine blocks are pinned until then."""
+    """Lists blocks that workers save for one request; each reports the job once, and it may end
+    after the request. The engine blocks are pinned until then."""
 
     job_id: int
     request_id: str
@@ -109,7 +109,7 @@ class SaveJob(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the workers do in one engine step."""
+    """Says what the workers do in one engine step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -124,7 +124,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What one worker, or after `merge` all of them, has to say about one step."""
+    """Carries what one worker, or after `merge` all of them, has to say about one step."""
 
     finished_loads: set[str] = field(default_factory=set)
     """Requests whose load between steps ended on this worker, each exactly once, failed or not."""
@@ -174,7 +174,7 @@ class WorkerReport:
 
 
 class BlockEvent(NamedTuple):
-    """About one store block of one KV cache group, all shards of it."""
+    """Tells of one store block of one KV cache group, all shards of it."""
 
     stored: bool
     """False: it is not there (any more)."""

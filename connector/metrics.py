@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from connector.stats import CountStats
-from kvstore import MissReason, PutStatus
+from kvstore import MissReason, PutStatus, Retained
 
 
 class Metric(NamedTuple):
-    """A counter, or with `buckets` a histogram. Names are Prometheus', without "_total"."""
+    """Defines a counter, or with `buckets` a histogram. Names are Prometheus', without "_total"."""
 
     name: str
     help: str
@@ -51,6 +51,17 @@ MISSED_REQUESTS = Metric(
     "Requests that got less than was possible, by reason (docs/explain.md)",
     "reason",
     tuple(MissReason),
+)
+# Counted by the scheduler side, when nodes were asked to retain blocks.
+NO_NODE = "no-node"
+"""No node of this host could be asked."""
+TOO_BUSY = str(MissReason.TOO_BUSY)
+RESULT_OF = {one: one.name.lower().replace("_", "-") for one in Retained}
+RETAINED_BLOCKS = Metric(
+    "kvstore_retained_blocks",
+    "Blocks, per shard, that requests wanted retained or released, by what became of it",
+    "result",
+    (*RESULT_OF.values(), NO_NODE, TOO_BUSY),
 )
 # Counted by the scheduler side, when a lookup is answered.
 LOOKUP_BLOCKS = Metric("kvstore_lookup_blocks", "Store blocks that were looked up")
@@ -91,9 +102,9 @@ DROPPED_SAVES = Metric(
 )
 READ_BYTES = Metric(
     "kvstore_read_bytes",
-    "Bytes of store blocks read by the worker: shm, cuda_ipc, nixl or stream",
+    "Bytes of store blocks read by the worker: shm, cuda_ipc, nixl, nixl_vram or stream",
     "transport",
-    ("shm", "cuda_ipc", "nixl", "stream"),
+    ("shm", "cuda_ipc", "nixl", "nixl_vram", "stream"),
 )
 PAGE_LOCKED_BYTES = Metric(
     "kvstore_page_locked_bytes", "Bytes of the store's memory page-locked for the worker's device"
@@ -108,7 +119,7 @@ METRICS = tuple(value for value in globals().values() if isinstance(value, Metri
 
 
 class Counts:
-    """Counts and samples since somebody last took them. Thread-safe."""
+    """Adds up counts and samples until somebody takes them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

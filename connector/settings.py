@@ -15,6 +15,7 @@ from connector.limits import (
     TIMEOUT_S_MAX,
     TP_SIZES_DEFAULT,
     TP_SIZES_MAX,
+    TTL_S_MAX,
     VRAM_POOL_BYTES_MIN,
 )
 from kvstore import (
@@ -37,6 +38,7 @@ STORE_SETTINGS = (
     "lookup_timeout_s",
     "verify",
     "weights_id",
+    "ttl_s",
     "limits",
 )
 """Those that mean something to an engine which names and lays out its pages itself."""
@@ -48,7 +50,7 @@ TpSizes = Annotated[Sequence[Annotated[int, NumberRange(1)]], ItemsMax(TP_SIZES_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorSettings:
-    """One connector's settings. Raises `UsageError` naming field, value and limit."""
+    """Holds one connector's settings. Raises `UsageError` naming field, value and limit."""
 
     url: str | None = None
     """The index, a Redis URL; None: KVSTORE_URL, else the Redis embedded in this machine."""
@@ -79,6 +81,9 @@ class ConnectorSettings:
     this host there (docs/decisions/0023; it has not run on a device yet)."""
     vram_size_bytes: Annotated[int, NumberRange(VRAM_POOL_BYTES_MIN)] = 1 << 30
     """Of VRAM that each worker of an engine that saves keeps recent blocks in, with `vram`."""
+    nixl_destination: Literal["host", "vram"] = "host"
+    """Where blocks of other hosts arrive that are read by RDMA: in host memory, or on the engine's
+    device (docs/rdma.md; it has not run on a device yet)."""
     verify: Literal["never", "always"] = "never"
     """Whether payload checksums are written and checked on this host too."""
     save_decode: bool = True
@@ -86,6 +91,9 @@ class ConnectorSettings:
     weights_id: str | None = None
     """What stands for the weights in the namespace, for those who know it better: engines that
     give the same have the same weights, whatever their files say. None: a fingerprint of them."""
+    ttl_s: Annotated[int, NumberRange(1, TTL_S_MAX)] | None = None
+    """How long a block may stay in the store at most, in seconds; then its bytes are wiped. It is a
+    part of the namespace: engines with another one share nothing (docs/decisions/0036)."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines and bounds of the store (`kvstore.Limits`), a table of names and values;
     `lookup_timeout_s` goes before its `redis_timeout_s`."""
@@ -96,8 +104,13 @@ class ConnectorSettings:
         check_settings(self)
         if self.url is not None and "://" not in self.url:
             raise UsageError("url", self.url, "must be a URL such as redis://host:6379/0")
-        if self.vram and self.verify == "always":
-            raise UsageError("vram", True, "must be false where verify is always: no checksums")
+        if self.ttl_s is not None and self.vram:
+            raise UsageError("ttl_s", self.ttl_s, "cannot be used with `vram`, which keeps no time")
+
+    @property
+    def life(self) -> dict[str, int]:
+        """The fields of a namespace that bound the life of its blocks."""
+        return {} if self.ttl_s is None else {"ttl_s": self.ttl_s}
 
     @classmethod
     def from_extra(

@@ -54,7 +54,7 @@ def extend(
 
 
 class BlockHashes:
-    """The hashes of one request's store blocks, each computed once.
+    """Keeps the hashes of one request's store blocks, each computed once.
 
     Follows a request that grows, and one whose last tokens are replaced: what was
     hashed counts only while the engine's own hash at the same place is the one

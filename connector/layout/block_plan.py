@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Placed(NamedTuple):
-    """A store block of one group all of whose shards are there, as one writer saved them."""
+    """Names a store block of one group all of whose shards are there, as one writer saved them."""
 
     split: int
     found: tuple[BlockRef, ...]
@@ -34,10 +34,11 @@ def usable_run(
     `blocks_max`.
 
     A group with a window needs the blocks that the window before the end
-    touches, one with states the block that ends there, the others need all. No
-    record that failed before counts. A prefix of all `num_tokens` is cut by one
-    block for windows and states: engines compute the last token again, whose
-    window reaches one token further back, and whose state is the one before it.
+    touches, one with chunks those of the chunk that the end lies in, one with
+    states the block that ends there, the others need all. No record that failed
+    before counts. A prefix of all `num_tokens` is cut by one block for windows,
+    chunks and states: engines compute the last token again, whose window
+    reaches one token further back, and whose state is the one before it.
     """
     if not placement:
         return 0
@@ -49,13 +50,13 @@ def usable_run(
     if layout.forgetful:
         run = min(run, max(0, num_tokens - 1) // layout.block_tokens)
     for group, row in zip(layout.groups, usable, strict=True):
-        if group.tail_tokens is None and False in row[:run]:
+        if not group.forgetful and False in row[:run]:
             run = row.index(False)
     while run > 0:
         missing = -1
         for group, row in zip(layout.groups, usable, strict=True):
-            if group.tail_tokens is not None:
-                first = max(0, run * layout.block_tokens - group.tail_tokens)
+            if group.forgetful:
+                first = group.needed_from(run * layout.block_tokens)
                 needed = range(first // layout.block_tokens, run)
                 missing = max([missing, *(i for i in needed if not row[i])])
         if missing < 0:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from connector.layout.topology import TpKVTopology, shards_of
@@ -34,17 +35,18 @@ LAYOUT_VERSION = 1
 
 
 class LayerRun(NamedTuple):
-    """Layers of one shape among those of a group."""
+    """Names layers of one shape among those of a group."""
 
     layers: tuple[int, ...]
     """Their places among the group's layers."""
     heads: int
     channel_bytes: int
+    tokens_per_slot: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGeometry:
-    """KV of one shard: what one worker holds of one KV cache group."""
+    """Describes the KV of one shard: what one worker holds of one KV cache group."""
 
     layers: int
     heads: int
@@ -60,6 +62,8 @@ class KVGeometry:
     runs: tuple[LayerRun, ...] = ()
     """Where layers have several shapes: all of them, `heads` and `channel_bytes` are the first's.
     Payloads hold one run after another. Only workers know them; no namespace does."""
+    tokens_per_slot: Fraction = Fraction(1)
+    """Tokens that one entry of C bytes stands for: more where a model keeps one for several."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "channel_bytes", "engine_block_tokens"):
@@ -68,22 +72,47 @@ class KVGeometry:
         for run in self.runs:
             if run.heads % self.heads:
                 raise UsageError("geometry.runs", run, f"heads must be a multiple of {self.heads}")
+        for one in self.each_shape():
+            if Fraction(self.engine_block_tokens) % one.tokens_per_slot:
+                raise UsageError(
+                    "geometry.tokens_per_slot",
+                    str(one.tokens_per_slot),
+                    f"must divide the engine's block of {self.engine_block_tokens} tokens",
+                )
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token, or of one state, in all layers and heads."""
-        if self.runs:
-            return sum(len(run.layers) * run.heads * run.channel_bytes for run in self.runs)
-        return self.layers * self.heads * self.channel_bytes
+        """Bytes of one token, or of one state, in all layers and heads; where entries stand for
+        several tokens see `payload_bytes`."""
+        return self.payload_bytes(1)
 
-    def payload_slots(self, block_tokens: int) -> int:
+    def each_shape(self) -> tuple[LayerRun, ...]:
+        """The runs; of layers that are all alike the one that they are."""
+        own = LayerRun(
+            tuple(range(self.layers)), self.heads, self.channel_bytes, self.tokens_per_slot
+        )
+        return self.runs or (own,)
+
+    def run_bytes(self, run: LayerRun, block_tokens: int) -> int:
+        """Bytes of one layer and head of `run` in a store block."""
+        return run.channel_bytes * self.payload_slots(block_tokens, run.tokens_per_slot)
+
+    def payload_bytes(self, block_tokens: int) -> int:
+        """Bytes of `block_tokens` tokens, or of one state, in all layers and heads."""
+        return sum(
+            len(run.layers) * run.heads * self.run_bytes(run, block_tokens)
+            for run in self.each_shape()
+        )
+
+    def payload_slots(self, block_tokens: int, tokens_per_slot: Fraction | None = None) -> int:
         """How many entries a store block has of each head: one a token, or the one state."""
-        return 1 if self.recurrent else block_tokens
+        per_slot = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        return 1 if self.recurrent else int(block_tokens / per_slot)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way in which a writer's workers share the heads of a group."""
+    """Describes one way in which a writer's workers share the heads of a group."""
 
     tp_shards: int
     heads: int
@@ -94,7 +123,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLayout:
-    """One KV cache group: how this engine holds it and how it is stored."""
+    """Describes one KV cache group: how this engine holds it and how it is stored."""
 
     geometry: KVGeometry
     topology: TpKVTopology
@@ -103,13 +132,21 @@ class GroupLayout:
     """The engine's own first: it saves in this one, and prefers it."""
     window_tokens: int | None = None
     """Sliding window: a token needs the KV of the `window_tokens - 1` before it; None: of all."""
+    chunk_tokens: int | None = None
+    """Attention within chunks: a token needs the KV of those before it in its own chunk alone."""
 
     @property
-    def tail_tokens(self) -> int | None:
-        """How many tokens before a prefix's end the next one needs of this group; None: all."""
+    def forgetful(self) -> bool:
+        """Whether a token does not need the KV of all before it."""
+        return self.geometry.recurrent or bool(self.window_tokens or self.chunk_tokens)
+
+    def needed_from(self, end_token: int) -> int:
+        """First token before `end_token` of which the one at `end_token` needs this group."""
         if self.geometry.recurrent:
-            return 1  # the block with the last of them holds the state after it
-        return None if self.window_tokens is None else self.window_tokens - 1
+            return max(0, end_token - 1)  # the block with that token holds the state after it
+        if self.chunk_tokens is not None:
+            return end_token // self.chunk_tokens * self.chunk_tokens
+        return 0 if self.window_tokens is None else max(0, end_token - self.window_tokens + 1)
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
@@ -118,17 +155,22 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLayout:
-    """What both sides must agree on: sizes, groups and their namespaces."""
+    """Holds what both sides must agree on: sizes, groups and their namespaces."""
 
     block_tokens: int
     hash_block_tokens: int
     """Tokens that one hash of a request covers."""
     groups: tuple[GroupLayout, ...]
+    engine_groups: int = 1
+    """KV cache groups of the engine, those that are not stored included."""
+    boundary_tokens: int = 1
+    """Loads end at multiples of this for the sake of groups that are not stored."""
 
     @property
     def engine_block_tokens(self) -> int:
         """Tokens from one boundary to the next at which blocks of every group begin."""
-        return math.lcm(*(group.geometry.engine_block_tokens for group in self.groups))
+        blocks = (group.geometry.engine_block_tokens for group in self.groups)
+        return math.lcm(self.boundary_tokens, *blocks)
 
     @property
     def hashes_per_key(self) -> int:
@@ -137,7 +179,7 @@ class StoreLayout:
     @property
     def forgetful(self) -> bool:
         """Whether some group has only the end of a prefix: it cannot go back by one token."""
-        return any(group.tail_tokens is not None for group in self.groups)
+        return any(group.forgetful for group in self.groups)
 
     @property
     def recurrent(self) -> bool:
@@ -149,7 +191,7 @@ class StoreLayout:
         """Whether a failed load is told by request: with several groups, each of which has
         block tables of its own, a block id does not name a block; and with states all
         tokens before a block that failed are lost too."""
-        return len(self.groups) > 1 or self.recurrent
+        return max(self.engine_groups, len(self.groups)) > 1 or self.recurrent
 
     def blocks_per_key(self, group: int = 0) -> int:
         """Engine blocks in one store block of `group`."""
@@ -165,16 +207,18 @@ class StoreLayout:
         )
 
 
-def default_block_tokens(groups: Sequence[tuple[KVGeometry, TpKVTopology, int | None]]) -> int:
+def default_block_tokens(
+    groups: Sequence[tuple[KVGeometry, TpKVTopology, int | None]], boundary_tokens: int = 1
+) -> int:
     """The smallest power-of-two multiple of the engine block with 1 MiB a shard.
 
     At most 256 tokens and at most a sliding window, but never less than one
     engine block. The shard is that of the largest usual tensor-parallel size,
     so that engines of all sizes come to the same answer. With states it is the
     engine's block: states exist at few tokens, and a larger block would miss
-    some of them. Each of `groups` is geometry, topology and window.
+    some of them. Each of `groups` is geometry, topology and window or chunk.
     """
-    tokens = math.lcm(*(geometry.engine_block_tokens for geometry, _, _ in groups))
+    tokens = math.lcm(boundary_tokens, *(one.engine_block_tokens for one, _, _ in groups))
     if any(geometry.recurrent for geometry, _, _ in groups):
         return tokens
     token_bytes = min(

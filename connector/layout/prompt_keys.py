@@ -18,7 +18,7 @@ from kvstore import Key, Namespace, UsageError
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """How one engine names its blocks: those of its first KV cache group and shard, which
+    """Computes how one engine names its blocks: those of its first KV cache group and shard, which
     stand for all others."""
 
     ASKED: ClassVar = "kvstore_keys"

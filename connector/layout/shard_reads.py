@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ShardRead(NamedTuple):
-    """One shard of a writer's, as far as this worker needs it."""
+    """Describes one shard of a writer's, as far as this worker needs it."""
 
     shard: int
     """Its place among the split's shards."""
@@ -27,7 +27,8 @@ class ShardRead(NamedTuple):
 
 
 class GroupReads:
-    """One worker's share of one group. Knows sizes only; the bytes are `KVCopier`' business."""
+    """Computes one worker's share of one group. Knows sizes only; the bytes are `KVCopier`'
+    business."""
 
     def __init__(self, layout: GroupLayout, rank: int, block_tokens: int) -> None:
         """`rank` counts this engine's workers pipeline-major."""
@@ -37,16 +38,15 @@ class GroupReads:
         """The shard of the engine's own split that this worker holds."""
         self.saves = topology.saves
         self.namespace: Namespace = layout.namespaces[self.shard]
-        slots = geometry.payload_slots(block_tokens)
-        self.block_bytes = geometry.token_bytes * slots
+        self.block_bytes = geometry.payload_bytes(block_tokens)
         """Payload of the block that this worker saves."""
-        self.engine_block_bytes = geometry.token_bytes * geometry.engine_block_tokens
+        self.engine_block_bytes = geometry.payload_bytes(geometry.engine_block_tokens)
         """Of all layers together."""
         mine = HeadRange(topology.tp_shard * geometry.heads, geometry.heads)
         self._by_split: list[tuple[ShardRead, ...]] = []
         for split in layout.splits:
             reads = reads_of(mine, split.tp_shards, geometry.heads * topology.tp_shards)
-            size = geometry.token_bytes // geometry.heads * split.heads * slots
+            size = self.block_bytes // geometry.heads * split.heads
             self._by_split.append(
                 tuple(
                     ShardRead(

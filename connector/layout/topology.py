@@ -15,7 +15,7 @@ from kvstore import UsageError
 
 
 class HeadRange(NamedTuple):
-    """KV heads `first` to `first + heads - 1`."""
+    """Names KV heads `first` to `first + heads - 1`."""
 
     first: int
     heads: int
@@ -26,7 +26,7 @@ class HeadRange(NamedTuple):
 
 
 class HeadRead(NamedTuple):
-    """Heads that a worker takes from one shard of a writer's."""
+    """Says which heads a worker takes from one shard of a writer's."""
 
     shard: int
     """Which distinct part of the writer's heads."""
@@ -38,7 +38,7 @@ class HeadRead(NamedTuple):
 
 
 def shards_of(tp_size: int, total_kv_heads: int) -> int:
-    """Distinct parts of the KV among `tp_size` workers.
+    """Return how many distinct parts of the KV there are among `tp_size` workers.
 
     Raises `UsageError` when heads and workers do not divide one another: no
     engine places them then in a way that this module knows.
@@ -56,7 +56,7 @@ def shards_of(tp_size: int, total_kv_heads: int) -> int:
 
 
 def reads_of(mine: HeadRange, shards: int, total_kv_heads: int) -> list[HeadRead]:
-    """Where heads `mine` are when `total_kv_heads` are split evenly into `shards`."""
+    """Return where heads `mine` are when `total_kv_heads` are split evenly into `shards`."""
     per_shard = total_kv_heads // shards
     reads: list[HeadRead] = []
     for shard in range(mine.first // per_shard, -(-mine.end // per_shard)):
@@ -73,7 +73,7 @@ _PROBE_LAYERS = 80
 
 @dataclass(frozen=True, slots=True)
 class TpKVTopology:
-    """One worker's place among its engine's, towards engines of other tensor-parallel sizes.
+    """Describes one worker's place in its engine, towards engines of other tensor-parallel sizes.
 
     Fields, properties and methods are those of the class of this name in earlier versions of
     vLLM (`kv_transfer/kv_connector/utils.py`); what follows `is_mamba` is ours. `of` makes one
@@ -114,7 +114,7 @@ class TpKVTopology:
     def of(
         cls, tp_size: int = 1, pp_size: int = 1, total_num_kv_heads: int | None = None
     ) -> TpKVTopology:
-        """The first worker of an engine that knows no other.
+        """Makes the topology of the first worker of an engine that knows no other.
 
         `total_num_kv_heads` None: every tensor-parallel worker has heads of its own.
         """
@@ -122,7 +122,7 @@ class TpKVTopology:
         return cls(0, {"": tp_size}, False, heads, None, "", {}, pp_size=pp_size)
 
     def at(self, rank: int) -> TpKVTopology:
-        """The same for another worker; workers are counted pipeline-major."""
+        """Makes the same for another worker; workers are counted pipeline-major."""
         pp_rank, tp_rank = divmod(rank, self.tp_size)
         return replace(self, tp_rank=tp_rank, pp_rank=pp_rank)
 
@@ -137,17 +137,17 @@ class TpKVTopology:
 
     @property
     def tp_shards(self) -> int:
-        """Distinct parts of the KV among the tensor-parallel workers of one stage."""
+        """How many distinct parts of the KV the tensor-parallel workers of one stage have."""
         return shards_of(self.tp_size, self.heads)
 
     @property
     def tp_shard(self) -> int:
-        """Which of them this worker holds."""
+        """The number of the part that this worker holds, from 0."""
         return self.tp_rank // (self.tp_size // self.tp_shards)
 
     @property
     def shard(self) -> int:
-        """The same among those of all stages, pipeline-major."""
+        """The number of its part among those of all stages, pipeline-major."""
         return self.pp_rank * self.tp_shards + self.tp_shard
 
     @property
@@ -214,14 +214,14 @@ class TpKVTopology:
         )
 
     def tp_ratio(self, remote_tp_size: int) -> int:
-        """Workers here per worker there; negative: workers there per worker here.
+        """Return how many workers here make one there; negative: workers there for one here.
 
         Raises `UsageError` when neither size divides the other.
         """
         return _ratio("tp_size", self.tp_size, remote_tp_size)
 
     def block_size_ratio(self, remote_block_size: int) -> int:
-        """Remote blocks in one of this engine's; negative, unlike vLLM's: the other way round.
+        """Return how many remote blocks make one here; negative, unlike vLLM's: the inverse.
 
         Raises `UsageError` when neither size divides the other.
         """
@@ -244,7 +244,7 @@ class TpKVTopology:
         return self.is_mla or self.is_kv_replicated(remote_engine_id)
 
     def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
-        """Workers of an engine of that size whose heads this one's are among; replicas too."""
+        """Return the workers of such an engine whose heads this one's are among; replicas too."""
         ratio = self.tp_ratio(remote_tp_size)
         if ratio > 0:
             return [self.tp_rank // ratio]

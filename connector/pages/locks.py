@@ -18,7 +18,7 @@ class _Lock:
 
 
 class Locks:
-    """Counted locks by key over a store's pins. Used by one thread.
+    """Counts locks by key over a store's pins. Used by one thread.
 
     One pin holds a block however often it is locked. A lock that is not given
     back within `timeout_s` of the last lookup that took it is over: an engine

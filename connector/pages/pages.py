@@ -84,7 +84,8 @@ def scatter(payload: memoryview, parts: Parts) -> None:
 
 
 class Pages:
-    """Pages of one namespace in a store. As safe to call from several threads as the store.
+    """Keeps the pages of one namespace in a store. As safe to call from several threads as the
+    store.
 
     A peer's fault is never raised: what could not be saved or loaded is False.
     """

@@ -25,7 +25,7 @@ UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 @dataclass(slots=True)
 class Name:
-    """One name, and what its engines have in common."""
+    """Holds one name, and what its engines have in common."""
 
     host: str
     port: int

@@ -37,7 +37,7 @@ DATA = b"data: "
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAnswer:
-    """One answer: its tokens, the time to the first one, and which way the request took."""
+    """Holds one answer: its tokens, the time to the first one, and which way the request took."""
 
     tokens: list[int]
     ttft_s: float

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from connector import PromptKeys
 from connector.router.routing import held_at
-from kvstore import Holder, Key, Locator, MissReason, UsageError
+from kvstore import Holder, Key, Locator, MissReason, Residency, UsageError
 
 log = logging.getLogger("kvstore.router")
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What is known of one prompt."""
+    """Holds what is known of one prompt."""
 
     tokens: Sequence[int] | None = None
     """None: only an engine can tell which."""
@@ -55,10 +55,13 @@ class _Model:
 
 
 class Prefixes:
-    """Looks prompts up in the index. Knows a model's keys once an engine has told them."""
+    """Looks prompts up in the index, or in what nodes say of their blocks. Knows a model's keys
+    once an engine has told them."""
 
-    def __init__(self, locator: Locator) -> None:
+    def __init__(self, locator: Locator, residency: Residency | None = None) -> None:
+        """With `residency`, the index is asked for prefixes only while a node is not heard."""
         self._locator = locator
+        self._residency = residency
         self._models: dict[str, _Model] = {}
         self._waiting = 0
         """Requests that poll the index."""
@@ -93,7 +96,7 @@ class Prefixes:
 
     async def find(self, name: str, tokens: Sequence[int] | None) -> Prefix:
         """What the store holds for that model; nothing when that cannot be told. One index
-        round trip."""
+        round trip, or none."""
         model = self._models.get(name)
         if tokens is None or model is None:
             return Prefix(tokens)
@@ -112,7 +115,11 @@ class Prefixes:
 
     def _find(self, keys: PromptKeys, tokens: Sequence[int]) -> Prefix:
         try:
-            holders = self._locator.leading(keys.of(tokens))
+            wanted = keys.of(tokens)
+            if self._residency is not None and self._residency.in_sync:
+                holders = self._residency.leading(wanted)
+            else:
+                holders = self._locator.leading(wanted)
         except UsageError:  # no tokens: the engine will say so
             return Prefix()
         away = holders.short in INDEX_AWAY
@@ -156,3 +163,5 @@ class Prefixes:
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._locator.close()
+        if self._residency is not None:
+            self._residency.close()

@@ -20,11 +20,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from connector.limits import ROUTER_LOAD_GAP_MAX
 from kvstore import Holder, UsageError
 
-LOAD_GAP_MAX = 8
-"""An engine with so many more requests in flight than the least loaded gets none for its
-prefix: waiting there would cost more than computing elsewhere."""
 DOWN_S = 5.0
 """How long an engine that failed is passed over, unless it answers a probe sooner."""
 MISSED_MAX = 2
@@ -33,7 +31,8 @@ ENGINES_MAX = 256
 
 
 class Role(StrEnum):
-    """What an engine is there for: computing and saving prompts, or loading them and answering."""
+    """Says what an engine is there for: computing and saving prompts, or loading them and
+    answering."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -41,7 +40,7 @@ class Role(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine and what the router knows of it."""
+    """Holds one engine and what the router knows of it."""
 
     url: str
     role: Role
@@ -92,7 +91,7 @@ class Engine:
 
 
 class EngineFleet:
-    """All engines, and the choice among them."""
+    """Holds all engines, and chooses among them."""
 
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
         """`engines` are there for good; others may come and go (`replace`)."""
@@ -134,7 +133,7 @@ class EngineFleet:
         return min(
             candidates,
             key=lambda e: (
-                -held.get(e.at, 0) if e.in_flight - least <= LOAD_GAP_MAX else 0,
+                -held.get(e.at, 0) if e.in_flight - least <= ROUTER_LOAD_GAP_MAX else 0,
                 e.in_flight,
                 e.turn,
             ),

@@ -12,7 +12,7 @@ from connector.router.discovery import SCHEME, Name
 from connector.router.prefix import Prefixes
 from connector.router.routing import Engine, EngineFleet, Role
 from connector.router.server import Router, RouterSettings
-from kvstore import KVStoreError, Locator
+from kvstore import KVStoreError, Locator, Residency
 
 EPILOG = """An engine is http://HOST:PORT, or http://HOST:PORT@NODE, where NODE is the memory node
 that it reads without a network: its name, or its host's as `kvstore stat` shows it. Requests go
@@ -33,6 +33,13 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--url", help="the index's Redis (default: KVSTORE_URL, else the embedded)")
     parser.add_argument("--key-prefix", default="kv:default")
+    parser.add_argument(
+        "--events",
+        action="append",
+        default=[],
+        metavar="ENDPOINT",
+        help="of every node, as `kvstore node --events` has it: finds prefixes without the index",
+    )
     parser.add_argument("--timeout-s", type=float, default=defaults.timeout_s)
     parser.add_argument("--save-wait-s", type=float, default=defaults.save_wait_s)
     parser.add_argument(
@@ -46,6 +53,7 @@ def main() -> int:
         given += [(Role.DECODE, text) for text in options.decode]
         names = [Name.parse(*one) for one in given if one[1].startswith(SCHEME)]
         fleet = EngineFleet([Engine.parse(*one) for one in given if not one[1].startswith(SCHEME)])
+        residency = Residency(options.events) if options.events else None
         locator = Locator(options.url, key_prefix=options.key_prefix)
     except KVStoreError as e:
         print(f"kvstore-router: {e}", file=sys.stderr)
@@ -55,7 +63,7 @@ def main() -> int:
         save_wait_s=options.save_wait_s,
         tokenize=not options.no_tokenize,
     )
-    app = Router(fleet, Prefixes(locator), settings, names).app()
+    app = Router(fleet, Prefixes(locator, residency), settings, names).app()
     # A client that hangs up ends its request in the engine too.
     web.run_app(app, host=options.host, port=options.port, print=None, handler_cancellation=True)
     return 0

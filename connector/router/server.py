@@ -25,6 +25,11 @@ from typing import Any
 from aiohttp import web
 
 from connector import PromptKeys
+from connector.limits import (
+    ROUTER_BODY_BYTES_MAX,
+    ROUTER_IN_FLIGHT_MAX,
+    ROUTER_TOKENIZE_TIMEOUT_S,
+)
 from connector.router.discovery import Name, keep_resolving, resolve
 from connector.router.metrics import exposition
 from connector.router.prefix import Prefix, Prefixes
@@ -35,13 +40,9 @@ log = logging.getLogger("kvstore.router")
 
 ATTEMPTS_MAX = 3
 """Engines that one step of a request is tried on."""
-IN_FLIGHT_MAX = 4096
-"""Requests at a time; one more is told to come back."""
 COME_BACK_S = 1
 PREFILL_SHARE = 0.5
 """Of a request's time, for all attempts to have it prefilled: decoding needs some, too."""
-BODY_BYTES_MAX = 16 << 20
-TOKENIZE_TIMEOUT_S = 2.0
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 2.0, 2.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_ID = "X-Request-Id"
@@ -63,7 +64,7 @@ ANSWER_FIELDS = ("stream_options", "min_tokens", "best_of", "logprobs", "top_log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """What an operator may set of the router."""
+    """Holds what an operator may set of the router."""
 
     timeout_s: float = 600.0
     """One request, all its attempts together."""
@@ -76,7 +77,7 @@ class RouterSettings:
 
 @dataclass(slots=True)
 class _Job:
-    """One request on its way."""
+    """Holds one request on its way."""
 
     path: str
     body: dict[str, Any] | None
@@ -114,7 +115,7 @@ class Router:
         self._upstream: Upstream | None = None
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=BODY_BYTES_MAX)
+        app = web.Application(client_max_size=ROUTER_BODY_BYTES_MAX)
         app.add_routes(
             [
                 web.post(COMPLETIONS, self._complete),
@@ -165,9 +166,9 @@ class Router:
     # One request
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        if self._in_flight >= IN_FLIGHT_MAX:
+        if self._in_flight >= ROUTER_IN_FLIGHT_MAX:
             come_back = {"Retry-After": str(COME_BACK_S)}
-            return _error(503, f"{IN_FLIGHT_MAX} requests are in flight", come_back)
+            return _error(503, f"{ROUTER_IN_FLIGHT_MAX} requests are in flight", come_back)
         self._in_flight += 1  # from here on: a body that is slow to come is memory, too
         try:
             job = self._job(request, None)
@@ -175,7 +176,7 @@ class Router:
                 async with asyncio.timeout(job.left_s()):
                     job.body = json.loads(await request.read())
             except web.HTTPRequestEntityTooLarge:
-                return _error(413, f"the body has more than {BODY_BYTES_MAX} bytes")
+                return _error(413, f"the body has more than {ROUTER_BODY_BYTES_MAX} bytes")
             except TimeoutError:
                 return _error(408, "the body has not come in time")
             except (ValueError, RecursionError):
@@ -211,7 +212,7 @@ class Router:
         if engine is None:
             return None
         question = {name: body[name] for name in TOKENIZED[job.path] if name in body}
-        deadline = min(time.monotonic() + TOKENIZE_TIMEOUT_S, job.deadline)
+        deadline = min(time.monotonic() + ROUTER_TOKENIZE_TIMEOUT_S, job.deadline)
         try:
             answer = await self._up.ask(engine, "/tokenize", question, job.headers, deadline)
         except EngineFailedError as e:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from connector.limits import ROUTER_ANSWER_BYTES_MAX
 from connector.router.routing import Engine
 
 CONNECT_TIMEOUT_S = 2.0
@@ -19,8 +20,6 @@ SILENT_S = 20.0
 answer that is not streamed may take minutes, an engine that hangs takes for ever."""
 KEEPALIVE_S = 4.0
 """Less than vLLM's 5 s: a request on a connection that its engine closes at that moment is lost."""
-ANSWER_BYTES_MAX = 64 << 20
-"""One answer that is not streamed."""
 CLIENT_ERROR, SERVER_ERROR = 400, 500
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ class TooLateError(EngineFailedError):
 
 
 class Answer:
-    """An engine's answer, of which the head is there."""
+    """Holds an engine's answer, of which the head is there."""
 
     def __init__(self, engine: Engine, response: aiohttp.ClientResponse, deadline: float) -> None:
         self._engine = engine
@@ -48,13 +47,14 @@ class Answer:
         return await _patiently(self._engine, self._deadline, self._response.content.readany)
 
     async def whole(self) -> bytes:
-        """The whole body. Raises like `part`, and `EngineFailedError` beyond `ANSWER_BYTES_MAX`."""
+        """The whole body. Raises like `part`, and `EngineFailedError` when it is too long."""
         parts: list[bytes] = []
         size = 0
         while part := await self.part():
             size += len(part)
-            if size > ANSWER_BYTES_MAX:
-                raise EngineFailedError(f"{self._engine.url}: more than {ANSWER_BYTES_MAX} bytes")
+            if size > ROUTER_ANSWER_BYTES_MAX:
+                at_most = f"at most {ROUTER_ANSWER_BYTES_MAX} bytes (router_answer_bytes_max)"
+                raise EngineFailedError(f"{self._engine.url}: its answer is too long: {at_most}")
             parts.append(part)
         return b"".join(parts)
 
@@ -81,7 +81,7 @@ async def _patiently(engine: Engine, deadline: float, wait: Callable[[], Awaitab
 
 
 class Upstream:
-    """One HTTP client for all engines. Connections are kept."""
+    """Calls all engines by one HTTP client. Connections are kept."""
 
     def __init__(self) -> None:
         # The server bounds requests in flight.

@@ -119,7 +119,8 @@ def _at_least_one(count: int) -> int:
 
 
 class _Countdown:
-    """Workers that have not reported a request yet; at most `FINISHED_PENDING_MAX` requests."""
+    """Counts workers that have not reported a request yet; at most `FINISHED_PENDING_MAX`
+    requests."""
 
     def __init__(self) -> None:
         self._left: dict[str, int] = {}
@@ -142,7 +143,7 @@ class _Countdown:
 
 
 class WorkerEvents:
-    """`KVCacheEvents` of hashable events, counted: how many workers have seen each."""
+    """Implements `KVCacheEvents` of hashable events, counted: how many workers have seen each."""
 
     def __init__(self, events: Iterable[Hashable] = (), workers: int = 1) -> None:
         self._seen: Counter[Hashable] = Counter(events)

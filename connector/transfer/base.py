@@ -35,48 +35,48 @@ if TYPE_CHECKING:
 
 
 class KVConnectorRole(enum.Enum):
-    """Which side of a connector: an engine makes one for its scheduler, one in each worker."""
+    """Names a side of a connector: an engine makes one for its scheduler, one in each worker."""
 
     SCHEDULER = 0
     WORKER = 1
 
 
 class KVConnectorWorkerMetadata(Protocol):
-    """What one worker tells the scheduler side of its own connector about a step."""
+    """Carries what one worker tells the scheduler side of its own connector about a step."""
 
     def aggregate(self, other: Any) -> Any:
-        """Both in one. May change and return `self`; `other` is of the same class."""
+        """Put both into one. May change and return `self`; `other` is of the same class."""
         ...
 
 
 class KVConnectorStats(Protocol):
-    """What a connector has counted since it was last asked. Picklable."""
+    """Carries what a connector has counted since it was last asked. Picklable."""
 
     def aggregate(self, other: Any) -> Any:
-        """Both in one. May change and return `self`; `other` is of the same class."""
+        """Put both into one. May change and return `self`; `other` is of the same class."""
         ...
 
     def is_empty(self) -> bool: ...
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for logs and metrics."""
+        """Return plain data, for logs and metrics."""
         ...
 
 
 class KVCacheEvents(Protocol):
-    """Events (block stored, block removed) that the workers of one engine have seen."""
+    """Collects events (block stored, block removed) that the workers of one engine have seen."""
 
     def add_events(self, events: list[Any]) -> None: ...
     def get_all_events(self) -> list[Any]:
-        """All that were added, as often as they were."""
+        """Return all events that were added, as often as they were."""
         ...
 
     def increment_workers(self, count: int = 1) -> None:
-        """`count` more workers have added theirs."""
+        """Note that `count` more workers have added theirs."""
         ...
 
 
 class TransferResults(NamedTuple):
-    """Requests whose transfers ended on this worker since the last call."""
+    """Names the requests whose transfers ended on this worker since the last call."""
 
     finished_sending: frozenset[str] | set[str] = frozenset()
     finished_recving: frozenset[str] | set[str] = frozenset()
@@ -86,7 +86,7 @@ class TransferResults(NamedTuple):
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """What one worker, or after aggregation all of them, has to say about one step."""
+    """Carries what one worker, or after aggregation all of them, says about one step."""
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
@@ -114,7 +114,7 @@ class KVConnectorOutput:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStep:
-    """What the engine's scheduler has decided for one step."""
+    """Tells what the engine's scheduler has decided for one step."""
 
     scheduled: Sequence[tuple[EngineRequest, int]]
     """Each request of the step, and how many of its tokens the forward computes."""
@@ -126,17 +126,17 @@ class SchedulerStep:
 
 @runtime_checkable
 class KVConnectorScheduler(Protocol):
-    """The side in the engine's scheduler: decides. It may not wait."""
+    """Decides, in the engine's scheduler. It may not wait."""
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """A request has arrived: a good moment to start looking it up."""
+        """Note that a request has arrived: a good moment to start looking it up."""
         return
 
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens beyond `num_computed_tokens` that can be loaded, and whether between steps.
+        """Return how many tokens beyond `num_computed_tokens` can be loaded, and if between steps.
 
         None: not known yet, ask again in a later step. The flag is False with 0
         tokens; with True the request waits until it is in `finished_recving`.
@@ -148,7 +148,7 @@ class KVConnectorScheduler(Protocol):
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """The request has its blocks; load `num_external_tokens` of what was offered.
+        """Note that the request has its blocks; load `num_external_tokens` of what was offered.
 
         0 means that nothing is to be loaded, whatever `block_ids` holds: it is
         also called so when blocks were added after a load.
@@ -157,11 +157,11 @@ class KVConnectorScheduler(Protocol):
 
     @abstractmethod
     def build_connector_meta(self, step: SchedulerStep) -> Any:
-        """What the workers do in this step; picklable, never None. Starts the next step's."""
+        """Return what workers do in this step; picklable, never None. Starts the next step's."""
         ...
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """What came of a step, all workers together."""
+        """Take note of what came of a step, all workers together."""
         return
 
     def request_finished(
@@ -175,11 +175,11 @@ class KVConnectorScheduler(Protocol):
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         return ()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts of this side since the last call; None: nothing."""
+        """Return what this side has counted since the last call; None: nothing."""
         return None
 
     def has_pending_work(self) -> bool:
@@ -197,35 +197,35 @@ class KVConnectorScheduler(Protocol):
 
 @runtime_checkable
 class KVConnectorWorker(Protocol):
-    """The side in each worker: moves bytes. It never raises for what a peer did."""
+    """Moves bytes, in each worker. It never raises for what a peer did."""
 
     def get_required_kvcache_layout(self) -> str | None:
         """ "NHD" or "HND" when the KV must lie so, else None. Ask before allocating it."""
         return None
 
     def get_finished_count(self) -> int | None:
-        """Workers that report each transfer; None: all of them."""
+        """Return how many workers report each transfer; None: all of them."""
         return None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """The KV tensors by layer name, in layer order. Raises `UsageError` for their shape."""
+        """Take the KV tensors by layer, in layer order. Raises `UsageError` for their shape."""
         return
 
     @abstractmethod
     def bind_connector_metadata(self, metadata: Any) -> None:
-        """What the scheduler side made for this step."""
+        """Take what the scheduler side made for this step."""
         ...
 
     @abstractmethod
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """Forget it: the step is over."""
         ...
 
     @abstractmethod
     def has_connector_metadata(self) -> bool: ...
 
     def handle_preemptions(self, metadata: Any) -> None:
-        """Before the forward overwrites blocks that requests have lost."""
+        """Save what has to be, before the forward overwrites blocks that requests have lost."""
         return
 
     @abstractmethod
@@ -238,18 +238,18 @@ class KVConnectorWorker(Protocol):
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
-        """The forward has written this layer's KV."""
+        """Note that the forward has written this layer's KV."""
         return
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """The forward is done: start what is left to save. Blocks that are still read after
+        """Start what is left to save: the forward is done. Blocks that are still read after
         this call are the connector's to protect."""
         ...
 
     @abstractmethod
     def get_finished(self, finished_req_ids: set[str]) -> TransferResults:
-        """Transfers that ended; `finished_req_ids` are requests that are done or aborted.
+        """Return the transfers that ended; `finished_req_ids` are requests done or aborted.
 
         A load that failed is among the finished ones, and its blocks are in
         `get_block_ids_with_load_errors` in the same step at the latest.
@@ -257,19 +257,19 @@ class KVConnectorWorker(Protocol):
         ...
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Engine blocks that could not be loaded, as of the last `get_finished`."""
+        """Return the engine blocks that could not be loaded, as of the last `get_finished`."""
         return set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Something for the scheduler side of this connector; None: nothing."""
+        """Return something for the scheduler side of this connector; None: nothing."""
         return None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts since the last call; None: nothing."""
+        """Return what was counted since the last call; None: nothing."""
         return None
 
     def get_kv_cache_events(self) -> KVCacheEvents | None:
-        """Events of this worker since the last call; None: nothing."""
+        """Return the events of this worker since the last call; None: nothing."""
         return None
 
     def shutdown(self) -> None:
@@ -278,7 +278,7 @@ class KVConnectorWorker(Protocol):
 
 
 class KVConnectorBase(Protocol):
-    """What is registered under a name: a class that makes either side.
+    """Describes what is registered under a name: a class that makes either side.
 
     `engine` is what the engine has to say about itself; its type is agreed
     between an engine and the connectors it uses (`KVStoreConnector` takes an

@@ -39,7 +39,7 @@ def default_buffer_device() -> KVBufferDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """One engine's part in KV transfer. Raises `UsageError` naming field, value and limit."""
+    """Holds one engine's part in KV transfer. Raises `UsageError` naming field, value and limit."""
 
     kv_connector: str | None = None
     """Registered name of the connector, or a class of `kv_connector_module_path`;

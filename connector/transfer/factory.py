@@ -21,7 +21,7 @@ class _Place(NamedTuple):
 
 
 class KVConnectorFactory:
-    """The registry of this process, and what makes a connector's side from a config."""
+    """Keeps the registry of this process, and makes a connector's side from a config."""
 
     _registry: ClassVar[dict[str, _Place]] = {
         "KVStoreConnector": _Place("connector.transfer.kvstore_connector", "KVStoreConnector"),

@@ -1,4 +1,4 @@
-"""`KVStoreConnector`: our core through the protocols of `connector.transfer.base`.
+"""Offers our core through the protocols of `connector.transfer.base`: `KVStoreConnector`.
 
 For people who write their own engine; docs/connector.md has an example. Nothing
 is decided here: `SchedulerCore` and `WorkerCore` do the work.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine says about itself when it makes a side of `KVStoreConnector`."""
+    """Holds what an engine says about itself when it makes a side of `KVStoreConnector`."""
 
     shape: EngineShape
     """The same on every side and in every engine that is to share KV. Whether it
@@ -48,7 +48,7 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class StoreWorkerMetadata:
-    """What the workers tell the scheduler side, once per step."""
+    """Carries what the workers tell the scheduler side, once per step."""
 
     report: WorkerReport
 
@@ -104,7 +104,7 @@ def _read(config: KVTransferConfig, engine: EngineInfo) -> tuple[ConnectorSettin
 
 
 class KVStoreScheduler(KVConnectorScheduler):
-    """`KVConnectorScheduler` over a `SchedulerCore`."""
+    """Implements `KVConnectorScheduler` over a `SchedulerCore`."""
 
     def __init__(self, core: SchedulerCore, *, between_steps: bool = True) -> None:
         """`between_steps`: loads have steps of their own, else they are part of the forward's."""
@@ -163,7 +163,8 @@ class KVStoreScheduler(KVConnectorScheduler):
 
 
 class KVStoreWorker(KVConnectorWorker):
-    """`KVConnectorWorker` over a `WorkerCore`. Loads and saves run beside the forward."""
+    """Implements `KVConnectorWorker` over a `WorkerCore`. Loads and saves run beside the
+    forward."""
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core

@@ -19,7 +19,7 @@ from kvstore import DeadlineError, UsageError
 
 
 class KVEntry(NamedTuple):
-    """One entry as it was inserted; tensors, or None where None was."""
+    """Holds one entry as it was inserted; tensors, or None where None was."""
 
     tokens: Any
     roi: Any
@@ -36,7 +36,7 @@ class _Inserted:
 
 
 class LookupBuffer:
-    """One end of a lookup buffer. Not thread-safe.
+    """Implements one end of a lookup buffer. Not thread-safe.
 
     `name` names the buffer in the client's namespace and must be new. The end
     with `producer=True` inserts, the other drops; one of each. At most

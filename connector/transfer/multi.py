@@ -133,7 +133,7 @@ def forwarding(protocol: type, rules: Mapping[str, Rule]) -> Callable[[_Class], 
 
 @dataclass(slots=True)
 class MultiMetadata:
-    """Scheduler to workers: what each child has made for the step, in order."""
+    """Carries what each child's scheduler side has made for the step, in order."""
 
     children: tuple[Any, ...]
     extra_saves: dict[str, int]
@@ -142,7 +142,7 @@ class MultiMetadata:
 
 @dataclass(slots=True)
 class MultiWorkerMetadata:
-    """Workers to scheduler: one for each child, None where it says nothing."""
+    """Carries what each child's worker side says; None where it says nothing."""
 
     children: tuple[Any, ...]
 
@@ -155,7 +155,7 @@ class MultiWorkerMetadata:
 
 
 class MultiStats:
-    """Each connector's statistics under its name; those of two of one name are added."""
+    """Keeps each connector's statistics under its name; those of two of one name are added."""
 
     __slots__ = ("by_name",)
 

@@ -20,11 +20,11 @@ END = "end"
 
 
 class PipeClosedError(PeerError):
-    """The other end is closed, and all it had sent was received."""
+    """Says that the other end is closed, and that all it had sent was received."""
 
 
 class Pipe:
-    """One end of a two-way pipe. One thread sends, one receives.
+    """Implements one end of a two-way pipe. One thread sends, one receives.
 
     `name` names the pipe in the client's namespace and must be new: an engine id
     and a counter, say. One end has `producer=True`, the other False. At most

@@ -38,7 +38,7 @@ class MessagePin(Protocol):
 
 
 class ValueStore(Protocol):
-    """The part of `kvstore.Client` that messages need."""
+    """Describes the part of `kvstore.Client` that messages need."""
 
     def put_many(self, items: Iterable[tuple[str | bytes, Any]]) -> list[PutResult]: ...
     def get(self, key: str | bytes, out: Any = None) -> Any: ...
@@ -48,7 +48,7 @@ class ValueStore(Protocol):
 
 
 class Content(NamedTuple):
-    """What was in a message."""
+    """Holds what was in a message."""
 
     tensors: list[Any]
     """torch tensors in CPU memory, None where None was sent."""
@@ -57,7 +57,7 @@ class Content(NamedTuple):
 
 @dataclass(slots=True)
 class TensorMessage:
-    """What a sender still holds of a message it has sent."""
+    """Keeps what a sender still holds of a message it has sent."""
 
     name: str
     size_bytes: int = 0

@@ -21,7 +21,7 @@ from kvstore import MissReason, in_batches
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer is among an engine's KV cache groups."""
+    """Says where a layer is among an engine's KV cache groups."""
 
     group: int
     layer: int
@@ -29,7 +29,8 @@ class LayerPlace(NamedTuple):
 
 
 class StepLoads:
-    """Loads of one step into one KV cache group. The engine's thread waits, one other copies."""
+    """Carries the loads of one step into one KV cache group. The engine's thread waits, one other
+    copies."""
 
     def __init__(
         self, tasks: Sequence[Load], layers: int, deadline: float, ready: Any, clock: Clock
@@ -40,7 +41,8 @@ class StepLoads:
         self._deadline = deadline
         self._ready = ready
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._in_place = 0
         """Leading layers that are there in every block that may still succeed."""
         self._awaited: set[int] = set()
@@ -65,7 +67,7 @@ class StepLoads:
 
     def wait(self, layer: int) -> None:
         """Return when `layer` is in place, or will not be: `end` then tells which blocks failed."""
-        with self._changed:
+        with self._lock:
             self._awaited.add(layer)
             while self._in_place <= layer and not self._over:
                 left_s = self.left_s()
@@ -82,7 +84,7 @@ class StepLoads:
         Raises `InternalError` when a copy hangs for
         `timeout_s`.
         """
-        with self._changed:
+        with self._lock:
             self._over = True
             all_awaited = len(self._awaited) == self._layers
             whole = all_awaited and not self._late and self._in_place == self._layers
@@ -96,7 +98,7 @@ class StepLoads:
 
     def give_up(self, why: str = "") -> None:
         """Say that what is not in place will not come: the copying thread is done with it."""
-        with self._changed:
+        with self._lock:
             self._copied = self._over = True
             for task in self.tasks if why else ():
                 task.why = why
@@ -127,7 +129,7 @@ class StepLoads:
                 if self._over or not any(self._good):
                     return False
                 if layer is not None:
-                    with self._changed:
+                    with self._lock:
                         self._in_place = layer + 1
                         self.in_place_at = self._clock()
                         self._changed.notify_all()
@@ -166,7 +168,8 @@ class StepLoads:
 
 
 class StepSaves:
-    """Saves of one step. The engine's thread says what is written, one other reads it."""
+    """Carries the saves of one step. The engine's thread says what is written, one other reads
+    it."""
 
     def __init__(self, jobs: Sequence[SaveJob], places: Sequence[LayerPlace], clock: Clock) -> None:
         self.jobs = jobs
@@ -174,7 +177,8 @@ class StepSaves:
         self._clock = clock
         now = clock()
         self._deadline = now + FORWARD_TIMEOUT_S
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._written: list[tuple[LayerPlace, Any]] = []
         self._seen: set[LayerPlace] = set()
         self._whole: bool | None = None
@@ -189,7 +193,7 @@ class StepSaves:
         A layer that is written twice was not final the first time: nothing of
         such a step is saved.
         """
-        with self._changed:
+        with self._lock:
             if place in self._seen:
                 self._drop(metrics.INCOMPLETE)
             self._seen.add(place)
@@ -202,7 +206,7 @@ class StepSaves:
         A forward that has named some of its layers and not others broke off.
         False then: nothing is saved. One that named none was whole.
         """
-        with self._changed:
+        with self._lock:
             if not self._seen:
                 self._written = [(place, ready) for place in self._places]
                 self._seen = set(self._places)
@@ -219,7 +223,7 @@ class StepSaves:
 
     def give_up(self, why: str) -> None:
         """Say that nothing of this step will be saved."""
-        with self._changed:
+        with self._lock:
             self._drop(why)
             self._changed.notify_all()
 
@@ -238,7 +242,7 @@ class StepSaves:
         return bool(self._whole)
 
     def _wait(self, happened: Callable[[], bool]) -> bool:
-        with self._changed:
+        with self._lock:
             while self._whole is not False and not happened():
                 left_s = self._deadline - self._clock()
                 if left_s <= 0:

@@ -8,19 +8,19 @@ from typing import Any
 
 from connector import metrics
 from connector.layout.shard_reads import found_in, windows
-from connector.limits import STEP_LOAD_BYTES
+from connector.limits import LOAD_STAGING_BYTES, STEP_LOAD_BYTES
 from connector.messages import LoadBlock, LoadJob, SaveJob, WorkerReport
 from connector.worker import transfers
 from connector.worker.layerwise import LayerPlace, StepLoads, StepSaves
 from connector.worker.transfers import Load, Reserved, Save, Views, block_views, gather_all
 from connector.worker.worker import WorkerCore
-from kvstore import AnyReservation, KVStoreError, MissReason
+from kvstore import AnyReservation, KVStoreError, MissReason, Tier
 
 log = logging.getLogger(__name__)
 
 
 class LayerwiseWorker(WorkerCore):
-    """A worker whose loads are part of a step and whose saves start within one."""
+    """Implements a worker side whose loads are part of a step and whose saves start within one."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -103,7 +103,7 @@ class LayerwiseWorker(WorkerCore):
 
     def _begin_saves(self, jobs: Sequence[SaveJob]) -> StepSaves:
         step = StepSaves(jobs, list(self._places.values()), self._clock)
-        with self._wake:
+        with self._lock:
             self._active.update(dict.fromkeys(step.tasks))
         if not (self._blocks and self._saving.put(step)):
             step.give_up(MissReason.TOO_BUSY)
@@ -138,12 +138,16 @@ class LayerwiseWorker(WorkerCore):
         if store is None:
             return MissReason.NO_STORE
 
+        blocks = [block for task in step.tasks for block in task.job.blocks]
+        # Those of other hosts arrive where it is page-locked; a window is copied before the next.
+        far = Tier.OTHER_HOST in store.tiers(found_in(self._groups, blocks))
+        staging, room = (self._staging, LOAD_STAGING_BYTES) if far else (None, STEP_LOAD_BYTES)
+
         def views_of(window: Sequence[LoadBlock]) -> Iterator[Views | None]:
-            views = store.views(found_in(self._groups, window), None, step.left_s())
+            views = store.views(found_in(self._groups, window), staging, step.left_s())
             return (block_views(self._groups, block, views) for block in window)
 
-        blocks = [block for task in step.tasks for block in task.job.blocks]
-        parts = list(windows(self._groups, blocks, STEP_LOAD_BYTES)) or [blocks]
+        parts = list(windows(self._groups, blocks, room)) or [blocks]
         if step.copy(self._blocks[0], parts, views_of):
             for task in step.tasks:
                 self._touch(task, store)

@@ -19,7 +19,7 @@ IDLE_EVERY_S = 1.0
 
 
 class Results(Generic[R]):
-    """Results by task number, each given out once. Thread-safe and bounded."""
+    """Keeps results by task number, and gives each out once. Thread-safe and bounded."""
 
     def __init__(self, signal: Callable[[], None]) -> None:
         self._signal = signal
@@ -45,11 +45,12 @@ class Results(Generic[R]):
 
 
 class TaskThread:
-    """A thread that runs tasks. Every task ends: done, failed, or refused at once. Thread-safe."""
+    """Runs tasks on a thread. Every task ends: done, failed, or refused at once. Thread-safe."""
 
     def __init__(self, name: str, clean_up: Callable[[], None]) -> None:
         self._clean_up = clean_up
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._closing = False
         self._numbers = 0
@@ -62,7 +63,7 @@ class TaskThread:
 
     def number(self) -> int:
         """A number for one more task."""
-        with self._wake:
+        with self._lock:
             self._numbers += 1
             return self._numbers
 
@@ -74,7 +75,7 @@ class TaskThread:
         `urgent` tasks, which give something back, have no limit of their own:
         there are no more of them than of the tasks that took it.
         """
-        with self._wake:
+        with self._lock:
             accepted = not self._closing and (urgent or len(self._tasks) < TASKS_MAX)
             if accepted:
                 self._tasks.append((task, failed))
@@ -84,7 +85,7 @@ class TaskThread:
 
     def close(self) -> bool:
         """End after the task that runs now; what waits fails. False: it did not end in time."""
-        with self._wake:
+        with self._lock:
             self._closing = True
             waiting, self._tasks = list(self._tasks), deque()
             self._wake.notify()
@@ -96,7 +97,7 @@ class TaskThread:
     def _loop(self) -> None:
         clean_up_at = time.monotonic() + IDLE_EVERY_S
         while True:
-            with self._wake:
+            with self._lock:
                 if not self._tasks and not self._closing:
                     self._wake.wait(max(0.0, clean_up_at - time.monotonic()))
                 if self._closing:

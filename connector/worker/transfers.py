@@ -33,7 +33,7 @@ Views = list[tuple[BlockView, HeadPart]]
 
 
 class Load:
-    """A load job on this worker. `loaded` counts blocks that were copied and checked.
+    """Holds a load job on this worker. `loaded` counts blocks that were copied and checked.
 
     `ready` stands for the work before it, which may still use the blocks; see
     `KVCopier.wait_ready`. `deadline` and `started_at` are of the worker's clock, in seconds.
@@ -54,7 +54,7 @@ class Load:
 
 
 class Save:
-    """A save job on this worker. `ready` stands for the work that fills the blocks; see
+    """Holds a save job on this worker. `ready` stands for the work that fills the blocks; see
     `KVCopier.wait_ready`."""
 
     __slots__ = ("deadline", "ended", "guard", "job", "ready", "started_at", "stored", "why")
@@ -77,7 +77,7 @@ Transfer = Load | Save
 
 
 class Reserved(NamedTuple):
-    """One block to save, and the slot that is to hold it."""
+    """Names one block to save, and the slot that is to hold it."""
 
     task: Save
     block: SaveBlock

@@ -1,4 +1,5 @@
-"""Wraps a store so that saves go to VRAM of this process first and are read there in place.
+"""Wraps a store so that saves go to VRAM of this process first and are read there in place, as is
+what came there from other hosts.
 
 `buffer`s are then `DeviceRange`s, too: only for copiers that take both, which are those of KV
 on a CUDA device. Everything else of a `BlockStore` is as it was.
@@ -30,6 +31,8 @@ from kvstore import (
     PutResult,
     PutStatus,
     ResetResult,
+    Retained,
+    Tier,
     VramPool,
     VramSaver,
     vram_for_saves,
@@ -79,7 +82,7 @@ class VramStore:
     ) -> Iterator[BlockView | None]:
         blocks = [self._store.device_view(one) for one in found]
         elsewhere = [one for one, block in zip(found, blocks, strict=True) if block is None]
-        others = self._store.views(elsewhere, staging, timeout_s)
+        others = self._store.views_on_device(elsewhere, staging, timeout_s)
         for block in blocks:
             if block is not None:
                 self._viewed_bytes += block.memory.size_bytes
@@ -90,6 +93,9 @@ class VramStore:
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         return self._store.lookup(keys, timeout_s)
+
+    def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
+        return self._store.tiers(found)
 
     def touch(self, keys: Sequence[Key]) -> None:
         self._store.touch(keys)
@@ -139,6 +145,11 @@ class VramStore:
 
     def reset(self, namespace_ids: Sequence[int], timeout_s: float = RESET_WAIT_S) -> ResetResult:
         return self._store.reset(namespace_ids, timeout_s)  # the pool hears of it as nodes do
+
+    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
+        """See `BlockStore.retain`; a block that is in VRAM alone is not retained: it goes down, and
+        may be retained then."""
+        return self._store.retain(keys, ttl_s, tenant)
 
     def clear(self, namespace_id: int) -> int:
         cleared = self.pool.clear(namespace_id) if self.pool is not None else 0

@@ -12,7 +12,7 @@ It knows no engine. A job of the scheduler side becomes a `Load` or `Save` (tran
                no copy of it starts, nothing of it is committed, and the engine may use the blocks
     reported   a load with the first block that is not in place, a save with what is stored
 
-`_wake` guards which jobs are active and which are done; the queues are what passes from the
+`_lock` guards which jobs are active and which are done; the queues are what passes from the
 engine's thread to the others. Only `_end_locked` ends a job, and only once.
 
 Must never happen:
@@ -110,7 +110,8 @@ class WorkerCore:
         self._staging = memoryview(mmap.mmap(-1, max(LOAD_STAGING_BYTES, largest_read)))
         """Where blocks of other hosts arrive; only the loading thread uses it, and none of its
         pages exist before it does."""
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._active: dict[Transfer, None] = {}
         self._done: list[Transfer] = []
         self._loading: WorkThread[Any] = WorkThread("kvstore-load", self._load, LOAD_JOBS_MAX)
@@ -189,7 +190,7 @@ class WorkerCore:
         """Saves start when the whole forward is done (those of `LayerwiseWorker` do not)."""
 
     def _start(self, task: Any, on: WorkThread[Any]) -> None:
-        with self._wake:
+        with self._lock:
             self._active[task] = None
         if not (self._blocks and on.put(task)):
             task.why = MissReason.TOO_BUSY
@@ -200,7 +201,7 @@ class WorkerCore:
         gone = set(request_ids)
         if not gone:
             return
-        with self._wake:
+        with self._lock:
             for task in list(self._active):
                 if isinstance(task, Load) and task.job.request_id in gone:
                     # From now on late: the next poll between two copies ends it.
@@ -214,7 +215,7 @@ class WorkerCore:
         not among them.
         """
         give_up_at = self._clock() + timeout_s
-        with self._wake:
+        with self._lock:
             saves = [task for task in self._active if isinstance(task, Save)]
         for task in saves:
             try:
@@ -225,7 +226,7 @@ class WorkerCore:
             task.why = task.why or metrics.ABORTED
             self._end(task)
         report = WorkerReport()
-        with self._wake:
+        with self._lock:
             ended = [task for task in self._done if isinstance(task, Save)]
             self._done = [task for task in self._done if not isinstance(task, Save)]
         for task in ended:
@@ -238,7 +239,7 @@ class WorkerCore:
         Waits up to `wait_s` seconds for a first one while any job is active.
         A job past its deadline is ended here if no copy of it is running.
         """
-        with self._wake:
+        with self._lock:
             if wait_s > 0 and self._active and not self._done:
                 self._wake.wait(wait_s)
             now = self._clock()
@@ -276,7 +277,7 @@ class WorkerCore:
             return
         self._closing = True
         deadline = self._clock() + SHUTDOWN_TIMEOUT_S
-        with self._wake:
+        with self._lock:
             tasks = list(self._active)
         for task in tasks:
             task.guard.try_end()
@@ -295,7 +296,7 @@ class WorkerCore:
             )
 
     def _end(self, task: Transfer) -> None:
-        with self._wake:
+        with self._lock:
             self._end_locked(task)
 
     def _end_locked(self, task: Transfer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
@@ -38,6 +39,29 @@ def row(present: str, group: int = 0) -> list[Placed | None]:
 
 
 class TestUsableRun:
+    @given(
+        full=st.text("x.", min_size=0, max_size=12),
+        chunks=st.text("x.", min_size=12, max_size=12),
+        chunk=st.integers(1, 5 * BLOCK),
+        tokens=st.integers(1, 13 * BLOCK),
+    )
+    def test_of_a_group_with_chunks_the_chunk_that_the_end_lies_in_is_needed(
+        self, full: str, chunks: str, chunk: int, tokens: int
+    ) -> None:
+        """The longest prefix of which, token by token, everything is there."""
+        groups = layout(None, None)
+        chunked = dataclasses.replace(groups.groups[1], chunk_tokens=chunk)
+        both = dataclasses.replace(groups, groups=(groups.groups[0], chunked))
+
+        def usable(run: int) -> bool:
+            end = run * BLOCK
+            last_chunk = range(end // chunk * chunk, end)
+            return full[:run] == "x" * run and all(chunks[t // BLOCK] == "x" for t in last_chunk)
+
+        most = min(len(full), (tokens - 1) // BLOCK)
+        expected = max(run for run in range(most + 1) if usable(run))
+        assert usable_run([row(full), row(chunks, 1)[: len(full)]], {}, both, tokens) == expected
+
     def run(self, full: str, window: str, tokens: int = 1000, window_tokens: int = 10) -> int:
         placement = [row(full), row(window, 1)]
         return usable_run(placement, {}, layout(None, window_tokens), tokens)

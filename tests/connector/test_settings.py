@@ -27,6 +27,13 @@ def test_settings_are_taken_over() -> None:
     assert (config.url, config.block_tokens) == ("redis://h:1/2", 64)
 
 
+def test_a_bound_on_the_life_of_blocks_is_a_field_of_the_namespace_and_not_for_vram() -> None:
+    assert ConnectorSettings.from_extra({}).life == {}
+    assert ConnectorSettings.from_extra({"ttl_s": 60}, only=STORE_SETTINGS).life == {"ttl_s": 60}
+    with pytest.raises(UsageError, match="ttl_s=60"):
+        ConnectorSettings.from_extra({"ttl_s": 60, "vram": True})
+
+
 def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"'block_token'.*known are.*block_tokens.*url"):
         ConnectorSettings.from_extra({"block_token": 64})
@@ -51,6 +58,9 @@ def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
         ("verify", "sometimes"),
         ("weights_id", ""),
         ("node", 3),
+        ("ttl_s", 0),
+        ("ttl_s", 1.5),
+        ("ttl_s", 31 * 24 * 3600),
         ("vram_size_bytes", 1 << 20),
         ("vram_size_bytes", 1e9),
     ],

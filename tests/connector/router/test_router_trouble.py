@@ -145,7 +145,7 @@ def test_a_client_that_stops_reading_holds_an_engine_no_longer_than_a_request_ma
 def test_requests_whose_bodies_are_still_coming_count_as_in_flight(
     no_index: Locator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "IN_FLIGHT_MAX", 1)
+    monkeypatch.setattr(server, "ROUTER_IN_FLIGHT_MAX", 1)
 
     async def scenario() -> None:
         async with routed(no_index, [], [FakeEngine(talk)]) as router:
@@ -181,7 +181,7 @@ def test_what_is_no_request_is_refused_as_openai_does(
     no_index: Locator, body: bytes, kind: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if status == 413:
-        monkeypatch.setattr(server, "BODY_BYTES_MAX", 1000)
+        monkeypatch.setattr(server, "ROUTER_BODY_BYTES_MAX", 1000)
 
     async def scenario() -> None:
         async with routed(no_index, [], []) as router, aiohttp.ClientSession() as session:

@@ -7,7 +7,7 @@ import pytest
 from connector.router.routing import (
     DOWN_S,
     ENGINES_MAX,
-    LOAD_GAP_MAX,
+    ROUTER_LOAD_GAP_MAX,
     Engine,
     EngineFleet,
     Role,
@@ -51,7 +51,7 @@ def test_looking_for_an_engine_is_nobodys_turn() -> None:
 def test_a_prefix_is_not_worth_a_queue() -> None:
     a, b = engine("a", at="node-a"), engine("b")
     fleet = EngineFleet([a, b])
-    a.in_flight = LOAD_GAP_MAX
+    a.in_flight = ROUTER_LOAD_GAP_MAX
     assert fleet.choose(Role.DECODE, {"node-a": 9}, NOW) is a
     a.in_flight += 1
     assert fleet.choose(Role.DECODE, {"node-a": 9}, NOW) is b

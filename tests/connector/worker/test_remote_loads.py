@@ -12,7 +12,9 @@ from stores import NodeProcess
 
 from connector.copiers.cuda.page_lock import address_of
 from connector.copiers.registered import kv_memory
+from connector.worker import layerwise_worker as layerwise_module
 from connector.worker import worker as worker_module
+from connector.worker.layerwise_worker import LayerwiseWorker
 from kvstore import BlockSession, Limits
 from kvstore.transport.stream.security import StreamSecurity
 
@@ -101,6 +103,46 @@ def test_where_blocks_of_other_hosts_arrive_is_page_locked_like_the_store(near, 
     for view in arrived:
         assert 0 <= address_of(view.buffer) - start < len(staging.memory)
     assert arrived
+
+
+@pytest.mark.parametrize("window_blocks", [1, 3, 100])
+def test_what_a_step_loads_from_another_host_arrives_there_too(
+    near, far, monkeypatch, window_blocks
+):
+    one, other = Worker(near, seed=1), Worker(far, seed=2, kind=LayerwiseWorker)
+    save(one, save_job(4))
+    block_bytes = one.core._groups[0].read_bytes_max
+    monkeypatch.setattr(layerwise_module, "LOAD_STAGING_BYTES", window_blocks * block_bytes)
+    job = load_job(far, 4)
+    arrived, views = [], far.views
+    monkeypatch.setattr(
+        far, "views", lambda *args: (arrived.append(view) or view for view in views(*args))
+    )
+    other.core.start_loads([job])
+    for name in other.kv:
+        other.core.wait_layer_load(name)
+    report = other.core.poll()
+    assert (report.invalid_block_ids, report.ended_loads) == (set(), {0: 1})
+    assert torch.equal(bits(other.kv)[:, 11:19], bits(one.kv)[:, 1:9])
+    offsets = [address_of(v.buffer) - address_of(other.core._staging) for v in arrived]
+    assert len(offsets) == 4
+    assert all(0 <= offset < len(other.core._staging) for offset in offsets)
+    assert offsets == [i % window_blocks * block_bytes for i in range(4)]
+
+
+def test_what_a_step_finds_on_its_own_host_needs_no_room_there(near, monkeypatch):
+    """As much of it as may be is open at once, to be copied layer by layer."""
+    one, other = Worker(near, seed=1), Worker(near, seed=2, kind=LayerwiseWorker)
+    save(one, save_job(4))
+    monkeypatch.setattr(layerwise_module, "LOAD_STAGING_BYTES", 1)
+    asked, views = [], near.views
+    monkeypatch.setattr(near, "views", lambda *args: asked.append(args) or views(*args))
+    other.core.start_loads([load_job(near, 4)])
+    for name in other.kv:
+        other.core.wait_layer_load(name)
+    assert other.core.poll().invalid_block_ids == set()
+    assert [(len(found), staging) for found, staging, _ in asked] == [(4, None)]
+    assert torch.equal(bits(other.kv)[:, 11:19], bits(one.kv)[:, 1:9])
 
 
 def test_a_worker_saves_to_another_host(near, far):

@@ -27,7 +27,8 @@ from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
 from connector.layout.topology import TpKVTopology
 from connector.messages import WorkerReport
-from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
+from connector.scheduler.scheduler import SchedulerCore
+from connector.scheduler.settings import SchedulerSettings
 from connector.settings import ConnectorSettings
 from kvstore.client import vram
 from kvstore.testing.blockstore import MemoryBlockStore
