@@ -34,7 +34,7 @@ JOIN_TIMEOUT_S = 30.0
 
 
 class Shape(NamedTuple):
-    """One worker's share of a model: store blocks of 256 tokens, engine blocks of 16."""
+    """Describes one worker's share of a model: store blocks of 256 tokens, engine blocks of 16."""
 
     name: str
     layers: int
@@ -84,14 +84,15 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _version(text: str) -> str:
-    """The first word of it that looks like one: kinds of drivers differ in what comes before."""
+    """Return the first word of it that looks like one: kinds of drivers differ in what comes
+    before."""
     words = (word for word in text.split() if word[0].isdigit() and "." in word)
     return next(words, "unknown")
 
 
 @contextmanager
 def shared_memory() -> Iterator[memoryview]:
-    """As a node's segment is mapped: a file in /dev/shm, all its pages there."""
+    """Map memory as a node's segment is mapped: a file in /dev/shm, all its pages there."""
     path = Path("/dev/shm/kvstore-bench-gpu")
     check_free(path.parent, POOL_BYTES)  # else a signal ends the process
     with path.open("w+b") as file:
@@ -104,16 +105,16 @@ def shared_memory() -> Iterator[memoryview]:
 
 
 class Rig:
-    """An engine's KV of some shape, the product's copier, and a pool to copy to."""
+    """Holds an engine's KV of some shape, the product's copier, and a pool to copy to."""
 
     def __init__(self, torch: Any, shape: Shape, pool: memoryview, *, locked: bool) -> None:
         from connector.copiers.base import Gather, Scatter
         from connector.copiers.cuda.copier import DeviceCopier
-        from connector.copiers.cuda.kernel_plan import layout_of
-        from connector.copiers.cuda.page_lock import LockedPool
-        from connector.copiers.cuda.queue import Cuda, CudaDevice
+        from connector.copiers.cuda.kernel_plan import layout_of, staging_buffer_bytes
+        from connector.copiers.cuda.page_lock import LockedPool, address_of
+        from connector.copiers.cuda.queue import Cuda, CudaDevice, CudaStream
         from connector.layout.geometry import KVGeometry
-        from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
+        from connector.limits import DEVICE_PAGES_MAX
         from kvstore import PoolMapping
 
         geometry = KVGeometry(
@@ -144,9 +145,9 @@ class Rig:
         while self.pool.lock_next() is not None:
             pass
         layout = layout_of(layers, geometry, BLOCK_TOKENS)
-        staging = max(DEVICE_STAGING_BYTES, layout.payload_bytes)
-        self.device = CudaDevice(cuda, staging, DEVICE_PAGES_MAX, self.pool)
+        self.device = CudaDevice(cuda, staging_buffer_bytes([layout]), DEVICE_PAGES_MAX, self.pool)
         self.blocks = DeviceCopier(layout, self.device, keep=layers)
+        self._cuda, self._stream = cuda, CudaStream(cuda)
         order = torch.randperm(engine_blocks).tolist()
         each = BLOCK_TOKENS // TOKENS
         per_part = PART_BYTES // self.block_bytes
@@ -159,6 +160,32 @@ class Rig:
         self.gathers = [Gather(*pair) for pair in zip(tables, views, strict=True)]
         self.scatters = [Scatter(v, 0, t) for t, v in zip(tables, views, strict=True)]
 
+        start = address_of(pool)
+        page_bytes = TOKENS * shape.heads * shape.channel_bytes
+        self._pages = [
+            (
+                start + place + (number * each + i) * page_bytes,
+                layer.data_ptr() + table[i] * page_bytes,
+                page_bytes,
+            )
+            for place, table in zip(places, tables, strict=True)
+            for number, layer in enumerate(kv)
+            for i in range(each)
+        ]
+
+    def save_pages(self) -> None:
+        """Save page by page, straight from the engine's memory to the pool, in its order of
+        tokens."""
+        self._stream.begin()
+        self._cuda.copy(self._pages, self._stream)
+        self._stream.wait()
+
+    def load_pages(self) -> None:
+        """Load page by page, the other way."""
+        self._stream.begin()
+        self._cuda.copy([(b, a, size) for a, b, size in self._pages], self._stream)
+        self._stream.wait()
+
     def _count(self, size_bytes: int, failure: str) -> None:
         self.locked_bytes += 0 if failure else size_bytes
 
@@ -170,7 +197,7 @@ class Rig:
 
 
 def plain(torch: Any, count: int, size_bytes: int) -> dict[str, Callable[[], None]]:
-    """The yardstick: contiguous device memory, torch's pinned memory, one copy per block."""
+    """Time the yardstick: contiguous device memory, torch's pinned memory, one copy per block."""
     pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
     there = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(count)]
     stream = torch.cuda.Stream()
@@ -185,7 +212,7 @@ def plain(torch: Any, count: int, size_bytes: int) -> dict[str, Callable[[], Non
 
 
 def copies(torch: Any, shape: Shape, repetitions: int) -> list[Row]:
-    """Each way and each yardstick in turn, again and again."""
+    """Time each way and each yardstick in turn, again and again."""
     with shared_memory() as pool, shared_memory() as pageable:
         rig = Rig(torch, shape, pool, locked=True)
         slow = Rig(torch, shape, pageable, locked=False)
@@ -193,9 +220,11 @@ def copies(torch: Any, shape: Shape, repetitions: int) -> list[Row]:
         timed: dict[str, Callable[[], None]] = {
             "d2h plain": bare["d2h"],
             "d2h pool": rig.save,
+            "d2h pages": rig.save_pages,
             "d2h not locked": slow.save,
             "h2d plain": bare["h2d"],
             "h2d pool": rig.load,
+            "h2d pages": rig.load_pages,
             "h2d not locked": slow.load,
         }
         took: dict[str, list[float]] = {name: [] for name in timed}
@@ -227,8 +256,9 @@ def copies(torch: Any, shape: Shape, repetitions: int) -> list[Row]:
 
 
 def slowed(torch: Any, grid: int | None) -> list[Row]:
-    """Computing alone and beside saves that follow each other without a pause."""
+    """Time computing alone and beside saves, or loads, that follow each other without a pause."""
     import connector.copiers.cuda.kernel_plan as plan
+    from connector.limits import DEVICE_BLOCKS_MAX
 
     if grid is not None:
         plan.DEVICE_BLOCKS_MAX = grid  # type: ignore[attr-defined]
@@ -245,40 +275,51 @@ def slowed(torch: Any, grid: int | None) -> list[Row]:
     rows = []
     with shared_memory() as pool:
         rig = Rig(torch, SHAPES[0], pool, locked=True)
+        moves = [("saves", rig.save)]
+        if grid in (None, DEVICE_BLOCKS_MAX):  # a second run of each other grid is not worth it
+            moves.append(("loads", rig.load))
+        moved = rig.count * rig.block_bytes
         for name, work in (("matmul", matmul), ("memory-bound", stream)):
             work()
             count = max(1, int(COMPUTE_S / compute_s(torch, work, 10) * 10))
-            shares, saved = [], []
-            for _ in range(5):
-                alone = compute_s(torch, work, count)
-                rounds: list[None] = []
-                stop = threading.Event()
-
-                def save(rounds: list[None] = rounds, stop: threading.Event = stop) -> None:
-                    while not stop.is_set():
-                        rig.save()
-                        rounds.append(None)
-
-                thread = threading.Thread(target=save)
-                thread.start()
-                with_saves = compute_s(torch, work, count)
-                stop.set()
-                thread.join(JOIN_TIMEOUT_S)
-                if not rounds:
-                    raise RuntimeError("nothing was saved beside the computing")
-                shares.append(1 - alone / with_saves)
-                saved.append(len(rounds) * rig.count * rig.block_bytes / with_saves)
-            rows.append(
-                {
-                    "shape": SHAPES[0].name,
-                    "way": f"{name} beside saves",
-                    "thread_blocks": plan.DEVICE_BLOCKS_MAX,  # type: ignore[attr-defined]
-                    "GB/s": round(median(saved) / 1e9, 2),
-                    "slowed_percent": round(100 * median(shares), 2),
-                }
-            )
+            for way, move in moves:
+                shares, rates = zip(
+                    *(beside(torch, work, count, move) for _ in range(5)), strict=True
+                )
+                rows.append(
+                    {
+                        "shape": SHAPES[0].name,
+                        "way": f"{name} beside {way}",
+                        "thread_blocks": plan.DEVICE_BLOCKS_MAX,  # type: ignore[attr-defined]
+                        "GB/s": round(moved * median(rates) / 1e9, 2),
+                        "slowed_percent": round(100 * median(shares), 2),
+                    }
+                )
         rig.device.close()
     return rows
+
+
+def beside(
+    torch: Any, work: Callable[[], None], count: int, move: Callable[[], None]
+) -> tuple[float, float]:
+    """Return by which share `work` is longer beside `move`, and how many of those end a second."""
+    alone = compute_s(torch, work, count)
+    rounds: list[None] = []
+    stop = threading.Event()
+
+    def run_on() -> None:
+        while not stop.is_set():
+            move()
+            rounds.append(None)
+
+    thread = threading.Thread(target=run_on)
+    thread.start()
+    with_moves = compute_s(torch, work, count)
+    stop.set()
+    thread.join(JOIN_TIMEOUT_S)
+    if not rounds:
+        raise RuntimeError("nothing was copied beside the computing")
+    return 1 - alone / with_moves, len(rounds) / with_moves
 
 
 def compute_s(torch: Any, work: Callable[[], None], count: int) -> float:

@@ -7,12 +7,14 @@ alone.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import time
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ spawn = multiprocessing.get_context("spawn")
 
 
 class Pull(NamedTuple):
-    """One shape; rates are medians in bytes a second, of payload."""
+    """Holds the rates of one shape, medians in bytes of payload a second."""
 
     blocks: int
     block_bytes: int
@@ -52,12 +54,12 @@ class Pull(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Rate of the pull over that of plain copies of the same shape."""
+        """Return the rate of the pull over that of plain copies of the same shape."""
         return self.pull / self.copies
 
 
 def serve(run_dir: str, ordinal: int, blocks: int, block_bytes: int, pipe: Any) -> None:
-    """The other process: a node in VRAM with `blocks` blocks in it, until told to end."""
+    """Run the other process: a node in VRAM with `blocks` blocks in it, until told to end."""
     device = open_device(ordinal)
     size_bytes = -(-blocks * block_bytes * 5 // 4 // (64 * MIB)) * 64 * MIB
     index = MemoryIndex()
@@ -103,6 +105,7 @@ def _measure(ordinal: int, blocks: int, block_bytes: int) -> Pull:
             ours.send("end")
         other.join(PATIENCE_S)
         other.kill()
+        other.join(PATIENCE_S)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
@@ -142,7 +145,8 @@ def _read(
 
 
 def _plain(stream: Stream, copies: list[tuple[int, int, int]]) -> float:
-    """Seconds. Asks without a pause: the yardstick must not be longer by a sleep of ours."""
+    """Return the seconds of plain copies. It asks without a pause: the yardstick must not be longer
+    by a sleep of ours."""
     began = time.perf_counter()
     stream.copy(copies)
     done = stream.record()
@@ -153,8 +157,18 @@ def _plain(stream: Stream, copies: list[tuple[int, int, int]]) -> float:
 
 
 def main() -> None:
-    """One line a shape; the target is a ratio of 0.9."""
-    for pull in run():
+    """Print one line a shape; `benchmarks.gpu_judge` judges the ratios."""
+    parser = ArgumentParser(prog="python -m benchmarks.gpu_ipc", description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the ratios to this file too")
+    options = parser.parse_args()
+    pulls = run()
+    if options.out is not None:
+        rows = [
+            {"blocks": pull.blocks, "MiB": pull.block_bytes / MIB, "ratio": round(pull.ratio, 3)}
+            for pull in pulls
+        ]
+        options.out.write_text(json.dumps({"suite": "gpu_ipc", "rows": rows}))
+    for pull in pulls:
         print(
             f"{pull.blocks} x {pull.block_bytes / MIB:g} MiB: pull {pull.pull / 1e9:.0f} GB/s, "
             f"plain copies {pull.copies / 1e9:.0f}, one copy {pull.whole / 1e9:.0f}, "

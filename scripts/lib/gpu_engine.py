@@ -45,7 +45,7 @@ def settings(folder: Path, role: str, vram: bool) -> EngineSettings:
 
 
 def check(folder: Path) -> list[str]:
-    """What was wrong; empty when all went well."""
+    """Return what was wrong; empty when all went well."""
     model = build_model(folder / "model")
     rng = random.Random(1)
     prompts = [[rng.randrange(2, 500) for _ in range(PROMPT_TOKENS)] for _ in range(3)]

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cuda_python import cuda_bindings
 
 
 @pytest.fixture(scope="session")
 def cuda() -> Any:
     """The context of device 0, with the kernel."""
     torch = pytest.importorskip("torch")
-    pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
+    cuda_bindings("driver")
     from connector.copiers.cuda.queue import Cuda
 
     return Cuda(torch.device("cuda", 0))

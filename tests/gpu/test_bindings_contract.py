@@ -2,8 +2,9 @@
 
 import pytest
 from contract.cuda import CudaContract
+from cuda_python import cuda_bindings
 
-pytest.importorskip("cuda.bindings.runtime", reason="cuda-python is not installed")
+cuda_bindings("runtime")
 pytestmark = pytest.mark.gpu
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from contract.cuda import get, put
 from contract.transport import PATIENCE_S, TransportContract, reads
+from cuda_python import cuda_bindings
 from redis_servers import wait_until
 from vram_parts import VramPlace
 
@@ -26,7 +27,7 @@ from kvstore.record import unpack_record
 from kvstore.transport.base import Read
 from kvstore.transport.cuda_ipc import WantedAnywhere
 
-pytest.importorskip("cuda.bindings.runtime", reason="cuda-python is not installed")
+cuda_bindings("runtime")
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
