@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 
 from benchmarks import (
     deadlines,
+    events,
     gpu,
     index,
     integrity,
@@ -13,6 +14,7 @@ from benchmarks import (
     local,
     nixl,
     restart,
+    serve,
     stream,
     vllm,
 )
@@ -20,6 +22,7 @@ from benchmarks.report import show
 
 SUITES = {
     "deadlines": deadlines,
+    "events": events,
     "gpu": gpu,
     "index": index,
     "integrity": integrity,
@@ -27,6 +30,7 @@ SUITES = {
     "local": local,
     "nixl": nixl,
     "restart": restart,
+    "serve": serve,
     "stream": stream,
     "vllm": vllm,
 }

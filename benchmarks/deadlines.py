@@ -50,7 +50,8 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _stop(pid: int, op: str, name: str, node: NodeProcess, seconds: float) -> Row:
-    """Calls one after the other, each with a key that nobody has used, while `pid` stands still."""
+    """Make calls one after the other, each with a key that nobody has used, while `pid` stands
+    still."""
     numbers = count()
     with Client(node.url, run_dir=node.run_dir) as client:
 
@@ -64,7 +65,7 @@ def _stop(pid: int, op: str, name: str, node: NodeProcess, seconds: float) -> Ro
         give_up_at = time.monotonic() + READY_TIMEOUT_S
         while not client.put(f"{name}-{next(numbers)}", b"value"):
             if time.monotonic() > give_up_at:
-                raise TimeoutError("the node did not come back")
+                raise TimeoutError("the node did not answer again after SIGCONT: see its log")
             time.sleep(0.1)
         for _ in range(100):
             call()
@@ -96,7 +97,7 @@ def _stop(pid: int, op: str, name: str, node: NodeProcess, seconds: float) -> Ro
 
 
 def _counted(client: Client) -> dict[str, int]:
-    """What `Client.stats` says of this client and why it missed."""
+    """Return what `Client.stats` says of this client and why it missed."""
     told = client.stats()
     counts = {name: int(n) for name, n in told["client"].items()}
     counts |= {f"missed_{name}": int(n) for name, n in told["missed"].items()}

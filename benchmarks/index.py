@@ -53,7 +53,8 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
 def _match(
     client: Client, bare: redis.Redis, count: int, present: str, share: float, repetitions: int
 ) -> list[Row]:
-    """With prebuilt keys as connectors do it (`match`), and from tokens (`match_prefix`)."""
+    """Time matches with prebuilt keys as connectors do it (`match`), and from tokens
+    (`match_prefix`)."""
     salt = count * 10 + list(PRESENT).index(present)
     tokens = array("I", [salt, *range(1, count * BLOCK_TOKENS)])
     there = int(count * share)
@@ -76,7 +77,8 @@ def _match(
 
 
 def _publish(url: str, run_dir: Path, count: int, repetitions: int) -> Row:
-    """Against a bare MSET of the same keys and records, other keys each time for both."""
+    """Time publishes against a bare MSET of the same keys and records, other keys each time for
+    both."""
     index = open_index(url, key_prefix=KEY_PREFIX, publish_timeout_s=PATIENT.request_timeout_s)
     bare = redis.Redis.from_url(url)
     space = KeySpace(KEY_PREFIX)
@@ -103,7 +105,7 @@ def _key(batch: int, i: int) -> Key:
 def interleaved(
     calls: Mapping[str, Callable[[], object]], repetitions: int
 ) -> dict[str, list[float]]:
-    """Seconds of each call; in every repetition they take turns, each goes first as often."""
+    """Return the seconds of each call; they take turns, and each goes first as often."""
     names = list(calls)
     took: dict[str, list[float]] = {name: [] for name in names}
     for number in range(repetitions):
@@ -116,7 +118,7 @@ def interleaved(
 
 
 def _row(op: str, keys: int, present: str, took: list[float], bare: list[float]) -> Row:
-    """`mget_ratio` above 1: slower than the bare command (MSET for a publish)."""
+    """Return one row. `mget_ratio` above 1 is slower than the bare command (MSET for a publish)."""
     return {
         "op": op,
         "keys": keys,

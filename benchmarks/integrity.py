@@ -49,7 +49,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 class Caller:
-    """Two clients of one node that take turns: one verifies."""
+    """Calls two clients of one node in turns: one verifies."""
 
     def __init__(self, run_dir: Path, url: str) -> None:
         self._plain = Client(url, run_dir=run_dir, limits=PATIENT)
@@ -113,7 +113,7 @@ class Caller:
 
 
 def _records() -> list[Row]:
-    """Per record: what a node packs and a reader reads, without and with a signature."""
+    """Time, per record, what a node packs and a reader reads, with and without a signature."""
     signer = RecordSigner(b"a secret of thirty-two bytes ...", "kv:bench")
     keys = [i.to_bytes(32, "little") for i in range(RECORDS)]
     plain = [pack_record(key, Location(1, 2, 0, 3, 4, 5, 6, 7)) for key in keys]

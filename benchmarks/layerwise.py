@@ -76,7 +76,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 
 class Engine:
-    """A worker's KV, a forward of matrix products over it, and both kinds of worker side."""
+    """Holds a worker's KV, a forward of matrix products over it, and both kinds of worker side."""
 
     def __init__(self, here: House) -> None:
         import torch as untyped_torch
@@ -135,7 +135,7 @@ class Engine:
         return LoadJob(self._jobs, f"r{self._jobs}", tuple(blocks))
 
     def loaded(self) -> None:
-        """The bytes are right; outside of the time that counts."""
+        """Check that the bytes are right, outside of the time that counts."""
         if not self._torch.equal(self.kv[:, self.blocks :], self.kv[:, : self.blocks]):
             raise AssertionError("a load gave other bytes")
 
@@ -265,7 +265,7 @@ def _saves(engine: Engine, compute: float, repetitions: int) -> Row:
 def _row(
     name: str, engine: Engine, compute: float, repetitions: int, cases: dict[str, Timed]
 ) -> Row:
-    """All cases take turns; what is hidden is taken per repetition."""
+    """Measure all cases in turns; what is hidden is taken per repetition."""
     for timed in cases.values():  # pages of first use
         timed()
     engine.computes_for(compute * median([cases["transfer"]() for _ in range(5)]))
@@ -291,7 +291,8 @@ def _row(
 
 
 def _vllm(repetitions: int) -> list[Row]:
-    """Real engines with and without, each in turn the producer and the reader of a prompt."""
+    """Measure real engines with and without, each in turn the producer and the reader of a
+    prompt."""
     if find_spec("vllm") is None:
         raise SystemExit("vLLM is not installed here (scripts/setup says why)")
     from engines import EngineProcess, EngineSettings, ModelShape, build_model, kv_transfer

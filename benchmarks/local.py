@@ -38,7 +38,9 @@ def arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     free = shutil.disk_usage("/dev/shm").free
     if options.node_bytes > free * 0.9:
-        raise SystemExit(f"--node-bytes {options.node_bytes}: /dev/shm has {free} bytes free")
+        raise SystemExit(
+            f"--node-bytes {options.node_bytes}: /dev/shm has {free} bytes free: ask for less"
+        )
     rows: list[Row] = []
     with house(options.node_bytes) as here:
         about = machine(here.url)
@@ -75,7 +77,7 @@ def _held_bytes(options: Namespace) -> int:
 
 
 def _shapes(readers: int, options: Namespace) -> list[tuple[int, int]]:
-    """(value size, batch) of what fits into the pool at once, for so many readers."""
+    """Return (value size, batch) of what fits into the pool at once, for so many readers."""
     return [
         (size_bytes, batch)
         for batch in options.batches
@@ -85,7 +87,8 @@ def _shapes(readers: int, options: Namespace) -> list[tuple[int, int]]:
 
 
 def _shape(readers: int, size_bytes: int, batch: int, options: Namespace) -> tuple[int, int, int]:
-    """(repetitions, bytes of the yardstick's ring, repetitions in one filling of the pool)."""
+    """Return (repetitions, bytes of the yardstick's ring, repetitions in one filling of the
+    pool)."""
     wanted = CASE_BYTES // (size_bytes * batch) // (QUICK if options.quick else 1)
     repetitions = max(REPETITIONS_MIN, min(REPETITIONS_MAX, wanted))
     sets = max(1, min(repetitions, _held_bytes(options) // (size_bytes * batch * readers)))
@@ -96,7 +99,7 @@ def _shape(readers: int, size_bytes: int, batch: int, options: Namespace) -> tup
 def _case(
     writer: Worker, crowd: list[Worker], size_bytes: int, batch: int, options: Namespace
 ) -> list[Row]:
-    """All operations on one shape, in as many rounds as the pool is too small for."""
+    """Measure all operations on one shape, in as many rounds as the pool is too small for."""
     readers = len(crowd)
     repetitions, _, sets = _shape(readers, size_bytes, batch, options)
     ring_sets = Case("", size_bytes, batch, sets).ring_sets()
@@ -131,7 +134,7 @@ def _case(
 
 
 def _walls(of_workers: list[list[Span]]) -> list[float]:
-    """Per repetition: from the first that began to the last that ended."""
+    """Return, per repetition, the time from the first that began to the last that ended."""
     return [
         max(end for _, end in spans) - min(start for start, _ in spans)
         for spans in zip(*of_workers, strict=True)

@@ -34,7 +34,7 @@ Span = tuple[float, float]
 
 
 class Case(NamedTuple):
-    """One shape: `sets` times `batch` values of `size_bytes`."""
+    """Describes one shape: `sets` times `batch` values of `size_bytes`."""
 
     name: str
     size_bytes: int
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Of one worker, a value for each repetition."""
+    """Holds the times of one worker, a value for each repetition."""
 
     operation: list[Span]
     memcpy: list[Span]
@@ -70,7 +70,7 @@ def _check(ok: bool, what: str) -> None:
 
 
 class _Party:
-    """What writer and reader share: a client, and a bare redis-py client for floors."""
+    """Holds what writer and reader share: a client, and a bare redis-py client for floors."""
 
     def __init__(self, run_dir: Path, url: str, sources_bytes: int, targets_bytes: int) -> None:
         """The sizes are what the largest case needs."""
@@ -102,12 +102,12 @@ class Writer(_Party):
         self.client.session.clear(self.client.namespace.id)
 
     def prepare(self, size_bytes: int, batch: int, ring_sets: int) -> None:
-        """Buffers for cases of this shape."""
+        """Make buffers for cases of this shape."""
         self._sources = Buffers(self._from, batch * ring_sets, size_bytes)
         self._targets = Buffers(self._to, batch * ring_sets, size_bytes)
 
     def put(self, case: Case) -> tuple[Times, dict[str, int]]:
-        """Put all sets; the times, and the checksum of every value by key."""
+        """Put all sets; return the times in seconds, and the checksum of every value by key."""
         times, sums = Times([], [], []), {}
         ring = case.ring_sets()
         for first in range(0, case.sets, ring):
@@ -148,7 +148,7 @@ class Writer(_Party):
             times.floor.append(self._floor())
 
     def _floor(self) -> float:
-        """One control message there and back, and one bare SET of a record."""
+        """Time one control message there and back, and one bare SET of a record."""
         control = self.client.session.writer.link().control
         started = now()
         control.request(Op.UNPIN, [])
@@ -227,7 +227,7 @@ class Reader(_Party):
         return timed(call)
 
     def _floor(self) -> float:
-        """One bare GET of a record."""
+        """Time one bare GET of a record."""
         started = now()
         self.redis.get(b"floor")
         return now() - started

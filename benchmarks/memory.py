@@ -35,7 +35,7 @@ def _private_pages(size_bytes: int) -> mmap.mmap:
 
 
 class Memory:
-    """Private pages that one worker uses for all its cases.
+    """Holds private pages that one worker uses for all its cases.
 
     New pages are slower at first, where the host too has to find memory for them.
     """
@@ -53,7 +53,7 @@ class Memory:
 
 
 class Buffers:
-    """`count` buffers of `size_bytes` each at the head of `memory`, full of random bytes."""
+    """Holds `count` buffers of `size_bytes` each at the head of `memory`, full of random bytes."""
 
     def __init__(self, memory: Memory, count: int, size_bytes: int) -> None:
         stride = _whole_pages(size_bytes)

@@ -27,7 +27,7 @@ QUIET = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR", "MC_TCP_BIND_ADDRESS"
 
 
 class Mooncake:
-    """Values are put from and read into memory that was registered with it."""
+    """Puts values from, and reads them into, memory that was registered with it."""
 
     def __init__(self, way: Literal["shm", "tcp"]) -> None:
         """`shm`: through the owner's process, which maps our memory. `tcp`: the wheel's transport.
@@ -84,7 +84,7 @@ class Mooncake:
             time.sleep(0.05)
 
     def memory(self, size_bytes: int) -> Memory:
-        """Memory that values may be put from and read into."""
+        """Return memory that values may be put from and read into."""
         memory = Memory(size_bytes, self._from_pool if self._way == "shm" else None)
         _check([self._store.register_buffer(memory.bytes.ctypes.data, size_bytes)], "register")
         return memory
@@ -96,7 +96,7 @@ class Mooncake:
         return (ctypes.c_uint8 * size_bytes).from_address(address)
 
     def forget(self, keys: Sequence[str]) -> None:
-        """It keeps the first value of a key."""
+        """Remove the keys: it keeps the first value of a key."""
         self._store.batch_remove(list(keys), True)
 
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:

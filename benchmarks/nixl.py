@@ -33,7 +33,7 @@ SAME_HOST = {"UCX_TLS": "tcp,cma,self", "UCX_NET_DEVICES": "lo"}
 
 
 class Owner:
-    """A node that can be read in every way."""
+    """Runs a node that can be read in every way."""
 
     def __init__(self, run_dir: Path, url: str) -> None:
         config = NodeConfig(

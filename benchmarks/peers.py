@@ -31,24 +31,24 @@ LARGEST_BYTES = 256 << 20
 
 class Peer(Protocol):
     def memory(self, size_bytes: int) -> Memory:
-        """Where the values to put are, and where values go."""
+        """Return where the values to put are, and where values go."""
         ...
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Other values are put under the keys next; not timed."""
+        """Prepare for other values under the same keys; not timed."""
         ...
 
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None: ...
 
     def get(self, keys: Sequence[str], out: Sequence[memoryview]) -> None:
-        """Every value whole, in `out`; raises when one is missing."""
+        """Read every value whole into `out`; raises when one is missing."""
         ...
 
     def close(self) -> None: ...
 
 
 class PlainRedis:
-    """The payload itself in Redis, over its Unix socket: one MSET, one MGET."""
+    """Keeps the payload itself in Redis, over its Unix socket: one MSET, one MGET."""
 
     def __init__(self) -> None:
         self._where = tempfile.TemporaryDirectory(prefix="kvb-")

@@ -57,7 +57,8 @@ class Gate:
 
 
 class Worker:
-    """An object of class `kind` in a process of its own; `call` and `answer` are its methods'."""
+    """Runs an object of class `kind` in a process of its own; `call` and `answer` are its
+    methods'."""
 
     def __init__(self, kind: Callable[..., Any], *args: Any) -> None:
         self._pipe, theirs = _context.Pipe()
@@ -108,7 +109,7 @@ def _work(pipe: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 class Owner:
-    """The memory node."""
+    """Runs the memory node."""
 
     def __init__(self, run_dir: Path, url: str, size_bytes: int) -> None:
         config = NodeConfig(run_dir=run_dir, size_bytes=size_bytes)
@@ -119,7 +120,7 @@ class Owner:
 
 
 class House:
-    """One run's directory, Redis and node; workers are added to it."""
+    """Holds one run's directory, Redis and node; workers are added to it."""
 
     def __init__(self, run_dir: Path, url: str) -> None:
         self.run_dir = run_dir
@@ -136,14 +137,14 @@ class House:
         worker.stop()
 
     def stop_workers(self) -> None:
-        """In reverse order: the node last."""
+        """Stop the workers in reverse order: the node last."""
         while self._workers:
             self._workers.pop().stop()
 
 
 @contextlib.contextmanager
 def house(node_bytes: int) -> Iterator[House]:
-    """A Redis and a memory node of `node_bytes` of their own; gone at the end."""
+    """Start a Redis and a memory node of `node_bytes`; they are gone at the end."""
     with tempfile.TemporaryDirectory(prefix="kvb-") as where:
         run_dir = Path(where)
         os.environ.pop("KVSTORE_URL", None)
@@ -158,12 +159,25 @@ def house(node_bytes: int) -> Iterator[House]:
 
 
 @contextlib.contextmanager
-def lone_node(size_bytes: int) -> Iterator[NodeProcess]:
-    """A Redis, and a node of `size_bytes` that is ready and may be stopped and killed."""
+def lone_redis() -> Iterator[str]:
+    """Start a Redis and return its URL."""
+    # It ends some time after its last user, and removes its files itself.
+    with tempfile.TemporaryDirectory(prefix="kvb-", ignore_cleanup_errors=True) as where:
+        server = EmbeddedRedis.acquire(Path(where))
+        try:
+            yield server.url
+        finally:
+            server.close()
+
+
+@contextlib.contextmanager
+def lone_node(size_bytes: int, *, events: bool = False) -> Iterator[NodeProcess]:
+    """Start a Redis, and a node of `size_bytes` that is ready and may be stopped and killed; with
+    `events`, it publishes them."""
     with tempfile.TemporaryDirectory(prefix="kvb-") as where:
         run_dir = Path(where)
         server = EmbeddedRedis.acquire(run_dir)
-        node = NodeProcess(server.url, run_dir, size_bytes)
+        node = NodeProcess(server.url, run_dir, size_bytes, events=events)
         try:
             node.wait_ready()
             yield node
@@ -174,14 +188,16 @@ def lone_node(size_bytes: int) -> Iterator[NodeProcess]:
 
 
 class NodeProcess:
-    """`kvstore node` as a process of its own."""
+    """Runs `kvstore node` as a process of its own."""
 
-    def __init__(self, url: str, run_dir: Path, size_bytes: int) -> None:
+    def __init__(self, url: str, run_dir: Path, size_bytes: int, *, events: bool = False) -> None:
         self.url = url
         self.run_dir = run_dir
+        self.events = f"ipc://{run_dir}/events"
         self.directory = NodeDir(run_dir, "node")
         self._command = [sys.executable, "-m", "kvstore.cli", "node", "--url", url]
         self._command += ["--run-dir", str(run_dir), "--size", str(size_bytes)]
+        self._command += ["--events", self.events] if events else []
         self.start()
 
     def start(self) -> None:
@@ -197,7 +213,7 @@ class NodeProcess:
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
         if not self.process.stdout.readline():
-            raise RuntimeError("the node did not start")
+            raise RuntimeError("the node did not start: see what it said above")
 
     def stop(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -15,7 +15,8 @@ Row = dict[str, Any]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """A percentile by linear interpolation; of few values the 99th is the largest or near it."""
+    """Return a percentile by linear interpolation; of few values the 99th is the largest or near
+    it."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
@@ -28,12 +29,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Interquartile range over the median: half of all repetitions lie within it."""
+    """Return the interquartile range over the median: half of all repetitions lie within it."""
     return (percentile(values, 75) - percentile(values, 25)) / median(values)
 
 
 def ratios(yardstick_s: Iterable[float], measured_s: Iterable[float]) -> list[float]:
-    """Yardstick time over measured time, repetition by repetition."""
+    """Return yardstick time over measured time, repetition by repetition."""
     return [y / m for y, m in zip(yardstick_s, measured_s, strict=True)]
 
 
@@ -42,7 +43,7 @@ def micros(seconds: float) -> float:
 
 
 def machine(url: str) -> dict[str, Any]:
-    """The class of machine, never its name."""
+    """Describe the class of machine, never its name."""
     import redis  # the only part that a machine without one cannot do
 
     cpu = "unknown"
@@ -65,7 +66,7 @@ def machine(url: str) -> dict[str, Any]:
 
 
 def show(suite: str, about: dict[str, Any], rows: list[Row], *, as_json: bool) -> None:
-    """One JSON object as the last line, or an aligned table."""
+    """Print one JSON object as the last line, or an aligned table."""
     if as_json:
         print(json.dumps({"suite": suite, "machine": about, "rows": rows}), flush=True)
         return

@@ -56,7 +56,7 @@ def _client(node: NodeProcess) -> Client:
 
 
 def _restarted(node: NodeProcess, keys: list[Key]) -> Row:
-    """From the start of the process until the index names every block at its new place."""
+    """Time from the start of the process until the index names every block at its new place."""
     node.stop(signal.SIGKILL)
     started = time.perf_counter()
     node.start()
@@ -71,7 +71,8 @@ def _restarted(node: NodeProcess, keys: list[Key]) -> Row:
 
 
 def _emptied(node: NodeProcess, keys: list[Key]) -> Row:
-    """FLUSHALL until every record is back; meanwhile the node is asked something all the time."""
+    """Time from FLUSHALL until every record is back; meanwhile the node is asked something all the
+    time."""
     word = node.directory.announcement()
     assert word is not None
     control = ControlChannel(
@@ -117,7 +118,7 @@ class _Search:
         self._left = [keys[i : i + BATCH_KEYS_MAX] for i in range(0, len(keys), BATCH_KEYS_MAX)]
 
     def over(self) -> bool:
-        """Whether each batch was found whole, and its node reached. What was saved first is
+        """Tell whether each batch was found whole, and its node reached. What was saved first is
         published last: it is looked for first."""
         look = self._client.session.lookup
         while self._left:

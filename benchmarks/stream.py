@@ -43,7 +43,7 @@ SECURITY = StreamSecurity(secret=b"a secret of this run")
 
 
 class NoDigests(Digests):
-    """What a stream would cost without checksums; there is no such setting."""
+    """Stands for checksums, to show what a stream would cost without; there is no such setting."""
 
     def update(self, chunk: Any) -> None:
         pass
@@ -53,7 +53,8 @@ class NoDigests(Digests):
 
 
 def _seal_as(op: str) -> None:
-    """From here on in this process: connections between two that were told the same `op`."""
+    """Seal as `op` says from here on in this process: connections between two that were told the
+    same `op`."""
     unsealed = op in ("unsealed", "unchecked")
     keyed = (lambda *_: stream_seal.PLAIN_SEALS) if unsealed else stream_seal.keyed
     macs = frozenset({stream_seal.Mac.BLAKE3}) if op == "blake3" else stream_seal.available()
@@ -76,7 +77,7 @@ def _on_host_a(cluster: str) -> str:
 
 
 class StreamOwner:
-    """A node that serves streams."""
+    """Runs a node that serves streams."""
 
     def __init__(self, run_dir: Path, url: str, name: str, listen: Listen) -> None:
         address = listen()
@@ -246,7 +247,7 @@ def _shape(
 
 
 def _filled(here: House, name: str, keys: list[str], size_bytes: int) -> tuple[Client, list[int]]:
-    """A client that reads over a stream what was put on the node's host, and its checksums."""
+    """Make a client that reads over a stream what was put on the node's host, and checksums."""
     options: dict[str, Any] = {
         "key_prefix": f"kv:{name}",
         "run_dir": here.run_dir,
@@ -261,7 +262,7 @@ def _filled(here: House, name: str, keys: list[str], size_bytes: int) -> tuple[C
 
 
 def _cpu(call: Callable[[], object], server: Worker, shape: tuple[int, int]) -> tuple[float, float]:
-    """Seconds of processor per GB of payload: of the reader, and of who sends."""
+    """Return seconds of processor per GB of payload: of the reader, and of who sends."""
     gigabytes = shape[0] * shape[1] / 1e9
     repetitions = max(3, int(0.5 / gigabytes)) if gigabytes > 0.01 else 50
     mine, theirs = time.process_time(), server.do("cpu_s")

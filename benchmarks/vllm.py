@@ -32,7 +32,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
-    """Two engines of the same random-weight model side by side, one with the connector."""
+    """Measure two engines of the same random-weight model in turns, one with the connector."""
     if find_spec("vllm") is None:
         raise SystemExit("vLLM is not installed here (scripts/setup says why)")
     from engines import EngineProcess, EngineSettings, ModelShape, build_model, kv_transfer
@@ -64,7 +64,7 @@ def _measure(alone: Any, stored: Any, count: int) -> list[Row]:
         return [[source.randrange(2, 8000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
     def first_token_s(engine: Any, prompt: list[int], cached: int) -> float:
-        """Of one request, which must have found exactly `cached` tokens."""
+        """Time the first token of one request, which must have found exactly `cached` tokens."""
         done = engine.generate([prompt], max_tokens=2)[0]
         if done.cached_tokens != cached:
             raise AssertionError(f"{done.cached_tokens} tokens cached instead of {cached}")

@@ -1,0 +1,1 @@
+"""Replays agents' sessions against real engines that share a store: suite `serve`."""
