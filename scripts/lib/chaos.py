@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,9 +40,9 @@ from kvstore.index.base import KeyRecord
 from kvstore.index.embedded_redis.server import find_server
 from kvstore.index.redis.index import open_index
 from kvstore.nodedir import NodeDir
-from kvstore.record import pack_record, unpack_record
+from kvstore.record import unpack_record
+from kvstore.testing.forgery import forge
 from kvstore.testing.proxy import FaultyProxy
-from kvstore.types import Key, Location
 
 ENGINES = 2
 FAR_ENGINE = 1
@@ -69,22 +69,8 @@ KEY_PREFIX = "kv:chaos"
 HERE = Path(__file__).parent
 
 
-def forge(key: Key, rng: random.Random, places: Sequence[Location]) -> bytes:
-    """A record with a CRC that is right, of another block or with one field of another value."""
-    place = rng.choice(places)
-    lies = {
-        "epoch": (place.epoch + 1) % (1 << 32),
-        "slot": (place.slot + 1) % (1 << 32),
-        "generation": (place.generation + 1) % (1 << 64),
-        "length": (place.length + rng.choice((-1, 1, 1 << 31))) % (1 << 32),
-        "checksum": rng.getrandbits(64),
-    }
-    name = rng.choice([None, *lies])
-    return pack_record(key, place if name is None else place._replace(**{name: lies[name]}))
-
-
 class Store:
-    """The memory node and Redis: processes to be killed, paused and started again."""
+    """Owns the memory node and Redis: processes to be killed, paused and started again."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -102,7 +88,7 @@ class Store:
 
     @property
     def engines_url(self) -> str:
-        """Past somebody who may change what Redis answers."""
+        """Return Redis' URL for engines: past somebody who may change what Redis answers."""
         host, port = self.wire.address
         return f"redis://{host}:{port}"
 
@@ -153,7 +139,7 @@ class Store:
         self.processes[who].wait(START_TIMEOUT_S)
 
     def carry_out(self, fault: plan.Fault) -> None:
-        """The fault from its beginning to its end: everything runs again on return."""
+        """Make the fault happen, from its beginning to its end: everything runs again on return."""
         if fault.kind == plan.LIE:
             self.forged += self._lie(fault.lasts_s)
             return
@@ -183,7 +169,7 @@ class Store:
             self.start(who)
 
     def _lie(self, for_s: float) -> int:
-        """Forge the records of all blocks, again and again; how many."""
+        """Forge the records of all blocks, again and again; return how many were forged."""
         forged, over_at = 0, time.monotonic() + for_s
         rng = random.Random(for_s)
         index = open_index(self.url, key_prefix=KEY_PREFIX, timeout_s=ASK_TIMEOUT_S)
@@ -209,7 +195,8 @@ class Store:
             self.flipped += 1
 
     def _tamper(self, chunk: bytearray) -> None:
-        """Of what one host says to another: the seals must tell, whatever it is."""
+        """Change bytes of what one host says to another: the seals must tell, whatever is
+        changed."""
         if random.random() >= TAMPER_CHANCE:
             return
         self.tampered += 1
@@ -256,7 +243,8 @@ class Store:
 def start_engines(
     options: argparse.Namespace, store: Store, stack: contextlib.ExitStack
 ) -> list[EngineProcess]:
-    """The engines with the store, and last the one without; `stack` ends those that started."""
+    """Start the engines with the store, and last the one without; `stack` ends those that
+    started."""
     model = options.out / "model"
     if not options.no_engine:
         build_model(model, MODEL)
@@ -302,7 +290,7 @@ def ask(engine: EngineProcess, kind: str, prompt: tuple[int, ...], started: floa
 
 
 class Load:
-    """One thread for each engine, one request at a time to each, until told to stop."""
+    """Sends requests by one thread for each engine, one at a time, until told to stop."""
 
     def __init__(self, engines: list[EngineProcess], seed: int) -> None:
         self.answers: list[plan.Answer] = []

@@ -48,7 +48,7 @@ class Fault(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A fault as it was carried out, in seconds since the start."""
+    """Notes a fault as it was carried out, in seconds since the start."""
 
     fault: Fault
     began_s: float
@@ -59,7 +59,7 @@ class Window(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One request. `tokens` is None when it was not answered."""
+    """Holds the answer to one request. `tokens` is None when it was not answered."""
 
     prompt: tuple[int, ...]
     kind: str
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 
 def faults(seed: int, seconds: float) -> list[Fault]:
-    """One after the other, each victim in each way before any comes again."""
+    """Return faults, one after the other: each victim is met in each way before any comes again."""
     rng = random.Random(f"faults {seed}")
     planned: list[Fault] = []
     at_s = FIRST_FAULT_S
@@ -88,7 +88,7 @@ def faults(seed: int, seconds: float) -> list[Fault]:
 
 
 def traffic(seed: int, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Prompts without end: new ones, old ones, and old beginnings with a new end."""
+    """Yield prompts without end: new ones, old ones, and old beginnings with a new end."""
     rng = random.Random(f"traffic {seed}")
     asked: list[tuple[int, ...]] = []
     kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
@@ -107,7 +107,8 @@ def judge(
     windows: Sequence[Window],
     recompute_s: Sequence[float],
 ) -> dict[str, Any]:
-    """The summary. Times are medians over repeated prompts: only those can be loaded whole."""
+    """Return the summary. Times are medians over repeated prompts: only those can be loaded
+    whole."""
 
     def median_ms(times: list[float]) -> float | None:
         return round(statistics.median(times) * 1e3, 1) if times else None
@@ -141,7 +142,8 @@ def judge(
 
 
 def passed(summary: dict[str, Any], planned: int) -> bool:
-    """All answered, all alike, and the run was one: faults happened and the store was used."""
+    """Tell whether all were answered, all alike, and the run was one: faults happened and the store
+    was used."""
     return bool(
         summary["answered"] == summary["identical"] == summary["requests"] > 0
         and summary["faults"] == planned > 0

@@ -37,7 +37,7 @@ Several hosts on one machine, for tests and trials. Needs root.
 
 
 class Places:
-    """Where the processes of a cluster leave their files: one directory for each host."""
+    """Says where the processes of a cluster leave their files: one directory for each host."""
 
     def __init__(self, name: str, root: Path | None = None) -> None:
         # Where others may write, one of them may have been there first.
@@ -54,7 +54,7 @@ class Places:
         return self.host(SWITCH) / "secret"
 
     def environment(self, hosts: Hosts, host: str) -> dict[str, str]:
-        """What makes a program on `host` find the cluster."""
+        """Return the variables by which a program on `host` finds the cluster."""
         return {
             **os.environ,
             "KVSTORE_URL": f"redis://{hosts.address(SWITCH)}:{REDIS_PORT}/0",
@@ -67,7 +67,7 @@ class Places:
 def start(
     hosts: Hosts, places: Places, size: str, options: Sequence[str] = ()
 ) -> list[subprocess.Popen[bytes]]:
-    """Redis on the switch, then a node on every host; all answer on return."""
+    """Start Redis on the switch, then a node on every host; all answer on return."""
     server = start_redis(hosts, places)
     nodes = [start_node(hosts, places, host, size, options) for host in hosts.names]
     for node, host in zip(nodes, hosts.names, strict=True):
@@ -76,7 +76,7 @@ def start(
 
 
 def start_redis(hosts: Hosts, places: Places) -> subprocess.Popen[bytes]:
-    """On the switch. Also makes the secret that nodes and clients share."""
+    """Start Redis on the switch, and make the secret that nodes and clients share."""
     places.secret.write_text(secrets.token_hex(32))
     places.secret.chmod(0o600)
     bind = hosts.address(SWITCH)
@@ -89,7 +89,7 @@ def start_redis(hosts: Hosts, places: Places) -> subprocess.Popen[bytes]:
 def start_node(
     hosts: Hosts, places: Places, host: str, size: str, options: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    """The memory node of one host; its output is `log` in the host's directory."""
+    """Start the memory node of one host; its output is `log` in the host's directory."""
     node = [sys.executable, "-m", "kvstore.cli", "node", "--name", f"node-{host}", "--size", size]
     node += ["--listen", f"{hosts.address(host)}:{STREAM_PORT}", *options]
     with (places.host(host) / "log").open("wb") as log:
@@ -97,7 +97,8 @@ def start_node(
 
 
 def wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when the node says so in its log. Raises `SystemExit` with what it said instead."""
+    """Return when the node says in its log that it is ready. Raises `SystemExit` with what it said
+    instead."""
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while "ready" not in (said := log.read_text()):
         if process.poll() is not None or time.monotonic() > give_up_at:
@@ -106,7 +107,7 @@ def wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Nodes first, so that they can say goodbye to Redis."""
+    """End the processes, nodes first, so that they can say goodbye to Redis."""
     give_up_at = time.monotonic() + STOP_TIMEOUT_S
     for process in reversed(processes):
         process.terminate()
@@ -151,7 +152,7 @@ def down(args: argparse.Namespace) -> int:
 
 
 def act(args: argparse.Namespace) -> int:
-    """The verbs that are methods of `Hosts`."""
+    """Carry out a verb that is a method of `Hosts`."""
     method = getattr(Hosts.existing(args.name), args.verb)
     options = {"one_way": True} if getattr(args, "one_way", False) else {}
     method(*args.on, **options)

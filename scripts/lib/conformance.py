@@ -45,7 +45,7 @@ BAD = (WRONG, SHARED, DIED)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one case."""
+    """Says what became of one case."""
 
     case: str
     verdict: str
@@ -63,7 +63,8 @@ def judge(
     *,
     apart: bool,
 ) -> Verdict:
-    """`wanted` are the tokens of an engine without a connector; `apart`: nothing may be shared."""
+    """Compare what engines answered with `wanted`, the tokens of an engine without a connector.
+    With `apart`, nothing may be shared."""
     cached = sum(max(0, one.cached_tokens) for one in found)
     differ = sum(list(one.tokens) != list(right) for one, right in zip(found, wanted, strict=True))
     if differ:
@@ -76,7 +77,7 @@ def judge(
 
 @dataclass(slots=True)
 class Bench:
-    """Engines and folders of one connector under trial, all gone at its end."""
+    """Owns the engines and folders of one connector under trial; at its end all are gone."""
 
     connector: dict[str, Any]
     work: Path
@@ -91,7 +92,7 @@ class Bench:
         return self.models[seed]
 
     def engine(self, name: str, model: Path, *, store: bool, **settings: Any) -> EngineProcess:
-        """The one of that name, started when it is first asked for."""
+        """Return the engine of that name; it is started when it is first asked for."""
         if name not in self.engines:
             path = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
             chosen = EngineSettings(
@@ -114,7 +115,7 @@ class Bench:
         return self.engine(name, model or self.mounted(7), store=True, **more)
 
     def mounted(self, seed: int) -> Path:
-        """The path that all engines with the connector load from, now with these weights."""
+        """Return the path that all engines with the connector load from, now with these weights."""
         path, marker = self.work / "mounted", self.work / f"mounted is {seed}"
         if not marker.exists():
             for old in self.work.glob("mounted*"):
@@ -124,7 +125,7 @@ class Bench:
         return path
 
     def prompts(self, tokens: int = TOKENS + 2, count: int = PROMPTS) -> list[list[int]]:
-        """Such as no case before had."""
+        """Return prompts such as no case before had."""
         self.seed += 1
         rng = random.Random(self.seed)
         return [[rng.randrange(2, 500) for _ in range(tokens)] for _ in range(count)]
@@ -141,7 +142,7 @@ def tokens_of(found: Iterable[Generated]) -> list[list[int]]:
 def _pair(
     bench: Bench, case: str, tokens: int, *, spoil: Callable[[Path], str] | None = None
 ) -> Verdict:
-    """One engine computes, another asks for the same."""
+    """Have one engine compute, and ask another for the same."""
     wanted = bench.prompts(tokens)
     reference = tokens_of(bench.alone().generate(wanted))
     first, second = bench.sharing("first"), bench.sharing("second")
@@ -202,7 +203,7 @@ def preemption(bench: Bench) -> Verdict:
 
 
 def killed_while_saving(bench: Bench) -> Verdict:
-    """An engine dies (SIGKILL) with saves under way; what it left is whole or not there."""
+    """An engine dies (SIGKILL) with saves under way; what it left is whole, or it is not there."""
     wanted = bench.prompts(count=4)
     reference = tokens_of(bench.alone().generate(wanted))
     second = bench.sharing("second")
@@ -274,7 +275,8 @@ CONTROL = "control: loads zeros"
 
 
 def payload_files(folder: Path) -> list[Path]:
-    """Files that the store under trial keeps KV in: its own in `folder`, or a node's memory."""
+    """Return the files that the store under trial keeps KV in: its own in `folder`, or a node's
+    memory."""
     found = [Path(json.loads(word.read_text())["data_path"]) for word in _node_words(folder)]
     mine = {word.parent for word in _node_words(folder)}
     for path in folder.rglob("*"):
@@ -289,7 +291,8 @@ def _node_words(folder: Path) -> list[Path]:
 
 
 def flip_bits(folder: Path) -> str:
-    """One bit in every few hundred bytes that are not 0; why it could not be done, or nothing."""
+    """Flip one bit in every few hundred bytes that are not 0. Return why it could not be done, or
+    nothing."""
     flipped = 0
     for path in payload_files(folder):
         with path.open("r+b") as file:
@@ -304,7 +307,8 @@ def flip_bits(folder: Path) -> str:
 
 
 def lose_store(folder: Path) -> str:
-    """SIGKILL to its nodes, or its files removed; why it could not be done, or nothing."""
+    """Kill the store's nodes (SIGKILL), or remove its files. Return why it could not be done, or
+    nothing."""
     words = _node_words(folder)
     for word in words:
         os.kill(json.loads(word.read_text())["pid"], signal.SIGKILL)
@@ -315,7 +319,7 @@ def lose_store(folder: Path) -> str:
 
 
 def ours(name: str = "KVStoreConnector", module: str = "connector.adapters.vllm") -> dict[str, Any]:
-    """This project's connector over a Redis and a node of its own, with checksums."""
+    """Yield this project's connector over a Redis and a node of its own, with checksums."""
     transfer = kv_transfer(
         "kv_both",
         run_dir="{dir}",
@@ -329,7 +333,7 @@ def ours(name: str = "KVStoreConnector", module: str = "connector.adapters.vllm"
 
 
 def filled_in(connector: Any, folder: Path, name: str) -> Any:
-    """`connector` with {dir} and {id} in all its texts replaced."""
+    """Return `connector` with {dir} and {id} replaced in all its texts."""
     if isinstance(connector, str):
         return connector.replace("{dir}", str(folder)).replace("{id}", name)
     if isinstance(connector, dict):
@@ -348,7 +352,7 @@ def bench_of(connector: dict[str, Any]) -> Iterator[Bench]:
 
 
 def run(connector: dict[str, Any], names: Sequence[str]) -> Iterator[Verdict]:
-    """A verdict for each case; one that ends an engine is a verdict too."""
+    """Return a verdict for each case; a case that ends an engine has a verdict too."""
     with bench_of(connector) as bench:
         for name in names:
             try:
@@ -359,13 +363,14 @@ def run(connector: dict[str, Any], names: Sequence[str]) -> Iterator[Verdict]:
 
 
 def control() -> Verdict:
-    """A connector that loads zeros: a judge that lets it pass is no judge."""
+    """Try a connector that loads zeros: a judge that lets it pass is no judge."""
     (verdict,) = run(ours("GarbageConnector", "garbage_connector"), ["shared-prefix"])
     return Verdict(CONTROL, verdict.verdict, verdict.cached_tokens, verdict.asked_tokens)
 
 
 def failed(verdicts: Sequence[Verdict]) -> bool:
-    """Something was wrong, or nothing was shared where all is alike: then no case says anything."""
+    """Tell whether something was wrong, or nothing was shared where all is alike: then no case says
+    anything."""
     must_be = {CONTROL: WRONG, "shared-prefix": LOADED}
     return any(
         verdict.verdict != must_be[verdict.case]

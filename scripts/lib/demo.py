@@ -152,7 +152,7 @@ class Demo:
         return answers
 
     def wait_for_saves(self) -> None:
-        """Saving goes on behind the answers; return when the store has stopped growing."""
+        """Return when the store has stopped growing: saving goes on behind the answers."""
         patient = Limits(redis_timeout_s=LOOKUP_TIMEOUT_S)
         with Client(run_dir=self.run_dir, limits=patient) as client:
             give_up_at = time.monotonic() + SAVE_TIMEOUT_S
@@ -175,7 +175,7 @@ class Demo:
 
 
 def run(demo: Demo, progress: Steps) -> tuple[list[Row], dict[str, object]]:
-    """All rounds; the rows of the table and the summary."""
+    """Run all rounds; return the rows of the table and the summary."""
     demo.start(progress)
     everything = range(PROMPTS)
     right = demo.ask({"reference": everything}, progress, "reference: no store")["reference"]

@@ -14,7 +14,7 @@ MODEL = ModelShape(layers=8, hidden=512, heads=8, kv_heads=4, vocabulary=4096, c
 
 
 def build_tokenizer(path: Path, vocabulary: int) -> None:
-    """One token for each byte, and words for the ids that remain."""
+    """Write a tokenizer with one token for each byte, and words for the ids that remain."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +29,7 @@ def build_tokenizer(path: Path, vocabulary: int) -> None:
 
 
 def build(path: Path) -> None:
-    """Both, unless they are there."""
+    """Write model and tokenizer, unless they are there."""
     if not (path / "tokenizer.json").exists():
         build_model(path, MODEL)
         build_tokenizer(path, MODEL.vocabulary)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """One prompt over all engines; times in milliseconds."""
+    """Holds one prompt's figures over all engines; times in milliseconds."""
 
     prompt: int
     computed_ms: float
@@ -42,7 +42,7 @@ def show_table(console: Console, rows: list[Row]) -> None:
 
 
 def draw(rows: list[Row], summary: dict[str, Any], path: Path) -> Path:
-    """The table as bars, on a logarithmic axis."""
+    """Draw the table as bars, on a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -27,12 +27,17 @@ STOP_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A Llama with random weights. The defaults make it tiny."""
+    """Describes a Llama with random weights. The defaults make it tiny."""
 
     layers: int = 4
     hidden: int = 256
+    intermediate: int | None = None
+    """Of the feed-forward layers; None: twice `hidden`."""
     heads: int = 4
     kv_heads: int = 2
+    weights_std: float = 0.02
+    """Of the random weights. Above 0.05 the answer depends on all of the prompt: at 0.02 256
+    tokens in its middle can be wrong without another token."""
     vocabulary: int = 512
     context_tokens: int = 4096
     seed: int = 7
@@ -49,11 +54,12 @@ def build_model(path: Path, shape: ModelShape = ModelShape()) -> Path:
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
-        intermediate_size=shape.hidden * 2,
+        intermediate_size=shape.intermediate or shape.hidden * 2,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.context_tokens,
+        initializer_range=shape.weights_std,
         bos_token_id=0,
         eos_token_id=1,
     )
@@ -63,7 +69,7 @@ def build_model(path: Path, shape: ModelShape = ModelShape()) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How one engine is started."""
+    """Says how one engine is started."""
 
     connector: dict[str, Any] | None = None
     """kv_transfer_config, or None for an engine without a store."""
@@ -82,7 +88,7 @@ class EngineSettings:
 
 
 def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """A kv_transfer_config for the connector of this project."""
+    """Return a kv_transfer_config for the connector of this project."""
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "connector.adapters.vllm",
@@ -94,7 +100,7 @@ def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One finished request."""
+    """Holds one finished request."""
 
     tokens: list[int]
     ttft_s: float
@@ -104,7 +110,7 @@ class Generated:
 
 
 class EngineProcess:
-    """One engine in a process of its own. Starting waits until it can generate."""
+    """Runs one engine in a process of its own. Starting waits until it can generate."""
 
     def __init__(
         self,
@@ -155,7 +161,8 @@ class EngineProcess:
         return self._process.pid
 
     def call(self, op: str, timeout_s: float = CALL_TIMEOUT_S, **args: Any) -> Any:
-        """One request to the process. Raises `RuntimeError` with what went wrong there."""
+        """Send one request to the process, and return its answer. Raises `RuntimeError` with what
+        went wrong there."""
         self._lines.write(json.dumps({"op": op, **args}).encode() + b"\n")
         self._lines.flush()
         return self._read(timeout_s)
@@ -221,7 +228,7 @@ class EngineProcess:
 
 
 def make_llm(model: str, settings: EngineSettings) -> Any:
-    """A `vllm.LLM` in this very process."""
+    """Make a `vllm.LLM` in this very process."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -324,12 +331,16 @@ class Driver:
     def set_weight_version(self, version: str) -> None:
         self.engine.set_weight_version(version)
 
+    def counter(self, name: str) -> float:
+        """Return one of vLLM's own counters; it needs `disable_log_stats` off."""
+        return sum(float(one.value) for one in self.llm.get_metrics() if one.name == name)
+
     def reset(self, connector: bool) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
 
 def serve(make_driver: Callable[[str, EngineSettings], Any]) -> None:
-    """The engine process: argv is the socket's descriptor and the start request."""
+    """Be the engine process: argv is the socket's descriptor and the start request."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     lines = connection.makefile("rwb")
 

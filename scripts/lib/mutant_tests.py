@@ -26,7 +26,7 @@ MUTANT_TIMEOUT_S = 300.0
 """For all tests of one mutant: one that makes them hang was noticed."""
 CPU_S = 5
 """Processor time for a mutant's tests, besides thrice what they take without a bug."""
-MEMORY_BYTES_MAX = 16 << 30
+MEMORY_BYTES_MAX = 48 << 30
 """Of one process: a bug may ask for more than there is."""
 PROBE = "kvstore_mutants_reached"
 POLL_S = 0.005
@@ -43,7 +43,7 @@ class Whole:
         setattr(builtins, PROBE, lambda file, line: self._reached.add((file, line)))
         for file in files:
             text = Path(file).read_text()
-            plant(file, text, probed(text, file))
+            plant(file, text, probed(text, file), functions_of(file))
         sys.addaudithook(self._audit)
 
     @pytest.hookimpl(wrapper=True)
@@ -79,7 +79,7 @@ class Forks:
         self._in_mutant = False
 
     def pytest_collection(self) -> None:
-        """A failure is enough: hypothesis need not look for a smaller one."""
+        """Have hypothesis stop at the first failure: it need not look for a smaller one."""
         if "hypothesis" not in sys.modules:
             return
         from hypothesis import Phase, settings
@@ -92,7 +92,8 @@ class Forks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """In a fork: None, and pytest goes on with the tests that were chosen."""
+        """Fork for each mutant. In a fork: None, and pytest goes on with the tests that were
+        chosen."""
         if session.testsfailed:
             return None
         items = list(session.items)
@@ -109,6 +110,8 @@ class Forks:
         if status or not words:
             raise pytest.UsageError("tests fail without any bug")
         touched = json.loads(words)
+        functions = {file: functions_of(file) for file in self._files()}
+        gc.freeze()  # what a fork's collector would write to is copied
         with self._seen.open("a") as seen:
             for mutant in self._plan:
                 session.items[:] = chosen(items, touched, mutant)
@@ -122,7 +125,9 @@ class Forks:
                         most_s = int(CPU_S + 3 * usual_s + self._sim_seeds)
                         resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
                         self._in_mutant = True
-                        plant(str(path.resolve()), original, mutant["text"])
+                        session.config.option.tbstyle = "no"
+                        file = str(path.resolve())
+                        plant(file, original, mutant["text"], functions[file])
                         return None
                     outcome = self._wait(child, path, mutant["text"])
                 seen.write(f"{outcome}\n")
@@ -130,10 +135,12 @@ class Forks:
         session.items[:] = []
         return True
 
+    @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """In a fork of a mutant that no test noticed: the simulation."""
-        if self._in_mutant and not session.testsfailed and _broken_seed(self._sim_seeds):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        """Simulate, in a fork of a mutant that no test noticed. Then the fork ends, at once."""
+        if self._in_mutant:
+            noticed = session.testsfailed or _broken_seed(self._sim_seeds)
+            os._exit(int(noticed or session.exitstatus != pytest.ExitCode.OK))
 
     def _files(self) -> frozenset[str]:
         return frozenset(str(Path(mutant["path"]).resolve()) for mutant in self._plan)
@@ -158,7 +165,7 @@ class Forks:
 
 
 def probed(text: str, file: str) -> str:
-    """`text` with a call before each statement of its functions that tells the line."""
+    """Return `text` with a call before each statement of its functions that tells the line."""
     tree = ast.parse(text)
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -178,10 +185,9 @@ def probed(text: str, file: str) -> str:
 def chosen(
     items: list[pytest.Item], touched: dict[str, dict[str, Any]], mutant: dict[str, Any]
 ) -> list[pytest.Item]:
-    """Those that reach the mutant's statement, quick ones and the module's own first.
-
-    Also tests of the module's own file that start processes: what those run is not seen.
-    """
+    """Return the tests that reach the mutant's statement, quick ones and the module's own first.
+    Tests of the module's own file that start processes are among them: what those run is not
+    seen."""
     file = str(Path(mutant["path"]).resolve())
     own = f"/test_{Path(file).stem}"
     found: list[tuple[tuple[bool, float], pytest.Item]] = []
@@ -196,8 +202,14 @@ def chosen(
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]
 
 
-def plant(file: str, original: str, text: str) -> None:
-    """Give the functions of the module of that file, if it is imported, the code of `text`."""
+def functions_of(file: str) -> list[FunctionType]:
+    """Return the functions of the module of that file, if it is imported."""
+    found = (thing for thing in gc.get_objects() if isinstance(thing, FunctionType))
+    return [function for function in found if function.__code__.co_filename == file]
+
+
+def plant(file: str, original: str, text: str, functions: list[FunctionType]) -> None:
+    """Give the functions of the module of that file the code of `text`."""
     codes = dict(
         zip(
             _functions(compile(original, file, "exec", dont_inherit=True)),
@@ -205,16 +217,15 @@ def plant(file: str, original: str, text: str) -> None:
             strict=True,
         )
     )
-    for thing in gc.get_objects():
-        if isinstance(thing, FunctionType) and thing.__code__.co_filename == file:
-            other = codes.get(thing.__code__)
-            # A closure over something else is a change of names, which no mutant makes.
-            if other is not None and other.co_freevars == thing.__code__.co_freevars:
-                thing.__code__ = other
+    for function in functions:
+        other = codes.get(function.__code__)
+        # A closure over something else is a change of names, which no mutant makes.
+        if other is not None and other.co_freevars == function.__code__.co_freevars:
+            function.__code__ = other
 
 
 def _broken_seed(seeds: int) -> bool:
-    """Whether one of so many simulated seeds breaks a rule."""
+    """Tell whether one of so many simulated seeds breaks a rule."""
     if not seeds:
         return False
     from kvstore.testing.sim.many import try_seed
@@ -232,7 +243,7 @@ def _is_probe(statement: ast.stmt) -> bool:
 
 
 def _functions(code: CodeType) -> Iterator[CodeType]:
-    """Functions of a module and methods of its classes, in order; not what they contain."""
+    """Return functions of a module and methods of its classes, in order; not what they contain."""
     for const in code.co_consts:
         if isinstance(const, CodeType):
             if const.co_flags & 0x2:  # CO_NEWLOCALS: a function, not a class's body

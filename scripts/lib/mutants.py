@@ -25,12 +25,8 @@ ACCEPTED = Path("tests/mutants_accepted.toml")
 JOBS, SIM_SEEDS = 2, 50
 PYTEST_TIMEOUT_S = 60
 READ_PATH = (
-    "reader",
-    "locator",
-    "local/hint_lookup",
-    "remote/fetch",
-    "values/getting",
-    "pins",
+    *("session", "reader", "locator", "block_lookup", "pins", "pinned", "local/nodes"),
+    *("remote/fetch", "remote/reader", "remote/silenced", "values/getting", "values/out"),
 )
 READ_TESTS = tuple(
     f"tests/client/{name}.py"
@@ -48,8 +44,8 @@ READ_TESTS = tuple(
 REMOTE_TESTS = tuple(
     f"tests/client/remote/test_{name}.py" for name in ("remote_nodes", "slow_index", "silent_nodes")
 )
-LONE = ("record", "circuit_breaker", "token_bucket", "client/placement")
-"""Pure modules outside of those folders."""
+LONE = ("record", "circuit_breaker", "token_bucket", "client/placement", "nodedir")
+"""Modules outside of those folders whose own tests, `test_NAME*.py`, are all that is near."""
 LEFT_OUT = frozenset({"__init__.py", "events.py", "base.py"})
 """Files that decide nothing."""
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -89,12 +85,12 @@ class Mutant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called in tests/mutants_accepted.toml: lines move, these words stay."""
+        """Return what it is called in tests/mutants_accepted.toml: lines move, these words stay."""
         return f"{self.function}: {self.words}"
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in the place of `node`: each a bug that somebody could have written."""
+    """Yield what may stand in the place of `node`: each a bug that somebody could have written."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in SWAPPED:
             other = copy.deepcopy(node)
@@ -131,9 +127,9 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def places(tree: ast.AST, *, inside: bool = False) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """(parent, field, position in it) of every node that may be changed.
+    """Yield (parent, field, position in it) of every node that may be changed.
 
-    Code in functions alone: what stands outside are limits and layouts, which are chosen. Texts,
+    Only code in functions may: what stands outside are limits and layouts, which are chosen. Texts,
     annotations, asserts, lines to the log and calls of a base's method are passed over.
     """
     for field, value in ast.iter_fields(tree):
@@ -153,7 +149,7 @@ def places(tree: ast.AST, *, inside: bool = False) -> Iterator[tuple[ast.AST, st
 
 
 def mutants_of(path: Path, root: Path = ROOT) -> list[Mutant]:
-    """Every bug that can be planted in that file."""
+    """Return every bug that can be planted in that file."""
     tree = ast.parse((root / path).read_text())
     functions, statements = _spans(tree)
     found = []
@@ -176,7 +172,8 @@ Span = tuple[str, tuple[int, ...]]
 
 
 def _spans(tree: ast.Module) -> tuple[list[Span], list[Span]]:
-    """Lines of functions by name, and of statements, the compound ones' heads alone."""
+    """Return the lines of functions by name, and of statements, of compound ones the heads
+    alone."""
     functions: list[Span] = []
     statements: list[Span] = []
 
@@ -219,7 +216,8 @@ def _short(node: ast.AST) -> str:
 
 
 def sources() -> list[Path]:
-    """Core with its protocols, segment, and the client's way to a block."""
+    """Return the files that are in the scope: core with its protocols, segment, and the client's
+    way to a block."""
     found = [
         path
         for name in ("core", "protocol", "segment")
@@ -231,12 +229,15 @@ def sources() -> list[Path]:
 
 
 def nearest_tests(root: Path, path: Path) -> list[str]:
-    """Files of tests that may notice a bug in `path`."""
+    """Return the files of tests that may notice a bug in `path`."""
     if str(path.with_suffix("").relative_to("kvstore")) in LONE:
-        found = [str(Path("tests", *path.parts[1:-1], f"test_{path.stem}.py"))]
+        folder = root / Path("tests", *path.parts[1:-1])
+        found = sorted(str(p.relative_to(root)) for p in folder.glob(f"test_{path.stem}*.py"))
     elif "client" in path.parts:
-        own = Path("tests", *path.parts[1:-1], f"test_{path.stem}.py")
-        found = [str(own), *(REMOTE_TESTS if "remote" in path.parts else ()), *READ_TESTS]
+        folder = root / Path("tests", *path.parts[1:-1])
+        own = {*folder.glob(f"test_{path.stem}*.py"), *folder.glob(f"test_*_{path.stem}.py")}
+        found = sorted(str(file.relative_to(root)) for file in own)
+        found += [*(REMOTE_TESTS if "remote" in path.parts else ()), *READ_TESTS]
     else:
         core = path.parent.name == "core"
         folders = ["core", "protocol", "segment"] if core else [path.parts[-2]]
@@ -250,13 +251,14 @@ def nearest_tests(root: Path, path: Path) -> list[str]:
 
 
 def accepted(root: Path = ROOT) -> dict[str, dict[str, str]]:
-    """For each file the names of survivors that stand, with the reason."""
+    """Return for each file the names of survivors that stand, with the reason."""
     path = root / ACCEPTED
     return tomllib.loads(path.read_text()) if path.exists() else {}
 
 
 def run(root: Path, drawn: Sequence[Mutant], jobs: int, sim_seeds: int) -> list[Mutant]:
-    """Those of `drawn` that nothing noticed; each is printed.
+    """Return those of `drawn` that nothing noticed; each is printed. Raises `SystemExit` when tests
+    fail without a bug.
 
     Raises `SystemExit` when tests fail without a bug.
     """
@@ -278,7 +280,7 @@ def run(root: Path, drawn: Sequence[Mutant], jobs: int, sim_seeds: int) -> list[
 
 
 def _copied(root: Path, where: Path) -> Path:
-    """A copy of the tree in which bugs are planted, one at a time."""
+    """Yield a copy of the tree in which bugs are planted, one at a time."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=root,
@@ -297,7 +299,7 @@ def _copied(root: Path, where: Path) -> Path:
 def _survivors(
     where: Path, tests: Sequence[str], mutants: Sequence[Mutant], sim_seeds: int
 ) -> list[Mutant]:
-    """What `tests` in the copy at `where` do not notice (mutant_tests.py does the work)."""
+    """Return what `tests` in the copy at `where` do not notice (mutant_tests.py does the work)."""
     if not mutants:
         return []
     plan, seen = where.with_suffix(".plan"), where.with_suffix(".seen")

@@ -38,7 +38,7 @@ possible block must be loaded."""
 
 
 class Processes:
-    """What was started; ended in reverse, whatever happened."""
+    """Keeps what was started, and ends it in reverse, whatever happened."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -58,7 +58,7 @@ class Processes:
         return process
 
     def wait_for(self, urls: list[str], is_up: Callable[[str], bool]) -> None:
-        """Until all are up. Raises `RuntimeError` when a process ends or time is up."""
+        """Return when all are up. Raises `RuntimeError` when a process ends or time is up."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
         for url in urls:
             while not is_up(url):
@@ -88,7 +88,8 @@ def _healthy(url: str) -> bool:
 
 
 def _knows_all(router: str) -> bool:
-    """A router gives nothing to prefill engines before its probes have found them up."""
+    """Tell whether a router has found all engines up: before its probes have, it gives nothing to
+    prefill engines."""
     try:
         with urllib.request.urlopen(f"{router}/engines", timeout=2) as answer:
             return all(engine["up"] for engine in json.load(answer))
@@ -97,7 +98,7 @@ def _knows_all(router: str) -> bool:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """To all processes of its session."""
+    """Send a signal to all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -124,7 +125,7 @@ def start_engine(
     run_dir: Path,
     cpu: int,
 ) -> str:
-    """`vllm serve` in processes of its own; its URL."""
+    """Start `vllm serve` in processes of its own; return its URL."""
     transfer = []
     if role is not None:
         settings = kv_transfer(role, run_dir=str(run_dir), **PATIENT)

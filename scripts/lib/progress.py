@@ -16,21 +16,21 @@ LINE_EVERY_S = 10.0
 
 
 class Steps(Protocol):
-    """What tasks tell of themselves; safe to call from several threads."""
+    """Takes what tasks tell of themselves; safe to call from several threads."""
 
     def __enter__(self) -> Steps: ...
 
     def __exit__(self, *exc: object) -> None: ...
 
     def add(self, title: str, total: int) -> int:
-        """A task of `total` steps; its number."""
+        """Add a task of `total` steps; return its number."""
 
     def advance(self, task: int) -> None:
-        """One step of it is done."""
+        """Note that one step of it is done."""
 
 
 class Bars:
-    """For people at a terminal."""
+    """Shows progress to people at a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn())
@@ -51,7 +51,8 @@ class Bars:
 
 
 class Lines:
-    """For pipes, files and CI: a line when a task begins and ends, and now and then between."""
+    """Shows progress in pipes, files and CI: a line when a task begins and ends, and now and then
+    between."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -65,7 +66,7 @@ class Lines:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Nothing is left to say."""
+        """End the display: nothing is left to say."""
 
     def add(self, title: str, total: int) -> int:
         with self._lock:
@@ -91,5 +92,5 @@ class Lines:
 
 
 def steps(console: Console) -> Steps:
-    """Whichever fits where the console's output goes."""
+    """Return whichever display fits where the console's output goes."""
     return Bars(console) if console.is_terminal else Lines(console)

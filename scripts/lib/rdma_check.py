@@ -1,4 +1,5 @@
-"""`scripts/rdma-check` tests whether NIXL reads work between two hosts, and over what."""
+"""`scripts/rdma-check` tests whether NIXL reads work between two hosts, and over what: the side
+that reads, and judges. What is read: rdma_owner.py."""
 
 from __future__ import annotations
 
@@ -6,200 +7,48 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import re
-import resource
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client, Connection, Listener
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import IO, Any
 
 import xxhash
+from rdma_owner import (
+    BLOCK_BYTES,
+    BLOCKS,
+    RDMA,
+    READ_TIMEOUT_S,
+    READY_TIMEOUT_S,
+    Checks,
+    device_of,
+    look_at_host,
+    payload_of,
+    secret,
+    serve,
+)
 
-from kvstore.client.base import Reservation
-from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.writer import Writer
-from kvstore.index.memory import MemoryIndex
-from kvstore.node import Node, NodeConfig
-from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.cuda.base import CudaDevice, DeviceRange, address_of, wait
 from kvstore.nodedir import Announcement
-from kvstore.protocol.control_requests import Want
-from kvstore.record import unpack_record
 from kvstore.segment.layout import Layout
 from kvstore.transport.base import Read, Wanted
-from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NixlTransport
-from kvstore.transport.stream.address import own_address, parse_listen
+from kvstore.transport.stream.address import parse_listen
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.transport.stream.transport import StreamTransport
-from kvstore.types import Kind, Location
+from kvstore.types import Location
 
-MIB = 1 << 20
-BLOCKS = 32
-BLOCK_BYTES = MIB
-READY_TIMEOUT_S = 60.0
-READ_TIMEOUT_S = 20.0
 STOPPED_TIMEOUT_S = 1.0
 """Deadline of a read while the other side is stopped."""
 SLACK_S = 2.0
 """How much later than its deadline a read may end on a busy machine."""
 LINES_SHOWN = 40
-RDMA = re.compile(r"\b(rc|dc|ud|srd|gga)(_\w+)?/")
-SAME_HOST = {"UCX_TLS": "tcp,cma,self", "UCX_NET_DEVICES": "lo"}
-DEVICES = Path("/sys/class/infiniband")
-
-
-class Checks:
-    """What was found so far, said at once."""
-
-    def __init__(self) -> None:
-        self.failed = 0
-
-    def say(self, good: bool, what: str) -> bool:
-        self.failed += not good
-        print(f"{'ok  ' if good else 'FAIL'}  {what}", flush=True)
-        return good
-
-    def note(self, what: str) -> None:
-        print(f"note  {what}", flush=True)
-
-
-def look_at_host(checks: Checks) -> bool:
-    """Whether there is an RDMA device; without one, UCX's same-host transport is used."""
-    checks.say(installed(), "NIXL is installed")
-    devices = sorted(path.name for path in DEVICES.glob("*"))
-    for device in devices:
-        for port in sorted((DEVICES / device / "ports").glob("*")):
-            state = (port / "state").read_text().strip()
-            rate = (port / "rate").read_text().strip()
-            checks.note(f"RDMA device {device} port {port.name}: {state}, {rate}")
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if devices:
-        checks.say(soft == resource.RLIM_INFINITY, "locked memory is unlimited (ulimit -l)")
-    else:
-        checks.note("no RDMA device on this host: same-host transports of UCX are tried instead")
-        for name, value in SAME_HOST.items():
-            os.environ.setdefault(name, value)
-    return bool(devices)
-
-
-# --- the owner --------------------------------------------------------------------
-
-
-def payload_of(number: int) -> bytes:
-    return random.Random(number).randbytes(BLOCK_BYTES)
-
-
-def start_node(run_dir: Path, listen: tuple[str, int], advertise: str, checks: Checks) -> Node:
-    """With its memory registered, read-only if that is possible. Raises `SystemExit`."""
-    security = StreamSecurity.from_environment()
-    for access in ("read-only", "writable"):
-        config = NodeConfig(
-            run_dir=run_dir,
-            size_bytes=4 * BLOCKS * BLOCK_BYTES,
-            listen=listen,
-            advertise=advertise,
-            security=security,
-            nixl=access,
-        )
-        node = Node(config, MemoryIndex()).start()
-        give_up_at = time.monotonic() + READY_TIMEOUT_S / 3
-        while time.monotonic() < give_up_at:
-            if sidecar(node).way():
-                checks.say(True, f"a node's memory can be registered, mapped {access}")
-                if access == "writable":
-                    checks.note("start nodes with `--nixl writable`: read-only was refused")
-                return node
-            time.sleep(0.1)
-        node.stop()
-    checks.say(False, "a node's memory cannot be offered: see what NIXL and UCX said")
-    raise SystemExit(1)
-
-
-def sidecar(node: Node) -> NixlSidecar:
-    stream = node._stream
-    assert stream is not None
-    assert stream.nixl is not None
-    return stream.nixl
-
-
-def save_blocks(node: Node, run_dir: Path) -> list[tuple[str, list[int]]]:
-    """(key, location) of each block."""
-    nodes = LocalNodes(run_dir, node.index, "kv:default")
-    writer = Writer(nodes, name=None, timeout_s=READ_TIMEOUT_S, checksums=True)
-    blocks = []
-    for number in range(BLOCKS):
-        key, payload = secrets.token_bytes(32), payload_of(number)
-        (slot,) = writer.reserve([Want(key, BLOCK_BYTES, Kind.BLOCK, 0, None, 0)], 1)
-        assert isinstance(slot, Reservation), slot
-        slot.buffer[:] = payload
-        assert writer.commit([slot])[0]
-        (record,) = node.index.lookup([key])
-        location = unpack_record(key, record) if record is not None else None
-        assert location is not None
-        blocks.append((key.hex(), list(location)))
-    writer.close()
-    nodes.close()
-    return blocks
-
-
-def serve(args: argparse.Namespace) -> int:
-    checks = Checks()
-    look_at_host(checks)
-    host, port = args.listen
-    with tempfile.TemporaryDirectory(prefix="kv-rdma-") as directory:
-        node = start_node(
-            Path(directory), (host, 0), args.advertise or own_address(v6=":" in host), checks
-        )
-        try:
-            blocks = save_blocks(node, Path(directory))
-            with Listener((host or "0.0.0.0", port), authkey=secret()) as listener:
-                print(f"server: listens at port {listener.address[1]}; Ctrl-C ends it", flush=True)
-                while True:
-                    try:
-                        with listener.accept() as connection:
-                            obey(connection, node, blocks)
-                    except (EOFError, OSError) as e:
-                        print(f"server: a client has gone ({e or 'hung up'})", flush=True)
-                    if args.once:
-                        return 0
-        except KeyboardInterrupt:
-            return 0
-        finally:
-            node.stop()
-
-
-def obey(connection: Connection, node: Node, blocks: list[tuple[str, list[int]]]) -> None:
-    """Do what the client asks, until it hangs up."""
-    signals = {"stop": signal.SIGSTOP, "continue": signal.SIGCONT, "kill": signal.SIGKILL}
-    assert node.announcement is not None
-    while True:
-        asked = connection.recv_bytes(1024).decode()
-        answer: object = None
-        if asked == "hello":
-            answer = [node.announcement.pack().decode(), blocks]
-        elif asked == "pid":
-            answer = sidecar(node).pid
-        elif (pid := sidecar(node).pid) is not None:
-            os.kill(pid, signals[asked])
-            answer = True
-        connection.send_bytes(json.dumps(answer).encode())
-
-
-def secret() -> bytes:
-    value = StreamSecurity.from_environment().secret
-    if value is None:
-        raise SystemExit("set KVSTORE_SECRET to the same 16 or more bytes on both hosts")
-    return value
-
-
-# --- the reader ---------------------------------------------------------------------
 
 
 class Reading:
@@ -225,7 +74,7 @@ class Reading:
         return self.transport._peer(self._word).reason
 
     def read(self, timeout_s: float) -> tuple[int, int, float]:
-        """(hits, hits with wrong bytes, seconds it took)."""
+        """Read all blocks; return (hits, hits with wrong bytes, seconds it took)."""
         wanted = [
             Wanted(key, location._replace(checksum=0), (room,))
             for (key, location), room in zip(self._blocks, self._rooms, strict=True)
@@ -238,9 +87,55 @@ class Reading:
         return len(hits), wrong, took_s
 
 
+class ReadingToVram(Reading):
+    """Reads the other side's blocks into memory of a device of this side."""
+
+    def __init__(
+        self, word: Announcement, blocks: list[tuple[str, list[int]]], device: CudaDevice
+    ) -> None:
+        super().__init__(word, blocks)
+        self.transport.close()
+        stream = StreamTransport(StreamSecurity.from_environment())
+        self.transport = NixlTransport(stream, Layout, device)
+        self._device, self._stream = device, device.stream()
+        self._landing = device.allocate(len(blocks) * BLOCK_BYTES)
+
+    def ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
+        return super().ready(timeout_s) and self.transport.to_vram
+
+    @property
+    def reason(self) -> str:
+        return self.transport.why_not_to_vram or super().reason
+
+    def read(self, timeout_s: float) -> tuple[int, int, float]:
+        """As `Reading.read`, of what came to the device alone."""
+        wanted = [
+            Wanted(key, location, (room,), DeviceRange(self._at(i), BLOCK_BYTES, 0))
+            for i, ((key, location), room) in enumerate(zip(self._blocks, self._rooms, strict=True))
+        ]
+        began = time.monotonic()
+        outcomes = self.transport.read(self._word, wanted, began + timeout_s)
+        took_s = time.monotonic() - began
+        hits = [i for i, o in enumerate(outcomes) if o.read is Read.HIT and o.in_vram]
+        for i in hits:
+            self._stream.copy([(address_of(self._rooms[i]), self._at(i), BLOCK_BYTES)])
+        assert wait(self._stream.record(), time.monotonic() + READ_TIMEOUT_S)
+        wrong = sum(xxhash.xxh3_64_intdigest(self._rooms[i]) != self._right[i] for i in hits)
+        return len(hits), wrong, took_s
+
+    def _at(self, number: int) -> int:
+        return self._landing + number * BLOCK_BYTES
+
+    def close(self) -> None:
+        self.transport.close()
+        self._stream.close()
+        self._device.free(self._landing)
+
+
 @contextlib.contextmanager
 def stderr_to(log: IO[bytes]) -> Iterator[None]:
-    """What this process and those it starts say there: UCX writes no file before it ends."""
+    """Collect what this process and those it starts say on standard error: UCX writes no file
+    before it ends."""
     saved = os.dup(2)
     os.dup2(log.fileno(), 2)
     try:
@@ -251,7 +146,7 @@ def stderr_to(log: IO[bytes]) -> Iterator[None]:
 
 
 def taken_transports(log: str) -> list[str]:
-    """What UCX says it READs from other processes with (UCX_PROTO_INFO)."""
+    """Return what UCX says it READs from other processes with (UCX_PROTO_INFO)."""
     found: set[str] = set()
     title, getting = "", False
     for line in log.splitlines():
@@ -277,19 +172,85 @@ def check(args: argparse.Namespace) -> int:
                 connection.send_bytes(what.encode())
                 return json.loads(connection.recv_bytes(1 << 20))
 
-            word, blocks = ask("hello")
-            announced = Announcement.unpack(word.encode())
-            assert announced is not None, word
-            reading = Reading(announced, blocks)
+            word, blocks, vram_word, vram_blocks, lacking = ask("hello")
+            reading = Reading(unpacked(word), blocks)
+            from_vram = Reading(unpacked(vram_word), vram_blocks)
             try:
                 read_and_break(checks, reading, ask)
+                vram_read = read_vram(checks, from_vram, lacking)
+                reading.transport.close()
+                from_vram.transport.close()
+                given = {"memory": (word, blocks), "VRAM": (vram_word, vram_blocks)}
+                to_vram = read_to_vram(checks, given)
             finally:
                 reading.transport.close()
+                from_vram.transport.close()
         log.seek(0)
         said = log.read().decode(errors="replace")
     if checks.failed:
         print("\n".join(line for line in said.splitlines()[-LINES_SHOWN:] if "|" not in line))
-    return verdict(checks, taken_transports(said), has_device)
+    taken = taken_transports(said)
+    return verdict(checks, taken, has_device, vram_read=vram_read, to_vram=to_vram)
+
+
+def unpacked(word: str) -> Announcement:
+    announced = Announcement.unpack(word.encode())
+    assert announced is not None, word
+    return announced
+
+
+def read_vram(checks: Checks, reading: Reading, lacking: str) -> bool:
+    """Tell whether VRAM of the other side can be read; `lacking` says why that is only a
+    model's."""
+    if not reading.ready():
+        checks.note(f"from VRAM: the first READ FAILED: {reading.reason}")
+        return False
+    checks.say(True, "from VRAM: the first READ brought the right 4 KiB")
+    reading.read(READ_TIMEOUT_S)
+    hits, wrong, took_s = reading.read(READ_TIMEOUT_S)
+    rate = BLOCKS * BLOCK_BYTES / took_s / 1e9
+    checks.say(
+        (hits, wrong) == (BLOCKS, 0),
+        f"from VRAM: {hits} of {BLOCKS} blocks of 1 MiB, {wrong} wrong, {rate:.1f} GB/s",
+    )
+    if lacking:
+        checks.note(f"GPUDirect was NOT tried: the other side has no device ({lacking})")
+    return True
+
+
+def read_to_vram(
+    checks: Checks, blocks_of: Mapping[str, tuple[str, list[tuple[str, list[int]]]]]
+) -> bool:
+    """Whether what is READ can go to VRAM of this side: what engines have with `nixl_destination`.
+    `blocks_of` has the words and blocks of the other side's nodes."""
+    with tempfile.TemporaryDirectory(prefix="kv-rdma-") as directory:
+        device, lacking = device_of(Path(directory))
+        checks.note(f"to VRAM: that of {lacking and 'a model: '}{lacking or 'device 0'}")
+        for where, (word, blocks) in blocks_of.items():
+            reading = ReadingToVram(unpacked(word), blocks, device)
+            try:
+                if not to_vram_works(checks, reading, where):
+                    return False
+            finally:
+                reading.close()
+    if lacking:
+        checks.note(f"GPUDirect to VRAM was NOT tried: this side has no device ({lacking})")
+    return True
+
+
+def to_vram_works(checks: Checks, reading: Reading, where: str) -> bool:
+    if not reading.ready():
+        checks.note(f"from {where} to VRAM: the first READ FAILED: {reading.reason}")
+        return False
+    reading.read(READ_TIMEOUT_S)
+    hits, wrong, took_s = reading.read(READ_TIMEOUT_S)
+    rate = BLOCKS * BLOCK_BYTES / took_s / 1e9
+    checks.say(
+        wrong == 0,
+        f"from {where} to VRAM: {hits} of {BLOCKS} blocks of 1 MiB came there, {wrong} wrong, "
+        f"{rate:.1f} GB/s with the check",
+    )
+    return hits == BLOCKS
 
 
 def read_and_break(checks: Checks, reading: Reading, ask: Callable[[str], Any]) -> None:
@@ -333,7 +294,7 @@ def read_and_break(checks: Checks, reading: Reading, ask: Callable[[str], Any]) 
 
 
 def comes_back(reading: Reading) -> bool:
-    """Whether all blocks are read right again, before long."""
+    """Tell whether all blocks are read right again, before long."""
     give_up_at = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < give_up_at:
         if reading.ready(1.0) and reading.read(READ_TIMEOUT_S)[:2] == (BLOCKS, 0):
@@ -342,12 +303,30 @@ def comes_back(reading: Reading) -> bool:
     return False
 
 
-def verdict(checks: Checks, taken: list[str], has_device: bool) -> int:
+def verdict(
+    checks: Checks,
+    taken: list[str],
+    has_device: bool,
+    *,
+    vram_read: bool = True,
+    to_vram: bool = True,
+) -> int:
     print(f"note  UCX reads other processes over: {', '.join(taken) or 'nothing'}")
     over_rdma = any(RDMA.search(transport) for transport in taken)
     if checks.failed:
         print(f"\nverdict: NOT USABLE, {checks.failed} checks failed")
         return 1
+    if not vram_read:
+        print(
+            "\nverdict: VRAM CANNOT BE READ, host memory can: `kvstore node --vram` serves streams"
+        )
+        return 4
+    if not to_vram:
+        print(
+            "\nverdict: NOTHING COMES TO VRAM of this side, all else works: leave the setting "
+            "nixl_destination at host"
+        )
+        return 5
     if over_rdma:
         print("\nverdict: RDMA WORKS between these hosts")
         return 0

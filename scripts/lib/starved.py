@@ -31,7 +31,8 @@ from connector.build import EngineShape, open_store
 from connector.layout.geometry import KVGeometry
 from connector.layout.topology import TpKVTopology
 from connector.scheduler.lazy_store import LazyStore
-from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
+from connector.scheduler.scheduler import SchedulerCore
+from connector.scheduler.settings import SchedulerSettings
 from connector.settings import ConnectorSettings
 from kvstore import BlockSession, BlockStore, Client, Reservation
 from kvstore.index.guarded import GuardedIndex
@@ -55,7 +56,7 @@ BUSY = "while True: pass"
 
 @dataclass
 class Request:
-    """What the scheduler side reads of an engine's request."""
+    """Holds what the scheduler side reads of an engine's request."""
 
     request_id: str
     tokens: list[int]
@@ -81,7 +82,7 @@ class Request:
 
 @dataclass
 class Tally:
-    """What became of what was done one way."""
+    """Counts what became of what was done one way."""
 
     waits_s: list[float] = field(default_factory=list)
     missed: Counter[str] = field(default_factory=Counter)
@@ -104,7 +105,7 @@ def prompt(number: int) -> list[int]:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that compute, in this session as an engine's workers are."""
+    """Start so many processes that compute, in this session as an engine's workers are."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
@@ -157,7 +158,7 @@ def save(config: ConnectorSettings, client: Client) -> None:
 
 
 def by_scheduler(core: SchedulerCore, request: Request) -> str:
-    """Why not all of the prompt was offered; empty when it was."""
+    """Return why not all of the prompt was offered; empty when it was."""
     core.on_new_request(request)
     while (tokens := core.match(request, 0)) is None:
         core.plan_step([], [], lambda _: None)
@@ -177,7 +178,7 @@ def by_client(client: Client, tokens: list[int]) -> str:
 
 
 def opened(session: BlockSession) -> int:
-    """How often its breaker for reading has opened."""
+    """Return how often its breaker for reading has opened."""
     assert isinstance(session.index, GuardedIndex)
     return session.index.reading.opened
 

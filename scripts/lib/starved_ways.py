@@ -25,8 +25,8 @@ LOOK_EVERY_S = 0.05
 
 
 class Elsewhere:
-    """A store that finds nothing on this host: the index is asked for every block, as for those
-    of other hosts."""
+    """Wraps a store so that it finds nothing on this host: the index is asked for every block, as
+    for those of other hosts."""
 
     def __init__(self, session: BlockSession) -> None:
         self._session = session
@@ -37,7 +37,7 @@ class Elsewhere:
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
         answers = LookupResult([None] * len(keys))
         try:
-            for i, record in enumerate(self._session.reader.readable(keys) if timeout_s else ()):
+            for i, record in enumerate(self._session.lookups.readable(keys) if timeout_s else ()):
                 answers[i] = None if record is None else BlockRef(keys[i], record)
         except IndexUnavailableError as e:
             answers.short = reason_of(e)
@@ -45,7 +45,7 @@ class Elsewhere:
 
 
 def read(session: BlockSession, keys: Sequence[Key], expected: bytes) -> str:
-    """Why not all of `keys` could be read; empty when they could."""
+    """Return why not all of `keys` could be read; empty when they could."""
     found = session.match(keys)
     if len(found) < len(keys):
         return str(found.short)
@@ -67,7 +67,7 @@ class Saves:
         self._kept: list[Key] = []
 
     def save(self) -> str:
-        """Why not all was saved and could be read; empty when it could."""
+        """Return why not all was saved and could be read; empty when it could."""
         keys = [self._namespace.value_key(os.urandom(8).hex()) for _ in range(SAVED_BLOCKS)]
         payload = os.urandom(SAVED_BYTES)
         try:
@@ -87,7 +87,8 @@ class Saves:
         return read(self._reader, keys, payload)
 
     def tidy(self) -> str:
-        """Clear what was saved, when it has become much and is published; why that failed."""
+        """Clear what was saved, when it has become much and is published. Return why that
+        failed."""
         if len(self._kept) < SAVES_KEPT * SAVED_BLOCKS:
             return ""
         self.settle()

@@ -22,7 +22,7 @@ ROUNDS = 12
 
 
 def compute_block(prefix: bytes, tokens: list[int]) -> bytes:
-    """The KV of one block: from the block before it and its own tokens."""
+    """Compute the KV of one block, from the block before it and its own tokens."""
     state = blake2b(prefix + repr(tokens).encode(), digest_size=64).digest()
     block = state * (BLOCK_BYTES // 64)
     for _ in range(ROUNDS):

@@ -46,7 +46,7 @@ JOB_TIMEOUT_S = 30.0
 
 
 class Place(NamedTuple):
-    """A function of ours."""
+    """Names a function of ours."""
 
     file: str
     """Relative to the repository."""
@@ -54,13 +54,14 @@ class Place(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The functions that one call visited, each where it was met first."""
+    """Lists the functions that one call visited, each where it was met first."""
 
     name: str
     places: Sequence[Place]
 
     def stops(self) -> list[tuple[str, list[str]]]:
-        """The files in the order of the walk, each with what is met for the first time there."""
+        """Return the files in the order of the walk, each with what is met for the first time
+        there."""
         by_file = groupby(self.places, lambda place: place.file)
         return [(file, [place.name for place in its]) for file, its in by_file]
 
@@ -81,7 +82,7 @@ class Tracer:
         self._places: dict[Place, None] = {}
 
     def install(self) -> None:
-        """For this thread and all that are started from now on."""
+        """Trace this thread and all that are started from now on."""
         threading.setprofile(self._event)
         sys.setprofile(self._event)
 
@@ -111,7 +112,7 @@ class Tracer:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What a client on each of two hosts is made with: they share an index and no memory."""
+    """Yield what a client on each of two hosts is made with: they share an index and no memory."""
     with tempfile.TemporaryDirectory(prefix="kvw-") as where, contextlib.ExitStack() as ends:
         os.environ.pop("KVSTORE_URL", None)
         server = EmbeddedRedis.acquire(Path(where))
@@ -177,11 +178,12 @@ def job_done(core: WorkerCore) -> None:
         report = core.poll(0.01)
         if report.ended_saves or report.finished_loads:
             return
-    raise TimeoutError("the job does not end")
+    raise TimeoutError("a job of the connector does not end: the node or Redis is too slow")
 
 
 def connector_walks(tracer: Tracer, here: dict[str, Any], there: dict[str, Any]) -> Iterator[Walk]:
-    """A worker's own: what its threads do with a job, and the lookup before it."""
+    """Walk through a worker's own calls: what its threads do with a job, and the lookup before
+    it."""
     if importlib.util.find_spec("torch") is None:
         print("walk: no torch, so no connector's walks", file=sys.stderr)
         return

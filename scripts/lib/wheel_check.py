@@ -27,7 +27,7 @@ SIZE = "64MiB"
 
 
 class WheelError(Exception):
-    """What a user would have met."""
+    """Says what a user would have met."""
 
 
 def python_blocks(text: str) -> list[str]:
@@ -35,7 +35,7 @@ def python_blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """The lines below the heading "Commands", without their comments."""
+    """Return the lines below the heading "Commands", without their comments."""
     section = text.partition("\n## Commands\n")[2].partition("\n## ")[0]
     block = re.search(r"(?:^    .*\n)+", section, re.MULTILINE)
     lines = block[0].splitlines() if block else []
@@ -43,13 +43,13 @@ def commands(text: str) -> list[str]:
 
 
 def adapted(command: str, tokens: Path) -> list[str]:
-    """One program's words, with sizes and files of this machine."""
+    """Return one program's words, with sizes and files of this machine."""
     words = shlex.split(re.sub(r"\b\d+[KMGT]iB\b", SIZE, command))
     return [str(tokens) if word == "FILE" else word for word in words]
 
 
 class Bare:
-    """An environment with the wheel and what it requires, and a home of its own."""
+    """Makes an environment with the wheel and what it requires, and a home of its own."""
 
     def __init__(self, directory: Path, python: str) -> None:
         self.bin = directory / "env" / "bin"
@@ -82,7 +82,8 @@ class Bare:
         )
 
     def run(self, words: Sequence[str], given: bytes = b"", *, code: int = 0) -> bytes:
-        """A program's standard output; it must end with `code`. If that is not 0, its errors."""
+        """Return a program's standard output, or its errors where `code` is not 0. The program must
+        end with `code`."""
         ran = subprocess.run(
             [str(self.bin / words[0]), *words[1:]],
             env=self._environment,
@@ -99,7 +100,7 @@ class Bare:
 
 
 def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
-    """Until it says so. Raises `WheelError` when it does not in time."""
+    """Wait until the program says so. Raises `WheelError` when it does not in time."""
     assert process.stdout is not None
     said, give_up_at = b"", time.monotonic() + RUN_TIMEOUT_S
     while text not in said:
@@ -112,7 +113,7 @@ def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
 
 
 def run_commands(bare: Bare, lines: Sequence[str], tokens: Path) -> None:
-    """The README's commands in its order; those in the foreground end with Ctrl-C."""
+    """Run the README's commands in its order; those in the foreground end with Ctrl-C."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         for line in lines:
@@ -134,7 +135,8 @@ def run_commands(bare: Bare, lines: Sequence[str], tokens: Path) -> None:
 
 
 def check(wheel: Path, python: str) -> None:
-    """Raises `WheelError`, or `subprocess.TimeoutExpired`."""
+    """Try the wheel in an empty environment. Raises `WheelError`, or
+    `subprocess.TimeoutExpired`."""
     text = README.read_text()
     with tempfile.TemporaryDirectory(prefix="kvw-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
