@@ -79,8 +79,34 @@ def test_a_file_that_is_not_there_is_found(files: frozenset[str]) -> None:
     assert found == ["core/gone.py", "kvstore/attic/", "nowhere/page.md"]
 
 
-def test_each_of_the_28_questions_has_one_file() -> None:
+def answered() -> list[tuple[str, str]]:
+    """Of each question of where.md: the file, and what was guessed."""
     rows = [line for line in (ROOT / "docs/where.md").read_text().splitlines() if "? |" in line]
-    answers = [row.split("|")[2].strip() for row in rows]
-    assert len(rows) == len(set(answers)) == 28
+    return [(row.split("|")[2].strip(), row.split("|")[3].strip()) for row in rows]
+
+
+def test_each_of_the_28_questions_has_one_file() -> None:
+    answers = [answer for answer, _ in answered()]
+    assert len(answers) == len(set(answers)) == 28
     assert all(re.fullmatch(r"`(kvstore|connector)/[\w/]+\.py`", answer) for answer in answers)
+
+
+def test_each_guess_that_missed_names_another_file_that_is_there(files: frozenset[str]) -> None:
+    for answer, guess in answered():
+        told = re.fullmatch(r"(?:half|no): `([\w/.]+)`.*|yes(?: \(as .+\))?", guess)
+        assert told is not None, guess
+        missed = told[1]
+        if missed is None:
+            continue
+        assert {f"kvstore/{missed}", f"connector/{missed}"} & files, guess
+        assert not answer.strip("`").endswith(f"/{missed}"), guess
+
+
+def test_the_last_line_of_the_score_counts_the_answers() -> None:
+    told = re.findall(
+        r"^\| .+ \| (\d+) \| (\d+) \| (\d+) \|$", (ROOT / "docs/where.md").read_text(), re.M
+    )
+    counts = [
+        sum(guess.startswith(word) for _, guess in answered()) for word in ("yes", "half", "no")
+    ]
+    assert [int(count) for count in told[-1]] == counts

@@ -93,3 +93,10 @@ def test_all_of_the_scope_has_bugs_to_plant_and_tests_that_are_near(mutants):
         assert tests, path
         assert all((root / name).exists() for name in tests)
     assert len(mutants.mutants_of(Path("kvstore/segment/locate.py"))) > 20
+
+
+def test_a_lone_module_is_near_to_all_test_files_of_its_name(mutants):
+    path = Path("kvstore/nodedir.py")
+    assert path in mutants.sources()
+    found = mutants.nearest_tests(LIB.parents[1], path)
+    assert found == ["tests/test_nodedir.py", "tests/test_nodedir_words.py"]

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 BLOCK = 64
 T = 8 * BLOCK
-PROMPTS = [[random.Random(i).randrange(2, 500) for _ in range(T + 2)] for i in range(4)]
+PROMPTS = [random.Random(i).choices(range(2, 500), k=T + 2) for i in range(4)]
 """T + 2 tokens, split at T everywhere, so that the tail runs through the same kernels."""
 
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from connector.copiers.base import KVCopier
+from connector.copiers.registered import kv_memory
 from connector.layout.geometry import GroupLayout, KVGeometry, StoreLayout, splits_of
 from connector.layout.topology import TpKVTopology
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, StepPlan, WorkerReport
 from connector.scheduler.lazy_store import LazyStore
-from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
+from connector.scheduler.scheduler import SchedulerCore
+from connector.scheduler.settings import SchedulerSettings
 from connector.stats import CountStats
 from connector.worker.worker import WorkerCore
 from kvstore import BlockStore
@@ -30,7 +33,7 @@ PATIENCE_S = 10.0
 def layout(
     topology: TpKVTopology | None = None, tp_sizes: Sequence[int] = (), **fields: Any
 ) -> StoreLayout:
-    """One group of `GEOMETRY`, hashed by engine block."""
+    """Return a layout of one group of `GEOMETRY`, hashed by engine block."""
     topology = topology or TpKVTopology.of()
     splits = splits_of({"model": "m", **fields}, GEOMETRY, topology, BLOCK, tp_sizes)
     group = GroupLayout(geometry=GEOMETRY, topology=topology, splits=splits)
@@ -38,7 +41,7 @@ def layout(
 
 
 def hashes_of(tokens: Sequence[int], size: int = ENGINE_BLOCK) -> list[bytes]:
-    """Chained hashes of the full engine blocks of `tokens`."""
+    """Return the chained hashes of the full engine blocks of `tokens`."""
     out: list[bytes] = []
     for i in range(len(tokens) // size):
         raw = repr(list(tokens[i * size : (i + 1) * size])).encode()
@@ -67,7 +70,7 @@ class FakeRequest:
 
 
 def prompt(blocks: int, extra: int = 2, seed: int = 0) -> FakeRequest:
-    """Tokens of `seed` alone that fill so many store blocks, and `extra` more."""
+    """Return tokens of `seed` alone that fill so many store blocks, and `extra` more."""
     tokens = [seed * 1000 + i for i in range(blocks * BLOCK + extra)]
     return FakeRequest(f"r{seed}", tokens)
 
@@ -138,7 +141,7 @@ class Side:
         self.tables: dict[str, list[int]] = {}
 
     def match(self, request: FakeRequest, computed: int = 0) -> int:
-        """The final answer, asking again as an engine does."""
+        """Return the final answer, asking again as an engine does."""
         answer: list[int | None] = [None]
 
         def asked() -> bool:
@@ -179,8 +182,13 @@ class Side:
         )
 
 
+def copier_of(kv_caches: dict[str, Any], geometry: KVGeometry, block_tokens: int) -> KVCopier:
+    """Return the copier of one group's layers."""
+    return kv_memory([(kv_caches, geometry)], block_tokens).groups[0]
+
+
 def kv_tensors(blocks: int, order: str = "HND", tokens: int = ENGINE_BLOCK, seed: int = 0) -> Any:
-    """Layer tensors [B, H, N, C] of `GEOMETRY` with random bytes, in one allocation."""
+    """Return layer tensors [B, H, N, C] of `GEOMETRY` with random bytes, in one allocation."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -196,7 +204,7 @@ def kv_tensors(blocks: int, order: str = "HND", tokens: int = ENGINE_BLOCK, seed
 
 
 def bits(tensors: Any) -> Any:
-    """All layers as integers, so that NaNs compare."""
+    """Return all layers as integers, so that NaNs compare."""
     import torch
 
     return torch.stack([layer.contiguous().view(torch.int16) for layer in tensors.values()])
@@ -282,7 +290,7 @@ def loaded(worker: Worker, name: str = "q") -> WorkerReport:
 
 
 def taken(take: Callable[[], CountStats | None]) -> dict[str, Any]:
-    """All that is counted now, samples as how many there are."""
+    """Return all that is counted now, samples as how many there are."""
     stats = take()
     counts = stats.to_dict() if stats is not None else {}
     return {

@@ -1,13 +1,18 @@
 // Stands in for libcuda.so.1 where there is no device: its memory is the host's, its kernels
-// are those of host_kernel.cpp, and everything is done at once. Knows only what is called,
-// and refuses what a driver would: no context, a foreign address, a handle of nothing.
+// are those of host_kernel.cpp, and streams go on in an order drawn by chance, when somebody asks
+// for an event. Knows only what is called, and refuses what a driver would: no context, a foreign
+// address, a handle of nothing.
 
 #include <dlfcn.h>
 
+#include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "host_kernel.cpp"
@@ -16,16 +21,54 @@ using Result = int;
 static const Result kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101,
                     kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500,
                     kNotReady = 600, kRegistered = 712, kNotRegistered = 713, kNotPermitted = 800,
-                    kNotSupported = 801;
-static const int kRelaxed = 2, kDevices = 2;
+                    kNotSupported = 801, kUnknown = 999;
+static const int kRelaxed = 2, kDevices = 2, kHighest = -5;
 static thread_local std::vector<void*> contexts;
 static thread_local int capture_mode;
 static int primary[kDevices], the_module;
 
 static std::mutex lock;
-static std::set<void*> streams;
-static std::map<void*, int> events;  // how often each has been asked since it was recorded
+using Reached = std::shared_ptr<bool>;
+struct Work {
+    std::function<void()> run;
+    Reached after;  // of another stream, or null
+};
+struct Stream {
+    std::deque<Work> work;
+    int priority;
+};
+static std::map<void*, Stream> streams;
+static std::map<void*, Reached> events;  // as it was recorded last; null: never
+static int batches, batched;  // calls of cuMemcpyBatchAsync, and their copies
+static std::atomic<int> calls;  // that need a context
+static std::atomic<int> flushes;  // of what RDMA wrote
 
+static unsigned drawn(unsigned below) {
+    static unsigned long long seed = 1;
+    seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+    return static_cast<unsigned>(seed >> 33) % below;
+}
+// Some stream does what it has next; false when none can.
+static bool step() {
+    std::vector<Stream*> able;
+    for (auto& [_, stream] : streams)
+        if (!stream.work.empty() && (!stream.work[0].after || *stream.work[0].after))
+            able.push_back(&stream);
+    if (able.empty()) return false;
+    auto& work = able[drawn(able.size())]->work;
+    if (work[0].run) work[0].run();
+    work.pop_front();
+    return true;
+}
+static void finish_all() {
+    std::lock_guard<std::mutex> held(lock);
+    while (step()) {}
+}
+
+struct BatchAttributes {  // CUmemcpyAttributes
+    int source_order, hints[4];
+    unsigned flags;
+};
 struct Copy2D {  // CUDA_MEMCPY2D_v2
     size_t src_x, src_y;
     int src_type;
@@ -42,6 +85,7 @@ struct Copy2D {  // CUDA_MEMCPY2D_v2
 
 // Every call that may end the capture of a CUDA graph, or needs a context.
 static Result checked() {
+    ++calls;
     return contexts.empty() || capture_mode != kRelaxed ? kInvalidContext : 0;
 }
 static Result checked(void* stream) {
@@ -49,11 +93,24 @@ static Result checked(void* stream) {
     return streams.count(stream) ? checked() : kInvalidHandle;
 }
 
+static void queue(void* stream, std::function<void()> run, Reached after = nullptr) {
+    std::lock_guard<std::mutex> held(lock);
+    streams[stream].work.push_back({run, after});
+}
+// Copies and kernels; where FAKE_MOVES_NOTHING is set, what calls cost is all that is left.
+static void move(void* stream, std::function<void()> run) {
+    if (!std::getenv("FAKE_MOVES_NOTHING")) queue(stream, run);
+}
+
 #include "fake_driver_memory.h"
 
 extern "C" {
 Result cuInit(unsigned) { return 0; }
-Result cuDriverGetVersion(int* version) { *version = 12090; return 0; }
+static int the_version() {
+    const char* wanted = std::getenv("FAKE_DRIVER_VERSION");
+    return wanted ? std::atoi(wanted) : 12090;
+}
+Result cuDriverGetVersion(int* version) { *version = the_version(); return 0; }
 Result cuDeviceGetCount(int* count) { *count = kDevices; return 0; }
 Result cuDeviceGet(int* device, int ordinal) {
     *device = ordinal;
@@ -64,7 +121,13 @@ Result cuDeviceGetUuid(char* uuid, int device) {  // with zeros in it, as real o
     uuid[15] = static_cast<char>(device);
     return 0;
 }
-Result cuDeviceGetAttribute(int* has, int, int) { *has = 1; return 0; }
+Result cuDeviceGetAttribute(int* has, int attribute, int) {
+    const char* wanted = std::getenv(attribute == 117   ? "FAKE_RDMA_FLUSH_OPTIONS"
+                                     : attribute == 118 ? "FAKE_RDMA_WRITES_ORDERING"
+                                                        : "FAKE_ATTRIBUTE");
+    *has = wanted ? std::atoi(wanted) : 1;
+    return 0;
+}
 Result cuDeviceCanAccessPeer(int* can, int, int) { *can = 0; return 0; }
 Result cuDevicePrimaryCtxRetain(void** context, int device) {
     *context = &primary[device];
@@ -94,72 +157,146 @@ Result cuThreadExchangeStreamCaptureMode(int* mode) {
     return 0;
 }
 
-Result cuStreamCreate(void** stream, unsigned flags) {
+Result cuCtxGetStreamPriorityRange(int* lowest, int* highest) {
+    *lowest = 0, *highest = kHighest;
+    return checked();
+}
+Result cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
     if (Result bad = checked()) return bad;
     std::lock_guard<std::mutex> held(lock);
-    streams.insert(*stream = new int);
+    streams[*stream = new int].priority = priority;
     return flags == 1 ? 0 : kInvalidValue;  // non-blocking
 }
+Result cuStreamCreate(void** stream, unsigned flags) {
+    return cuStreamCreateWithPriority(stream, flags, 0);
+}
+Result cuStreamGetPriority(void* stream, int* priority) {
+    std::lock_guard<std::mutex> held(lock);
+    *priority = streams[stream].priority;
+    return checked();
+}
 Result cuStreamDestroy(void* stream) {
+    finish_all();
     std::lock_guard<std::mutex> held(lock);
     return streams.erase(stream) ? checked() : kInvalidHandle;
+}
+Result cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+    if (Result bad = checked(stream)) return bad;
+    Reached reached;
+    {
+        std::lock_guard<std::mutex> held(lock);
+        auto found = events.find(event);
+        if (found == events.end() || flags) return kInvalidHandle;
+        reached = found->second;
+    }
+    queue(stream, nullptr, reached);
+    return 0;
 }
 Result cuEventCreate(void** event, unsigned flags) {
     if (Result bad = checked()) return bad;
     std::lock_guard<std::mutex> held(lock);
-    events[*event = new int] = 1;
+    events[*event = new int];
     return flags & 2 ? 0 : kInvalidValue;  // without times
 }
 Result cuEventRecord(void* event, void* stream) {
     if (Result bad = checked(stream)) return bad;
-    std::lock_guard<std::mutex> held(lock);
-    if (!events.count(event)) return kInvalidHandle;
-    events[event] = 0;
+    Reached reached(new bool(false));
+    {
+        std::lock_guard<std::mutex> held(lock);
+        if (!events.count(event)) return kInvalidHandle;
+        events[event] = reached;
+    }
+    queue(stream, [reached] { *reached = true; });
     return 0;
 }
-Result cuEventQuery(void* event) {  // it is not reached the first time
+Result cuEventQuery(void* event) {
     if (Result bad = checked()) return bad;
     std::lock_guard<std::mutex> held(lock);
     auto found = events.find(event);
-    return found == events.end() ? kInvalidHandle : found->second++ ? 0 : kNotReady;
+    if (found == events.end()) return kInvalidHandle;
+    if (!found->second || *found->second) return 0;
+    for (int i = 0; i < 4; ++i) step();
+    return kNotReady;
 }
 Result cuEventSynchronize(void* event) {
     if (Result bad = checked()) return bad;
     std::lock_guard<std::mutex> held(lock);
-    return events.count(event) ? 0 : kInvalidHandle;
+    auto found = events.find(event);
+    if (found == events.end()) return kInvalidHandle;
+    Reached reached = found->second;
+    while (reached && !*reached)
+        if (!step()) return kUnknown;  // it would wait for ever
+    return 0;
 }
 Result cuEventDestroy(void* event) {
     std::lock_guard<std::mutex> held(lock);
     return events.erase(event) ? checked() : kInvalidHandle;
 }
-Result cuMemcpyAsync(char* to, const char* from, size_t bytes, void* stream) {
-    if (Result bad = checked(stream)) return bad;
+static Result copied(char* to, const char* from, size_t bytes) {
     std::lock_guard<std::mutex> held(lock);
     if (!on_device(to, bytes) && !on_device(from, bytes)) return kInvalidValue;
-    if (on_device(to, bytes) && !on_device(to, bytes, kReadWrite)) return kInvalidValue;
-    std::memmove(to, from, bytes);
+    return on_device(to, bytes) && !on_device(to, bytes, kReadWrite) ? kInvalidValue : 0;
+}
+Result cuMemcpyAsync(char* to, const char* from, size_t bytes, void* stream) {
+    if (Result bad = checked(stream)) return bad;
+    if (Result bad = copied(to, from, bytes)) return bad;
+    move(stream, [=] { std::memmove(to, from, bytes); });
     return 0;
 }
 Result cuMemcpyHtoDAsync(char* to, const void* from, size_t bytes, void* stream) {
+    return cuMemcpyAsync(to, static_cast<const char*>(from), bytes, stream);
+}
+Result cuMemcpy2DAsync(const Copy2D* given, void* stream) {
     if (Result bad = checked(stream)) return bad;
-    std::memcpy(to, from, bytes);
+    Copy2D copy = *given;
+    if (copy.dst_type != 2 || copy.src_type < 1 || copy.src_type > 2) return kInvalidValue;
+    const char* from = copy.src_type == 1 ? copy.src_host : copy.src_device;
+    move(stream, [=] {
+        for (size_t row = 0; row < copy.height; ++row)
+            std::memcpy(copy.dst_device + row * copy.dst_pitch, from + row * copy.src_pitch,
+                        copy.width);
+    });
     return 0;
 }
-Result cuMemcpyDtoHAsync(void* to, const char* from, size_t bytes, void* stream) {
-    return cuMemcpyHtoDAsync(static_cast<char*>(to), from, bytes, stream);
-}
-Result cuMemcpyDtoDAsync(char* to, const char* from, size_t bytes, void* stream) {
-    return cuMemcpyHtoDAsync(to, from, bytes, stream);
-}
-Result cuMemcpy2DAsync(const Copy2D* copy, void* stream) {
+// As it was in 12.8. Its copies come in no order, and none goes over the border of what was
+// page-locked at once.
+Result cuMemcpyBatchAsync(char** to, char** from, size_t* bytes, size_t count,
+                          const BatchAttributes* attributes, size_t* firsts, size_t kinds,
+                          size_t* failed, void* stream) {
     if (Result bad = checked(stream)) return bad;
-    if (copy->dst_type != 2 || copy->src_type < 1 || copy->src_type > 2) return kInvalidValue;
-    const char* from = copy->src_type == 1 ? copy->src_host : copy->src_device;
-    for (size_t row = 0; row < copy->height; ++row)
-        std::memcpy(copy->dst_device + row * copy->dst_pitch, from + row * copy->src_pitch,
-                    copy->width);
+    *failed = ~size_t(0);
+    if (!count || kinds != 1 || firsts[0] || attributes->source_order != 1 || attributes->flags ||
+        std::getenv("FAKE_REFUSES_BATCHES"))
+        return kInvalidValue;
+    std::vector<std::function<void()>> copies;
+    for (size_t i = 0; i < count; ++i) {
+        char *target = to[i], *source = from[i];
+        size_t size = bytes[i];
+        *failed = i;
+        if (!size || copied(target, source, size)) return kInvalidValue;
+        std::lock_guard<std::mutex> held(lock);
+        for (const auto& [start, length] : registered)
+            for (char* at : {target, source})
+                if (start < at + size && at < start + length &&
+                    (at < start || at + size > start + length))
+                    return kInvalidValue;
+        copies.insert(copies.begin() + drawn(copies.size() + 1),
+                      [=] { std::memmove(target, source, size); });
+    }
+    ++batches, batched += count;
+    for (auto& copy : copies) move(stream, copy);
     return 0;
 }
+void fake_batches(int* calls, int* copies) { *calls = batches, *copies = batched; }
+int fake_calls() { return calls; }
+
+Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
+    if (Result bad = checked()) return bad;
+    if (target != 0 || scope != 100) return kInvalidValue;  // of this context, to its owner
+    ++flushes;
+    return 0;
+}
+int fake_flushes() { return flushes; }
 
 Result cuModuleLoadData(void** module, const char* image) {
     *module = &the_module;
@@ -178,13 +315,23 @@ Result cuLaunchKernel(const char* name, unsigned x, unsigned y, unsigned z, unsi
                       void** extra) {
     if (Result bad = checked(stream)) return bad;
     if (y != 1 || z != 1 || ty != 1 || tz != 1 || shared || extra) return kInvalidValue;
-    return run(name, x, threads, *static_cast<const Layer**>(arguments[0]),
-               *static_cast<const Page**>(arguments[1]), static_cast<const Shape*>(arguments[2]))
-               ? kInvalidValue : 0;
+    const Layer* layers = *static_cast<const Layer**>(arguments[0]);
+    const Page* pages = *static_cast<const Page**>(arguments[1]);
+    Shape shape = *static_cast<const Shape*>(arguments[2]);
+    move(stream, [=] {
+        if (run(name, x, threads, layers, pages, &shape)) std::abort();
+    });
+    return 0;
 }
 Result cuGetErrorString(Result, const char** text) { *text = "an error"; return 0; }
 
-Result cuGetProcAddress_v2(const char* symbol, void** found, int, unsigned long long, int* status) {
+Result cuGetProcAddress_v2(const char* symbol, void** found, int version, unsigned long long,
+                           int* status) {
+    if (!std::strcmp(symbol, "cuMemcpyBatchAsync") && (the_version() < 12080 || version < 12080)) {
+        *found = nullptr;
+        if (status) *status = 2;  // of a later version
+        return the_version() < version ? kInvalidValue : 0;
+    }
     *found = std::strcmp(symbol, "cuGetProcAddress") ? dlsym(RTLD_DEFAULT, symbol)
                                                      : (void*)cuGetProcAddress_v2;
     if (!*found) {

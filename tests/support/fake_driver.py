@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda_python import cuda_bindings
 
 from connector.copiers.cuda.nvrtc import SOURCE
 
@@ -23,7 +24,7 @@ class FakeDriver:
     """Compiled; skips where nothing can compile it, or cuda-python is missing."""
 
     def __init__(self, folder: Path) -> None:
-        pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
+        cuda_bindings("driver")
         compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
         if compiler is None:
             pytest.skip("no C++ compiler")
@@ -36,7 +37,7 @@ class FakeDriver:
         )
 
     def run(self, *arguments: str | Path) -> None:
-        """pytest with these arguments passes, and skips nothing."""
+        """Run pytest with these arguments: it passes, and skips nothing."""
         libraries = f"{self._folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],

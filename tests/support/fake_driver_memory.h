@@ -66,6 +66,7 @@ Result cuMemAlloc(char** out, size_t bytes) {
 }
 Result cuMemFree(char* address) {
     if (Result bad = checked()) return bad;
+    finish_all();
     std::lock_guard<std::mutex> held(lock);
     auto found = mappings.find(address);
     if (found == mappings.end() || found->second.file >= 0) return kInvalidValue;
@@ -178,6 +179,7 @@ Result cuMemSetAccess(char* at, size_t bytes, const AccessDesc* wanted, size_t c
 }
 Result cuMemUnmap(char* at, size_t bytes) {
     if (Result bad = checked()) return bad;
+    finish_all();
     std::lock_guard<std::mutex> held(lock);
     auto found = mappings.find(at);
     if (found == mappings.end() || found->second.bytes != bytes) return kInvalidValue;
@@ -199,6 +201,7 @@ Result cuMemHostRegister(char* address, size_t bytes, unsigned flags) {
 }
 Result cuMemHostUnregister(char* address) {
     if (Result bad = checked()) return bad;
+    finish_all();
     std::lock_guard<std::mutex> held(lock);
     return registered.erase(address) ? 0 : kNotRegistered;
 }

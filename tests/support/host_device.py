@@ -1,6 +1,6 @@
 """A device made of host memory: the kernel's own source, compiled as C++, and memmove.
 
-What a real one does beside the caller is here kept in queues, of which something
+What a real one does beside the caller is here kept in streams, of which something
 is done now and then and the rest when somebody waits: whoever does not wait for
 what is needed, or changes what is still to be read, gets wrong bytes.
 """
@@ -14,15 +14,16 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from connector.copiers.cuda.copier import StagedCopy
 from connector.copiers.cuda.kernel_plan import (
     PAGE_BYTES,
     STAGING_ALIGNMENT_BYTES,
@@ -39,7 +40,7 @@ COMPILE_TIMEOUT_S = 100
 
 @cache
 def kernels() -> Any:
-    """The kernel as host code; skips where nothing can compile it.
+    """Compile the kernel as host code; skips where nothing can.
 
     An access that is not aligned to its word, which a device does not forgive, ends the
     process: see the compiler's flags.
@@ -63,6 +64,15 @@ def kernels() -> Any:
         shutil.rmtree(folder)
 
 
+def run_kernel(launch: Launch, table: memoryview) -> None:
+    """Carry out `launch` over the rows in `table`."""
+    shape = (ctypes.c_uint32 * 6)(*launch.shape)
+    pages = ctypes.c_void_p(address_of(table))
+    layers = ctypes.c_void_p(launch.layer_table)
+    name = launch.kernel.encode()
+    assert kernels().run(name, launch.blocks, THREADS, layers, pages, shape) == 0
+
+
 class _Memory:
     """Bytes at an aligned address, full of what nobody wrote."""
 
@@ -72,55 +82,83 @@ class _Memory:
         self.address = -(-start // STAGING_ALIGNMENT_BYTES) * STAGING_ALIGNMENT_BYTES
 
 
-class HostQueue:
-    """Implements `DeviceQueue`."""
+class Mark:
+    """Whether a stream has come as far as when it was asked for."""
 
-    def __init__(self, device: HostDevice, staging_bytes: int, pages_max: int) -> None:
+    reached = False
+
+    def reach(self) -> None:
+        self.reached = True
+
+
+class HostStream:
+    """Implements `DeviceStream`."""
+
+    def __init__(self, device: HostDevice, eagerness: float) -> None:
+        """`eagerness` is how likely it goes on while it is given more."""
         self._device = device
-        self._memory = _Memory(staging_bytes)
-        self.staging, self.staging_bytes = self._memory.address, staging_bytes
-        self.table = memoryview(bytearray(pages_max * PAGE_BYTES))
-        self.pending: deque[Callable[[], None]] = deque()
+        self.eagerness = eagerness
+        self.pending: deque[Callable[[], None] | Mark] = deque()
+        """What is to be done; a mark of another stream is to be reached first."""
 
-    def launch(self, launch: Launch) -> None:
-        def run() -> None:
-            shape = (ctypes.c_uint32 * 6)(*launch.shape)
-            pages = ctypes.c_void_p(address_of(self.table))
-            layers = ctypes.c_void_p(launch.layer_table)
-            name = launch.kernel.encode()
-            assert kernels().run(name, launch.blocks, THREADS, layers, pages, shape) == 0
-
-        self._device.launches += 1
-        self._start(run)
-
-    def store(self, target: HostPlace, source: int) -> None:
-        assert target.rows == 1
-        self._start(lambda: _move(target.address, source, target.row_bytes))
-
-    def fetch(self, target: int, source: HostPlace) -> None:
-        def copy() -> None:
-            for row in range(source.rows):
-                place = source.address + row * source.pitch_bytes
-                _move(target + row * source.row_bytes, place, source.row_bytes)
-
-        self._start(copy)
-
-    def _start(self, operation: Callable[[], None]) -> None:
+    def start(self, operation: Callable[[], None]) -> None:
         self._device.before_start()
         self.pending.append(operation)
         self._device.go_on()
 
+    def mark(self, number: int) -> Mark:
+        mark = Mark()
+        self.start(mark.reach)
+        return mark
+
+    def follow(self, mark: Mark) -> None:
+        self._device.before_start()
+        self.pending.append(mark)
+
     def wait(self) -> None:
-        while self.do_one():
-            pass
+        while self.pending:
+            self._device.do_some()
 
     def do_one(self) -> bool:
-        """Do what is first in the queue; False when nothing is."""
+        """Do what is first; False when nothing can be done."""
         with self._device.lock:  # another thread may be at it
-            if self.pending:
-                self.pending.popleft()()
-                return True
-        return False
+            while self.pending and isinstance(first := self.pending[0], Mark) and first.reached:
+                self.pending.popleft()
+            if not self.pending or isinstance(self.pending[0], Mark):
+                return False
+            operation = self.pending.popleft()
+            assert not isinstance(operation, Mark)
+            operation()
+        return True
+
+
+class HostLane:
+    """Implements `DeviceLane`."""
+
+    def __init__(self, device: HostDevice, buffers: int, buffer_bytes: int, pages_max: int) -> None:
+        self._device = device
+        self._memory = [_Memory(buffer_bytes) for _ in range(buffers)]
+        self.buffers, self.buffer_bytes = [m.address for m in self._memory], buffer_bytes
+        self.table = memoryview(bytearray(pages_max * PAGE_BYTES))
+        self.kernels, self.copies = (HostStream(device, device.eagerness()) for _ in range(2))
+
+    def launch(self, launch: Launch, row: int) -> None:
+        self._device.launches += 1
+        self.kernels.start(lambda: run_kernel(launch, self.table[row * PAGE_BYTES :]))
+
+    def store(self, copies: Sequence[StagedCopy]) -> None:
+        for place, staged in self._device.shuffled(copies):
+            assert place.rows == 1
+            self.copies.start(partial(_move, place.address, staged, place.row_bytes))
+
+    def fetch(self, copies: Sequence[StagedCopy]) -> None:
+        def copy(place: HostPlace, staged: int) -> None:
+            for row in range(place.rows):
+                source = place.address + row * place.pitch_bytes
+                _move(staged + row * place.row_bytes, source, place.row_bytes)
+
+        for place, staged in self._device.shuffled(copies):
+            self.copies.start(partial(copy, place, staged))
 
 
 def _move(target: int, source: int, size_bytes: int) -> None:
@@ -128,15 +166,20 @@ def _move(target: int, source: int, size_bytes: int) -> None:
 
 
 class HostDevice:
-    """Implements `Device`. The order in which its queues go on follows from `seed`."""
+    """Implements `Device`. The order in which its streams go on follows from `seed`."""
 
     def __init__(
-        self, seed: int = 0, *, staging_bytes: int = 1 << 20, pages_max: int = 1 << 10
+        self,
+        seed: int = 0,
+        *,
+        staging_bytes: int = 1 << 20,
+        pages_max: int = 1 << 10,
+        buffers: int = 3,
     ) -> None:
         kernels()
         self._random = random.Random(seed)
-        self.saving = [HostQueue(self, staging_bytes, pages_max) for _ in range(2)]
-        self.loading = [HostQueue(self, staging_bytes, pages_max) for _ in range(2)]
+        self.saving = HostLane(self, buffers, staging_bytes, pages_max)
+        self.loading = HostLane(self, buffers, staging_bytes, pages_max)
         self.compute: deque[Callable[[], None]] = deque()
         """What the engine has started."""
         self._computed = 0
@@ -149,14 +192,32 @@ class HostDevice:
         self.lock = threading.RLock()
 
     @property
+    def streams(self) -> list[HostStream]:
+        return [stream for x in (self.saving, self.loading) for stream in (x.kernels, x.copies)]
+
+    @property
     def busy(self) -> bool:
-        return any(queue.pending for queue in (*self.saving, *self.loading))
+        return any(stream.pending for stream in self.streams)
 
     def go_on(self) -> None:
-        """Now and then a queue does some of what it has."""
-        for queue in (*self.saving, *self.loading):
-            while self._random.random() < 0.3 and queue.do_one():
+        """Have a stream do some of what it has, now and then."""
+        for stream in self.streams:
+            while self._random.random() < stream.eagerness and stream.do_one():
                 pass
+
+    def eagerness(self) -> float:
+        return self._random.choice([0.01, 0.3, 0.7])
+
+    def do_some(self) -> None:
+        """Have some stream do what it has next."""
+        with self.lock:
+            streams = self._random.sample(self.streams, len(self.streams))
+            done = any(stream.do_one() for stream in streams)
+            assert done or not self.busy, "streams wait for each other"
+
+    def shuffled(self, copies: Sequence[StagedCopy]) -> list[StagedCopy]:
+        """Have what is given at once done in any order."""
+        return self._random.sample(copies, len(copies))
 
     def constant(self, data: bytes) -> int:
         memory = _Memory(len(data))
@@ -180,7 +241,7 @@ class HostDevice:
         return address_of(view) + self.distance
 
     def apart(self, place: HostPlace) -> Iterator[tuple[int, HostPlace]]:
-        """As if memory were locked in parts of a few KiB."""
+        """Split a place as if memory were locked in parts of a few KiB."""
         return apart(place, self._random.randrange(4096), self._random.randint(100, 5000))
 
     def mark_ready(self) -> int:

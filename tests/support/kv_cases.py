@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def payload_shape(self) -> tuple[int, int, int, int]:
-        """Bytes as `[layer, head, token, C]`."""
+        """Return the shape of a payload: bytes as `[layer, head, token, C]`."""
         g = self.geometry
         return g.layers, g.heads, self.block_tokens, g.channel_bytes
 
@@ -107,7 +107,7 @@ class Case:
         ]
 
     def copy(self) -> Case:
-        """Another engine with the same bytes."""
+        """Return another engine with the same bytes."""
         other = Case(self.shape, self.seed)
         for mine, its in zip(self.storages, other.storages, strict=True):
             its[:] = mine
@@ -124,19 +124,19 @@ class Case:
         )
 
     def tokens(self, layer: int, block_ids: list[int]) -> Any:
-        """A copy of `[head, token, C]` of these engine blocks, token by token."""
+        """Return a copy of `[head, token, C]` of these engine blocks, token by token."""
         s = self.shape
         pages = [b * s.pages_per_block + i for b in block_ids for i in range(s.pages_per_block)]
         return np.concatenate([self._bytes(layer)[page] for page in pages], axis=1)
 
     def payload(self, block_ids: list[int]) -> Any:
-        """What gathering gives, `[layer, head, token, C]`."""
+        """Return what gathering gives, `[layer, head, token, C]`."""
         return np.stack([self.tokens(layer, block_ids) for layer in range(self.shape.layers)])
 
     def put(
         self, payload: Any, skip: int, block_ids: list[int], part: HeadPart, layer: int | None
     ) -> None:
-        """What scattering does."""
+        """Write what scattering writes."""
         s = self.shape
         for number in range(s.layers) if layer is None else (layer,):
             kv = self._bytes(number)

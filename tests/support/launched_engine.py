@@ -61,7 +61,7 @@ class LaunchedEngine:
             raise
 
     def call(self, op: str, **args: Any) -> list[Any]:
-        """What each process answers; an exception comes as its text in {"error": ...}."""
+        """Return what each process answers; an exception comes as its text in {"error": ...}."""
         name = f"call{self._calls}"
         self._calls += 1
         draft = self._folder / "draft"
@@ -95,8 +95,8 @@ class LaunchedEngine:
 
 
 def _clear() -> None:
-    """vLLM leaves it, under the name that the next such engine of this host gives its own: also
-    one that was killed, of whoever ran before."""
+    """Remove what vLLM leaves, under the name that the next such engine of this host gives its own:
+    also what one left that was killed, of whoever ran before."""
     for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
         left.unlink()
 

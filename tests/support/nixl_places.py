@@ -10,9 +10,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from contract.transport import PATIENCE_S, SECURITY, Place
+from contract.cuda import get, put
+from contract.transport import PATIENCE_S, SECURITY, Place, room
+from vram_parts import StreamedVram
 
 from kvstore.segment.layout import Layout
+from kvstore.testing.cuda import ModelCuda
+from kvstore.transport.base import Wanted
 from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NixlTransport
 from kvstore.transport.stream.transport import StreamTransport
@@ -20,7 +24,7 @@ from kvstore.transport.stream.transport import StreamTransport
 
 @contextlib.contextmanager
 def same_host() -> Iterator[pytest.MonkeyPatch]:
-    """UCX chooses so, in this process and in those that it starts."""
+    """Have UCX choose what it chooses on one host, in this process and in those that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp,cma,self")
         patch.setenv("UCX_NET_DEVICES", "lo")
@@ -28,7 +32,7 @@ def same_host() -> Iterator[pytest.MonkeyPatch]:
 
 
 def why_not() -> str:
-    """Why these tests cannot run here; empty when they can."""
+    """Return why these tests cannot run here; empty when they can."""
     if not installed():
         return "NIXL is not installed (scripts/setup installs it where it can)"
     if not _reads_others_memory():
@@ -37,7 +41,7 @@ def why_not() -> str:
 
 
 def _reads_others_memory() -> bool:
-    """Whether a child of ours could read our memory: what UCX's cma does."""
+    """Tell whether a child of ours could read our memory, as UCX's cma does."""
 
     class Vector(ctypes.Structure):
         _fields_ = (("at", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t))
@@ -86,3 +90,35 @@ class NixlPlace(Place):
         """Forget all that was saved, for the next test."""
         self.writer.drop(self._saved)
         self._saved = []
+
+
+class NixlVramPlace(StreamedVram):
+    """As `NixlPlace`, of a node in VRAM over the model of a device."""
+
+    sidecar = NixlPlace.sidecar
+    wait_until_ready = NixlPlace.wait_until_ready
+    tidy = NixlPlace.tidy
+
+    def __init__(self, run_dir, *, device=None, ready: bool = True, **config) -> None:
+        model_dir = run_dir / "model"
+        model_dir.mkdir(exist_ok=True)
+        super().__init__(run_dir, device or ModelCuda(model_dir), nixl="read-only", **config)
+        self.transport = nixl_transport()
+        self._saved: list[bytes] = []
+        if ready:
+            self.wait_until_ready()
+
+    def save(self, *args, **options):
+        block = super().save(*args, **options)
+        self._saved.append(block[0])
+        return block
+
+    def spoil(self, address: int) -> None:
+        """Change the byte there, in the node's memory."""
+        byte = get(self.device, address, 1)
+        put(self.device, address, bytes([byte[0] ^ 1]))
+
+    @staticmethod
+    def wanted(block) -> Wanted:
+        key, location = block
+        return Wanted(key, location, (room(location),))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def _command(code: str, uid: int, groups: Sequence[int], args: Sequence[Any]) ->
 
 
 def run_as(uid: int, code: str, *args: Any, groups: Sequence[int] = ()) -> Any:
-    """What `code` prints as JSON, run as that user; it finds `args` under that name."""
+    """Return what `code` prints as JSON, run as that user; it finds `args` under that name."""
     ran = subprocess.run(
         _command(code, uid, groups, args), capture_output=True, text=True, timeout=TIMEOUT_S
     )
@@ -70,17 +71,49 @@ def run_as(uid: int, code: str, *args: Any, groups: Sequence[int] = ()) -> Any:
     return json.loads(ran.stdout)
 
 
+class ProcessOf:
+    """A process of that user which runs `code` and answers: each line that it prints is JSON."""
+
+    def __init__(self, uid: int, code: str, *args: Any, groups: Sequence[int] = ()) -> None:
+        command = _command(code, uid, groups, args)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, line: str = "") -> Any:
+        """What it answers to a line; None when it has ended."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            print(line, file=self.process.stdin, flush=True)
+        return self.heard()
+
+    def heard(self) -> Any:
+        """The next line that it prints; None when it has ended."""
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        return json.loads(said) if said else None
+
+    def __enter__(self) -> ProcessOf:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self.process:
+            self.process.kill()
+
+
 class NodeOf:
     """`kvstore node` as that user; ends with the `with`."""
 
-    def __init__(self, uid: int, run_dir: os.PathLike[str], *options: str) -> None:
+    def __init__(
+        self, uid: int, run_dir: os.PathLike[str], *options: str, groups: Sequence[int] = ()
+    ) -> None:
         os.chown(run_dir, uid, uid)
         words = ["node", "--run-dir", str(run_dir), *options, "--end-with-parent", str(os.getpid())]
         self.process = subprocess.Popen(
-            _command("sys.exit(main(args))", uid, (), words), stdout=subprocess.DEVNULL
+            _command("sys.exit(main(args))", uid, groups, words), stdout=subprocess.DEVNULL
         )
         self.directory = NodeDir(run_dir, "node")
-        wait_until(self._ready, "the node is ready")
+        wait_until(self._ready, "the node is ready", TIMEOUT_S)
 
     def _ready(self) -> bool:
         assert self.process.poll() is None, "the node ended at once"

@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None)
 
 
 def free_port() -> int:
-    """A TCP port that is free, and so is the one 10,000 above (a cluster's bus)."""
+    """Return a TCP port that is free, as is the one 10,000 above (a cluster's bus)."""
     for _ in range(200):
         port = random.randint(20_000, 50_000)
         with socket.socket() as one, socket.socket() as other:
@@ -185,7 +185,7 @@ class RedisSentinel:
 
 @contextlib.contextmanager
 def stopped(server: RedisServer) -> Iterator[None]:
-    """The server hangs: its process is stopped, its socket still accepts."""
+    """Stop the server's process meanwhile: it hangs, but its socket still accepts."""
     server.signal(signal.SIGSTOP)
     try:
         yield
@@ -194,7 +194,7 @@ def stopped(server: RedisServer) -> Iterator[None]:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended (a zombie that nobody reaps has)."""
+    """Tell whether the process has ended (also as a zombie that nobody reaps)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

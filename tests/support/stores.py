@@ -24,7 +24,7 @@ PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
 
 
 def announcement(**changes: Any) -> Announcement:
-    """Of a node that there is not."""
+    """Return the announcement of a node that there is not."""
     fields = {
         "node_id": 1,
         "epoch": 1,
@@ -78,7 +78,7 @@ class NodeProcess:
 
     @property
     def engine_settings(self) -> dict[str, object]:
-        """The same place as an engine's settings name it: plain data, patient as above."""
+        """Return the same place as an engine's settings name it: plain data, patient as above."""
         return {
             "url": self.redis.url,
             "run_dir": str(self.run_dir),
@@ -87,7 +87,7 @@ class NodeProcess:
         }
 
     def start(self, *options: str) -> None:
-        """`options` are of this start alone; the last of its name counts."""
+        """Start the process. `options` are of this start alone; the last of its name counts."""
         self.process = WarmProcess(
             command,
             *("node", "--url", self.redis.url, "--run-dir", str(self.run_dir)),
@@ -116,7 +116,7 @@ class NodeProcess:
         self.process.wait(10)
 
     def forget(self) -> None:
-        """When it is dead: remove what waits for its next start."""
+        """Remove what waits for the next start of a node that is dead."""
         sweep(self.run_dir, kept=True)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class NodeThread:
         return self
 
     def stop(self) -> None:
-        """It goes; its run directory stays. Safe to call twice."""
+        """End it; its run directory stays. Safe to call twice."""
         self._node.stop()
 
     def __exit__(self, *exc: object) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 
 def openssl(*arguments: object) -> None:
-    """Skips the test where there is no such command."""
+    """Skip the test where there is no such command."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl command")
     subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
@@ -21,7 +21,8 @@ EC_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
 def certificate(directory: Path, *names: str) -> tuple[Path, Path]:
-    """(certificate, key) for hosts and addresses, without any for 127.0.0.1. It is its own CA."""
+    """Make (certificate, key) for hosts and addresses, without any for 127.0.0.1. The certificate
+    is its own CA."""
     names = names or ("127.0.0.1",)
     directory.mkdir(exist_ok=True)
     cert, key = directory / "cert.pem", directory / "key.pem"
@@ -32,7 +33,7 @@ def certificate(directory: Path, *names: str) -> tuple[Path, Path]:
 
 
 def tls_contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """(a client's, a server's)."""
+    """Return (a client's, a server's)."""
     cert, key = certificate(directory)
     ours = ssl.create_default_context(cafile=cert)
     theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

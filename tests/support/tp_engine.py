@@ -21,7 +21,8 @@ from connector.layout.geometry import KVGeometry
 from connector.layout.topology import HeadRange, TpKVTopology
 from connector.messages import LoadJob, WorkerReport
 from connector.scheduler.lazy_store import LazyStore
-from connector.scheduler.scheduler import SchedulerCore, SchedulerSettings
+from connector.scheduler.scheduler import SchedulerCore
+from connector.scheduler.settings import SchedulerSettings
 from connector.settings import ConnectorSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
 from connector.worker.worker import WorkerCore
@@ -71,7 +72,7 @@ class TokenRequest:
 
 
 def truth(model: Model, tokens: Sequence[int], group: int = 0) -> Any:
-    """KV bytes `[layer, head, token, C]` of a prompt."""
+    """Return the KV bytes `[layer, head, token, C]` of a prompt."""
     shape = (model.layers, model.heads_of(group), len(tokens), model.channel_bytes)
     out = np.zeros(shape, np.uint8)
     state = b""
@@ -135,7 +136,8 @@ class TpEngine:
             worker.register_kv_caches(*(self._layers(kv) for kv in per_group))
 
     def _heads(self, group: int, rank: int, tp_size: int) -> HeadRange:
-        """Heads that a worker holds, as engines place them, whatever an adapter believes."""
+        """Return the heads that a worker holds, as engines place them, whatever an adapter
+        believes."""
         total = self.model.heads_of(group)
         return HeadRange(rank * total // tp_size, max(1, total // tp_size))
 
@@ -168,7 +170,7 @@ class TpEngine:
         return TokenRequest(name, tokens, self.block_tokens, salt=salt)
 
     def tables(self, tokens: int) -> list[list[int]]:
-        """Random blocks of a pool that the groups share, never block 0."""
+        """Draw random blocks of a pool that the groups share, never block 0."""
         count = -(-tokens // self.engine_block)
         ids = self._rng.sample(range(1, POOL_BLOCKS), count * len(self.layout.groups))
         return [ids[i * count : (i + 1) * count] for i in range(len(self.layout.groups))]
@@ -184,7 +186,7 @@ class TpEngine:
                     kv[group][:, table[block], :, offset] = mine
 
     def wipe(self) -> None:
-        """As before anything was computed or loaded."""
+        """Make the memory as it was before anything was computed or loaded."""
         for per_group in self.kv:
             for kv in per_group:
                 kv[...] = 0xA5
@@ -220,7 +222,7 @@ class TpEngine:
     def load(
         self, tokens: list[int], salt: str | None = None
     ) -> tuple[int, list[list[int]], list[LoadJob], WorkerReport]:
-        """(tokens offered, block tables, jobs, all workers' words) of one load."""
+        """Load once; return (tokens offered, block tables, jobs, all workers' words)."""
         request = self.request("load", tokens, salt)
         offered = self.match(request)
         tables = self.tables(len(tokens))
@@ -262,7 +264,7 @@ class TpEngine:
         return total
 
     def check(self, tokens: list[int], loaded: int, tables: list[list[int]]) -> None:
-        """Loaded tokens are the truth byte for byte, and no other block was touched."""
+        """Check that loaded tokens are the truth byte for byte, and no other block was touched."""
         for group, table in enumerate(tables):
             expected = truth(self.model, tokens[:loaded], group)
             first = table.count(0)

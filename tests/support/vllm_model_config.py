@@ -97,10 +97,17 @@ def kv_cache_config(
     block_size: int = ENGINE_BLOCK,
     window: int | None = None,
     mamba_cache_mode: str = "none",
+    chunk: int | None = None,
+    ring: bool = False,
+    heads_of: int = 1,
 ) -> Any:
-    """One group of full attention, and a second one of sliding-window or state-space layers."""
+    """Return one group of full attention, and a second one of sliding-window or state-space layers,
+    or of attention within chunks. With `ring` a group that is not stored is between the two.
+    `heads_of` is how many tensor-parallel workers share the heads."""
     import torch
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CircularBufferSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -110,11 +117,15 @@ def kv_cache_config(
 
     shape = {
         "block_size": block_size,
-        "num_kv_heads": HEADS,
+        "num_kv_heads": HEADS // heads_of,
         "head_size": HEAD_SIZE,
         "dtype": torch.bfloat16,
     }
     specs: list[Any] = [FullAttentionSpec(**shape)]
+    if ring:
+        specs.append(CircularBufferSpec(**{**shape, "block_size": block_size // 4}))
+    if chunk is not None:
+        specs.append(ChunkedLocalAttentionSpec(attention_chunk_size=chunk, **shape))
     if window is not None:
         specs.append(SlidingWindowSpec(sliding_window=window, **shape))
     if mamba_cache_mode != "none":

@@ -10,13 +10,12 @@ have a state instead, made from the one before the step and the step's tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from vllm_model_config import (
-    BLOCK,
     ENGINE_BLOCK,
     HEAD_SIZE,
     HEADS,
@@ -42,7 +41,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 def digests(tokens: list[int], group: int = 0, context: bytes = b"") -> list[bytes]:
-    """KV of each token in one group of layers: depends on all tokens before it.
+    """Return the KV of each token in one group of layers: it depends on all tokens before it.
 
     `context` stands for what else shapes KV, such as a LoRA adapter.
     """
@@ -66,15 +65,18 @@ def expected_output(
     count: int,
     *,
     window: int | None = None,
+    chunk: int | None = None,
     recurrent: bool = False,
     context: bytes = b"",
 ) -> list[int]:
-    """What a request must give, whatever was loaded, preempted or computed again."""
+    """Return what a request must give, whatever was loaded, preempted or computed again."""
     if recurrent:
         window = 1  # a state is the digest of the last token, which depends on all before it
     tokens = list(prompt)
     for _ in range(count):
         seen = digests(tokens, context=context)
+        if chunk is not None:
+            seen = seen + digests(tokens, 1, context)[(len(tokens) - 1) // chunk * chunk :]
         if window is not None:
             seen = seen + digests(tokens, 1, context)[-window:]
         tokens.append(sample(b"".join(seen)))
@@ -94,6 +96,8 @@ class ModelEngine:
         v2_runner: bool = False,
         block_size: int = ENGINE_BLOCK,
         window: int | None = None,
+        chunk: int | None = None,
+        ring: bool = False,
         recurrent: bool = False,
         **config: Any,
     ) -> None:
@@ -110,11 +114,18 @@ class ModelEngine:
 
         monkeypatch.setattr(build, "open_store", open_model)
         self.block_size, self.window, self.recurrent = block_size, window, recurrent
+        self.chunk = chunk
         mode = "align" if recurrent else "none"
         self.config = vllm_config(
             model, blocks=blocks, block_size=block_size, mamba_cache_mode=mode, **config
         )
-        groups = kv_cache_config(blocks, block_size, window, mode)
+        groups = kv_cache_config(blocks, block_size, window, mode, chunk, ring)
+        self._numbers = [
+            number
+            for number, group in enumerate(groups.kv_cache_groups)
+            if group.kv_cache_spec.prefix_cacheable
+        ]
+        """Of vLLM's groups those that the model has; a ring is nobody's."""
         self.scheduler = Scheduler(
             vllm_config=self.config,
             kv_cache_config=groups,
@@ -128,7 +139,7 @@ class ModelEngine:
         )
         self.kv = [
             torch.zeros((LAYERS, blocks, HEADS, block_size, 2 * HEAD_SIZE), dtype=torch.bfloat16)
-            for _ in groups.kv_cache_groups
+            for _ in self._numbers
         ]
         if recurrent:  # as vLLM shows states: bytes, [B, 1, 1, C] a layer
             pages = torch.zeros((LAYERS, blocks, 1, 1, STATE_PAGE_BYTES), dtype=torch.int8)
@@ -136,14 +147,14 @@ class ModelEngine:
         self.worker.register_kv_caches(
             {
                 name: kv[i]
-                for kv, group in zip(self.kv, groups.kv_cache_groups, strict=True)
-                for i, name in enumerate(group.layer_names)
+                for kv, number in zip(self.kv, self._numbers, strict=True)
+                for i, name in enumerate(groups.kv_cache_groups[number].layer_names)
             }
         )
         hash_fn = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(block_size, hash_fn)
-        self._kv_cache_groups = groups.kv_cache_groups
+        self._kv_cache_groups = [groups.kv_cache_groups[number] for number in self._numbers]
         # Per group [B, N, L, H, bytes].
         self._slots = [kv.view(torch.uint8).permute(1, 3, 0, 2, 4) for kv in self.kv]
         self.outputs: dict[str, list[int]] = {}
@@ -243,7 +254,7 @@ class ModelEngine:
         return output
 
     def _forward(self, scheduled: dict[str, int]) -> dict[str, list[int]]:
-        """Layer by layer: write the KV of the new tokens of all requests, then read all of it.
+        """Write, layer by layer, the KV of the new tokens of all requests, then read all of it.
 
         A request gets a token when that completes what is known of it.
         """
@@ -266,7 +277,7 @@ class ModelEngine:
 
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens  # the scheduler has advanced it already
-        table = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        table = self.scheduler.kv_cache_manager.get_block_ids(name)[self._numbers[group]]
         lora = request.lora_request
         context = lora.lora_name.encode() if lora is not None else b""
         if group and self.recurrent:
@@ -280,12 +291,14 @@ class ModelEngine:
             self._slots[group][table[block], offset, layer] = slot.view(LAYERS, HEADS, -1)[layer]
 
     def _read(self, name: str, group: int, layer: int) -> Any:
-        """One layer's KV of all tokens that the last one sees, `[token, H, bytes]`."""
+        """Return one layer's KV of all tokens that the last one sees, `[token, H, bytes]`."""
         end = self.scheduler.requests[name].num_computed_tokens
-        table = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        table = self.scheduler.kv_cache_manager.get_block_ids(name)[self._numbers[group]]
         if group and self.recurrent:  # one state, its bytes as those of one head
             return self._state_in(table[(end - 1) // self.block_size])[layer].view(1, 1, -1)
         first = max(0, end - self.window) if group and self.window is not None else 0
+        if group and self.chunk is not None:
+            first = (end - 1) // self.chunk * self.chunk
         return self._slots[group][table, :, layer].flatten(0, 1)[first:end].clone()
 
     def _sampled(self, name: str, seen: list[list[Any]]) -> list[int]:
@@ -297,7 +310,7 @@ class ModelEngine:
         return [sample(b"".join(torch.stack(g, 1).numpy().tobytes() for g in seen))]
 
     def _state_in(self, block: int) -> Any:
-        """State of every layer, `[L, bytes]`."""
+        """Return the state of every layer, `[L, bytes]`."""
         import torch
 
         return self.kv[-1][:, block].view(torch.uint8).flatten(1)
@@ -305,7 +318,8 @@ class ModelEngine:
     def _advance(
         self, table: list[int], tokens: list[int], start: int, end: int, context: bytes, layer: int
     ) -> None:
-        """The state after `end` tokens from the one after `start`, as vLLM's aligned mode does.
+        """Make the state after `end` tokens from the one after `start`, as vLLM's aligned mode
+        does.
 
         It reads the block of the last token before the step and writes that of the
         step's last one; in between it is nowhere. A digest is the state of all
@@ -344,48 +358,3 @@ class ModelEngine:
 
 MakeEngine = Callable[..., ModelEngine]
 """The fixture `make`: takes what `ModelEngine` and `vllm_config` take, by name."""
-
-
-def check_under_pressure(
-    engines: Sequence[ModelEngine],
-    rng: random.Random,
-    *,
-    requests: int = 24,
-    between: Callable[[], None] = lambda: None,
-    **expected: Any,
-) -> None:
-    """Requests with shared prefixes, preemption and aborts on all engines: no wrong token.
-
-    `between` is called after each request was added and `expected` goes to `expected_output`.
-    Fails as well when nothing was loaded, or an engine does not get all its blocks back.
-    """
-    free = [engine.free_blocks for engine in engines]
-    prefixes = [prompt(4 * BLOCK, seed=100 + i) for i in range(3)]
-    wanted: list[tuple[ModelEngine, str, list[int], int]] = []
-    aborted: set[str] = set()
-    for i in range(requests):
-        engine = rng.choice(engines)
-        tokens = rng.choice(prefixes)[: rng.randrange(10, 4 * BLOCK)] + prompt(3, seed=i)
-        count = rng.randrange(1, 30)
-        engine.add(f"r{i}", tokens, max_tokens=count)
-        wanted.append((engine, f"r{i}", tokens, count))
-        for _ in range(rng.randrange(6)):
-            rng.choice(engines).step()
-        between()
-        if rng.random() < 0.15:
-            aborted.add(f"r{i}")
-            engine.abort(f"r{i}")
-    for engine in engines:
-        engine.run(steps_max=5000)
-    for engine, name, tokens, count in wanted:
-        output = engine.outputs[name]
-        assert output == expected_output(tokens, count, **expected)[: len(output)], name
-        assert len(output) == count or name in aborted, name
-    assert sum(engine.loaded_tokens for engine in engines) > 0
-    assert [engine.free_blocks for engine in engines] == free
-
-
-def evict_some(store: MemoryBlockStore, rng: random.Random) -> None:
-    """A block leaves the store every other time, unnoticed by the index every other time."""
-    if store.sealed() and rng.random() < 0.5:
-        store.evict(rng.choice(store.sealed()), forget=rng.random() < 0.5)

@@ -26,14 +26,14 @@ PROJECT = Path(__file__).parents[2]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every `vllm serve` command of a Markdown page, as arguments."""
+    """Return every `vllm serve` command of a Markdown page, as arguments."""
     text = page.read_text()
     blocks = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
     return [shlex.split(b.replace("\\\n", " ")) for b in blocks if b.startswith("    vllm serve")]
 
 
 def changed(command: list[str], option: str, change: Callable[[dict[str, Any]], None]) -> list[str]:
-    """`command` with the JSON object after `option` changed."""
+    """Return `command` with the JSON object after `option` changed."""
     at = command.index(option) + 1
     value = json.loads(command[at])
     change(value)
@@ -41,7 +41,7 @@ def changed(command: list[str], option: str, change: Callable[[dict[str, Any]], 
 
 
 def kvstore_settings(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The settings of every KVStoreConnector in a kv_transfer_config."""
+    """Return the settings of every KVStoreConnector in a kv_transfer_config."""
     extra = transfer["kv_connector_extra_config"]
     if transfer["kv_connector"] == "KVStoreConnector":
         yield extra
@@ -50,7 +50,8 @@ def kvstore_settings(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def build_tokenizer(model: Path, vocabulary: int) -> None:
-    """Tokens are words t0, t1, …: a server wants a tokenizer, even for prompts of token ids."""
+    """Write a tokenizer whose tokens are words t0, t1, …: a server wants one, even for prompts of
+    token ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -89,7 +90,8 @@ class VllmServer:
         return self._log_path.read_text(errors="replace")
 
     def wait(self) -> VllmServer:
-        """Raises `RuntimeError` with the end of the log when the server does not come up."""
+        """Wait until the server is up. Raises `RuntimeError` with the end of the log when it does
+        not come up."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
@@ -101,7 +103,7 @@ class VllmServer:
                 time.sleep(0.2)
 
     def complete(self, prompt: list[int], max_tokens: int = 16) -> list[int]:
-        """The tokens generated for a prompt of tokens, greedily."""
+        """Return the tokens generated for a prompt of tokens, greedily."""
         body = {
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -118,7 +120,8 @@ class VllmServer:
             return list(json.load(answer)["choices"][0]["token_ids"])
 
     def metrics(self) -> dict[str, float]:
-        """/metrics as {"name{reason}" or "name": value}: of labels only `KEPT_LABELS` are."""
+        """Return /metrics as {"name{reason}" or "name": value}: of labels only `KEPT_LABELS` are
+        kept."""
         from prometheus_client.parser import text_string_to_metric_families
 
         found: dict[str, float] = {}
@@ -160,7 +163,7 @@ class Subscriber:
         self.events: list[Any] = []
 
     def poll(self, timeout_s: float) -> list[Any]:
-        """All events so far; waits for more up to the timeout."""
+        """Return all events so far; waits for more up to the timeout."""
         import msgspec
         from vllm.distributed.kv_events import KVEventBatch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from contract.transport import PATIENCE_S, Place
+from contract.transport import PATIENCE_S, SECURITY, Place
 
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.vram import VramNodes
@@ -13,6 +13,7 @@ from kvstore.cuda.base import address_of, wait
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import NodeConfig
 from kvstore.node.vram import VramNode
+from kvstore.transport.stream.transport import StreamTransport
 from kvstore.types import STORED, Kind
 
 MIB = 1 << 20
@@ -79,3 +80,18 @@ class VramPlace(Place):
         self.node.stop()
         self.writer.stream.close()
         self.node.free()
+
+
+class StreamedVram(VramPlace):
+    """As another host sees it: it listens, and nobody opens its memory."""
+
+    def __init__(self, run_dir, device, **config) -> None:
+        options = {"listen": ("127.0.0.1", 0), "security": SECURITY, **config}
+        super().__init__(run_dir, device, None, **options)
+        self.device = device
+        self.transport = StreamTransport(SECURITY)
+
+    def close(self) -> None:
+        self.device.hold.set()
+        self.transport.close()
+        super().close()

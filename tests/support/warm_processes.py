@@ -48,7 +48,7 @@ class WarmProcess:
             self.stdout = os.fdopen(os.dup(ours.fileno()))
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return its exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
             self.returncode = self._process.exitcode
         return self.returncode
@@ -86,7 +86,7 @@ def _begin(
 
 
 def _end_with_parent() -> None:
-    """SIGTERM when what started it ends, however it ends."""
+    """Arrange for SIGTERM when what started it ends, however it ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -94,13 +94,13 @@ def _end_with_parent() -> None:
 
 
 def command(*argv: str) -> int:
-    """`kvstore` with these arguments."""
+    """Be `kvstore` with these arguments."""
     from kvstore.cli import main
 
     return main(argv)
 
 
 def program(source: str, *argv: str) -> None:
-    """As `python -c source` does."""
+    """Do as `python -c source` does."""
     sys.argv = ["-c", *argv]
     exec(compile(source, "<test>", "exec"), {"__name__": "__main__"})
