@@ -115,6 +115,8 @@ class GroupShape:
     """Tokens of a sliding window; None: every token needs all before it."""
     chunk_tokens: int | None = None
     """Tokens of the chunks within which a token needs those before it; None: there are none."""
+    opaque: bool = False
+    """The bytes of an engine block do not lie token by token."""
     fields: dict[str, Field] = field(default_factory=dict)
     """Namespace fields that tell this group from others and from those of other models."""
 
@@ -195,6 +197,7 @@ class EngineShape:
                     ),
                     window_tokens=group.window_tokens,
                     chunk_tokens=group.chunk_tokens,
+                    opaque=group.opaque,
                 )
                 for group in self.groups
             ),

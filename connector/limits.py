@@ -37,6 +37,11 @@ LOOKUP_QUEUE_MAX: Count = 1024
 MATCH_BLOCKS_MAX: Keys = 4096
 """Store blocks of one prompt that are looked up; what is beyond is computed."""
 
+HAND_OVER_WAIT_S: Seconds = 2.0
+"""How long a request waits at most for what a prefill engine says that it is saving."""
+HAND_OVER_POLL_S: Seconds = 0.005
+"""How often such a request is looked up."""
+
 LOAD_ATTEMPTS_MAX: Count = 3
 """Failed loads of one request, after which all of it is computed."""
 LOAD_JOBS_MAX: Count = 1024

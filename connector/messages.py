@@ -16,7 +16,9 @@ class EngineRequest(Protocol):
     """Shows what the core reads of an engine's request; it never writes one.
 
     Beside these, where an engine has them: `cache_salt`; `kv_transfer_params`, a mapping of what
-    the sender wants done with the request's KV; and `kv_hints`, whose `actions` say so too.
+    the sender wants done with the request's KV; `kv_hints`, whose `actions` say so too; and
+    `part_hash`, that of the prompt's tokens behind its last full store block, the blocks before
+    them included, or None.
     """
 
     @property
@@ -84,6 +86,9 @@ class SaveBlock(NamedTuple):
     """KV cache group, by its place in the layout."""
     place: int = 0
     """Its number in the request's prefix."""
+    tokens: int = 0
+    """Of a part of a block how many tokens it has, in fewer engine blocks than a whole one; 0:
+    whole. What is stored has a whole block's size, with zeros behind the part."""
 
 
 class StateBlock(NamedTuple):

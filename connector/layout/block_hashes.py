@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 ALGORITHM = "kvstore-chain-1"
 """Names what is hashed and how, for the namespace; another one when either changes."""
 _ROOT = sha256(ALGORITHM.encode()).digest()
+_PART = b"kvstore-part-1:"
+"""Begins what is hashed of a part of a block; what is hashed of a whole one begins with a hash."""
 
 Extra = Callable[[int, int], object]
 """What shapes the KV of tokens `first` to `end`, apart from tokens: adapter, image, salt.
@@ -51,6 +53,25 @@ def extend(
         h.update(canonical(extra(start, end)))
         out.append(h.digest())
     return out
+
+
+def part_hash(before: Sequence[bytes], tokens: Sequence[int], extra: object) -> bytes | None:
+    """Hash of the `tokens` that end a prompt within a block, after the blocks hashed in `before`.
+
+    Never that of a whole block, nor of a part with more or fewer tokens. None where a token is
+    none, as `extend` has it. Raises `UsageError` for an extra that has no canonical bytes.
+    """
+    try:
+        words = array("I", tokens)
+    except OverflowError:
+        return None
+    if sys.byteorder == "big":
+        words.byteswap()
+    h = sha256(_PART + len(words).to_bytes(4, "little"))
+    h.update(before[-1] if before else _ROOT)
+    h.update(words)
+    h.update(canonical(extra))
+    return h.digest()
 
 
 class BlockHashes:
@@ -92,6 +113,22 @@ class BlockHashes:
             log.warning("a request is neither loaded nor saved: %s", e)
         self._seen = self._engine_hash(len(self._hashes) * self._block_tokens)
         return self._hashes
+
+    def part(self, tokens: Sequence[int], num_tokens: int) -> bytes | None:
+        """Of the tokens behind the last full block of the first `num_tokens`; None when these or
+        those before them have no hash, and when they are fewer than two: an engine computes the
+        last one in any case."""
+        full, rest = divmod(num_tokens, self._block_tokens)
+        before = self.hashes(tokens, num_tokens)[:full]
+        if rest < 2 or len(before) < full or self._refused:
+            return None
+        start = full * self._block_tokens
+        try:
+            return part_hash(before, tokens[start:num_tokens], self._extra(start, num_tokens))
+        except UsageError as e:
+            self._refused = True
+            log.warning("a request is neither loaded nor saved: %s", e)
+            return None
 
 
 def canonical(value: object) -> bytes:

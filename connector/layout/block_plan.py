@@ -65,19 +65,35 @@ def usable_run(
     return 0
 
 
+def covers(
+    placement: Placement, barred: Mapping[Key, bytes], layout: StoreLayout, end_token: int
+) -> bool:
+    """Whether every group has what the prefix of `end_token` tokens needs, which may end within a
+    block: for layouts that take parts."""
+    last = (end_token - 1) // layout.block_tokens
+    for group, row in zip(layout.groups, placement, strict=True):
+        first = group.needed_from(end_token) // layout.block_tokens
+        needed = row[first : last + 1]
+        if len(row) <= last or any(one is None or _barred(one, barred) for one in needed):
+            return False
+    return bool(placement)
+
+
 def _barred(placed: Placed, barred: Mapping[Key, bytes]) -> bool:
     return bool(barred) and any(barred.get(found.key) == found.record for found in placed.found)
 
 
-def offered_tokens(run: int, num_computed_tokens: int, layout: StoreLayout) -> int:
-    """Tokens of `run` store blocks beyond what the engine has.
+def offered_tokens(
+    run: int, num_computed_tokens: int, layout: StoreLayout, part_end: int = 0
+) -> int:
+    """Tokens of `run` store blocks, or up to `part_end`, beyond what the engine has.
 
     None of it when the engine stands within one of its own blocks: a load
     writes whole engine blocks and would overwrite what is there.
     """
     if num_computed_tokens % layout.engine_block_tokens:
         return 0
-    return max(0, run * layout.block_tokens - num_computed_tokens)
+    return max(0, max(run * layout.block_tokens, part_end) - num_computed_tokens)
 
 
 def load_blocks(
@@ -179,6 +195,27 @@ def save_blocks(
             if len(ids) == per_key and null_block_id not in ids:
                 shards = tuple(shard[index] for shard in keys[group])
                 blocks.append(SaveBlock(shards, ids, group, index))
+    return tuple(blocks)
+
+
+def save_part(
+    keys: Sequence[Sequence[Key]],
+    num_tokens: int,
+    tables: BlockTables,
+    layout: StoreLayout,
+    null_block_id: int | None,
+) -> tuple[SaveBlock, ...]:
+    """Saves of what a prompt of `num_tokens` has behind its last full store block, one for each
+    group; none when the engine no longer holds all of it. `keys` are per group and shard."""
+    index, rest = divmod(num_tokens, layout.block_tokens)
+    blocks: list[SaveBlock] = []
+    for group, table in enumerate(tables):
+        begin = index * layout.blocks_per_key(group)
+        end = -(-num_tokens // layout.groups[group].geometry.engine_block_tokens)
+        ids = tuple(table[begin:end])
+        if len(ids) < end - begin or null_block_id in ids:
+            return ()
+        blocks.append(SaveBlock(tuple(keys[group]), ids, group, index, rest))
     return tuple(blocks)
 
 

@@ -134,6 +134,8 @@ class GroupLayout:
     """Sliding window: a token needs the KV of the `window_tokens - 1` before it; None: of all."""
     chunk_tokens: int | None = None
     """Attention within chunks: a token needs the KV of those before it in its own chunk alone."""
+    opaque: bool = False
+    """The bytes of an engine block do not lie token by token."""
 
     @property
     def forgetful(self) -> bool:
@@ -185,6 +187,20 @@ class StoreLayout:
     def recurrent(self) -> bool:
         """Whether some group has states, which exist at some tokens only."""
         return any(group.geometry.recurrent for group in self.groups)
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether a load may end within a block: not where there are states, where an entry stands
+        for several tokens, or where a group that is not stored needs another boundary."""
+        return self.boundary_tokens == 1 and all(
+            not group.geometry.recurrent and group.geometry.tokens_per_slot == 1
+            for group in self.groups
+        )
+
+    @property
+    def opaque(self) -> bool:
+        """Whether some group's engine blocks cannot be told apart token by token."""
+        return any(group.opaque for group in self.groups)
 
     @property
     def fails_by_request(self) -> bool:

@@ -34,6 +34,8 @@ class GroupReads:
         """`rank` counts this engine's workers pipeline-major."""
         geometry, topology = layout.geometry, layout.topology.at(rank)
         self.geometry: KVGeometry = geometry
+        self.opaque = layout.opaque
+        self.block_tokens = block_tokens
         self.shard = topology.shard
         """The shard of the engine's own split that this worker holds."""
         self.saves = topology.saves

@@ -58,6 +58,8 @@ TOKENIZED = {
 """Fields that decide which tokens a prompt is."""
 NOT_TOLD = ("cache_salt", "truncate_prompt_tokens", "documents", "reasoning_effort")
 """Fields that decide what its keys are, and of which `/tokenize` knows nothing."""
+TO_BE_DECODED = {"do_remote_decode": True, "do_remote_prefill": False}
+"""Another engine goes on with the prompt, as vLLM's routers say it."""
 ANSWER_FIELDS = ("stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "echo")
 """Fields about an answer that a prefill engine is not asked for."""
 
@@ -247,6 +249,7 @@ class Router:
                 continue
             if answer is not None:
                 job.prefilled_at = engine.url
+                handed = decode_body(job.body or {}, answer)
                 last = await self._prefixes.learn(job.model, answer, prefix.tokens)
                 if last is not None:
                     wait_s = min(self._settings.save_wait_s, job.left_s() * PREFILL_SHARE)
@@ -254,6 +257,8 @@ class Router:
                     job.prefix = Prefix(prefix.tokens, held=held or {})
                     if held is not None and not held:
                         engine.unsaved(time.monotonic())
+                        return  # nobody is to wait for its blocks once more
+                job.body = handed
             return  # a refusal is the client's fault: the decode engine tells it so
 
     async def _decode(self, request: web.Request, job: _Job) -> web.StreamResponse:
@@ -338,7 +343,8 @@ async def _to_client(request: web.Request, timeout_s: float) -> AsyncIterator[No
 
 
 def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for a prefill engine: the same prompt, one token, no stream, and its keys."""
+    """The request for a prefill engine: the same prompt, handed over with all its tokens, one
+    token, no stream, and its keys."""
     out = {name: value for name, value in body.items() if name not in ANSWER_FIELDS}
     out |= {"stream": False, "max_tokens": 1, "n": 1}
     if path == CHAT:
@@ -346,9 +352,20 @@ def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     params = out.get("kv_transfer_params")
     out["kv_transfer_params"] = {
         **(params if isinstance(params, dict) else {}),
+        **TO_BE_DECODED,
         PromptKeys.ASKED: True,
     }
     return out
+
+
+def decode_body(body: dict[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's request for a decode engine, with what the prefill engine wants it told."""
+    told = answer.get("kv_transfer_params")
+    if not isinstance(told, dict) or told.get("do_remote_prefill") is not True:
+        return body
+    told = {name: value for name, value in told.items() if name != PromptKeys.ASKED}
+    params = body.get("kv_transfer_params")
+    return {**body, "kv_transfer_params": {**(params if isinstance(params, dict) else {}), **told}}
 
 
 def _text_only(messages: Any) -> bool:

@@ -356,7 +356,8 @@ class RequestHistory:
 
     def _first_missing(self, trace: _Trace) -> Missing | None:
         got_tokens = (trace.local_tokens or 0) + trace.hit_tokens
-        if 0 < trace.possible_tokens <= got_tokens:
+        # One token is computed in any case: its output is wanted.
+        if 0 < trace.possible_tokens <= got_tokens + 1:
             return None
         block = got_tokens // self._layout.block_tokens
         if trace.failed is not None:

@@ -118,9 +118,9 @@ class LockstepScheduler:
 
     # Loads
 
-    def on_new_request(self, request: EngineRequest) -> None:
+    def on_new_request(self, request: EngineRequest, *, loads: bool = True) -> None:
         if self._core is not None:
-            self._core.on_new_request(request)
+            self._core.on_new_request(request, loads=loads)
 
     def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         core = self._core
@@ -263,6 +263,10 @@ class LockstepScheduler:
         if self._core is not None:
             self._core.loads_ended(request_ids)
 
+    def handed_over(self, request_id: str) -> int:
+        """The leader knows; the others say 0."""
+        return self._core.handed_over(request_id) if self._core is not None else 0
+
     def finished(self, request_id: str) -> None:
         self._compared.pop(request_id, None)
         if self._core is not None:
@@ -350,8 +354,8 @@ def _save_job(said: list[Any], own: dict[str, str]) -> SaveJob:
         job_id,
         own[request_id],
         tuple(
-            SaveBlock(tuple(keys), tuple(block_ids), group, place)
-            for keys, block_ids, group, place in blocks
+            SaveBlock(tuple(keys), tuple(block_ids), group, place, tokens)
+            for keys, block_ids, group, place, tokens in blocks
         ),
         tuple(tuple(tuple(shard) for shard in group) for group in before),
     )

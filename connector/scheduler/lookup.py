@@ -66,12 +66,25 @@ class Lookup:
     """Keys of every full store block in the engine's own split, per group and shard."""
     placement: tuple[tuple[Placed | None, ...], ...] = ()
     """What is present, per group and block; empty when nothing is."""
+    part: bytes | None = None
+    """Hash of what the prompt has behind its last full block, when that is looked for too."""
+    part_placement: tuple[Placed | None, ...] = ()
+    """Where that is, per group; empty when it is not looked for."""
     run: int = 0
     """Leading store blocks that every group has what it needs of."""
     short: MissReason | None = None
     """Why `run` ends before the keys do; None when it does not."""
     why: Missing | None = None
     """What the store says about the first missing block, when it was asked; set after `done`."""
+
+    @property
+    def placed(self) -> tuple[tuple[Placed | None, ...], ...]:
+        """`placement`, and the part of a block behind it."""
+        if not self.part_placement:
+            return self.placement
+        return tuple(
+            (*row, part) for row, part in zip(self.placement, self.part_placement, strict=True)
+        )
 
     def first_missing(self) -> tuple[int, int]:
         """(group, shard) in the engine's own split of the first key that is not there."""
@@ -103,6 +116,7 @@ class _Question:
     store: BlockStore
     finder: Finder
     blocks: int
+    """Full ones; with a part of one there is one more."""
 
 
 class Lookups:
@@ -130,11 +144,12 @@ class Lookups:
         self._looking.start()
         self._asking.start(self._warm_up if warm_up else None)
 
-    def submit(self, hashes: Sequence[bytes]) -> Lookup | None:
-        """Ask for the leading run of `hashes`; None when too many are waiting."""
+    def submit(self, hashes: Sequence[bytes], part: bytes | None = None) -> Lookup | None:
+        """Ask for the leading run of `hashes`, and for the `part` of a block behind them; None when
+        too many are waiting."""
         if self._asking.full:
             return None
-        lookup = Lookup(hashes, self._clock())
+        lookup = Lookup(hashes, self._clock(), part=part)
         return lookup if self._looking.put(lookup) else None
 
     def close(self) -> None:
@@ -153,10 +168,10 @@ class Lookups:
         store = self._store.opened
         if lookup.looked_here or store is None:
             return lookup.here
-        own = Lookup(lookup.hashes, lookup.submitted_at)
+        own = Lookup(lookup.hashes, lookup.submitted_at, part=lookup.part)
         with self._answering(own):
             self._here(own, store)
-        return self._so_far(own) if own.run else None
+        return self._so_far(own) if own.run or any(own.part_placement) else None
 
     def _so_far(self, lookup: Lookup) -> Lookup:
         answer = replace(lookup, done=threading.Event(), answered_at=self._clock())
@@ -186,7 +201,7 @@ class Lookups:
         except Exception:
             # A lookup may cost its own hit, never the thread that all others need.
             log.exception("a lookup failed: its request loads nothing")
-            lookup.placement = ()
+            lookup.placement = lookup.part_placement = ()
             lookup.run = 0
             lookup.short = MissReason.INDEX_ERROR
 
@@ -211,25 +226,31 @@ class Lookups:
         per_key = layout.hashes_per_key
         blocks = min(len(lookup.hashes) // per_key, MATCH_BLOCKS_MAX)
         hashes = lookup.hashes[: blocks * per_key]
+        if len(lookup.hashes) // per_key > blocks:
+            lookup.part = None
+        part = [] if lookup.part is None else [lookup.part]
         keys = [
-            [[ns.engine_keys(hashes, per_key) for ns in split.namespaces] for split in group.splits]
+            [
+                [ns.engine_keys(hashes, per_key) + ns.engine_keys(part) for ns in split.namespaces]
+                for split in group.splits
+            ]
             for group in layout.groups
         ]
-        lookup.keys = tuple(tuple(group[0]) for group in keys)
+        lookup.keys = tuple(tuple(shard[:blocks] for shard in group[0]) for group in keys)
         if store is None:
             lookup.short = MissReason.NO_STORE
             return None
-        if blocks == 0:
+        if blocks == 0 and not part:
             return None
         if lookup.given_up:
             lookup.short = MissReason.DEADLINE
             return None
         finder = Finder(keys)
         self._found(lookup, finder.here(partial(store.lookup, timeout_s=0.0)), finder)
-        if lookup.run == blocks:
+        if lookup.run == blocks and None not in lookup.part_placement:
             return None
         lookup.short = MissReason.DEADLINE
-        if lookup.run:
+        if lookup.run or any(lookup.part_placement):
             lookup.here = self._so_far(lookup)
         return _Question(lookup, store, finder, blocks)
 
@@ -255,6 +276,9 @@ class Lookups:
         self, lookup: Lookup, placement: tuple[tuple[Placed | None, ...], ...], finder: Finder
     ) -> None:
         layout = self._layout
+        if lookup.part is not None:
+            lookup.part_placement = tuple(row[-1] for row in placement)
+            placement = tuple(row[:-1] for row in placement)
         lookup.placement = placement
         lookup.found = finder.found_keys
         tokens = len(lookup.hashes) * layout.hash_block_tokens + 1

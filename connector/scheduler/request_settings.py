@@ -22,6 +22,11 @@ ACTION_VERSIONS = ("1", "1.0")
 """Of the actions "retain" and "release" in a request's `kv_hints`."""
 
 
+HANDED_TOKENS = "kvstore_tokens"
+"""In the `kv_transfer_params` with which a prefill engine answers, for the decode engine: of how
+many tokens the KV is in the store or on its way there."""
+
+
 class Wish(NamedTuple):
     """Asks to retain the request's blocks for so long, on the budget of that tenant."""
 
@@ -50,6 +55,13 @@ class RequestSettings:
     max_save_tokens: int | None = None
     """From its beginning, to the store; whole blocks of them are saved."""
     retain: Wish | None = None
+    hands_over: bool = False
+    """Another engine goes on with the prompt (`do_remote_decode`): its last, part block too is to
+    be found."""
+    handed: bool = False
+    """Another engine has computed the prompt (`do_remote_prefill`)."""
+    handed_tokens: int = 0
+    """So many tokens of it that one has saved or is saving."""
 
     @classmethod
     def of(
@@ -58,8 +70,9 @@ class RequestSettings:
         params: Mapping[str, Any] | None,
         hints: Sequence[Action] = (),
     ) -> Self:
-        """From `skip_load`, `skip_save`, `max_load_tokens`, `max_save_tokens`, `retain_s` and
-        `tenant`; others are not ours. Of `hints`, the last action "retain" or "release" counts,
+        """From `skip_load`, `skip_save`, `max_load_tokens`, `max_save_tokens`, `retain_s`,
+        `tenant`, `do_remote_decode`, `do_remote_prefill` and `HANDED_TOKENS`; others are not
+        ours. Of `hints`, the last action "retain" or "release" counts,
         before `retain_s`.
 
         Never raises: a value of another kind is written to the log, and nothing is loaded, saved
@@ -75,7 +88,16 @@ class RequestSettings:
             if action.action_type in ("retain", "release"):
                 retain = _hinted(request_id, action) or retain
         load, save = (_most(request_id, params, what) for what in ("load", "save"))
-        return cls(load, save, retain)
+        handed = params.get("do_remote_prefill") is True
+        tokens = params.get(HANDED_TOKENS) if handed else 0
+        return cls(
+            load,
+            save,
+            retain,
+            hands_over=params.get("do_remote_decode") is True,
+            handed=handed,
+            handed_tokens=tokens if type(tokens) is int else 0,
+        )
 
 
 def _hinted(request_id: str, action: Action) -> Wish | None:

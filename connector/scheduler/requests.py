@@ -53,6 +53,14 @@ class RequestState:
     """Leading store blocks that were planned for saving since the last preemption."""
     settings: RequestSettings | None = None
     """The request's own; None until they were read."""
+    hands_over_tokens: int = 0
+    """Tokens of a prompt whose last, part block is to be saved too."""
+    part_planned: bool = False
+    """That block's save has been planned, or it was found that there can be none."""
+    part_saving: bool = False
+    """The former."""
+    awaits_since: float | None = None
+    """Since when it waits for blocks that another engine is saving."""
     save_barred: bool = False
     """Computed before a reset, or on what somebody else was still loading: not saved until it
     is computed anew."""
@@ -76,6 +84,7 @@ class RequestState:
         self.offer = None
         self.present_blocks = 0
         self.saved_blocks = 0
+        self.part_planned = self.part_saving = False
         self.save_barred = False
         self.to_be_computed = False
 

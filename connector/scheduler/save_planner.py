@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from connector.layout.block_plan import full_blocks, save_blocks, save_states
+from connector.layout.block_plan import full_blocks, save_blocks, save_part, save_states
 from connector.limits import RUN_TOUCHED_MAX, SAVE_JOB_BLOCKS_MAX
 from connector.messages import (
     BlockPins,
@@ -33,6 +33,7 @@ from kvstore import Key
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
     from connector.scheduler.events import BlockEvents
+    from connector.scheduler.request_settings import RequestSettings
     from connector.scheduler.requests import RequestState
     from connector.scheduler.retaining import Retainer
     from connector.scheduler.settings import SchedulerSettings
@@ -53,6 +54,7 @@ class SavePlanner:
         self._events = events
         self._retainer = retainer
         self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
+        self._not_kept = False
         self._blocks_per_key = sum(map(layout.blocks_per_key, range(len(layout.groups))))
 
     def bind_pins(self, pins: BlockPins, workers: int, num_blocks: int) -> None:
@@ -72,7 +74,14 @@ class SavePlanner:
     def next_full(self, state: RequestState | None) -> int:
         """With fewer tokens than these no block of the request is full that was not before."""
         first = max(state.saved_blocks, state.present_blocks) if state is not None else 0
-        return (first + 1) * self._layout.block_tokens + self._settings.volatile_tokens
+        full_with = (first + 1) * self._layout.block_tokens + self._settings.volatile_tokens
+        if state is not None and state.hands_over_tokens and not state.part_planned:
+            return min(full_with, state.hands_over_tokens)
+        return full_with
+
+    def seen(self, own: RequestSettings) -> None:
+        """A request has come; what it says about its KV concerns those that share its blocks."""
+        self._not_kept = self._not_kept or own.max_save_tokens is not None
 
     def plan(
         self,
@@ -83,7 +92,63 @@ class SavePlanner:
         out: list[SaveJob],
     ) -> None:
         """Add to `out` the saves of what is full with `num_scheduled_tokens` more tokens, as far
-        as there is room; the rest waits for a later step."""
+        as there is room; the rest waits for a later step. With a prompt that is handed over also
+        its last, part block, in the step that computes it."""
+        self._plan_full(request, state, num_scheduled_tokens, block_ids, out)
+        prompt = state.hands_over_tokens
+        tokens = request.num_computed_tokens + num_scheduled_tokens
+        if prompt and not state.part_planned and tokens >= prompt:
+            state.part_planned = True
+            self._plan_part(request, state, block_ids, out)
+
+    def _plan_part(
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        block_ids: Callable[[str], BlockTables | None],
+        out: list[SaveJob],
+    ) -> None:
+        """A job of its own: no event tells of a part, which is no block of any other prompt.
+
+        Where an engine block is one piece, what is behind the part is stored with it: not in an
+        engine that has had a prompt which must not be kept.
+        """
+        layout, settings, prompt = self._layout, self._settings, state.hands_over_tokens
+        most = state.own_settings(request).max_save_tokens
+        if state.save_barred or settings.volatile_tokens or not layout.takes_parts:
+            return
+        if (most is not None and most < prompt) or (layout.opaque and self._not_kept):
+            return
+        part: bytes | None = getattr(request, "part_hash", None)
+        tables = block_ids(request.request_id)
+        if part is None or tables is None:
+            return
+        keys = [
+            [namespace.engine_keys([part])[0] for namespace in group.namespaces]
+            for group in layout.groups
+        ]
+        blocks = save_part(keys, prompt, tables, layout, settings.null_block_id)
+        if 0 < sum(len(block.block_ids) for block in blocks) <= self._ledger.room_blocks:
+            job = self._ledger.open(request.request_id, blocks)
+            self._retainer.saving(state.own_settings(request).retain, job)
+            out.append(job)
+            state.part_saving = True
+
+    def handed_over(self, state: RequestState) -> int:
+        """Of how many tokens of the prompt the KV is in the store or on its way there."""
+        if state.part_saving:
+            return state.hands_over_tokens
+        blocks = max(state.saved_blocks, state.present_blocks)
+        return min(state.hands_over_tokens, blocks * self._layout.block_tokens)
+
+    def _plan_full(
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        num_scheduled_tokens: int,
+        block_ids: Callable[[str], BlockTables | None],
+        out: list[SaveJob],
+    ) -> None:
         settings, layout = self._settings, self._layout
         first = max(state.saved_blocks, state.present_blocks)
         last = full_blocks(

@@ -3,7 +3,8 @@
 It knows no engine. What it keeps of a request, in `RequestState` and beside it:
 
     lookup     none -> asked (`on_new_request`, `match`) -> answered, or too late: a miss.
-               Asked anew when older than `LOOKUP_TTL_S`, after a failed load, after `forget`
+               Asked anew when older than `LOOKUP_TTL_S`, after a failed load, after `forget`,
+               and while another engine is saving what it hands over (hand_over.py)
     offer      made by `match`; ended by the next `match`, or by `allocated`, which takes it up
     load       planned (`allocated`) -> under way (`plan_step`) -> ended (`loads_ended`), whole
                or in part (`report`). After `LOAD_ATTEMPTS_MAX` failures nothing is offered, and
@@ -46,6 +47,8 @@ from connector.layout.block_plan import (
     usable_run,
 )
 from connector.limits import (
+    HAND_OVER_POLL_S,
+    HAND_OVER_WAIT_S,
     LOAD_ATTEMPTS_MAX,
     LOOKUP_TTL_S,
     LOOKUP_WAIT_PER_STEP_S,
@@ -64,6 +67,7 @@ from connector.messages import (
 from connector.metrics import Counts
 from connector.scheduler.events import BlockEvents
 from connector.scheduler.explain import RequestHistory
+from connector.scheduler.hand_over import awaited, part_found, part_wanted
 from connector.scheduler.hit_sources import hit_sources
 from connector.scheduler.lookup import Lookup, Lookups
 from connector.scheduler.patience import ComputeRate, patience_s
@@ -156,12 +160,18 @@ class SchedulerCore:
 
     # Loads
 
-    def on_new_request(self, request: EngineRequest) -> None:
-        """Ask early: the answer is usually there when the engine first schedules it."""
-        if self._settings.loads and self._long_enough(request):
+    def on_new_request(self, request: EngineRequest, *, loads: bool = True) -> None:
+        """Ask early: the answer is usually there when the engine first schedules it. Without
+        `loads` nothing is loaded for this one."""
+        if getattr(request, "kv_transfer_params", None):
+            state = self._state(request.request_id)
+            own = state.own_settings(request)
+            self._saves.seen(own)
+            state.hands_over_tokens = request.num_prompt_tokens if own.hands_over else 0
+        if loads and self._settings.loads and self._long_enough(request):
             state = self._state(request.request_id)
             if state.lookup is None and state.own_settings(request).max_load_tokens != 0:
-                state.lookup = self._lookups.submit(tuple(request.block_hashes))
+                state.lookup = self._submit(state, request)
 
     def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         """Tokens beyond `num_computed_tokens` to load; None: no answer yet, ask next step.
@@ -205,6 +215,10 @@ class SchedulerCore:
                 return 0
             lookup = here
         run = usable_run(lookup.placement, state.barred, layout, request.num_tokens)
+        part_end = part_found(state, request, lookup, layout, self._settings)
+        found_tokens = max(run * layout.block_tokens, part_end)
+        if self._awaits(state, request, lookup, found_tokens, num_computed_tokens):
+            return None
         state.present_blocks = run
         self._events.looked_up(request, lookup)
         self._retainer.found(request.request_id, state.own_settings(request).retain, lookup)
@@ -214,7 +228,9 @@ class SchedulerCore:
             wanted = usable_run(
                 lookup.placement, state.barred, layout, request.num_tokens, blocks_max
             )
-        tokens = offered_tokens(wanted, num_computed_tokens, layout)
+        tokens = offered_tokens(wanted, num_computed_tokens, layout, part_end)
+        if most is not None and tokens > most:
+            tokens = offered_tokens(wanted, num_computed_tokens, layout)
         # Tokens that came after the lookup are not part of the prompt it saw.
         last = request.num_tokens
         if self._settings.layerwise:  # one is computed, in a block that is not being loaded
@@ -244,7 +260,7 @@ class SchedulerCore:
         if num_tokens <= 0:
             return
         blocks = load_blocks(
-            offer.lookup.placement,
+            offer.lookup.placed,
             offer.start_token,
             num_tokens,
             block_ids(),
@@ -266,11 +282,15 @@ class SchedulerCore:
             return {}
         offer = load.offer
         tokens = min(num_tokens, offer.tokens)
-        placement = offer.lookup.placement
+        placement = offer.lookup.placed
         return hit_sources(placement, offer.start_token, tokens, self._layout, store.tiers)
 
     def _long_enough(self, request: EngineRequest) -> bool:
-        return request.num_tokens >= self._layout.block_tokens
+        if request.num_tokens >= self._layout.block_tokens:
+            return True
+        state = self._requests.get(request.request_id)
+        own = None if state is None else state.own_settings(request)
+        return part_wanted(own, request, self._layout, self._settings) is not None
 
     def _lookup(self, state: RequestState, request: EngineRequest) -> Lookup | None:
         """The current lookup, a new one when there is none or it is too old."""
@@ -279,9 +299,35 @@ class SchedulerCore:
             age_s = self._clock() - lookup.answered_at
             lookup = lookup if age_s < LOOKUP_TTL_S else None
         if lookup is None:
-            lookup = self._lookups.submit(tuple(request.block_hashes))
-            state.lookup = lookup
+            lookup = state.lookup = self._submit(state, request)
         return lookup
+
+    def _submit(self, state: RequestState, request: EngineRequest) -> Lookup | None:
+        part = part_wanted(state.own_settings(request), request, self._layout, self._settings)
+        return self._lookups.submit(tuple(request.block_hashes), part)
+
+    def _awaits(
+        self,
+        state: RequestState,
+        request: EngineRequest,
+        lookup: Lookup,
+        found_tokens: int,
+        num_computed_tokens: int,
+    ) -> bool:
+        """Whether the request waits for what another engine is still saving; then it is looked up
+        again. As long as computing it takes, at most `HAND_OVER_WAIT_S`."""
+        missing = awaited(state, request, self._layout) - max(found_tokens, num_computed_tokens)
+        if missing <= 0 or state.failed_loads or lookup.short not in (None, MissReason.ABSENT):
+            return False
+        now = self._clock()
+        if state.awaits_since is None:
+            state.awaits_since = now
+        wait_s = patience_s(missing, self._rate.tokens_per_s, HAND_OVER_WAIT_S)
+        if now - state.awaits_since >= wait_s:
+            return False
+        if now - lookup.answered_at >= HAND_OVER_POLL_S:
+            state.lookup = self._submit(state, request)
+        return state.lookup is not None
 
     def _wait(self, lookup: Lookup) -> bool:
         """Spend what is left of this step's time on `lookup`."""
@@ -402,6 +448,12 @@ class SchedulerCore:
         for request_id in request_ids:
             self._loads.pop(request_id, None)
             self._history.load_ended(request_id)
+
+    def handed_over(self, request_id: str) -> int:
+        """Of how many tokens of a prompt that is handed over the KV is in the store, or on its
+        way there; 0 when it is not handed over. Before `finished`."""
+        state = self._requests.get(request_id)
+        return 0 if state is None else self._saves.handed_over(state)
 
     def finished(self, request_id: str) -> None:
         """Forget the request. Its saves go on by themselves: they hold their blocks."""

@@ -196,6 +196,9 @@ class LayerwiseWorker(WorkerCore):
         for place, ready in step.written() if filling else ():
             self._blocks[place.group].wait_ready(ready)
             mine = [entry for entry in filling if entry.block.group == place.group]
-            copied = {id(e) for e in gather_all(self._blocks, mine, self._clock, place.layer)}
+            copied = {
+                id(e)
+                for e in gather_all(self._blocks, self._groups, mine, self._clock, place.layer)
+            }
             filling = [e for e in filling if e.block.group != place.group or id(e) in copied]
         return filling

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from connector import metrics
-from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
+from connector.copiers.base import HeadPart, KVCopier, Scatter
 from connector.limits import Clock
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
+from connector.worker import parts
 from connector.worker.copy_guard import CopyGuard
 from kvstore import (
     AnyReservation,
@@ -106,13 +107,18 @@ def block_views(
 
 
 def gather_all(
-    groups: Sequence[KVCopier], entries: Sequence[Reserved], clock: Clock, layer: int | None = None
+    groups: Sequence[KVCopier],
+    reads: Sequence[GroupReads],
+    entries: Sequence[Reserved],
+    clock: Clock,
+    layer: int | None = None,
 ) -> list[Reserved]:
     """Copy those of `entries`, all of one group, whose saves have not ended and are in time."""
     filled: list[Reserved] = []
     if not entries:
         return filled
     blocks = groups[entries[0].block.group]
+    mine = reads[entries[0].block.group]
     for batch in in_batches(entries, blocks.batch_blocks):
         tasks = {entry.task for entry in batch}
         for task in tasks:
@@ -124,11 +130,11 @@ def gather_all(
                 if not allowed[task] or now >= task.deadline:
                     allowed[task] = False
                     task.why = task.why or MissReason.DEADLINE
-            copied = [entry for entry in batch if allowed[entry.task]]
+            copied = [e for e in batch if allowed[e.task] and parts.can_be_saved(mine, e)]
             if copied:
-                blocks.gather_many(
-                    [Gather(e.block.block_ids, e.reservation.buffer) for e in copied], layer
-                )
+                blocks.gather_many([parts.gather_of(mine, e) for e in copied], layer)
+            for entry in copied:
+                parts.clear_rest(mine, entry, layer)
         filled += copied
     return filled
 

@@ -412,7 +412,7 @@ class WorkerCore:
         """One reserve, one copy per block that the store does not have, one commit."""
         reserved = self._reserve(store, group, blocks)
         try:
-            filled = gather_all(self._blocks, reserved, self._clock)
+            filled = gather_all(self._blocks, self._groups, reserved, self._clock)
         except BaseException:
             store.abort([entry.reservation for entry in reserved])
             raise

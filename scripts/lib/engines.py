@@ -107,6 +107,8 @@ class Generated:
     """From handing the request in to its first token."""
     cached_tokens: int
     """Prompt tokens that were not computed: found locally or loaded."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the connector answered to a request that asked for something."""
 
 
 class EngineProcess:
@@ -307,6 +309,8 @@ class Driver:
                     result["ttft_s"] = time.perf_counter() - started[output.request_id]
                 if output.num_cached_tokens is not None:
                     result["cached_tokens"] = output.num_cached_tokens
+                if output.kv_transfer_params is not None:
+                    result["kv_transfer_params"] = output.kv_transfer_params
         return list(results.values())
 
     def drain(self) -> None:

@@ -170,11 +170,22 @@ class ModelEngine:
         self.told: dict[str, Any] = {}
         """`kv_transfer_params` of the answers to requests that had some."""
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 4, **more: Any) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        params: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        """Take a request; `params` are its `kv_transfer_params`."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        if params is not None:
+            parameters.extra_args = {"kv_transfer_params": dict(params)}
         parameters.update_from_generation_config({}, None)
         self.outputs[name] = []
         self.scheduler.add_request(

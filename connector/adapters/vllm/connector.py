@@ -36,6 +36,7 @@ with of_vllm():
     from connector.adapters.vllm.bystander import Bystander
     from connector.adapters.vllm.engine_hooks import Watcher, watch_engine_core
     from connector.adapters.vllm.events import VllmEvents
+    from connector.adapters.vllm.hand_over import hand_over, within_multi_connector
     from connector.adapters.vllm.launcher import in_lock_step, lockstep_side
     from connector.adapters.vllm.request import HashedRequest
     from connector.adapters.vllm.shape import engine_shape, vllm_hash_tokens
@@ -165,6 +166,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
             if rank == 0:
                 # A child of MultiConnector is given a policy of its own, which has no effect.
                 _warn(get_current_vllm_config_or_none() or vllm_config)
+        self._engine_id = process
+        self._is_child = within_multi_connector()
         named = config.weights_id is not None
         self._weights = Weights(vllm_config, process, named=named)
 
@@ -204,9 +207,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return known
 
     def on_new_request(self, request: Any) -> None:
-        hashed = self._hashed(request)
-        if not request.skip_reading_prefix_cache:
-            self._s.on_new_request(hashed)
+        loads = not request.skip_reading_prefix_cache
+        self._s.on_new_request(self._hashed(request), loads=loads)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -278,8 +280,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
     ) -> tuple[bool, dict[str, Any] | None]:
         # Nothing to delay: saves in flight hold their own reference on the blocks.
         hashed = self._requests.pop(request.request_id, None)
+        handed = None if self._is_child else hand_over(self._s, request, self._engine_id)
         self._s.finished(request.request_id)
-        return False, self._keys_asked(request, hashed)
+        asked = self._keys_asked(request, hashed)
+        return False, {**(handed or {}), **(asked or {})} or None
 
     def _keys_asked(self, request: Any, hashed: HashedRequest | None) -> dict[str, Any] | None:
         """What a router wants to know in the response (`connector.layout.prompt_keys`)."""

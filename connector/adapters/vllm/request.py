@@ -81,6 +81,11 @@ class HashedRequest:
         known = self.num_prompt_tokens if self._prompts_only else self.num_tokens
         return self._chain.hashes(self._request.all_token_ids, known)
 
+    @property
+    def part_hash(self) -> bytes | None:
+        """That of the prompt's tokens behind its last full store block."""
+        return self._chain.part(self._request.all_token_ids, self.num_prompt_tokens)
+
     def _extra(self, first: int, end: int) -> object:
         keys, _ = generate_block_hash_extra_keys(self._request, first, end, 0)
         return (keys, self._computed_with) if self._computed_with else keys

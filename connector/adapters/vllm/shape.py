@@ -170,6 +170,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
     shards = tp_shards(spec, group.layer_names, vllm_config)
     heads = shards if shards < tp_size else tp_size * int(spec.num_heads)
     topology = TpKVTopology.of(tp_size, pp_size, heads)
+    within_block = _within_block(vllm_config, spec)
     return GroupShape(
         geometry=KVGeometry(
             layers=len(group.layer_names),
@@ -193,11 +194,12 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
         chunk_tokens=(
             int(spec.attention_chunk_size) if isinstance(spec, ChunkedLocalAttentionSpec) else None
         ),
+        opaque=bool(within_block),
         fields={
             "kv_cache_dtype": f"{vllm_config.cache_config.cache_dtype}/{spec.dtype}",
             "kv_spec": type(spec).__name__,
             "head_size": int(spec.head_size),
-            "within_block": _within_block(vllm_config, spec),
+            "within_block": within_block,
             "packing": "" if plain else f"{spec.num_heads} slots, {topology.tp_shards} shards",
             **({} if per_state == 1 else {"tokens_per_state": str(per_state)}),
             **layers,

@@ -66,8 +66,15 @@ class FakeEngine:
         return web.json_response({"data": []})
 
 
-def saver(store: BlockSession, *, saves: bool = True, extra: str = "") -> Answer:
-    """A prefill engine: computes, saves, tells its keys. `extra` is in them beside the tokens."""
+def saver(
+    store: BlockSession,
+    *,
+    saves: bool = True,
+    extra: str = "",
+    hands_over: dict[str, Any] | None = None,
+) -> Answer:
+    """A prefill engine: computes, saves, tells its keys. `extra` is in them beside the tokens.
+    `hands_over` is what it wants a decode engine told."""
 
     async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         assert body["max_tokens"] == 1
@@ -80,7 +87,8 @@ def saver(store: BlockSession, *, saves: bool = True, extra: str = "") -> Answer
             reserved = store.reserve(KEYS.of_hashes(hashes), 8192, KEYS.namespace.id)
             store.commit([slot for slot in reserved if isinstance(slot, Reservation)])
         told = KEYS.answer(hashes) if body["kv_transfer_params"][PromptKeys.ASKED] else None
-        return web.json_response({"kv_transfer_params": {PromptKeys.ASKED: told}})
+        handed = {**(hands_over or {}), PromptKeys.ASKED: told}
+        return web.json_response({"kv_transfer_params": handed})
 
     return answer
 

@@ -69,6 +69,25 @@ def test_decode_engines_get_the_request_as_it_came_and_their_stream_is_passed_on
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_decode_engine_is_told_what_is_handed_over_once_it_is_there(
+    locator: Locator, store: BlockSession, saves: bool
+) -> None:
+    handed = {"do_remote_prefill": True, "do_remote_decode": False, "kvstore_tokens": 50}
+
+    async def scenario() -> None:
+        decoder = FakeEngine(talk)
+        maker = FakeEngine(saver(store, saves=saves, hands_over=handed))
+        wait_s = 10.0 if saves else 0.1
+        async with routed(locator, [maker], [decoder], save_wait_s=wait_s) as router:
+            await router.ask(kv_transfer_params={"retain_s": 5})
+        ((_, asked),) = decoder.asked
+        told = {"retain_s": 5, **(handed if saves else {})}
+        assert asked["kv_transfer_params"] == told
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("broken", [fails_with(503), dies_after(0)], ids=["503", "dies"])
 def test_an_engine_that_fails_before_its_first_byte_costs_no_request(
@@ -274,5 +293,9 @@ def test_a_prefill_is_asked_for_one_token_whatever_the_request_wants() -> None:
         "max_tokens": 1,
         "stream": False,
         "n": 1,
-        "kv_transfer_params": {PromptKeys.ASKED: True},
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            PromptKeys.ASKED: True,
+        },
     }

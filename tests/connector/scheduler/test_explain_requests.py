@@ -198,7 +198,7 @@ def test_a_prompt_shorter_than_a_block_is_too_short(side: Side) -> None:
 
 
 def test_too_many_lookups_is_too_busy(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side.core._lookups, "submit", lambda hashes: None)
+    monkeypatch.setattr(side.core._lookups, "submit", lambda *_: None)
     request = prompt(2)
     assert side.match(request) == 0
     assert why(explain(side, request)).reason is MissReason.TOO_BUSY

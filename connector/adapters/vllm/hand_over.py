@@ -1,0 +1,60 @@
+"""Answers requests that are handed over in the words of vLLM's routers.
+
+vLLM's, llm-d's and Dynamo's routers send a prompt to a prefill engine with `do_remote_decode` in
+its `kv_transfer_params`, and give what that one answers to a decode engine as they got it. The
+answer has the fields of vLLM's NixlConnector; none of them says where the KV is: the decode engine
+finds it in the store by the prompt. `HANDED_TOKENS` says for how much of it it is worth to wait.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from connector.scheduler.request_settings import HANDED_TOKENS
+
+if TYPE_CHECKING:
+    from connector.scheduler.lockstep import LockstepScheduler
+    from connector.scheduler.scheduler import SchedulerCore
+
+_WHOLE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+MULTI_CONNECTOR = "MultiConnector"
+
+
+def hand_over(
+    side: SchedulerCore | LockstepScheduler, request: Any, engine_id: str
+) -> dict[str, Any] | None:
+    """The answer to a request that has ended; None when it does not ask for one, or broke off."""
+    params = request.kv_transfer_params
+    if not params or params.get("do_remote_decode") is not True or request.status not in _WHOLE:
+        return None
+    tokens = side.handed_over(request.request_id)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine_id,
+        "remote_request_id": str(request.request_id),
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "remote_num_tokens": tokens,
+        HANDED_TOKENS: tokens,
+    }
+
+
+def within_multi_connector() -> bool:
+    """Whether a MultiConnector is being made right now, whose child the caller is.
+
+    vLLM tells a child nothing of its parent, and ends the engine when two children answer one
+    request: the answer is another one's then, if anybody's.
+    """
+    frame = sys._getframe(1)
+    caller: Any = frame
+    while caller is not None:
+        made = caller.f_locals.get("self") if caller.f_code.co_name == "__init__" else None
+        if any(kind.__name__ == MULTI_CONNECTOR for kind in type(made).__mro__):
+            return True
+        caller = caller.f_back
+    return False
