@@ -319,6 +319,9 @@ class ControlChannel:
                 self._disconnect()
                 let_through(e)
                 return False
+            except BaseException:  # interrupted: a part of it may have gone
+                self._disconnect()
+                raise
             return True
         finally:
             try:  # noqa: SIM105  # as in `post`
@@ -344,6 +347,9 @@ class ControlChannel:
             if self._breaker.state is not BreakerState.CLOSED:
                 self._breaker.failed(self._now())
             return False
+        except BaseException:  # interrupted: the node refuses all that comes before HELLO
+            self._disconnect()
+            raise
         self._saying.succeeded()
         self._breaker.succeeded()
         return True

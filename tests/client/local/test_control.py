@@ -138,14 +138,16 @@ def answer_all(server):
             connection, _ = server.accept()
         except OSError:
             return
-        unpacker = msgpack.Unpacker()
+        unpacker, known = msgpack.Unpacker(), False
         with connection, contextlib.suppress(OSError):
             while data := connection.recv(1 << 16):
                 unpacker.feed(data)
                 for op, request, *_ in unpacker:
+                    known |= op == Op.HELLO
                     body = [1, 1] if op == Op.HELLO else None
                     if request:
-                        connection.sendall(control.packed([request, True, body]))
+                        answer = body if known else "the first must be HELLO"
+                        connection.sendall(control.packed([request, known, answer]))
 
 
 @pytest.fixture
@@ -227,6 +229,21 @@ def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it(answered, call)
     other.start()
     other.join()
     assert free == [True]
+
+
+def test_who_is_interrupted_while_it_connects_to_say_something_leaves_no_half_connection(answered):
+    """The node refuses whoever begins with anything but HELLO."""
+    held = answered._held
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    answered._held = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        answered.say(Op.TOUCH, b"")
+    answered._held = held
+    assert answered.request(Op.STAT) is None
+    assert answered.say(Op.TOUCH, b"")
 
 
 def test_a_child_is_refused_at_once_although_a_thread_of_its_parent_waits(answered):
