@@ -1,11 +1,16 @@
-"""Bugs that need somebody else's ill will, or a change of mind (planting.py)."""
+"""Bugs that need somebody else's ill will, a change of mind, a signal or a fork (planting.py)."""
+
+import sys
 
 from planting import bug_that_needs
 
 from kvstore.client.local import control, writer
+from kvstore.client.put_pipeline import _Window
 from kvstore.nodedir import Announcement
 from kvstore.segment import locate
 from kvstore.segment.header import fields
+from kvstore.testing.sim.hosts import SimLease
+from kvstore.testing.sim.scheduler import HandlerError
 
 
 @bug_that_needs(index_forged=2.0)
@@ -73,3 +78,67 @@ def cancelled_put_committed(patch):
 def cancelled_put_forgotten(patch):
     """Its slots stay reserved for as long as its client lives: they leak."""
     patch(writer.Writer, "abort", writer.Writer._forget)
+
+
+@bug_that_needs(client_signal=3.0)
+def lock_kept_by_who_was_interrupted(patch):
+    """Every other thread of that client finds the node busy from then on."""
+    real = control.ControlChannel.collect
+
+    def collect(self, ticket):
+        try:
+            return real(self, ticket)
+        except HandlerError:
+            self._lock.acquire()
+            raise
+
+    patch(control.ControlChannel, "collect", collect)
+
+
+@bug_that_needs(client_signal=3.0)
+def answer_nobody_waits_for_any_more_taken(patch):
+    """What the node grants to a call that was interrupted is nobody's: it leaks."""
+    real = control.ControlChannel._disconnect
+
+    def disconnect(self):
+        if not isinstance(sys.exc_info()[1], HandlerError):
+            real(self)
+
+    patch(control.ControlChannel, "_disconnect", disconnect)
+
+
+@bug_that_needs(client_signal=3.0)
+def interrupted_put_committed(patch):
+    """What was half written when a handler raised is sealed (rule 1)."""
+    real = _Window._write
+
+    def write(self, first, answers):
+        writer = self._writer
+        self._writer = Committing(writer)
+        try:
+            real(self, first, answers)
+        finally:
+            self._writer = writer
+
+    patch(_Window, "_write", write)
+
+
+class Committing:
+    """Commits what a handler of signals makes a put give up."""
+
+    def __init__(self, writer):
+        self.commit_later, self._writer = writer.commit_later, writer
+
+    def abort(self, reservations):
+        if isinstance(sys.exc_info()[1], HandlerError):
+            self._writer.commit(reservations)
+        else:
+            self._writer.abort(reservations)
+
+
+@bug_that_needs(forked=0.8, client_kill=3.0, connection_loss=5.0)
+def lease_ends_with_who_took_it(patch):
+    """Its child writes on into what is somebody else's (rule 5): a lock of the process,
+    by fcntl.lockf, in place of the open file's."""
+    held = property(lambda self: not (self._released or self._holder.dead))
+    patch(SimLease, "held", held)

@@ -15,7 +15,7 @@ from kvstore.index.base import KeyRecord, Record
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.record import unpack_record
 from kvstore.segment.header import RESERVED, unpack
-from kvstore.testing.sim.memory import SimOwned
+from kvstore.testing.sim.memory import SimOwned, address_of
 from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 from kvstore.types import Key
 
@@ -115,6 +115,11 @@ class Checks:
         assert isinstance(segment, SimOwned)
         was = self._sealed.get((segment.address, location.slot, location.generation))
         return was is not None and was[0] == key and was[1] >= since
+
+    def copies_to(self, destination: memoryview) -> None:
+        """Note where this thread writes, or may at any moment."""
+        place = address_of(destination)
+        self.copying[self._world.current] = range(place, place + len(destination))
 
     # --- before a node writes to its segment ------------------------------------
 

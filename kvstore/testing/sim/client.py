@@ -16,7 +16,7 @@ from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.record import unpack_record
 from kvstore.testing.sim import memory
-from kvstore.testing.sim.scheduler import Process
+from kvstore.testing.sim.scheduler import Actor, HandlerError, Process
 from kvstore.testing.sim.session import client_class
 from kvstore.types import Key, Location, PutStatus
 
@@ -44,6 +44,8 @@ OPERATIONS_IN_PEACE = 4
 ANSWER_TRIES_MAX = 20
 PAUSE_BETWEEN_S = 0.005
 CANCELLED_AFTER_S = 0.02
+CHILD_WAITS_S = 0.3
+"""Before each block, on average: many parents are killed meanwhile."""
 PAUSE_AFTER_FAILURE_S = 0.4
 
 
@@ -65,6 +67,9 @@ class SimClient:
         self.client: Client | None = None
         self._failed = 0
         self._threads = 0
+        self._main: Actor | None = None
+        self.in_call = False
+        """Its main thread is: handlers of signals run in no other."""
         self._operations: tuple[tuple[Callable[[], None], ...], tuple[float, ...]] = (
             (
                 self._put_blocks,
@@ -99,6 +104,7 @@ class SimClient:
             transports=("shm",),
         )
         world.checks.clients[self.process] = self
+        self._main = world.current
         for i in range(1, self.rng.choice(THREADS)):
             self._threads += 1
             world.spawn(self.process, f"{self.process.name}.{i}", self._work)
@@ -106,7 +112,6 @@ class SimClient:
         self._work()
         while self._threads:
             world.sleep(PAUSE_AFTER_FAILURE_S)
-        self._answered()
         world.checks.nothing_leaked(self)
         del world.checks.clients[self.process]
         if self.rng.random() < 0.7:  # others just end
@@ -121,7 +126,14 @@ class SimClient:
             self.world.sleep(self.rng.expovariate(1 / pause_s))
         for _ in range(OPERATIONS_IN_PEACE):
             self._operate()
+        self._answered()
         self._threads -= 1
+
+    def interrupt(self) -> None:
+        """Have a handler raise in the main thread, which is in a call."""
+        assert self._main is not None
+        self._main.interrupted = True
+        self._main.notify()
 
     def _operate(self) -> bool:
         """Call the client once; False when it came to nothing."""
@@ -130,12 +142,20 @@ class SimClient:
         failed_before = self._failed
         before = world.now - process.stopped_s - world.jumped_s
         world.note(operation.__name__)
+        main = world.current if world.current is self._main else None
         try:
+            self.in_call |= main is not None
             operation()
         except PeerError as e:
             world.note("failed:", e)
             world.count("failed")
             self._failed += 1
+        except HandlerError:
+            world.note("interrupted")
+            world.count("interrupted")
+        finally:
+            if main is not None:
+                self.in_call = main.interrupted = False
         took_s = world.now - process.stopped_s - world.jumped_s - before
         if took_s > CALL_MAX_S:
             world.fail(f"rule 8: {operation.__name__} took {took_s:.1f} s")
@@ -216,17 +236,49 @@ class SimClient:
         answers = session.reserve(keys, size_of(keys[0]), self.real.namespace.id)
         granted = [answer for answer in answers if isinstance(answer, Reservation)]
         self._count([answer for answer in answers if not isinstance(answer, Reservation)])
-        if self.rng.random() < 0.2:
-            self.world.sleep(self.rng.expovariate(2.0))
-        for reservation in granted:
-            data = memoryview(self._new(reservation.key))
-            memory.copy(self.world, reservation.buffer, data)
+        try:
+            if self.rng.random() < 0.2:
+                self.world.sleep(self.rng.expovariate(2.0))
+            work = [(r.buffer, memoryview(self._new(r.key))) for r in granted]
+            if self.rng.random() < self.world.faults.forked:
+                self._copy_in_a_child(work)
+            else:
+                for destination, source in work:
+                    memory.copy(self.world, destination, source)
+        except HandlerError:
+            session.abort(granted)
+            raise
         given_up = [r for r in granted if self.rng.random() < 0.1]
         if given_up:
             session.abort(given_up)
         kept = [r for r in granted if r not in given_up]
         if kept:
             self._count(session.commit(kept))
+
+    def _copy_in_a_child(self, work: Sequence[tuple[memoryview, memoryview]]) -> None:
+        """Let a forked child copy, slowly, and wait for it: it has the lease, the connection and
+        the memory, too."""
+        world, parent = self.world, self.process
+        child = Process(f"child of {parent.name}")
+
+        def copy_slowly() -> None:
+            for destination, source in work:
+                world.checks.copies_to(destination)  # at any moment, from now on
+                world.sleep(self.rng.expovariate(1 / CHILD_WAITS_S))
+                memory.copy(world, destination, source)
+            if parent.dead:
+                world.count("outlived")
+            world.end_process(child)
+
+        parent.children.append(child)
+        world.spawn(child, child.name, copy_slowly)
+        world.count("forked")
+        try:
+            while not child.dead:
+                world.sleep(PAUSE_BETWEEN_S)
+        except HandlerError:
+            world.end_process(child)
+            raise
 
     # --- reading -------------------------------------------------------------------
 

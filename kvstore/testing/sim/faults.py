@@ -57,6 +57,11 @@ class Faults:
     such nodes the requests do not either."""
     cancelled: float = 0.03
     """Whoever puts wants no more of it before it is done, as in `AsyncClient`."""
+    client_signal: float = 1.0
+    """In the main thread of a client a handler of signals raises, where one of its calls waits."""
+    forked: float = 0.05
+    """Whoever saves has the copying done by a child, forked without Python (client/local/lease.py):
+    it has all that its parent has, and goes on when that is killed."""
 
     def calm(self) -> Self:
         return replace(self, **{f.name: 0.0 for f in fields(self)})
@@ -72,4 +77,4 @@ class Faults:
 
 
 PER_MESSAGE = frozenset({"dropped", "doubled", "reordered", "delayed"})
-PER_CALL = frozenset({"cancelled"})
+PER_CALL = frozenset({"cancelled", "forked"})

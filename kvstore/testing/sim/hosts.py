@@ -127,7 +127,7 @@ class SimLease:
 
     @property
     def held(self) -> bool:
-        return not (self._released or self._holder.dead)
+        return not (self._released or self._holder.gone)
 
     @property
     def holder(self) -> Process:

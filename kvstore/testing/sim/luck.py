@@ -101,6 +101,11 @@ class Luck:
         if client is not None:
             self.world.stop(client.process, self.rng.random() ** 2 * CLIENT_PAUSE_MAX_S)
 
+    def _client_signal(self) -> None:
+        in_calls = [client for client in self.living_clients() if client.in_call]
+        if in_calls:
+            self.rng.choice(in_calls).interrupt()
+
     def _connection_loss(self) -> None:
         open_wires = [wire for _, wire in self.world.wires if not wire.broken]
         if open_wires:

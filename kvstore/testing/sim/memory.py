@@ -109,8 +109,7 @@ def copy(world: World, destination: memoryview, source: memoryview) -> None:
     size_bytes = len(destination)
     step = -(-size_bytes // COPY_CHUNKS) or 1
     actor = world.current
-    place = address_of(destination)
-    world.checks.copying[actor] = range(place, place + size_bytes)
+    world.checks.copies_to(destination)
     try:
         for start in range(0, size_bytes, step):
             world.pause()

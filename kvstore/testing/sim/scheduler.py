@@ -31,6 +31,10 @@ class KilledError(BaseException):
     """Unwinds a thread whose process is dead. Nothing may catch it."""
 
 
+class HandlerError(BaseException):
+    """Stands for what a handler of signals raises: as KeyboardInterrupt, no peer's failure."""
+
+
 class Process:
     """Names what is killed, stopped and continued as a whole."""
 
@@ -40,12 +44,19 @@ class Process:
         self.resume_at = 0.0
         self.stopped_s = 0.0
         """For how long it was stopped (SIGSTOP), all in all."""
+        self.children: list[Process] = []
+        """They have its open files, and what it may write to."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody has its open files any more."""
+        return self.dead and all(child.gone for child in self.children)
 
 
 class Actor:
     """Runs one thread of a process."""
 
-    __slots__ = ("baton", "name", "process", "thread", "wake_at")
+    __slots__ = ("baton", "interrupted", "name", "process", "thread", "wake_at")
 
     def __init__(self, process: Process, name: str) -> None:
         self.process = process
@@ -53,6 +64,8 @@ class Actor:
         self.baton = threading.Lock()
         self.baton.acquire()
         self.wake_at = 0.0
+        self.interrupted = False
+        """A handler of signals raises where this thread goes on."""
         self.thread: threading.Thread | None = None
 
     def notify(self) -> None:
@@ -180,6 +193,9 @@ class Scheduler:
                 raise self._failure
         elif me.process.dead or self._over:
             raise KilledError
+        elif me.interrupted:
+            me.interrupted = False
+            raise HandlerError
 
     def _pass_on(self, chosen: Actor) -> None:
         self.current = chosen

@@ -93,7 +93,8 @@ class World(Scheduler):
     # --- death --------------------------------------------------------------------
 
     def end_process(self, process: Process) -> None:
-        """End a process, killed or by itself: connections break, locks are free."""
+        """End a process, killed or by itself: connections break, locks are free, unless a child
+        of it has them too."""
         self.kill(process)
         for path, node in list(self.listening.items()):
             if node.process is process:
@@ -101,8 +102,8 @@ class World(Scheduler):
                 node.loop.clear()
                 for wire in node.wires:
                     wire.hang_up()
-        mine = [wire for holder, wire in self.wires if holder is process]
-        self.wires = [(h, w) for h, w in self.wires if h is not process and not w.broken]
-        for wire in mine:
+        ended = [wire for holder, wire in self.wires if holder.gone]
+        self.wires = [(h, w) for h, w in self.wires if not (h.gone or w.broken)]
+        for wire in ended:
             wire.hang_up()
         self.checks.process_ended(process)
