@@ -22,14 +22,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import chaos_plan as plan
+from chaos_load import Load, ask
+from chaos_neighbours import Neighbours
 from chaos_report import draw, show
 from demo_model import MODEL
 from engines import EngineProcess, EngineSettings, build_model, kv_transfer
@@ -41,17 +41,13 @@ from kvstore.index.embedded_redis.server import find_server
 from kvstore.index.redis.index import open_index
 from kvstore.nodedir import NodeDir
 from kvstore.record import unpack_record
+from kvstore.testing.crash.workers import WorkerPlace
 from kvstore.testing.forgery import forge
 from kvstore.testing.proxy import FaultyProxy
 
 ENGINES = 2
 FAR_ENGINE = 1
 """This one is on another host than the node."""
-NEW_TOKENS = 8
-INTERVAL_S = 0.25
-"""Between the starts of two requests of one engine, unless it takes longer."""
-ANSWER_TIMEOUT_S = 60.0
-"""A request that takes longer was not answered, and its engine is given up."""
 NODE_BYTES = 1 << 30
 START_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 1.0
@@ -66,6 +62,8 @@ TAMPER_HOLDS_S = 0.5
 HERE_HOST, BETWEEN_HOST = "127.0.0.1", "127.0.0.2"
 """The node listens at one and says that it is at the other, where the man in the middle is."""
 KEY_PREFIX = "kv:chaos"
+NEIGHBOUR_RESTS_S = 0.05
+"""Between two calls: they are to be rude, not many."""
 HERE = Path(__file__).parent
 
 
@@ -215,6 +213,12 @@ class Store:
             case _:
                 raise OSError("cut off")
 
+    def neighbours(self, seed: int) -> Neighbours:
+        """Start what else uses the store: one here, one on the other host."""
+        here = WorkerPlace(self.engines_url, self.run_dir, KEY_PREFIX, NEIGHBOUR_RESTS_S)
+        places = [here, here._replace(run_dir=self.far_run_dir)]
+        return Neighbours(places, self.environment, seed)
+
     def _to_node(self) -> socket.socket:
         return socket.create_connection((HERE_HOST, self.between.address[1]), ASK_TIMEOUT_S)
 
@@ -273,56 +277,12 @@ def start_engines(
         return list(pool.map(launch, range(ENGINES + 1)))
 
 
-def ask(engine: EngineProcess, kind: str, prompt: tuple[int, ...], started: float) -> plan.Answer:
-    at = time.monotonic()
-    try:
-        done = engine.call(
-            "generate",
-            timeout_s=ANSWER_TIMEOUT_S,
-            prompts=[list(prompt)],
-            max_tokens=NEW_TOKENS,
-            abort_after_s={},
-        )[0]
-    except (OSError, RuntimeError, ValueError) as e:
-        took_s = time.monotonic() - at
-        return plan.Answer(prompt, kind, at - started, took_s, error=f"{type(e).__name__}: {e}")
-    return plan.Answer(prompt, kind, at - started, time.monotonic() - at, **done)
-
-
-class Load:
-    """Sends requests by one thread for each engine, one at a time, until told to stop."""
-
-    def __init__(self, engines: list[EngineProcess], seed: int) -> None:
-        self.answers: list[plan.Answer] = []
-        self.started = time.monotonic()
-        self._prompts: Iterator[tuple[str, tuple[int, ...]]] = plan.traffic(seed, MODEL.vocabulary)
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._feed, args=(e,)) for e in engines]
-        for thread in self._threads:
-            thread.start()
-
-    def _feed(self, engine: EngineProcess) -> None:
-        due = time.monotonic()
-        while not self._stop.wait(max(0.0, due - time.monotonic())):
-            due = time.monotonic() + INTERVAL_S
-            with self._lock:
-                kind, prompt = next(self._prompts)
-            answer = ask(engine, kind, prompt, self.started)
-            self.answers.append(answer)
-            if answer.tokens is None:
-                return
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-
 def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
     with contextlib.ExitStack() as stack:
         store = Store(options.out)
         stack.callback(store.close)
+        neighbours = store.neighbours(options.seed)
+        stack.callback(neighbours.close)
         try:
             *engines, alone = start_engines(options, store, stack)
         except RuntimeError as e:
@@ -342,6 +302,9 @@ def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
             time.sleep(max(0.0, load.started + options.seconds - time.monotonic()))
         finally:
             load.stop()
+        neighbours.settle()
+        rude = neighbours.summary()
+        neighbours.close()
         print(f"{len(load.answers)} requests; the engine without a store", file=sys.stderr)
         asked = sorted({answer.prompt for answer in load.answers})
         random.Random(options.seed).shuffle(asked)
@@ -351,6 +314,7 @@ def run(options: argparse.Namespace, planned: list[plan.Fault]) -> int:
     summary = {"seed": options.seed, "seconds": options.seconds}
     summary |= {"forged_records": store.forged, "changed_answers": store.flipped}
     summary |= {"changed_streams": store.tampered, "streams": store.between.accepted}
+    summary |= {"given_up": load.given_up, "neighbours": rude}
     summary |= plan.judge(load.answers, right, windows, computed_s)
     for error in {answer.error for answer in load.answers if answer.error}:
         print(f"chaos: not answered: {error}", file=sys.stderr)

@@ -38,6 +38,11 @@ NEW, BRANCH, REPEAT = "new", "branch", "repeat"
 WEIGHTS = {NEW: 2, BRANCH: 2, REPEAT: 6}
 RECENT = range(4, 16)
 """How many prompts ago one that is repeated was asked: saved by then, not evicted yet."""
+RUDE = ("hits", "forks", "interrupted", "cancelled")
+"""What neighbours of the engines do in every run."""
+GIVEN_UP = 0.15
+"""Of all requests: whoever asked hangs up in the middle of it, and asks again."""
+GIVEN_UP_AFTER_S = (0.0, 0.4)
 
 
 class Fault(NamedTuple):
@@ -101,6 +106,14 @@ def traffic(seed: int, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]
         yield kind, asked[-1]
 
 
+def patience(seed: int) -> Iterator[float | None]:
+    """Yield without end after how many seconds a request is given up; None for one that is not."""
+    rng = random.Random(f"patience {seed}")
+    while True:
+        given_up, after_s = rng.random() < GIVEN_UP, rng.uniform(*GIVEN_UP_AFTER_S)
+        yield after_s if given_up else None
+
+
 def judge(
     answers: Sequence[Answer],
     right: dict[tuple[int, ...], list[int]],
@@ -143,9 +156,12 @@ def judge(
 
 def passed(summary: dict[str, Any], planned: int) -> bool:
     """Tell whether all were answered, all alike, and the run was one: faults happened and the store
-    was used."""
+    was used, also by neighbours that nothing was wrong with."""
+    neighbours = summary["neighbours"]
     return bool(
         summary["answered"] == summary["identical"] == summary["requests"] > 0
         and summary["faults"] == planned > 0
         and summary["tokens_loaded"] > 0
+        and not neighbours["wrong"]
+        and all(neighbours[what] for what in RUDE)
     )

@@ -14,7 +14,9 @@ COLORS = {NEW: "#b0532c", BRANCH: "#8a8a8a", REPEAT: "#2c7fb0"}
 def show(summary: dict[str, Any]) -> str:
     lines = [
         f"seed {summary['seed']}: {summary['answered']} of {summary['requests']} answered, "
-        f"{summary['identical']} identical, {summary['faults']} faults",
+        f"{summary['identical']} identical, {summary['given_up']} given up before they were asked "
+        f"again, {summary['faults']} faults",
+        "neighbours: " + ", ".join(f"{what} {n}" for what, n in summary["neighbours"].items()),
         "time to first token of repeated prompts, ms",
         f"{'':16}{'prompts':>9}{'loaded':>9}{'median':>9}{'slowest':>9}",
     ]

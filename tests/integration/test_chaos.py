@@ -9,14 +9,22 @@ import time
 import chaos
 import chaos_plan as plan
 import pytest
+import synthetic
+from chaos_load import NEW_TOKENS
 from engines import EngineSettings, kv_transfer
 from redis_servers import wait_until
 from script_runs import run_without_engine
 from synthetic import SyntheticDriver
 
+from kvstore import Client
+from kvstore.client.local.writer import Writer
+from kvstore.client.put_pipeline import unless
+from kvstore.testing.crash import workers
+
 RIGHT = {(1,): [7, 8], (2,): [9]}
 SEED, SECONDS = 48, 12.0
 """The shortest run in which node and Redis are both killed."""
+RUDE = {"wrong": [], **dict.fromkeys(plan.RUDE, 1)}
 FAULT = plan.Window(plan.Fault(10.0, "node", "kill", 2.0), 10.0, 12.5)
 
 
@@ -25,7 +33,7 @@ def answer(prompt, tokens, at_s=0.0, kind=plan.REPEAT, cached=plan.BLOCK):
 
 
 def verdict(*answers, windows=(FAULT,)):
-    summary = plan.judge(answers, RIGHT, windows, [0.5])
+    summary = plan.judge(answers, RIGHT, windows, [0.5]) | {"neighbours": RUDE}
     return plan.passed(summary, planned=1), summary
 
 
@@ -75,6 +83,13 @@ def test_a_run_without_its_faults_or_without_loads_fails():
     assert not verdict(answer((1,), [7, 8]), windows=())[0]
     assert not verdict(answer((1,), [7, 8], cached=0))[0]
     assert not verdict()[0]
+
+
+@pytest.mark.parametrize("bad", [{"wrong": ["read wrong bytes"]}, {"cancelled": 0}, {"forks": 0}])
+def test_neighbours_that_met_something_wrong_or_did_nothing_fail(bad):
+    assert verdict(answer((1,), [7, 8]))[0]
+    summary = verdict(answer((1,), [7, 8]))[1] | {"neighbours": {**RUDE, **bad}}
+    assert not plan.passed(summary, planned=1)
 
 
 def test_an_answer_counts_under_the_fault_it_meets():
@@ -133,13 +148,14 @@ def hosts(tmp_path, monkeypatch):
 
 
 def of(engine, prompt, at_s=0.0):
-    (done,) = engine.generate([list(prompt)], chaos.NEW_TOKENS, {})
+    (done,) = engine.generate([list(prompt)], NEW_TOKENS, {})
     return plan.Answer(prompt, plan.REPEAT, at_s, 0.5, **done)
 
 
 def verdict_on(answers, alone):
     right = {answer.prompt: of(alone, answer.prompt).tokens for answer in answers}
-    return plan.passed(plan.judge(answers, right, [FAULT], [0.5]), planned=1)
+    summary = plan.judge(answers, right, [FAULT], [0.5]) | {"neighbours": RUDE}
+    return plan.passed(summary, planned=1)
 
 
 def test_who_tampers_between_hosts_changes_no_answer(hosts):
@@ -177,3 +193,46 @@ def test_one_wrong_byte_that_is_loaded_is_noticed(hosts):
     assert verdict_on([of(far, prompt)], alone)
     far.client.get_blocks = spoilt
     assert not verdict_on([of(far, prompt)], alone)
+
+
+def given_up(engine, prompt, monkeypatch):
+    """Ask, and give it up when one block of its save is copied."""
+    wanted = iter([True] * (plan.BLOCKS + 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            synthetic, "unless", lambda _, call: unless(lambda: not next(wanted, False), call)
+        )
+        (done,) = engine.generate([list(prompt)], NEW_TOKENS, {"0": 0.0})
+    assert next(wanted, None) is None
+    assert done["tokens"] == []
+
+
+def test_a_request_that_is_given_up_in_its_save_changes_no_answer(hosts, monkeypatch):
+    _, near, _, alone = hosts
+    whole = plan.BLOCKS * plan.BLOCK + plan.TAIL_TOKENS
+    given_up(near, (6,) * whole, monkeypatch)
+    assert verdict_on([of(near, (6,) * whole), of(near, (6,) * whole)], alone)
+    # What was given up is sealed: if that is not noticed, the above shows nothing.
+    monkeypatch.setattr(Writer, "abort", Writer.commit)
+    given_up(near, (7,) * whole, monkeypatch)
+    assert not verdict_on([of(near, (7,) * whole)], alone)
+
+
+def test_a_neighbour_that_reads_one_wrong_byte_is_noticed(hosts):
+    store, *_ = hosts
+    neighbours = store.neighbours(1)
+    try:
+        wait_until(lambda: neighbours.summary()["hits"], "they read what they wrote", 30)
+        assert neighbours.summary()["wrong"] == []
+        with Client(store.url, run_dir=store.run_dir, key_prefix=chaos.KEY_PREFIX) as liar:
+            names = [f"k{i}" for i in range(workers.KEYS)]
+
+            def noticed():
+                for name in names:
+                    liar.delete(name)
+                    liar.put(name, workers.content(name, 600)[:-1] + b"?")
+                return "read wrong bytes" in neighbours.summary()["wrong"]
+
+            wait_until(noticed, "somebody reads it", 30)
+    finally:
+        neighbours.close()

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from kvstore import AsyncClient, BlockSession, Client, Limits, Namespace
 from kvstore.cli import main as kvstore
 from kvstore.client.base import Reservation
-from kvstore.errors import PeerError
+from kvstore.errors import PeerError, UsageError
 
 WRONG_BYTES = 3
 """Exit code of a worker that read what nobody saved."""
@@ -56,6 +56,8 @@ class WorkerPlace(NamedTuple):
     url: str
     run_dir: Path
     key_prefix: str
+    rest_s: float = 0.0
+    """What it rests between two steps, on average."""
 
 
 def sizes(name: str) -> tuple[int, ...]:
@@ -95,6 +97,7 @@ class _Worker:
     def __init__(self, place: WorkerPlace, seed: int, counters: Counters, kind: str) -> None:
         self._rng = random.Random(seed)
         self._counters = counters
+        self._rest_s = place.rest_s
         options: Any = {"run_dir": place.run_dir, "key_prefix": place.key_prefix, "limits": LIMITS}
         _begin()
         self._open: Callable[[], Client] = lambda: Client(place.url, **options)
@@ -106,7 +109,7 @@ class _Worker:
         signal.signal(signal.SIGALRM, self._interrupt)
         saves = ((self._put, 5), (self._put_many, 4), (self._by_hand, 5), (self._delete, 2))
         reads = ((self._get, 8), (self._get_many, 6), (self._pin, 4))
-        rude = ((self._interrupted, 8), (self._cancelled, 8))
+        rude = ((self._interrupted, 8), (self._cancelled, 8), (self._forked, 0.2))
         self._plain = (*reads, *saves) if kind == "writer" else reads
         does = (*self._plain, *rude) if kind == "writer" else reads
         self._does, self._weights = zip(*does, strict=True)
@@ -122,6 +125,8 @@ class _Worker:
             took_ms = int((time.monotonic() - started) * 1e3)
             self._counters[SLOWEST_MS] = max(self._counters[SLOWEST_MS], took_ms)
             self._counters[STEPS] += 1
+            if self._rest_s:
+                time.sleep(self._rng.expovariate(1 / self._rest_s))
 
     def _names(self, most: int) -> list[str]:
         names = range(KEYS)
@@ -150,7 +155,10 @@ class _Worker:
     def _pin(self) -> None:
         """Check that what is pinned keeps its bytes, whoever dies meanwhile."""
         (name,) = self._names(1)
-        pinned = self._client.pin(name)
+        try:
+            pinned = self._client.pin(name)
+        except UsageError:  # it is on another host
+            return
         if pinned is not None:
             with pinned:
                 self._check(name, pinned.buffer)
@@ -193,6 +201,9 @@ class _Worker:
             self._counters[STORED] += sum(map(bool, self._session.commit(granted)))
 
     # --- what programs do to a client ---------------------------------------------
+
+    def _forked(self) -> None:
+        self._join(self._fork())
 
     def _fork(self) -> int:
         """Make a child that closes what it inherits and has a client of its own."""
