@@ -13,19 +13,39 @@ The thread of the node's event loop alone calls this.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from kvstore.core.events import Event, SessionDead, SessionResumed
+from kvstore.core.events import Event, Reply, SessionDead, SessionResumed
+from kvstore.core.parts import joined, parts_of
 from kvstore.errors import UsageError
-from kvstore.node.control_server import Connection
+from kvstore.node.control_server import Connection, Work
 from kvstore.node.permissions import owns_node
 from kvstore.node.sessions import ClientSession, Sessions
+from kvstore.node.turns import Turns
 from kvstore.node.unheard import UnheardReaders
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello, Op
 
 log = logging.getLogger("kvstore.node")
+
+
+class Acts(Protocol):
+    """Carries events out: the daemon."""
+
+    def act(self, event: Event) -> None:
+        """Carry out all of it, and answer."""
+        ...
+
+    def check(self, event: Event) -> None:
+        """Raises `UsageError` for what this node does not do for anybody."""
+        ...
+
+    def carry_out(self, event: Event) -> Sequence[Reply]:
+        """Carry out all of it but the answers."""
+        ...
+
+    def answer(self, reply: Reply) -> None: ...
 
 
 class Clients:
@@ -35,18 +55,20 @@ class Clients:
         self,
         sessions: Sessions,
         start: tuple[int, int],
-        act: Callable[[Event], None],
+        node: Acts,
         holds: Callable[[int], bool],
+        turns: Turns,
         *,
         takes_saves: bool,
         has_group: bool,
     ) -> None:
-        """`start` is the node's (id, epoch). `act` carries out what a client asks for; `holds`
+        """`start` is the node's (id, epoch). `node` carries out what a client asks for; `holds`
         says whether a session of that number has slots or pins. With `has_group`, other users may
         read: permissions of the socket decide which."""
         self._sessions = sessions
         self._start = start
-        self._act = act
+        self._node = node
+        self.turns = turns
         self._holds = holds
         self._takes_saves = takes_saves
         self._has_group = has_group
@@ -54,7 +76,7 @@ class Clients:
 
     def connection(self, kind: type[Connection] = Connection) -> Connection:
         """A connection for one client that comes."""
-        return kind(self._made, self._said_hello, self._asked, self._gone)
+        return kind(self._made, self._said_hello, self._asked, self._gone, self.turns)
 
     def _made(self, connection: Connection) -> None:
         if not owns_node(connection.peer_uid()):
@@ -73,27 +95,49 @@ class Clients:
             raise UsageError("user", uid, must)
         connection.session = session
         if known:
-            self._act(SessionResumed(session.number, hello.reserved, hello.pinned))
+            self._node.act(SessionResumed(session.number, hello.reserved, hello.pinned))
         connection.welcome(hello.request, *self._start)
 
-    def _asked(self, connection: Connection, message: object) -> None:
+    def _asked(self, connection: Connection, message: object) -> Work | None:
+        """Carry a request out; the parts of one that is too large for one turn are left to do."""
         session = connection.session
         assert session is not None
         if session.transport is not connection:
             # The client has moved to a newer connection; what it said there
             # (which reservations it holds) must not be undone by older words.
             connection.hang_up()
-            return
+            return None
         op: Any = message[0] if isinstance(message, list) and message else None
         if op == Op.BYE:
             self._end(session)
             connection.session = None
             connection.hang_up()
-            return
+            return None
         event = control.decode(session.number, message)
         if session.reads_only and op not in control.READER_OPS:
             raise UsageError("op", Op(op).name, "this user may only read")
-        self._act(event)
+        self._node.check(event)
+        parts = parts_of(event, self.turns.turn_items)
+        if len(parts) > 1:
+            return self._in_parts(connection, session, event, parts)
+        self._node.act(event)
+        return None
+
+    def _in_parts(
+        self, connection: Connection, session: ClientSession, event: Event, parts: Sequence[Event]
+    ) -> Work:
+        """Carry a request out as far as its client is on this connection: what it says on a newer
+        one must not be undone, and what was granted here is taken back by that."""
+        replies: list[Reply] = []
+        for part in parts:
+            if session.transport is not connection:
+                connection.hang_up()
+                return
+            replies += self._node.carry_out(part)
+            yield self.turns.turn_items
+        reply = joined(event, replies)
+        if reply is not None:
+            self._node.answer(reply)
 
     def _gone(self, connection: Connection) -> None:
         self._unheard.leave(connection)
@@ -102,7 +146,7 @@ class Clients:
             session.transport = None
 
     def _end(self, session: ClientSession) -> None:
-        self._act(SessionDead(session.number))
+        self._node.act(SessionDead(session.number))
         self._sessions.forget(session)
 
     def end_dead(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import msgpack
@@ -13,18 +12,22 @@ from kvstore.core.events import Reply
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.limits import MESSAGE_BYTES_MAX
 from kvstore.node.sessions import ClientSession
+from kvstore.node.turns import MESSAGE_ITEMS, Turns
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello
 from kvstore.protocol.control_replies import encoded
 from kvstore.unix_peer import peer_uid
 
-TURN_MESSAGES = 4
-"""Messages of one connection that are carried out before the others have their turn: what comes
-in one piece may be thousands, a millisecond each."""
+Work = Iterator[int]
+"""A request under way: each step carries a part of it out and tells how many items that was."""
 
 
 class Connection(asyncio.Protocol):
     """One client's connection to the control socket; the daemon decides, this only moves bytes.
+
+    Its requests are carried out in their order: small ones as they come, up to a limit, the rest
+    in turns with other connections (turns.py), a large one in parts. What comes meanwhile waits
+    in the socket.
 
     Whoever breaks the framing, or lets more than one full message of answers
     pile up, is hung up on: a slow client must not fill the node's memory. Nothing
@@ -35,13 +38,23 @@ class Connection(asyncio.Protocol):
         self,
         on_made: Callable[[Connection], None],
         on_hello: Callable[[Connection, Hello], None],
-        on_request: Callable[[Connection, object], None],
+        on_request: Callable[[Connection, object], Work | None],
         on_gone: Callable[[Connection], None],
+        turns: Turns,
     ) -> None:
         self._on_made = on_made
         self._on_hello = on_hello
         self._on_request = on_request
         self._on_gone = on_gone
+        self._turns = turns
+        self._in_line = False
+        """Whether it waits for a turn: then nothing more is read."""
+        self._next: list[object] = []
+        """The message that is to be carried out next, where it was read already."""
+        self._rest: Work | None = None
+        """The parts of a request that are still to be carried out."""
+        self._owed = 0
+        """Items that it had beyond its turns."""
         self._unpacker = control.unpacker()
         self._transport: asyncio.Transport | None = None
         self._last_request = 0
@@ -61,45 +74,80 @@ class Connection(asyncio.Protocol):
             self._unpacker.feed(data)
         except (msgpack.UnpackException, ValueError):
             self.hang_up()
-        if self._has_more_than_a_turn():
-            self._wait_for_turn()
-
-    def _has_more_than_a_turn(self) -> bool:
-        """Carry out what has come, as far as one turn goes; whether there may be more."""
-        done = 0
-        try:
-            for message in islice(self._unpacker, TURN_MESSAGES):
-                if self._transport is None:
-                    return False
-                self._handle(message)
-                done += 1
-        except (msgpack.UnpackException, ValueError):
-            self.hang_up()
-        return done == TURN_MESSAGES and self._transport is not None
-
-    def _wait_for_turn(self) -> None:
-        assert self._transport is not None
-        self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._go_on)
-
-    def _go_on(self) -> None:
-        if self._has_more_than_a_turn():
-            asyncio.get_running_loop().call_soon(self._go_on)
-        elif self._transport is not None:
-            self._transport.resume_reading()
-
-    def _handle(self, message: object) -> None:
-        if self._carried_out(message):
             return
+        if not self._in_line and not self._small_ones_done():
+            assert self._transport is not None
+            self._in_line = True
+            self._transport.pause_reading()
+            self._turns.enter(self._turn)
+
+    def _small_ones_done(self) -> bool:
+        """Carry out what has come, as far as it is little; whether that was all."""
+        left = self._turns.at_once_items
+        while self._transport is not None:
+            if not self._read():
+                return True
+            items = MESSAGE_ITEMS + control.items_of(self._next[0])
+            if items > left:
+                return False
+            left -= items
+            self._begin()
+        return True
+
+    def _turn(self) -> bool:
+        """Carry out a turn's worth of what has come; whether there is more."""
+        left = self._turns.turn_items - self._owed
+        while left > 0 and self._transport is not None:
+            if self._rest is not None:
+                left -= self._step()
+            elif self._read():
+                left -= self._begin()
+            else:
+                self._in_line = False
+                if self._transport is not None:
+                    self._transport.resume_reading()
+                self._owed = 0
+                return False
+        self._owed = max(-left, 0)
+        return self._transport is not None
+
+    def _read(self) -> bool:
+        """Whether there is a whole message, which is the next."""
+        if not self._next:
+            try:
+                self._next = [next(self._unpacker)]
+            except StopIteration:
+                return False
+            except (msgpack.UnpackException, ValueError):
+                self.hang_up()
+                return False
+        return True
+
+    def _begin(self) -> int:
+        """Carry the next message out, unless it is for several turns; tells its cost in items."""
+        message = self._next.pop()
+        if self._carried_out(message):
+            return MESSAGE_ITEMS
         try:
             if self.session is None:
                 self._on_hello(self, Hello(message))
             else:
-                self._on_request(self, message)
+                self._rest = self._on_request(self, message)
         except UsageError as e:
             self._refuse(message, e)
             if self.session is None:
                 self.hang_up()
+        if self._rest is not None:
+            return MESSAGE_ITEMS
+        return MESSAGE_ITEMS + control.items_of(message)
+
+    def _step(self) -> int:
+        """Carry the next part of the request out; tells its cost."""
+        assert self._rest is not None
+        for items in self._rest:
+            return items
+        self._rest = None
+        return 0
 
     def _carried_out(self, message: object) -> bool:
         """Whether this request, or one that the client made after it, has come before.

@@ -13,7 +13,7 @@ The thread of the event loop alone changes the core, the slot headers and the se
 Other threads hand it events (local_session.py); those of streams write payload, and only into
 slots that the core gave to their session.
 
-`_act` carries one event out, and the order is what rule 3 rests on, hence one file: first what
+`carry_out` carries one event out, and the order is what rule 3 rests on, hence one file: first what
 the core wants written, then a reset to disk, then a look at what was reported as damaged, then
 the removals that somebody waits for, then the answers. An answer that promises that a block can
 be found is held until its record is in the index, or the index is away (publisher.py).
@@ -32,7 +32,7 @@ import dataclasses
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from kvstore.core.events import (
     Drop,
     Event,
     Expire,
+    Reply,
     Reset,
     SessionDead,
 )
@@ -81,6 +82,7 @@ from kvstore.node.scrubber import Scrubber
 from kvstore.node.sessions import Sessions
 from kvstore.node.stream.server import StreamServer
 from kvstore.node.stream.service import ServedSegment
+from kvstore.node.turns import Turns
 from kvstore.node.upkeep import Parts, PutBack, Upkeep
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.block_events import Source
@@ -243,8 +245,9 @@ class Node:
         self.clients = Clients(
             self.sessions,
             (node_id, epoch),
-            self._act,
+            self,
             self.core.holds,
+            Turns(self._loop),
             takes_saves=self.takes_saves,
             has_group=config.group is not None,
         )
@@ -338,7 +341,7 @@ class Node:
     def _hear(self, announcements: Iterable[Announcement]) -> str:
         """Drop what other nodes say was reset; returns the resets that this node knows of then."""
         for number, namespace_ids in self._resets.unknown_to(self.core.resets, announcements):
-            self._act(Reset(NOBODY, 0, number, namespace_ids))
+            self.act(Reset(NOBODY, 0, number, namespace_ids))
         return self.core.resets.pack()
 
     def _beaten(self, error: IndexUnavailableError | None) -> None:
@@ -384,7 +387,7 @@ class Node:
             return
         assert self._loop is not None
         assert self.announcement is not None
-        inside = LocalSessions(self._loop, self.sessions, self._act)
+        inside = LocalSessions(self._loop, self.sessions, self.act)
         sidecar = self._sidecar(self.announcement) if self.config.nixl else None
         segment = self._served(self.announcement)
         self._stream = StreamServer(self.config, self.announcement, inside, segment, sidecar)
@@ -487,7 +490,16 @@ class Node:
 
     # --- events ---------------------------------------------------------
 
-    def _act(self, event: Event) -> None:
+    def act(self, event: Event) -> None:
+        """Carry `event` out, and answer."""
+        for reply in self.carry_out(event):
+            self.answer(reply)
+
+    def check(self, event: Event) -> None:
+        """Raises `UsageError` for what this kind of node does not do."""
+
+    def carry_out(self, event: Event) -> Sequence[Reply]:
+        """Do all that `event` brings about but the answers, which are returned."""
         try:
             effects = self.core.handle(event, self._now())
             for write in effects.writes:
@@ -496,7 +508,7 @@ class Node:
             raise
         except Exception as e:
             self._fail(e)
-            return
+            return ()
         if isinstance(event, Reset):
             self._resets.save(self.core.resets)
             if event.session != NOBODY:
@@ -504,23 +516,26 @@ class Node:
         for check in effects.checks:
             if self.segment.checksum(check.offset, check.length) != check.checksum:
                 log.warning("node %s: slot %d is damaged", self.config.name, check.slot_id)
-                self._act(Corrupt(check.slot_id, check.generation))
+                self.act(Corrupt(check.slot_id, check.generation))
         if isinstance(event, Drop | Clear | Reset):
             # Asked for by somebody: the answer waits until the index was told.
             self.publisher.remove()
-        for reply in effects.replies:
-            session = self.sessions.get(reply.session)
-            connection = session.transport if session is not None else None
-            if connection is None:
-                continue
-            if reply.after_publish:
-                self.publisher.answer(connection, reply)
-            else:
-                connection.send(reply)
         self.publisher.schedule()
         if self._events is not None:
             self._events.schedule()
         self._say_room()
+        return effects.replies
+
+    def answer(self, reply: Reply) -> None:
+        """Send a client its answer, once the index knows of what it tells."""
+        session = self.sessions.get(reply.session)
+        connection = session.transport if session is not None else None
+        if connection is None:
+            return
+        if reply.after_publish:
+            self.publisher.answer(connection, reply)
+        else:
+            connection.send(reply)
 
     def _say_room(self) -> None:
         """Tell clients how much is free, in steps: they weigh nodes by it, no more."""
@@ -540,13 +555,13 @@ class Node:
             self._end_former()
             self.clients.end_dead()
             while self.core.bounded.next_end <= self._now():
-                self._act(Expire())
+                self.act(Expire())
                 await asyncio.sleep(0)  # others' requests go between
 
     def _end_former(self) -> None:
         """What clients of former starts held is free when the last of them is gone."""
         if self.core.holds(FORMER) and self._former.gone():
-            self._act(SessionDead(FORMER))
+            self.act(SessionDead(FORMER))
 
     def stats(self) -> dict[str, int | float]:
         """Counters of the core; for the thread that runs the node, and for tests after it ended.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from kvstore.core.demotion import DemotingCore
-from kvstore.core.events import Commit, Event, Reserve
+from kvstore.core.events import Commit, Event, Reply, Reserve
 from kvstore.core.node import NodeCore
 from kvstore.cuda.base import CudaDevice
 from kvstore.cuda.handover import hand_over
@@ -71,7 +71,7 @@ class VramNode(Node):
     @cached_property
     def _inside(self) -> LocalSessions:
         assert self._loop is not None
-        return LocalSessions(self._loop, self.sessions, self._act)
+        return LocalSessions(self._loop, self.sessions, self.act)
 
     @property
     def ended(self) -> bool:
@@ -120,13 +120,16 @@ class VramNode(Node):
     def _try_slot(self, key: Key) -> bool:
         return True  # no byte of it is this process's to write
 
-    def _act(self, event: Event) -> None:
+    def check(self, event: Event) -> None:
         """Raises `UsageError` for what only host memory can: values that travel in a request."""
         if isinstance(event, Reserve) and any(value is not None for value in event.values):
             raise UsageError("values", len(event.values), "this node's slots are written by DMA")
-        super()._act(event)
+
+    def carry_out(self, event: Event) -> Sequence[Reply]:
+        replies = super().carry_out(event)
         if isinstance(event, Reserve | Commit):
             self.on_save()
+        return replies
 
     def _listen(self) -> None:
         self.dir.vram_socket.unlink(missing_ok=True)

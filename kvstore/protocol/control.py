@@ -20,6 +20,9 @@ passed over: to reserve or pin twice would leak, as the client hears one answer.
 Answers may come in another order than requests: those that tell of a block stored or dropped
 wait until the index was told, or has had its time.
 
+A request of many blocks is carried out in parts, others' requests between them (core/parts.py);
+its connection's later ones wait. If the connection ends meanwhile, the rest is not carried out.
+
 Must never happen: a request that is carried out in part because its later part is malformed;
 one that is carried out twice; one that reaches the core with a number, a length or a list
 beyond its limit. So `decode` looks at all of a message and returns an event, or raises
@@ -116,6 +119,23 @@ def unpacker() -> Any:
         max_ext_len=0,
         strict_map_key=True,
     )
+
+
+def items_of(message: object) -> int:
+    """How many blocks a message names, before anything of it is checked: about what it costs."""
+    if not isinstance(message, list) or len(message) < 3:
+        return 0
+    op, _, *args = message
+    if op == Op.LIST:
+        at_most = args[-1]
+        return min(at_most, LIST_ROWS_MAX) if type(at_most) is int else 0
+    return max(map(_items_in, args))
+
+
+def _items_in(argument: object) -> int:
+    if isinstance(argument, bytes):
+        return len(argument) // KEY_BYTES
+    return len(argument) if isinstance(argument, list) else 0
 
 
 def join_keys(keys: Sequence[Key]) -> bytes:

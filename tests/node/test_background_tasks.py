@@ -67,7 +67,7 @@ def test_a_node_ends_when_nobody_would_publish_any_more(node, index, monkeypatch
 
 def test_a_node_ends_whatever_its_core_raises(node, monkeypatch):
     fails_once(monkeypatch, type(node.core), "handle", IndexError("our bug"))
-    node._loop.call_soon_threadsafe(node._act, None)
+    node._loop.call_soon_threadsafe(node.act, None)
     wait_until(lambda: not node._thread.is_alive(), "it ends")
     with pytest.raises(NodeUnavailableError, match="our bug"):
         node.stats()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import select
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -13,15 +15,19 @@ from redis_servers import RedisServer
 from stores import NodeThread
 
 from kvstore.client.local.control import ControlChannel
-from kvstore.core.events import Listing, Stat
-from kvstore.node.control_server import TURN_MESSAGES
+from kvstore.core.events import Explain, Listing, Reserve, Stat
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.node.turns import MESSAGE_ITEMS, TURN_ITEMS
 from kvstore.nodedir import NodeDir
 from kvstore.protocol.control import Op, packed
+from kvstore.types import KEY_BYTES
 
 LONG_MS = 20_000
 SENT = 1000
 REQUEST = 1000
 """Number of the first of them, beyond those of the channel itself."""
+GREEDY = 16
+KEYS = os.urandom(BATCH_KEYS_MAX * KEY_BYTES)
 
 
 @pytest.fixture
@@ -44,12 +50,15 @@ class Handled:
 
     def __init__(self, node: NodeThread, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kinds: list[type] = []
+        self.items: list[int] = []
+        """Blocks that each of them named."""
         self.begun, self.go_on = threading.Event(), threading.Event()
         core = node._node.core
         handle = core.handle
 
         def noted(event: Any, now: float) -> Any:
             self.kinds.append(type(event))
+            self.items.append(len(getattr(event, "keys", ())))
             self.begun.set()
             self.go_on.wait(10)
             return handle(event, now)
@@ -71,7 +80,60 @@ def test_who_sends_thousands_of_requests_at_once_leaves_the_others_their_turn(
         handled.go_on.set()
         other.collect(asked)
         before = handled.kinds[: handled.kinds.index(Stat)]
-        assert before.count(Listing) <= 3 * TURN_MESSAGES
+        assert before.count(Listing) <= 3 * TURN_ITEMS // MESSAGE_ITEMS
+
+
+def test_a_small_request_waits_for_one_turn_and_not_for_large_ones(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        greedy = [stack.enter_context(closing(channel(node))) for _ in range(GREEDY)]
+        other = stack.enter_context(closing(channel(node)))
+        handled = Handled(node, monkeypatch)
+        asked = [one.post(Op.EXPLAIN, KEYS) for one in greedy]
+        assert handled.begun.wait(10)
+        small = other.post(Op.STAT)
+        handled.go_on.set()
+        other.collect(small)
+        place = handled.kinds.index(Stat)
+        assert sum(handled.items[:place]) <= 2 * TURN_ITEMS
+        for one, ticket in zip(greedy, asked, strict=True):
+            fates, _, _ = one.collect(ticket)
+            assert len(fates) == BATCH_KEYS_MAX
+        assert max(handled.items) <= TURN_ITEMS
+        assert sum(handled.items) == GREEDY * BATCH_KEYS_MAX
+
+
+def test_large_requests_of_several_clients_go_on_side_by_side(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(channel(node)) as first, closing(channel(node)) as second:
+        handled = Handled(node, monkeypatch)
+        asked = first.post(Op.EXPLAIN, KEYS)
+        assert handled.begun.wait(10)
+        dropped = second.post(Op.DROP, KEYS)
+        handled.go_on.set()
+        first.collect(asked)
+        second.collect(dropped)
+        explains = [i for i, kind in enumerate(handled.kinds) if kind is Explain]
+        between = [b - a - 1 for a, b in itertools.pairwise(explains)]
+        assert max(between) == 1
+        assert sum(between) >= len(explains) - 2
+
+
+def test_what_a_client_asked_on_a_connection_that_it_left_is_not_carried_on(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said that it holds nothing; what is granted after that nobody would give back."""
+    with closing(channel(node)) as client, closing(channel(node)) as other:
+        handled = Handled(node, monkeypatch)
+        client.post(Op.RESERVE, 1, KEYS, 4096, 0, 0, None, 0)
+        assert handled.begun.wait(10)
+        client._disconnect()
+        handled.go_on.set()
+        client.request(Op.STAT)
+        assert 0 < handled.kinds.count(Reserve) < BATCH_KEYS_MAX // TURN_ITEMS
+        assert other.request(Op.STAT)["reserved"] == 0
 
 
 def test_all_that_came_in_one_piece_is_answered_in_its_order(node: NodeThread) -> None:

@@ -87,7 +87,7 @@ def restart_counts_generations_anew(patch):
 @bug_that_needs(**RESTARTS)
 def restart_believes_former_clients_dead(patch):
     """Their slots are free at once (rule 5)."""
-    patch(Node, "_end_former", lambda self: self._act(SessionDead(FORMER)))
+    patch(Node, "_end_former", lambda self: self.act(SessionDead(FORMER)))
 
 
 @bug_that_needs(node_kill_warm=2.5, client_pause=6.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -17,6 +17,8 @@ from kvstore.core.events import (
     Drop,
     Explain,
     Introduce,
+    Reply,
+    Request,
     Reserve,
     Reset,
     Stat,
@@ -24,6 +26,7 @@ from kvstore.core.events import (
     Touch,
 )
 from kvstore.core.namespaces import namespace_of
+from kvstore.core.parts import joined, parts_of
 from kvstore.limits import (
     CHECKED_BYTES_PER_S_MAX,
     STREAM_BATCH_BYTES_MAX,
@@ -34,6 +37,7 @@ from kvstore.limits import (
 from kvstore.node.local_session import LocalSession, LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.stream.shares import Shares
+from kvstore.node.turns import TURN_ITEMS
 from kvstore.protocol import control
 from kvstore.protocol.control_replies import encoded, encoded_outcome
 from kvstore.protocol.stream import (
@@ -245,7 +249,8 @@ class StreamService:
             return
         session = self._inside.open()
         try:
-            answers = session.ask(
+            answers = self._ask(
+                session,
                 Reserve(
                     0,
                     0,
@@ -294,7 +299,7 @@ class StreamService:
             session.ask(Abort(0, 0, wrong), deadline)
         if not right:
             return [CHECKSUM_WRONG] * len(wrong)
-        outcomes = iter(session.ask(Commit(0, 0, right), deadline))
+        outcomes = iter(self._ask(session, Commit(0, 0, right), deadline))
         bad = {slot for slot, _ in wrong}
         return [
             CHECKSUM_WRONG if slot in bad else next(outcomes) for slot, _, _ in granted.values()
@@ -311,6 +316,19 @@ class StreamService:
                 channel.seals.received.update(piece)
         return digests.value() == offer.checksum
 
+    def _ask(self, session: LocalSession, what: Request, deadline: float) -> Any:
+        """The core's answer, to as many parts as leave the node's other clients their turns."""
+        replies: list[Reply] = []
+        parts: Sequence[Any] = parts_of(what, TURN_ITEMS)
+        for part in parts:
+            if isinstance(part, Touch):
+                self._inside.tell(part)
+            else:
+                replies.append(Reply(0, 0, session.ask(part, deadline), False))
+        whole = joined(what, replies)
+        assert whole is not None
+        return whole.body
+
     # --- the rest -----------------------------------------------------------
 
     def _control(self, channel: Channel, message: list[object], deadline: float) -> None:
@@ -318,13 +336,14 @@ class StreamService:
         if not isinstance(event, CONTROL_EVENTS):
             raise WireError(f"op {message[0]} is not for clients on other hosts")
         if isinstance(event, Touch | Suspect):
-            self._inside.tell(event)
+            for part in parts_of(event, TURN_ITEMS):
+                self._inside.tell(part)
             if isinstance(event, Suspect):
                 self._look_at(event.keys)
             return
         session = self._inside.open()
         try:
-            body = session.ask(event, deadline)
+            body = self._ask(session, event, deadline)
         finally:
             session.close()
         channel.send_frame(pack_answers([encoded(body)]), deadline)

@@ -125,6 +125,11 @@ class SimTransport:
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def pause_reading(self) -> None:
+        """Do nothing: what is sent meanwhile waits in the connection."""
+
+    resume_reading = pause_reading
+
     def abort(self) -> None:
         assert self.wire is not None
         self.wire.hang_up()

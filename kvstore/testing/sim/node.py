@@ -22,6 +22,7 @@ from kvstore.node.heartbeat import HEARTBEAT_S, JITTER
 from kvstore.node.restart import Started
 from kvstore.node.scrubber import SCRUB_EVERY_S
 from kvstore.node.sessions import Sessions
+from kvstore.node.turns import MESSAGE_ITEMS
 from kvstore.nodedir import Announcement
 from kvstore.testing.sim.hosts import SimFormerClients, SimNodeDir, SimSessions
 from kvstore.testing.sim.memory import SimOwned
@@ -39,6 +40,9 @@ LIMITS = Limits(
     pending_remove=1000,
     gone_keys=64,
 )
+TURN_ITEMS = 2
+AT_ONCE_ITEMS = MESSAGE_ITEMS + TURN_ITEMS
+"""Requests of simulated clients are for a dozen blocks at most: these are in parts."""
 MOVES = 0.1
 """How often a block is moved before a slot is taken."""
 
@@ -161,6 +165,8 @@ class SimNode(Node):
         world = self.world
         world.sweep(self.config.run_dir)
         self._create()
+        turns = self.clients.turns
+        turns.turn_items, turns.at_once_items = TURN_ITEMS, AT_ONCE_ITEMS
         world.note("starts, epoch", self.core.epoch)
         world.checks.node_started(self)
         heartbeat = self._heartbeat()

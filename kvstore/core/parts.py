@@ -1,0 +1,85 @@
+"""Cuts what a client asks about many blocks into parts, and joins the answers to them.
+
+A node's thread does one thing at a time: between two parts of one client's request those of
+others have their turn (node/turns.py). The parts of a request, in their order, leave the core as
+the whole would, as far as nobody else asks between them: what is used first and last among its
+blocks, too. So what the core goes through backwards is cut from its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+from kvstore.core.events import (
+    Abort,
+    Commit,
+    Drop,
+    Event,
+    Explain,
+    Named,
+    Pin,
+    Reply,
+    Reserve,
+    Retain,
+    Suspect,
+    Touch,
+    Unpin,
+)
+
+_LISTS: dict[type[Any], tuple[str, ...]] = {
+    Reserve: ("keys", "sizes", "kinds", "meta_lengths", "values", "checksums"),
+    Commit: ("items",),
+    Abort: ("items",),
+    Pin: ("keys",),
+    Unpin: ("items",),
+    Retain: ("keys",),
+    Drop: ("keys",),
+    Explain: ("keys",),
+    Touch: ("keys",),
+    Suspect: ("keys",),
+    Named: ("keys", "names"),
+}
+"""What can be cut: the fields that have one entry for each block."""
+_BACKWARDS: tuple[type[Any], ...] = (Commit, Unpin, Touch)
+_LISTED_ANSWERS: tuple[type[Any], ...] = (Reserve, Commit, Pin, Retain, Drop)
+
+
+def parts_of(event: Event, at_most: int) -> Sequence[Event]:
+    """`event` in parts of at most so many blocks, in the order in which they are to be carried
+    out; only itself if it is no larger, or cannot be cut."""
+    fields = _LISTS.get(type(event), ())
+    count = len(getattr(event, fields[0])) if fields else 0
+    if count <= at_most:
+        return (event,)
+    cut: Callable[..., Event] = event._replace
+    starts = range(0, count, at_most)
+    parts = [
+        cut(**{field: getattr(event, field)[start : start + at_most] for field in fields})
+        for start in starts
+    ]
+    if isinstance(event, _BACKWARDS):
+        parts.reverse()
+    if isinstance(event, Reserve):
+        # What was there, or came along, was used: the head of a prefix last.
+        keys = event.keys
+        parts += [Touch(event.session, keys[s : s + at_most]) for s in reversed(starts)]
+    return parts
+
+
+def joined(event: Event, replies: Sequence[Reply]) -> Reply | None:
+    """The answer to `event` from those to all its parts, in their order; None where there is
+    none."""
+    if not replies:
+        return None
+    last = replies[-1]
+    bodies: list[Any] = [reply.body for reply in replies]
+    body: Any = bodies[-1]
+    if isinstance(event, _BACKWARDS):
+        bodies.reverse()
+    if isinstance(event, _LISTED_ANSWERS):
+        body = list(chain.from_iterable(bodies))
+    elif isinstance(event, Explain):
+        body = (list(chain.from_iterable(fates for fates, *_ in bodies)), *body[1:])
+    return last._replace(body=body, after_publish=any(reply.after_publish for reply in replies))

@@ -1,0 +1,129 @@
+"""A request in parts leaves a node, and is answered, as the whole one is."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvstore.core.answers import Grant
+from kvstore.core.events import (
+    Abort,
+    Commit,
+    Drop,
+    Explain,
+    Listing,
+    Named,
+    Pin,
+    Reserve,
+    Retain,
+    Stat,
+    Suspect,
+    Touch,
+    Unpin,
+)
+from kvstore.core.holdings import Session
+from kvstore.core.node import NodeCore
+from kvstore.core.parts import joined, parts_of
+
+SESSION = 1
+PAGES = 64
+AT_MOST = 3
+ROUNDS = 60
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def reserve(keys: list[bytes], values: bool) -> Reserve:
+    n = len(keys)
+    value = [k[:4] * 1000 if values else None for k in keys]
+    sizes = [4000] * n
+    return Reserve(SESSION, 1, keys, sizes, 7, [0] * n, [0] * n, value, [1] * n)
+
+
+def whole(core: NodeCore, event: Any, now: float) -> Any:
+    replies = core.handle(event, now).replies
+    return replies[0] if replies else None
+
+
+def in_parts(core: NodeCore, event: Any, now: float) -> Any:
+    parts = parts_of(event, AT_MOST)
+    assert all(len(getattr(part, "keys", ())) <= AT_MOST for part in parts)
+    return joined(event, [r for part in parts for r in core.handle(part, now).replies])
+
+
+def state(core: NodeCore) -> object:
+    blocks = {k: (s.state, s.length, s.pins, s.kept_until) for k, s in core.by_key.items()}
+    coldest = [core.allocator.slot(slot_id).key for slot_id in core.allocator._evictable.coldest()]
+    return blocks, coldest
+
+
+def requests(rng: random.Random, held: list[list[Any]]) -> Any:
+    """The next request, and the same of each core's own slots."""
+    keys = [key(n) for n in rng.sample(range(100), rng.randint(1, 14))]
+    kind = rng.choice(["reserve", "value", "commit", "abort", "pin", "unpin", "keys", "retain"])
+    if kind in ("reserve", "value"):
+        return [reserve(keys, kind == "value")] * 2
+    if kind == "commit":
+        return [Commit(SESSION, 1, [(*g, 5) for g in grants]) for grants in held]
+    if kind == "abort":
+        return [Abort(SESSION, 1, grants[::2]) for grants in held]
+    if kind == "pin":
+        return [Pin(SESSION, 1, keys)] * 2
+    if kind == "unpin":
+        return None
+    if kind == "retain":
+        return [Retain(SESSION, 1, keys, rng.choice([0, 5]), 1)] * 2
+    made = [Touch(SESSION, keys), Drop(SESSION, 1, keys[:5]), Explain(SESSION, 1, keys)]
+    return [rng.choice([*made, Suspect(SESSION, keys), Named(SESSION, keys, keys)])] * 2
+
+
+def unpins(core: NodeCore) -> Unpin:
+    pins = core._sessions.setdefault(SESSION, Session()).pins
+    return Unpin(SESSION, 1, [(i, core.allocator.slot(i).generation) for i in pins])
+
+
+def comparable(answer: Any) -> Any:
+    """Without slots: moves and evictions may have given others."""
+    if answer is None or not isinstance(answer.body, list):
+        return answer
+    return [type(a) if isinstance(a, Grant | bytes) else a for a in answer.body]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_node_and_the_answers_are_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    cores = [NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096) for _ in range(2)]
+    held: list[list[Any]] = [[], []]
+    cut = 0
+    for step in range(ROUNDS):
+        now = float(step)
+        events = requests(rng, held)
+        if events is None:
+            events = [unpins(core) for core in cores]
+        cut += len(parts_of(events[0], AT_MOST)) > 1
+        answers = [whole(cores[0], events[0], now), in_parts(cores[1], events[1], now)]
+        assert comparable(answers[0]) == comparable(answers[1]), (step, events[0])
+        assert state(cores[0]) == state(cores[1]), (step, events[0])
+        held = [
+            [(s.slot_id, s.generation) for s in core._sessions[SESSION].reserved.values()]
+            if SESSION in core._sessions
+            else []
+            for core in cores
+        ]
+    assert cut > ROUNDS // 4
+
+
+def test_what_names_no_blocks_is_one_part() -> None:
+    for event in (Stat(SESSION, 1), Listing(SESSION, 1, b"", 256), Touch(SESSION, [])):
+        assert parts_of(event, 1) == (event,)
+
+
+def test_an_answer_waits_for_the_index_when_that_to_a_part_would() -> None:
+    core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
+    event = reserve([key(n) for n in range(5)], values=True)
+    core.handle(event._replace(keys=event.keys[3:], sizes=[4000] * 2), 0.0)
+    assert in_parts(core, event, 1.0).after_publish
