@@ -41,9 +41,10 @@ _COUNTED = {
 class CudaHeads:
     """Implements `kvstore.transport.cuda_memory.Heads` over a mapped header file."""
 
-    def __init__(self, segment: AttachedCuda, socket: Path) -> None:
+    def __init__(self, segment: AttachedCuda, socket: Path, owner: int) -> None:
+        """`owner` is the user whose node listens at `socket`."""
         self._segment = segment
-        self.memory = partial(take_over, socket)
+        self.memory = partial(take_over, socket, owner)
         self.alive = segment.alive
         self.close = segment.close
 
@@ -71,7 +72,7 @@ def attach(run_dir: Path, announcement: Announcement) -> CudaHeads | None:
     if (block.node_id, block.epoch) != (announcement.node_id, announcement.epoch):
         segment.close()
         return None
-    return CudaHeads(segment, directory.vram_socket)
+    return CudaHeads(segment, directory.vram_socket, files.owner)
 
 
 class VramNodes:

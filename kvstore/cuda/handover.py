@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 
 from kvstore.cuda.base import SHARED_NAME_BYTES, Shared
+from kvstore.unix_peer import peer_uid
 
 SIZE_BYTES = 8
 MESSAGE_BYTES = SHARED_NAME_BYTES + SIZE_BYTES
@@ -22,14 +23,17 @@ def hand_over(connection: socket.socket, shared: Shared) -> None:
     socket.send_fds(connection, [message], [shared.fd])
 
 
-def take_over(path: Path, timeout_s: float) -> Shared:
+def take_over(path: Path, owner: int, timeout_s: float) -> Shared:
     """The memory that is handed over at the socket `path`; its descriptor is the caller's to close.
 
-    Raises `OSError` when nobody hands any over within `timeout_s`, or what comes is something else.
+    Raises `OSError` when nobody hands any over within `timeout_s`, when what comes is something
+    else, and when it is not the user `owner` who listens: he alone says what is in that memory.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
+        if peer_uid(connection) != owner:
+            raise PermissionError(f"{path} is not of user {owner}")
         message, fds, _, _ = socket.recv_fds(
             connection, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
         )

@@ -5,18 +5,21 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from contextlib import suppress
 
 import pytest
 from contract.cuda import PATIENCE_S, handed_over, put
 
-from kvstore.cuda.handover import take_over
+from kvstore.cuda.base import SHARED_NAME_BYTES, Shared
+from kvstore.cuda.handover import hand_over, take_over
 from kvstore.testing.cuda import ModelCuda
 
 TAKES = """
 import mmap, os, pathlib, sys
 from kvstore.cuda.handover import take_over
-shared = take_over(pathlib.Path(sys.argv[1]), 60.0)
+shared = take_over(pathlib.Path(sys.argv[1]), os.geteuid(), 60.0)
 print(os.getpid(), bytes(mmap.mmap(shared.fd, shared.size_bytes)[:5]))
 """
 
@@ -59,7 +62,7 @@ def test_who_hands_over_no_descriptor_is_an_error(tmp_path, message):
         thread = threading.Thread(target=answer, args=(listener, message), daemon=True)
         thread.start()
         with pytest.raises(OSError, match="0 descriptors"):
-            take_over(path, PATIENCE_S)
+            take_over(path, os.geteuid(), PATIENCE_S)
         thread.join(PATIENCE_S)
 
 
@@ -71,7 +74,7 @@ def test_who_never_answers_costs_the_timeout_alone(tmp_path):
         open_before = os.dup(listener.fileno())
         os.close(open_before)
         with pytest.raises(TimeoutError):
-            take_over(path, 0.05)
+            take_over(path, os.geteuid(), 0.05)
         again = os.dup(listener.fileno())
         os.close(again)
         assert again == open_before, "no descriptor is left behind"
@@ -79,4 +82,24 @@ def test_who_never_answers_costs_the_timeout_alone(tmp_path):
 
 def test_where_nobody_listens_it_says_so(tmp_path):
     with pytest.raises(OSError, match="No such file"):
-        take_over(tmp_path / "vram.sock", PATIENCE_S)
+        take_over(tmp_path / "vram.sock", os.geteuid(), PATIENCE_S)
+
+
+def test_memory_is_not_taken_from_who_listens_as_another_user(tmp_path):
+    """The owner of a run directory can link the name to a socket of anybody's."""
+    path = tmp_path / "vram.sock"
+    with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryFile() as file:
+        listener.bind(str(path))
+        listener.listen()
+        shared = Shared(b"n" * SHARED_NAME_BYTES, 4096, file.fileno())
+
+        def hand() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                hand_over(connection, shared)
+
+        thread = threading.Thread(target=hand, daemon=True)
+        thread.start()
+        with pytest.raises(PermissionError, match="not of user"):
+            take_over(path, os.geteuid() + 1, PATIENCE_S)
+        thread.join(PATIENCE_S)

@@ -188,7 +188,7 @@ class _Start:
         self._announcement = announcement
         self._directory = directory
         self._device = device
-        shared = take_over(directory.vram_socket, CUDA_IPC_OPEN_S)
+        shared = take_over(directory.vram_socket, directory.owner(), CUDA_IPC_OPEN_S)
         try:
             if shared.name != address.name:
                 raise DeviceError("the node has been started anew")
