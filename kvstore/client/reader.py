@@ -7,6 +7,7 @@ Whoever copies from a place checks it afterwards (rule 4).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -258,10 +259,13 @@ class Reader:
             if place.attached.gone:
                 self.remembered.pop(key, None)
 
-    def search(self, keys: Sequence[Key], *, remembered: bool = False) -> Search:
+    def search(
+        self, keys: Sequence[Key], *, remembered: bool = False, give_up_at: float = math.inf
+    ) -> Search:
         """Where each of `keys` is, here or on other hosts.
 
-        This host's segments are searched first; the index is asked for the rest. With
+        This host's segments are searched first; the index is asked for the rest, unless it is
+        `give_up_at` by then, in seconds of the machine's clock. With
         `remembered`, what was seen in them before is not searched for: it may have left.
         """
         now = self._now()
@@ -280,7 +284,7 @@ class Reader:
         if unknown and believes_names(self._signer) and self._nodes.map_ours(now):
             self._find_here(found, keys)
             unknown = [i for i in unknown if found[i] is None]
-        if not unknown:
+        if not unknown or self._now() >= give_up_at:
             return found
         try:
             for wanted in in_batches(unknown, BATCH_KEYS_MAX):

@@ -25,16 +25,18 @@ def told_apart(
     keys: Sequence[Key],
     payloads: Sequence[Payload],
     results: Sequence[PutResult],
+    give_up_at: float = math.inf,
 ) -> list[PutResult]:
     """`results` with DIFFERS where another value than `payloads[i]` exists under `keys[i]`.
 
-    EXISTS stays where it is the same value, and where nobody can tell any more.
+    EXISTS stays where it is the same value, and where nobody can tell any more: neither index
+    nor other hosts are asked beyond `give_up_at`, in seconds of the machine's clock.
     """
     told = list(results)
     which = [i for i, result in enumerate(results) if result.status is PutStatus.EXISTS]
     if not which:
         return told
-    found = reader.search([keys[i] for i in which])
+    found = reader.search([keys[i] for i in which], give_up_at=give_up_at)
     for at, i in enumerate(which):
         place = found.places[at]
         if isinstance(place, UnmappedPlace):
@@ -47,7 +49,7 @@ def told_apart(
         if told[which[at]].status is PutStatus.EXISTS
     }
     others = others_elsewhere(
-        remote, [(keys[i], there, payloads[i]) for i, there in elsewhere.items()]
+        remote, [(keys[i], there, payloads[i]) for i, there in elsewhere.items()], give_up_at
     )
     for i, other in zip(elsewhere, others, strict=True):
         if other:
@@ -75,10 +77,13 @@ def _is_other(place: Place, payload: Payload) -> bool:
 
 
 def others_elsewhere(
-    remote: RemoteNodes, blocks: Sequence[tuple[Key, Location, Payload]]
+    remote: RemoteNodes,
+    blocks: Sequence[tuple[Key, Location, Payload]],
+    give_up_at: float = math.inf,
 ) -> list[bool]:
     """Whether each is another value, by length and checksum; those that have no checksum are
-    read, all by one deadline, which costs what saving them would have."""
+    read, all by one deadline, which costs what saving them would have, and none after
+    `give_up_at`."""
     others = [False] * len(blocks)
     wanted: dict[int, Wanted] = {}
     for i, (key, location, payload) in enumerate(blocks):
@@ -89,7 +94,7 @@ def others_elsewhere(
         else:
             wanted[i] = Wanted(key, location, (memoryview(bytearray(location.length)),))
     if wanted:
-        outcomes = remote.read([*wanted.values()])
+        outcomes = remote.read([*wanted.values()], give_up_at)
         for (i, one), outcome in zip(wanted.items(), outcomes, strict=True):
             if outcome.read is Read.HIT:
                 payload = blocks[i][2]

@@ -33,27 +33,40 @@ class ValueSaver:
         self._namespace_id = namespace_id
 
     def put(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
-        """Save what is not there; DIFFERS where another value is."""
+        """Save what is not there; DIFFERS where another value is. To find that out takes what is
+        left of the time that saving may take."""
+        return self._put(keys, payloads, self._deadline(payloads))
+
+    def _deadline(self, payloads: Sequence[Payload]) -> float:
+        remote, here_s = self._session.remote, self._writer.timeout_s
+        there_s = remote.timeout_s(sum(payload.size_bytes for payload in payloads))
+        return self._now() + max(here_s, there_s)
+
+    def _put(
+        self, keys: Sequence[Key], payloads: Sequence[Payload], give_up_at: float
+    ) -> list[PutResult]:
         results = self.save(keys, payloads)
-        return told_apart(self._reader, self._session.remote, keys, payloads, results)
+        remote = self._session.remote
+        return told_apart(self._reader, remote, keys, payloads, results, give_up_at)
 
     def replace(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
         """`put` in place of other values; of several for one key the last counts."""
         last = dict(zip(keys, payloads, strict=True))
         results: dict[Key, PutResult] = {}
         todo = list(last)
+        give_up_at = self._deadline(payloads)
         for _ in range(REPLACE_TRIES):
             # Elsewhere too: whoever reads there would go on finding the old one.
             remote = self._reader.search(todo).remote
             blocks = [(todo[i], at, last[todo[i]]) for i, at in remote.items()]
-            is_other = others_elsewhere(self._session.remote, blocks)
+            is_other = others_elsewhere(self._session.remote, blocks, give_up_at)
             others = {
                 key: at for (key, at, _), other in zip(blocks, is_other, strict=True) if other
             }
             undropped = self._drop_each(others)
             todo = [key for key in todo if key not in undropped]
             results.update(undropped)
-            told = self.put(todo, [last[key] for key in todo])
+            told = self._put(todo, [last[key] for key in todo], give_up_at)
             results.update(zip(todo, told, strict=True))
             todo = [key for key in todo if results[key].status is PutStatus.DIFFERS]
             undropped = self._drop_each(dict.fromkeys(todo))

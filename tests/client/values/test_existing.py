@@ -8,6 +8,10 @@ from two_hosts import client_of
 
 from kvstore import PutStatus, UsageError
 from kvstore.client.values import existing
+from kvstore.client.values.saving import ValueSaver
+from kvstore.client.values.tensors import Payload
+from kvstore.transport.base import Outcome, Read
+from kvstore.types import EXISTS, Kind, Location
 
 numpy = pytest.importorskip("numpy")
 MIB = 1 << 20
@@ -125,3 +129,40 @@ def test_a_node_of_its_own_beside_it_changes_nothing(redis_server, far):
             assert client.get("k") == b"w" * 1000
             assert client.delete("k")
             assert client.get("k") is None
+
+
+def test_to_compare_takes_what_is_left_of_the_time_of_the_put():
+    """Values of other hosts without a checksum are read: that began a deadline of its own."""
+    now, asked = [100.0], {}
+    key, value = b"k" * 32, b"v" * 10
+    there = Location(1, 1, 0, 0, 1, 0, len(value), 0)
+
+    def save(keys, payloads):
+        now[0] += 1.9
+        return [EXISTS]
+
+    def search(keys, *, give_up_at):
+        asked["index"] = give_up_at
+        return SimpleNamespace(places=[None], remote={0: there})
+
+    def read(wanted, deadline):
+        asked["other host"] = deadline
+        return [Outcome(Read.FAILED)]
+
+    session = SimpleNamespace(
+        machine=SimpleNamespace(monotonic=lambda: now[0]),
+        reader=SimpleNamespace(search=search),
+        writer=SimpleNamespace(timeout_s=2.0),
+        remote=SimpleNamespace(timeout_s=lambda size_bytes: 1.0, read=read),
+    )
+    saver = ValueSaver(session, 1)
+    saver.save = save
+    assert saver.put([key], [Payload(memoryview(value), b"", Kind.BYTES)]) == [EXISTS]
+    assert asked == {"index": 102.0, "other host": 102.0}
+
+
+def test_once_the_time_of_a_put_is_over_the_index_is_not_asked(client, monkeypatch):
+    reader, asked = client.session.reader, []
+    monkeypatch.setattr(reader._index, "match", asked.append)
+    assert reader.search([b"k" * 32], give_up_at=0.0) == [None]
+    assert asked == []
