@@ -42,8 +42,8 @@ class IndexDeadlineError(IndexUnavailableError):
 
 
 class IndexRefusedError(IndexUnavailableError):
-    """The index answers, and this user's name, password or rights are wrong: waiting does not
-    help."""
+    """The index answers, and this user's name, password or rights are wrong, or it is full: waiting
+    does not help."""
 
 
 class IndexBreakerOpenError(IndexUnavailableError):

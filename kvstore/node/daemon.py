@@ -345,7 +345,8 @@ class Node:
         return self.core.resets.pack()
 
     def _beaten(self, error: IndexUnavailableError | None) -> None:
-        self.readiness.beaten(error)
+        # A Redis that is full may take a beat and no record.
+        self.readiness.beaten(error or self.publisher.error)
 
     def _try_slot(self, key: Key) -> bool:
         return not self.takes_saves or slot_works(self.core, self.segment, key, self._now())

@@ -46,6 +46,8 @@ class Publisher:
         self._now = machine.monotonic
         self.away = False
         """Whether the last publication failed: then no answer waits for the next one."""
+        self.error: IndexUnavailableError | None = None
+        """Why it did, where all of it failed."""
         self._held: list[tuple[Speaker, Reply]] = []
         self._flush_due = False
         self._remove_due = False
@@ -82,12 +84,13 @@ class Publisher:
                 outbox.postpone(lost)
             else:
                 outbox.published(work)
+            self.error = None
             self.away = bool(lost)
             if lost and len(lost) == len(work):
                 again_s = INDEX_RETRY_S  # nothing is left that the other shards could take
         except IndexUnavailableError as e:
             log.debug("publication waits: %s", e)
-            self.away = True
+            self.away, self.error = True, e
             again_s = INDEX_RETRY_S
         if again_s or not outbox.awaited:
             held, self._held = self._held, []

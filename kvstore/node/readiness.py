@@ -2,7 +2,7 @@
 
 A node serves its own host from its start, with or without an index. It is ready when it has
 published a record, found it again and taken it out, and has read back what it wrote into a slot.
-From then on an index that is away changes nothing (rule 7); one that refuses it does.
+From then on an index that is away changes nothing (rule 7); one that refuses it, or is full, does.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Readiness:
             self._on_ready = on_ready
 
     def beaten(self, error: IndexUnavailableError | None) -> None:
-        """Take note of a heartbeat; `error` is why it did not reach the index, None when it did."""
+        """Take note of a heartbeat; `error` is why it, or the last publication, did not reach the
+        index, None when both did."""
         if error is None and not self._proved:
             error = self._prove()
         if isinstance(error, IndexBreakerOpenError):

@@ -192,8 +192,11 @@ def test_a_redis_out_of_memory_loses_publications_and_no_bytes_and_is_told_later
             assert {result.status for result in results} == {PutStatus.STORED}
             assert right_or_missing(client) == len(VALUES)  # by this host's own hints
             assert indexed(node) == 0
+            wait_until(lambda: not client.health(), "it is said", HEALED_S)
+            assert "is full; give it a larger maxmemory" in str(client.health())
             server.admin().config_set("maxmemory", "0")
             wait_until(lambda: indexed(node) == len(VALUES), "every record is told", HEALED_S)
+            wait_until(client.health, "all is well again", HEALED_S)
 
 
 def test_a_redis_slower_than_the_deadline_is_a_miss_in_time_and_then_at_once(started):

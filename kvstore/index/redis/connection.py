@@ -357,6 +357,7 @@ def refused(label: str, error: Exception) -> IndexUnavailableError:
         "NOAUTH": "a user name or password is needed: ",
         "NOPERM": "this user lacks a right: ",
         "ERR AUTH": "a password was given, but none is set there: ",
+        "OOM": "it is full; give it a larger maxmemory, or maxmemory-policy allkeys-lru: ",
     }
     why = next((words for code, words in hint.items() if text.startswith(code)), "")
     family = IndexRefusedError if why else IndexUnavailableError
