@@ -76,6 +76,11 @@ class HashedRequest:
         return params
 
     @property
+    def kv_hints(self) -> Any:
+        """vLLM's `KvHintsEnvelope`, or None."""
+        return getattr(self._request, "kv_hints", None)
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """One per full store block. None at all for a request whose extras cannot be hashed."""
         known = self.num_prompt_tokens if self._prompts_only else self.num_tokens

@@ -350,3 +350,14 @@ def test_many_engines_under_pressure_never_give_a_wrong_token(
     store.capacity_blocks = 12
     engines = [make(blocks=24, max_batched_tokens=50) for _ in range(2)]
     check_under_pressure(engines, rng, between=lambda: evict_some(store, rng))
+
+
+def test_hints_of_a_request_reach_the_store(make: MakeEngine, store: MemoryBlockStore) -> None:
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    action = KvHintAction("a", "retain", "1", {"ttl_s": 60, "tenant": "t"})
+    engine = make()
+    engine.add("a", prompt(2 * BLOCK + 5), kv_hints=KvHintsEnvelope("1", "m", [action]))
+    engine.run()
+    engine.scheduler.connector._s._retainer.close()
+    assert set(store.retained.values()) == {(60, "t")}
