@@ -129,6 +129,12 @@ EXPLAIN_LINES_MAX: Count = 20
 EXPLAIN_LINES_PERIOD_S: Seconds = 10.0
 """See `EXPLAIN_LINES_MAX`."""
 
+PREFETCH_QUEUE_MAX: Count = 64
+"""Wishes to prefetch that wait for their thread; a further one is not carried out."""
+PREFETCH_BATCH_BLOCKS: Keys = 8
+"""Blocks that are brought from other hosts at a time, and are in memory twice meanwhile."""
+PREFETCH_TIMEOUT_S: Seconds = 10.0
+"""How long one such batch may take; then the rest of that prompt stays where it is."""
 RETAIN_QUEUE_MAX: Count = 1024
 """Wishes to retain blocks that wait for their thread; a further one is not carried out."""
 STATS_SAMPLES_MAX: Count = 1024

@@ -63,6 +63,14 @@ RETAINED_BLOCKS = Metric(
     "result",
     (*RESULT_OF.values(), NO_NODE, TOO_BUSY),
 )
+# Counted by the scheduler side, when blocks were to be brought from other hosts.
+PREFETCHED_BLOCKS = Metric(
+    "kvstore_prefetched_blocks",
+    "Blocks, per shard, that requests wanted on this host and another one had, by what became "
+    "of it",
+    "result",
+    ("yes", "here", "lost", "rejected", NO_NODE, TOO_BUSY),
+)
 # Counted by the scheduler side, when a lookup is answered.
 LOOKUP_BLOCKS = Metric("kvstore_lookup_blocks", "Store blocks that were looked up")
 FOUND_BLOCKS = Metric("kvstore_found_blocks", "Of those, leading ones that could be loaded")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 ACTION_VERSIONS = ("1", "1.0")
-"""Of the actions "retain" and "release" in a request's `kv_hints`."""
+"""Of the actions "retain", "release" and "prefetch" in a request's `kv_hints`."""
 
 
 HANDED_TOKENS = "kvstore_tokens"
@@ -55,6 +56,8 @@ class RequestSettings:
     max_save_tokens: int | None = None
     """From its beginning, to the store; whole blocks of them are saved."""
     retain: Wish | None = None
+    prefetch_tokens: int = 0
+    """So many of its prompt's tokens are to be brought to this host from others."""
     hands_over: bool = False
     """Another engine goes on with the prompt (`do_remote_decode`): its last, part block too is to
     be found."""
@@ -73,7 +76,7 @@ class RequestSettings:
         """From `skip_load`, `skip_save`, `max_load_tokens`, `max_save_tokens`, `retain_s`,
         `tenant`, `do_remote_decode`, `do_remote_prefill` and `HANDED_TOKENS`; others are not
         ours. Of `hints`, the last action "retain" or "release" counts,
-        before `retain_s`.
+        before `retain_s`, and the last "prefetch".
 
         Never raises: a value of another kind is written to the log, and nothing is loaded, saved
         or retained, whichever it was about.
@@ -81,12 +84,14 @@ class RequestSettings:
         if not params and not hints:
             return cls()
         params = params or {}
-        retain = None
+        retain, prefetch_tokens = None, 0
         if "retain_s" in params:
             retain = _wish(request_id, params["retain_s"], params.get("tenant", ""))
         for action in hints:
             if action.action_type in ("retain", "release"):
                 retain = _hinted(request_id, action) or retain
+            elif action.action_type == "prefetch":
+                prefetch_tokens = _prefetch(request_id, action)
         load, save = (_most(request_id, params, what) for what in ("load", "save"))
         handed = params.get("do_remote_prefill") is True
         tokens = params.get(HANDED_TOKENS) if handed else 0
@@ -94,21 +99,43 @@ class RequestSettings:
             load,
             save,
             retain,
+            prefetch_tokens,
             hands_over=params.get("do_remote_decode") is True,
             handed=handed,
             handed_tokens=tokens if type(tokens) is int else 0,
         )
 
 
+def _known(request_id: str, action: Action) -> bool:
+    if action.action_version in ACTION_VERSIONS:
+        return True
+    log.warning(
+        "request %s: kv_hints: %s of version %r is not known here, only %s; not done",
+        request_id,
+        action.action_type,
+        action.action_version,
+        ACTION_VERSIONS,
+    )
+    return False
+
+
+def _prefetch(request_id: str, action: Action) -> int:
+    if not _known(request_id, action):
+        return 0
+    payload = action.payload if isinstance(action.payload, Mapping) else {"max_tokens": None}
+    most = payload.get("max_tokens", sys.maxsize)
+    if type(most) is int and most >= 0:
+        return most
+    log.warning(
+        "request %s: kv_hints: prefetch: max_tokens must be an integer from 0, got %r; not done",
+        request_id,
+        most,
+    )
+    return 0
+
+
 def _hinted(request_id: str, action: Action) -> Wish | None:
-    if action.action_version not in ACTION_VERSIONS:
-        log.warning(
-            "request %s: kv_hints: %s of version %r is not known here, only %s; not done",
-            request_id,
-            action.action_type,
-            action.action_version,
-            ACTION_VERSIONS,
-        )
+    if not _known(request_id, action):
         return None
     if not isinstance(action.payload, Mapping):
         return _wish(request_id, action.payload, "")

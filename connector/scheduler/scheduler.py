@@ -19,7 +19,8 @@ anew, or the request's end ends that.
 
 Only the engine's scheduling thread changes any of it, by calling; so no call may wait, but
 `match`, for lookups, at most `LOOKUP_WAIT_PER_STEP_S` in a step, and `reset`. The helper threads
-(lookup.py, explain.py, resetting.py) have queues of their own and hand back what they found.
+(lookup.py, explain.py, resetting.py, retaining.py, prefetching.py) have queues of their own and
+hand back what they found.
 
 Must never happen:
 
@@ -71,6 +72,7 @@ from connector.scheduler.hand_over import awaited, part_found, part_wanted
 from connector.scheduler.hit_sources import hit_sources
 from connector.scheduler.lookup import Lookup, Lookups
 from connector.scheduler.patience import ComputeRate, patience_s
+from connector.scheduler.prefetching import Prefetcher
 from connector.scheduler.requests import LoadUnderWay, Offer, RequestState
 from connector.scheduler.resetting import Resetter
 from connector.scheduler.retaining import Retainer
@@ -106,6 +108,7 @@ class SchedulerCore:
         self._history = RequestHistory(store, layout, clock, self._counts)
         self._events = BlockEvents(layout, wanted=settings.events)
         self._retainer = Retainer(store, self._counts, self._history.noted)
+        self._prefetcher = Prefetcher(store, layout, self._counts, self._history.noted)
         self._lookups = Lookups(
             store,
             layout,
@@ -163,11 +166,13 @@ class SchedulerCore:
     def on_new_request(self, request: EngineRequest, *, loads: bool = True) -> None:
         """Ask early: the answer is usually there when the engine first schedules it. Without
         `loads` nothing is loaded for this one."""
-        if getattr(request, "kv_transfer_params", None):
+        if getattr(request, "kv_transfer_params", None) or getattr(request, "kv_hints", None):
             state = self._state(request.request_id)
             own = state.own_settings(request)
             self._saves.seen(own)
             state.hands_over_tokens = request.num_prompt_tokens if own.hands_over else 0
+            if own.prefetch_tokens:
+                self._prefetcher.ask(request, own.prefetch_tokens)
         if loads and self._settings.loads and self._long_enough(request):
             state = self._state(request.request_id)
             if state.lookup is None and state.own_settings(request).max_load_tokens != 0:
@@ -536,6 +541,7 @@ class SchedulerCore:
         self._history.close()
         self._resetter.close()
         self._retainer.close()
+        self._prefetcher.close()
         self._store.close()
 
     def _state(self, request_id: str) -> RequestState:
