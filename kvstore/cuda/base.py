@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 SHARED_NAME_BYTES = 16
+FABRIC_HANDLE_BYTES = 64
 POLLS_BEFORE_SLEEP = 50
 POLL_PAUSE_S = 50e-6
 POLL_PAUSE_MAX_S = 1e-3
@@ -45,7 +46,10 @@ class Shared(NamedTuple):
     """In whole granules of the device."""
     fd: int
     """Stands for the memory, as one of a file would; it crosses PID namespaces. To be closed by
-    whoever has it."""
+    whoever has it. -1 on another host than the memory's."""
+    fabric: bytes = b""
+    """Opens it on every host of its NVLink domain (`FABRIC_HANDLE_BYTES`); empty where the platform
+    has no such handles. As good as a key: who has it may write there too."""
 
 
 class Event(Protocol):
@@ -120,9 +124,11 @@ class CudaDevice(Protocol):
 
     def open(self, shared: Shared, *, writable: bool = False) -> int:
         """Map memory that was exported, by this process too, and return its address here: another
-        one each time, and each needs its `close`. The descriptor may be closed after it.
+        one each time, and each needs its `close`. The descriptor may be closed after it; without
+        one it is opened by its fabric handle.
 
-        Raises `DeviceError` for a descriptor of anything else.
+        Raises `DeviceError` for a descriptor of anything else, and for a handle of another NVLink
+        domain.
         """
         ...
 

@@ -122,6 +122,10 @@ Result cuDeviceGetUuid(char* uuid, int device) {  // with zeros in it, as real o
     return 0;
 }
 Result cuDeviceGetAttribute(int* has, int attribute, int) {
+    if (attribute == 128) {  // handles of a fabric
+        *has = the_domain() != nullptr;
+        return 0;
+    }
     const char* wanted = std::getenv(attribute == 117   ? "FAKE_RDMA_FLUSH_OPTIONS"
                                      : attribute == 118 ? "FAKE_RDMA_WRITES_ORDERING"
                                                         : "FAKE_ATTRIBUTE");

@@ -8,10 +8,12 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <map>
+#include <string>
 
 static const size_t kMemory = size_t(1) << 40, kGranule = size_t(2) << 20;
-static const int kPinned = 1, kByDescriptor = 1, kRead = 1, kReadWrite = 3;
+static const int kPinned = 1, kByDescriptor = 1, kByFabric = 8, kRead = 1, kReadWrite = 3;
 
 struct Location {
     int type, id;
@@ -32,21 +34,51 @@ struct Memory {  // what a handle stands for
     int file;
     size_t bytes;
     bool own;  // made by this process
+    bool fabric;
 };
 struct Mapping {
     int file;  // -1: a plain allocation
     size_t bytes;
     int access;
-    bool own;
+    bool own, fabric;
 };
+struct FabricHandle {  // opens the file of a process, for processes of the same domain
+    char domain[32];
+    pid_t owner;
+    int file;
+    ino_t number;
+    char rest[16];
+};
+static_assert(sizeof(FabricHandle) == 64, "as CUmemFabricHandle");
+// The NVLink domain that this process may share memory in; null: none.
+static const char* the_domain() { return std::getenv("FAKE_FABRIC"); }
 static std::map<char*, Mapping> mappings;
 static std::map<char*, size_t> reserved, registered;
 static std::map<uint64_t, Memory> handles;
 
-static uint64_t handle_of(int file, size_t bytes, bool own) {
+static uint64_t handle_of(int file, size_t bytes, bool own, bool fabric) {
     static uint64_t last;
-    handles[++last] = {file, bytes, own};
+    handles[++last] = {file, bytes, own, fabric};
     return last;
+}
+static ino_t number_of(int file) {
+    struct stat about;
+    return fstat(file, &about) ? 0 : about.st_ino;
+}
+// Nothing promises that a process may import what it has made.
+static bool is_own(int file) {
+    for (const auto& [start, mapping] : mappings)
+        if (mapping.own && mapping.file >= 0 && number_of(mapping.file) == number_of(file))
+            return true;
+    return false;
+}
+static Result imported(uint64_t* out, int file, bool fabric) {
+    struct stat about;
+    if (fstat(file, &about) || fcntl(file, F_GET_SEALS) < 0 || about.st_size % kGranule)
+        return kInvalidValue;
+    if (is_own(file)) return kNotPermitted;
+    *out = handle_of(dup(file), about.st_size, false, fabric);
+    return 0;
 }
 static bool on_device(const char* address, size_t bytes, int access = kRead) {
     auto after = mappings.upper_bound(const_cast<char*>(address));
@@ -61,7 +93,7 @@ Result cuMemAlloc(char** out, size_t bytes) {
     std::lock_guard<std::mutex> held(lock);
     void* there = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (there == MAP_FAILED) return kOutOfMemory;
-    mappings[*out = static_cast<char*>(there)] = {-1, bytes, kReadWrite, true};
+    mappings[*out = static_cast<char*>(there)] = {-1, bytes, kReadWrite, true, false};
     return 0;
 }
 Result cuMemFree(char* address) {
@@ -80,7 +112,10 @@ Result cuMemGetAllocationGranularity(size_t* out, const AllocationProp*, int) {
 }
 Result cuMemCreate(uint64_t* out, size_t bytes, const AllocationProp* wanted, uint64_t flags) {
     if (Result bad = checked()) return bad;
-    if (wanted->type != kPinned || wanted->handle_types != kByDescriptor || flags ||
+    bool fabric = wanted->handle_types & kByFabric;
+    // Where a device could and this process has no channel to its domain.
+    if (fabric && (!the_domain() || !*the_domain())) return kNotPermitted;
+    if (wanted->type != kPinned || (wanted->handle_types & ~kByFabric) != kByDescriptor || flags ||
         wanted->location.type != 1 || wanted->location.id >= kDevices || wanted->rdma != 1 ||
         !bytes || bytes % kGranule)
         return kInvalidValue;
@@ -88,7 +123,7 @@ Result cuMemCreate(uint64_t* out, size_t bytes, const AllocationProp* wanted, ui
     std::lock_guard<std::mutex> held(lock);
     int file = memfd_create("fake-cuda", MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, bytes)) return kOutOfMemory;
-    *out = handle_of(file, bytes, true);
+    *out = handle_of(file, bytes, true, fabric);
     return 0;
 }
 Result cuMemRelease(uint64_t handle) {
@@ -105,33 +140,47 @@ Result cuMemRetainAllocationHandle(uint64_t* out, char* address) {
     std::lock_guard<std::mutex> held(lock);
     auto found = mappings.find(address);
     if (found == mappings.end() || found->second.file < 0) return kInvalidValue;
-    *out = handle_of(dup(found->second.file), found->second.bytes, found->second.own);
+    const Mapping& known = found->second;
+    *out = handle_of(dup(known.file), known.bytes, known.own, known.fabric);
     return 0;
 }
-Result cuMemExportToShareableHandle(int* out, uint64_t handle, int type, uint64_t flags) {
+Result cuMemExportToShareableHandle(void* out, uint64_t handle, int type, uint64_t flags) {
     if (Result bad = checked()) return bad;
     std::lock_guard<std::mutex> held(lock);
     auto found = handles.find(handle);
-    if (found == handles.end() || type != kByDescriptor || flags) return kInvalidValue;
-    *out = dup(found->second.file);
-    return *out < 0 ? kOutOfMemory : 0;
-}
-Result cuMemImportFromShareableHandle(uint64_t* out, void* descriptor, int type) {
-    if (Result bad = checked()) return bad;
-    int file = static_cast<int>(reinterpret_cast<intptr_t>(descriptor));
-    struct stat about;
-    if (type != kByDescriptor || fstat(file, &about) || fcntl(file, F_GET_SEALS) < 0 ||
-        about.st_size % kGranule)
-        return kInvalidValue;
-    std::lock_guard<std::mutex> held(lock);
-    for (const auto& [start, mapping] : mappings) {  // nothing promises it within one process
-        struct stat own;
-        if (mapping.own && mapping.file >= 0 && !fstat(mapping.file, &own) &&
-            own.st_ino == about.st_ino)
-            return kNotPermitted;
+    if (found == handles.end() || flags) return kInvalidValue;
+    if (type == kByDescriptor) {
+        int copy = dup(found->second.file);
+        *static_cast<int*>(out) = copy;
+        return copy < 0 ? kOutOfMemory : 0;
     }
-    *out = handle_of(dup(file), about.st_size, false);
+    if (type != kByFabric || !found->second.fabric) return kInvalidValue;
+    FabricHandle way = {};
+    std::strncpy(way.domain, the_domain(), sizeof way.domain - 1);
+    way.owner = getpid();
+    way.number = number_of(found->second.file);
+    for (const auto& [start, mapping] : mappings)
+        if (mapping.own && mapping.file >= 0 && number_of(mapping.file) == way.number)
+            way.file = mapping.file;  // as long as the memory is mapped there
+    std::memcpy(out, &way, sizeof way);
     return 0;
+}
+Result cuMemImportFromShareableHandle(uint64_t* out, void* given, int type) {
+    if (Result bad = checked()) return bad;
+    std::lock_guard<std::mutex> held(lock);
+    if (type == kByDescriptor)
+        return imported(out, static_cast<int>(reinterpret_cast<intptr_t>(given)), false);
+    if (type != kByFabric) return kInvalidValue;
+    FabricHandle way;
+    std::memcpy(&way, given, sizeof way);
+    if (!the_domain() || std::strncmp(way.domain, the_domain(), sizeof way.domain))
+        return kNotPermitted;
+    std::string path = "/proc/" + std::to_string(way.owner) + "/fd/" + std::to_string(way.file);
+    int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    Result result = file < 0 || number_of(file) != way.number ? kInvalidHandle
+                                                              : imported(out, file, true);
+    if (file >= 0) close(file);
+    return result;
 }
 Result cuMemAddressReserve(char** out, size_t bytes, size_t, char*, uint64_t flags) {
     if (Result bad = checked()) return bad;
@@ -162,7 +211,7 @@ Result cuMemMap(char* at, size_t bytes, size_t offset, uint64_t handle, uint64_t
     int file = dup(found->second.file);
     if (mmap(at, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED)
         return kOutOfMemory;
-    mappings[at] = {file, bytes, 0, found->second.own};
+    mappings[at] = {file, bytes, 0, found->second.own, found->second.fabric};
     return 0;
 }
 Result cuMemSetAccess(char* at, size_t bytes, const AccessDesc* wanted, size_t count) {
