@@ -53,6 +53,8 @@ class NodeTable:
     """Serve without a secret whoever can connect."""
     nixl: Literal["", "read-only", "writable"] = ""
     """Let other hosts read by RDMA through NIXL too; experimental (docs/rdma.md)."""
+    fabric: bool = False
+    """With `vram`: let hosts of the same NVLink domain map it (docs/decisions/0068)."""
     events: str = ""
     """Where to tell routers which blocks are stored and removed: PORT (on this host alone),
     tcp://HOST:PORT or ipc://PATH, and the port after it; empty: nowhere (docs/decisions/0064)."""
@@ -68,6 +70,8 @@ class NodeTable:
         numa.check_setting("node.numa", self.numa)
         self.size_in_bytes, self.vram_in_bytes  # noqa: B018  # refuse what is no size
         if not self.vram:
+            if self.fabric:
+                raise UsageError("node.fabric", True, "is for a node with `vram`")
             return
         if self.numa != numa.NONE:
             raise UsageError("node.numa", self.numa, "is not for a node with `vram`")

@@ -199,6 +199,7 @@ class BlockSession:
             self._vram_nodes(key_prefix, device, sees_vram),
             signer,
             Silenced(self.run_dir),
+            device=device,
             nixl_device=nixl_device,
             machine=machine,
         )
@@ -278,8 +279,7 @@ class BlockSession:
         self.reader.let_go()
         self.writer.let_go()
         self.value_names.tell()
-        if self.remote.vram is not None:
-            self.remote.vram.look()
+        self.remote.look_after()
         if self._sweeper.due(now):
             self._sweeper.sweep()
 

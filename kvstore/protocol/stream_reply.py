@@ -149,6 +149,10 @@ class ReadReply:
         self._groups = grouped(coming)
         return list(self._groups)
 
+    def there(self) -> list[Head | None]:
+        """The heads that were taken; None for blocks that do not come."""
+        return [None if head.follows == Sent.MISS else head for head in self._heads]
+
     def tails(self, raw: bytes, seal: StreamSeal) -> None:
         """Take the tails of the next group, whose payloads have gone by `seal`.
 

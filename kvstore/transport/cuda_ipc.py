@@ -56,10 +56,12 @@ class CudaIpcTransport:
         attach: Callable[[Announcement], Heads | None],
         *,
         verifies: bool = False,
+        way: str = NAME,
     ) -> None:
-        """With `verifies`, only blocks with a checksum are hits, and only with the right bytes."""
+        """With `verifies`, only blocks with a checksum are hits, and only with the right bytes.
+        `way` is under what nodes announce their memory."""
         self.device = device
-        self.memory = OpenMemory(device, attach)
+        self.memory = OpenMemory(device, attach, way)
         self.checksums = DeviceChecksums(device) if verifies else None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

@@ -136,12 +136,19 @@ class DeviceBlock:
 class OpenMemory:
     """The memory of nodes that is open in this process, at most `CUDA_IPC_NODES_MAX` of them.
 
-    Thread-safe. `attach` finds the headers of a node, None when it is not on this host.
+    Thread-safe. `attach` finds the headers of a node, None when it is out of reach.
     """
 
-    def __init__(self, device: CudaDevice, attach: Callable[[Announcement], Heads | None]) -> None:
+    def __init__(
+        self,
+        device: CudaDevice,
+        attach: Callable[[Announcement], Heads | None],
+        way: str = NAME,
+    ) -> None:
+        """`way` is under what nodes announce their memory."""
         self.device = device
         self._attach = attach
+        self._way = way
         self._lock = threading.Lock()
         self._opened: dict[tuple[int, int], Opened] = {}
         """By node id and epoch, that used last at the end."""
@@ -158,7 +165,7 @@ class OpenMemory:
         driver does not open it, or when what is read there is not what the node has written: that
         is looked at now, and every `PROBE_EVERY_S`.
         """
-        address = DeviceAddress.parse(node.transports.get(NAME, ""))
+        address = DeviceAddress.parse(node.transports.get(self._way, ""))
         with self._lock:
             if self._closed or address is None:
                 return None
@@ -211,7 +218,8 @@ class OpenMemory:
                 raise DeviceError("the node has been started anew")
             return self.device.open(shared)
         finally:
-            os.close(shared.fd)
+            if shared.fd >= 0:
+                os.close(shared.fd)
 
     def done_with(self, opened: Opened) -> None:
         with self._lock:

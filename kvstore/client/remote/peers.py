@@ -24,6 +24,8 @@ from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.record import RecordSigner
 from kvstore.segment.layout import Layout
+from kvstore.transport.cuda_fabric import NAME as FABRIC
+from kvstore.transport.cuda_fabric import FabricTransport
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.nixl.transport import NixlTransport
 from kvstore.transport.select import choose
@@ -65,12 +67,14 @@ class Peers:
         signer: RecordSigner | None = None,
         silenced: Silenced | None = None,
         *,
+        device: CudaDevice | None = None,
         nixl_device: CudaDevice | None = None,
         machine: Machine = REAL,
     ) -> None:
         """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
         `signer` only nodes count whose announcement it signed; by `silenced` the clients of this
-        host tell each other who is silent. What NIXL reads may arrive in memory of `nixl_device`,
+        host tell each other who is silent. With a `device` nodes of the same NVLink domain are
+        read through it. What NIXL reads may arrive in memory of `nixl_device`,
         where that is wanted."""
         self.vram = vram
         self._silenced = silenced
@@ -78,6 +82,11 @@ class Peers:
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
         self._nixl = NixlTransport(self.stream, Layout, nixl_device) if NIXL in allowed else None
+        self._fabric = (
+            None
+            if device is None or FABRIC not in allowed
+            else FabricTransport(self.stream, Layout, device)
+        )
         self._lock = threading.RLock()
         self.directory = NodeDirectory(index, self._offered, signer, machine=machine)
         self._asking = 0
@@ -97,7 +106,7 @@ class Peers:
             and (announcement := self.vram.node(node_id, epoch, now)) is not None
         ):
             return announcement
-        if STREAM not in self._allowed and self._nixl is None:
+        if STREAM not in self._allowed and self._nixl is None and self._fabric is None:
             return None
         known = self.directory.node(node_id, now)
         announcement = known.announcement
@@ -131,6 +140,8 @@ class Peers:
         offered = [STREAM] if self.stream.usable(announcement) else []
         if self._nixl is not None and self._nixl.usable(announcement):
             offered.append(NIXL)
+        if self._fabric is not None and self._fabric.usable(announcement):
+            offered.append(FABRIC)
         return offered if choose(self._allowed, offered, mapped=False) else []
 
     @property
@@ -267,6 +278,14 @@ class Peers:
             probe()
         return True
 
+    def look_after(self) -> None:
+        """Look after memory of nodes in VRAM that is open here, or is to be; beside the caller's
+        work."""
+        if self.vram is not None:
+            self.vram.look()
+        if self._fabric is not None:
+            self._fabric.sweep()
+
     def timeout_s(self, size_bytes: int) -> float:
         """What a batch of `size_bytes` may take."""
         return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S
@@ -280,6 +299,8 @@ class Peers:
             self._silenced = None  # whoever still waits for an answer writes nothing any more
         if self._nixl is not None:
             self._nixl.close()
+        if self._fabric is not None:
+            self._fabric.close()
         self.stream.close()
         if self.vram is not None:
             self.vram.close()

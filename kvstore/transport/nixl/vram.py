@@ -64,7 +64,7 @@ class VramArena:
     def arguments(self) -> list[str]:
         """MEMORY, as child.py takes it."""
         assert self._shared is not None
-        name, size_bytes, fd = self._shared
+        name, size_bytes, fd = self._shared[:3]
         return [str(fd), str(size_bytes), str(self._device.ordinal), name.hex()]
 
     def handed_over(self) -> None:

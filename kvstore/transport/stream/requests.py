@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control_replies import InvalidReplyError, outcome
+from kvstore.protocol.fabric import FabricMemory, unpack_fabric
 from kvstore.protocol.nixl import Endpoint, unpack_endpoint
 from kvstore.protocol.stream import (
     GRANTED,
@@ -23,7 +24,7 @@ from kvstore.protocol.stream import (
     pack_read,
     unpack_answers,
 )
-from kvstore.protocol.stream_reply import ReadReply, heads_bytes
+from kvstore.protocol.stream_reply import Head, ReadReply, heads_bytes
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked
 from kvstore.transport.stream.transport import StreamTransport, receive_frame
@@ -92,6 +93,16 @@ def look(
 
     Raises `PeerError` when the node cannot be reached, breaks the protocol or is late.
     """
+    return [head is not None for head in look_at(transport, node, asked, deadline)]
+
+
+def look_at(
+    transport: StreamTransport,
+    node: Announcement,
+    asked: Sequence[tuple[Key, Location]],
+    deadline: float,
+) -> list[Head | None]:
+    """As `look`, with what is known of each that is there."""
     pool = transport.pool(node)
     channel = pool.take(deadline)
     in_step = False
@@ -99,12 +110,11 @@ def look(
         channel.send_frame(pack_read(asked, deadline - time.monotonic(), Frame.LOOK), deadline)
         raw = channel.receive_bytes(heads_bytes(len(asked)), deadline)
         reply = ReadReply([location.length for _, location in asked])
-        coming = reply.heads(raw, channel.seals.received)
+        reply.heads(raw, channel.seals.received)
         in_step = True
     finally:
         pool.give(channel, in_step)
-    there = {i for group in coming for i in group}
-    return [i in there for i in range(len(asked))]
+    return reply.there()
 
 
 def ask(
@@ -140,6 +150,14 @@ def nixl_endpoint(
     Raises `PeerError` as `look`.
     """
     return unpack_endpoint(_asked(transport, node, (Frame.NIXL, b""), None, deadline))
+
+
+def fabric_memory(
+    transport: StreamTransport, node: Announcement, deadline: float
+) -> FabricMemory | None:
+    """How to map the node's VRAM over NVLink; None when it offers none. Raises `PeerError` as
+    `look`."""
+    return unpack_fabric(_asked(transport, node, (Frame.FABRIC, b""), None, deadline))
 
 
 def _asked(
