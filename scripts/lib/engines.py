@@ -339,6 +339,16 @@ class Driver:
         """Return one of vLLM's own counters; it needs `disable_log_stats` off."""
         return sum(float(one.value) for one in self.llm.get_metrics() if one.name == name)
 
+    def running(self) -> dict[str, bool]:
+        """Tell how the engine runs, as vLLM has settled it."""
+        config = self.engine.vllm_config
+        graphs = config.compilation_config.cudagraph_mode
+        return {
+            "model runner V2": bool(config.use_v2_model_runner),
+            "asynchronous scheduling": bool(config.scheduler_config.async_scheduling),
+            "CUDA graphs": not config.model_config.enforce_eager and bool(graphs and graphs.value),
+        }
+
     def reset(self, connector: bool) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 

@@ -3,8 +3,8 @@
     python scripts/lib/gpu_engine.py
 
 One engine only saves, a second only loads, a third does both; with VRAM pools and without.
-All must start, load what the first computed, and give its tokens. Runs on vLLM for CPUs as well,
-where VRAM pools are left out by themselves.
+All must start, load what the first computed, and give its tokens; on a device with all that users
+have there by default (`BY_DEFAULT`). Runs on vLLM for CPUs as well, without VRAM pools and those.
 """
 
 from __future__ import annotations
@@ -24,12 +24,26 @@ PROMPT_TOKENS = PREFIX_TOKENS + 2
 """Every engine splits its prefill behind the prefix: the tail runs through the same kernels."""
 ENGINES = (("kv_producer", True), ("kv_consumer", True), ("kv_both", False))
 """Role, and whether it uses VRAM pools."""
+BY_DEFAULT = ("model runner V2", "asynchronous scheduling", "CUDA graphs")
+"""What vLLM settles on with a GPU; an engine without one of these proves little."""
+GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4]}
+"""Each size takes time to capture."""
+
+
+def on_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def settings(folder: Path, role: str, vram: bool) -> EngineSettings:
-    import torch
-
-    more: dict[str, Any] = {"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}
+    more: dict[str, Any] = {}
+    if on_device():
+        more = {
+            "gpu_memory_utilization": 0.2,
+            "enforce_eager": False,
+            "compilation_config": GRAPHS,
+        }
     connector = kv_transfer(
         role,
         run_dir=str(folder / "run"),
@@ -61,6 +75,10 @@ def check(folder: Path) -> list[str]:
             except RuntimeError as e:
                 return [*wrong, f"{name}: {e}", *log.read_text().splitlines()[-40:]]
             engines.append(engine)  # the producer goes on: its VRAM is read
+            runs = [what for what, does in engine.call("running").items() if does]
+            if on_device():
+                lacks = [what for what in BY_DEFAULT if what not in runs]
+                wrong += [f"{name}: it runs without {what}" for what in lacks]
             results = [engine.generate([prompt])[0] for prompt in prompts]
             engine.drain()
             expected = expected or [result.tokens for result in results]
@@ -70,7 +88,10 @@ def check(folder: Path) -> list[str]:
                 wrong.append(f"{name}: {cached} tokens of each prompt loaded, {wanted} expected")
             if [result.tokens for result in results] != expected:
                 wrong.append(f"{name}: other tokens than the engine that computed them")
-            print(f"{name}: {len(prompts)} prompts, {cached[0]} tokens of each were loaded")
+            print(
+                f"{name}: {len(prompts)} prompts, {cached[0]} tokens of each were loaded; "
+                f"runs with {', '.join(runs) or 'none of what GPUs have'}"
+            )
     finally:
         for engine in engines:
             engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,47 @@ def test_one_that_saves_and_one_that_loads_start_and_share_kv(
     monkeypatch.setattr(gpu_engine, "ENGINES", gpu_engine.ENGINES[:2])
     with tempfile.TemporaryDirectory() as folder:  # a short path: sockets are in it
         assert gpu_engine.check(Path(folder)) == []
+
+
+class Engine:
+    """Finds its prefix, and says that it runs as vLLM without a device does."""
+
+    def __init__(self, model: Path, settings: Any, log: Path) -> None:
+        extra = settings.extra
+        assert extra["enforce_eager"] is False
+        self._loads = settings.connector["kv_role"] != "kv_producer"
+
+    def call(self, op: str) -> dict[str, bool]:
+        assert op == "running"
+        return {
+            "model runner V2": True,
+            "asynchronous scheduling": not self._loads,
+            "CUDA graphs": True,
+        }
+
+    def generate(self, prompts: list[list[int]]) -> list[Any]:
+        from engines import Generated
+
+        return [Generated([1], 0.1, 512 if self._loads else 0) for _ in prompts]
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_engine_on_a_device_that_lacks_what_users_have_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu_engine
+
+    monkeypatch.setattr(gpu_engine, "on_device", lambda: True)
+    monkeypatch.setattr(gpu_engine, "EngineProcess", Engine)
+    assert gpu_engine.check(tmp_path) == [
+        "kv_consumer with VRAM: it runs without asynchronous scheduling",
+        "kv_both: it runs without asynchronous scheduling",
+    ]
 
 
 def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(
