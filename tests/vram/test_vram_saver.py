@@ -129,13 +129,16 @@ def other(node, owner, model_dir):
     process.join(PATIENCE_S)
 
 
-def test_blocks_outlive_the_engine_that_saved_them(other, engine):
+def test_blocks_outlive_the_engine_that_saved_them(other, engine, node, model_dir):
     process, _ = other
     assert engine.read(1) == [payload_of(1)]
     process.kill()
     process.join(PATIENCE_S)
     assert engine.read(1) == [payload_of(1)]
     wait_until(lambda: isinstance(engine.reserve(2)[0], DeviceReservation), "its slot is free")
+    following = Engine(node.client_options, model_dir)
+    assert following.read(1) == [payload_of(1)], "an engine that starts after it finds them"
+    following.close()
 
 
 def test_a_slot_of_a_stopped_engine_stays_its_own(other, engine):
