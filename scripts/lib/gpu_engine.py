@@ -33,7 +33,7 @@ GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4]}
 def on_device() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def settings(folder: Path, role: str, vram: bool) -> EngineSettings:
