@@ -215,6 +215,8 @@ ROUTER_BODY_BYTES_MAX: Count = 16 << 20
 """One request's body."""
 ROUTER_ANSWER_BYTES_MAX: Count = 64 << 20
 """One answer of an engine that is not streamed."""
+ROUTER_BLOCKS_ASKED_MAX: Count = 1 << 14
+"""Blocks that another router may ask for at a time."""
 ROUTER_TOKENIZE_TIMEOUT_S: Seconds = 2.0
 """How long a router waits for an engine to tokenize a prompt; then it knows nothing of it."""
 ROUTER_LOAD_GAP_MAX: Count = 8

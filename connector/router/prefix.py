@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from connector import PromptKeys
 from connector.router.routing import held_at
-from kvstore import Holder, Key, Locator, MissReason, Residency, UsageError
+from kvstore import Holder, Holders, Key, Locator, MissReason, Residency, UsageError
 
 log = logging.getLogger("kvstore.router")
 
@@ -107,6 +107,25 @@ class Prefixes:
         except TimeoutError:
             return Prefix(tokens, model.keys.block_tokens, index_away=True)
 
+    def keys_of(self, name: str) -> PromptKeys | None:
+        """How that model's blocks are named; None while that is not known, or is not by tokens
+        alone."""
+        model = self._models.get(name)
+        return model.keys if model is not None and model.plain else None
+
+    async def where(
+        self, keys: Sequence[Key] | None, model: PromptKeys | None, tokens: Sequence[int]
+    ) -> Holders:
+        """Who holds the leading blocks of `keys`, or without them of `tokens` in that model.
+
+        Raises `TimeoutError`, and `UsageError` for what are no tokens.
+        """
+
+        def look() -> Holders:
+            return self._leading(model.of(tokens) if keys is None and model else keys or ())
+
+        return await self._look(look)
+
     async def _look(self, look: Callable[..., T], *arguments: Any) -> T:
         """In a thread. Raises `TimeoutError`."""
         loop = asyncio.get_running_loop()
@@ -115,15 +134,16 @@ class Prefixes:
 
     def _find(self, keys: PromptKeys, tokens: Sequence[int]) -> Prefix:
         try:
-            wanted = keys.of(tokens)
-            if self._residency is not None and self._residency.in_sync:
-                holders = self._residency.leading(wanted)
-            else:
-                holders = self._locator.leading(wanted)
+            holders = self._leading(keys.of(tokens))
         except UsageError:  # no tokens: the engine will say so
             return Prefix()
         away = holders.short in INDEX_AWAY
         return Prefix(tokens, keys.block_tokens, len(holders), held_at(holders), away)
+
+    def _leading(self, wanted: Sequence[Key]) -> Holders:
+        if self._residency is not None and self._residency.in_sync:
+            return self._residency.leading(wanted)
+        return self._locator.leading(wanted)
 
     async def wait_for(self, key: Key, timeout_s: float) -> dict[str, int] | None:
         """Who holds `key`, once it is published; nobody when that takes too long, None when

@@ -30,11 +30,13 @@ from connector.limits import (
     ROUTER_IN_FLIGHT_MAX,
     ROUTER_TOKENIZE_TIMEOUT_S,
 )
+from connector.router.blocks import BlocksAsked, UnknownModelError, where_blocks
 from connector.router.discovery import Name, keep_resolving, resolve
 from connector.router.metrics import exposition
 from connector.router.prefix import Prefix, Prefixes
 from connector.router.routing import Engine, EngineFleet, Role, needs_prefill
 from connector.router.upstream import Answer, EngineFailedError, TooLateError, Upstream
+from kvstore import UsageError
 
 log = logging.getLogger("kvstore.router")
 
@@ -125,6 +127,7 @@ class Router:
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/engines", self._engines),
+                web.post("/blocks", self._blocks),
                 web.get("/metrics", self._metrics),
             ]
         )
@@ -318,6 +321,18 @@ class Router:
     async def _engines(self, request: web.Request) -> web.Response:
         now = time.monotonic()
         return web.json_response([asdict(e) | {"up": e.up(now)} for e in self._fleet.engines])
+
+    async def _blocks(self, request: web.Request) -> web.Response:
+        """Which leading blocks of a prompt are where, for routers of others."""
+        try:
+            asked = BlocksAsked.of(await request.json())
+            return web.json_response(await where_blocks(self._prefixes, asked))
+        except (ValueError, RecursionError, UsageError) as e:
+            return _error(400, str(e) or "the body is not JSON")
+        except UnknownModelError as e:
+            return _error(404, str(e))
+        except TimeoutError:
+            return _error(503, "the index does not answer", {"Retry-After": str(COME_BACK_S)})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=exposition(self._fleet.engines, time.monotonic()))

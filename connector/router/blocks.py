@@ -1,0 +1,100 @@
+"""Answers other routers: which leading blocks of a prompt are in the store, and where.
+
+The question is that of Dynamo's routers to a shared cache: tokens, and the block size that the
+asking router counts in; or keys, for who knows them (`connector.PromptKeys`). The answer has its
+ranges and hits, counted in that size, and for routers that look at places who holds which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Self
+
+from connector.limits import ROUTER_BLOCKS_ASKED_MAX
+from connector.router.prefix import INDEX_AWAY
+from kvstore import Key, UsageError
+
+if TYPE_CHECKING:
+    from connector.router.prefix import Prefixes
+
+
+KEY_BYTES = 32
+"""Of a `kvstore.Key`."""
+
+
+class UnknownModelError(Exception):
+    """No engine has told yet how it names this model's blocks, or tokens alone do not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAsked:
+    """Holds one question: `keys`, or a `model` and `tokens`."""
+
+    keys: Sequence[Key] | None = None
+    model: str = ""
+    tokens: Sequence[int] = ()
+    block_size: int | None = None
+    """Tokens of a block of the asking router; None: a block of the store's."""
+
+    @classmethod
+    def of(cls, body: object) -> Self:
+        """From a request's JSON. Raises `UsageError`."""
+        if not isinstance(body, dict):
+            raise UsageError("body", type(body).__name__, "must be an object")
+        keys, tokens, size = (body.get(name) for name in ("keys", "tokens", "block_size"))
+        if (keys is None) == (tokens is None):
+            raise UsageError("body", sorted(map(str, body)), "must have one of keys and tokens")
+        if size is not None and (type(size) is not int or size < 1 or keys is not None):
+            raise UsageError("block_size", size, "must be an integer from 1, and is for tokens")
+        if keys is None:
+            if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+                raise UsageError("tokens", type(tokens).__name__, "must be a list of integers")
+            return cls(None, str(body.get("model", "")), tokens, size)
+        if not isinstance(keys, list) or len(keys) > ROUTER_BLOCKS_ASKED_MAX:
+            rule = f"must be a list of at most {ROUTER_BLOCKS_ASKED_MAX}, in hexadecimal"
+            raise UsageError("keys", type(keys).__name__, rule)
+        try:
+            wanted = [bytes.fromhex(key) for key in keys]
+        except (TypeError, ValueError) as e:
+            raise UsageError("keys", keys[:1], "must be text, in hexadecimal") from e
+        if any(len(key) != KEY_BYTES for key in wanted):
+            raise UsageError("keys", keys[:1], f"must be of {KEY_BYTES} bytes each")
+        return cls(wanted)
+
+
+async def where_blocks(prefixes: Prefixes, asked: BlocksAsked) -> dict[str, Any]:
+    """The answer, plain values for JSON.
+
+    Raises `UnknownModelError`, `UsageError`, and `TimeoutError` when the index is away.
+    """
+    model = None if asked.keys is not None else prefixes.keys_of(asked.model)
+    if model is None and asked.keys is None:
+        raise UnknownModelError(
+            f"model {asked.model!r}: no engine has told its keys yet (a prompt that is prefilled "
+            "through this router makes one tell), or more than tokens makes them"
+        )
+    if model and len(asked.tokens) > ROUTER_BLOCKS_ASKED_MAX * model.block_tokens:
+        rule = f"must be of at most {ROUTER_BLOCKS_ASKED_MAX} blocks"
+        raise UsageError("tokens", len(asked.tokens), rule)
+    holders = await prefixes.where(asked.keys, model, asked.tokens)
+    if holders.short in INDEX_AWAY:
+        raise TimeoutError
+    first = 0
+    runs = []
+    for holder, run in groupby(holders):
+        end = first + len(list(run))
+        runs.append({"node": holder.name, "host": holder.host, "start": first, "end": end})
+        first = end
+    store_size = model.block_tokens if model else None
+    hits = len(holders)
+    if asked.block_size is not None and store_size is not None:
+        hits = hits * store_size // asked.block_size
+    return {
+        "block_size": asked.block_size or store_size,
+        "ranges": [{"start": 0, "end": hits}] if hits else [],
+        "total_hits": hits,
+        "store_block_size": store_size,
+        "holders": runs,
+    }
