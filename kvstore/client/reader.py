@@ -284,7 +284,9 @@ class Reader:
         if unknown and believes_names(self._signer) and self._nodes.map_ours(now):
             self._find_here(found, keys)
             unknown = [i for i in unknown if found[i] is None]
-        if not unknown or self._now() >= give_up_at:
+        if not unknown:
+            return found
+        if self._now() >= give_up_at:
             return found
         try:
             for wanted in in_batches(unknown, BATCH_KEYS_MAX):
