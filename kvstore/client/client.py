@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ from kvstore.client import arguments
 from kvstore.client.explanation import Explanation, Missing, MissReason
 from kvstore.client.health import Health, ask_index
 from kvstore.client.miss_query import about_block, about_value
-from kvstore.client.pinned import Pinned, TokenMatch
+from kvstore.client.pinned import Copies, Pinned, TokenMatch
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.values import tensors
@@ -141,6 +142,7 @@ class Client:
         self._verify = verify == "always"
         self._saver = ValueSaver(self.session, namespace.id)
         self._explained: dict[str, int] = {}
+        self._copies = Copies()
         self._counts = {"stored": 0, "not_stored": 0}
 
     # --- putting ----------------------------------------------------------
@@ -243,8 +245,9 @@ class Client:
     def pin(self, key: str | bytes) -> Pinned | None:
         """A zero-copy view of a value that cannot be evicted while it is open; None on a miss.
 
-        Close it, or use it in a `with`. Raises `UsageError` for a value that only a node of
-        another host has: it can be read by `get`, and pinned by a client there.
+        Close it, or use it in a `with`. Of another user's node it is a copy, and a miss while
+        such pins have taken `ANOTHERS_BYTES_MAX`. Raises `UsageError` for a value that only a
+        node of another host has: it can be read by `get`, and pinned by a client there.
         """
         raw_key = self._value_key(key)
         try:
@@ -255,17 +258,22 @@ class Client:
         if record is None:
             self._check_not_remote(key, raw_key)
             return None
+        claim = self._copies.claim()
         try:
-            place = self._reader.place(raw_key, record)
+            place = self._reader.place(raw_key, record, partial(self._copies.take, claim))
             if place is not None and self._verify and not self._reader.verified(raw_key, place):
                 place = None
         except BaseException:  # interrupted: nobody has it
+            self._copies.release(claim)
             self._writer.unpin(raw_key, record)
             raise
         if place is None:
+            self._copies.release(claim)
             self._writer.unpin(raw_key, record)
             return None
-        return Pinned(self._writer, place, raw_key, record)
+        pinned = Pinned(self._writer, place, raw_key, record)
+        self._copies.keep(claim, pinned)
+        return pinned
 
     def _check_not_remote(self, key: str | bytes, raw_key: Key) -> None:
         location = self._reader.search((raw_key,)).remote.get(0)

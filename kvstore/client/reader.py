@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -385,11 +385,14 @@ class Reader:
                 if spot is not None:
                     found[i] = self._place(attached, *spot)
 
-    def place(self, key: Key, record: Record) -> Place | None:
-        """`resolve`, for what is in this host's memory; of another user's, a copy."""
+    def place(
+        self, key: Key, record: Record, has_room: Callable[[int], bool] = lambda size_bytes: True
+    ) -> Place | None:
+        """`resolve`, for what is in this host's memory; of another user's, a copy, if it
+        `has_room`."""
         ref = self.resolve(key, record)
         if isinstance(ref, UnmappedPlace):
-            return ref.copied()
+            return ref.copied() if has_room(ref.length) else None
         return ref if isinstance(ref, Place) else None
 
     def _place(

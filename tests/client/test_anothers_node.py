@@ -171,6 +171,29 @@ def test_a_value_that_nobody_can_have_saved_takes_no_memory(
     assert root.get("k") is None
 
 
+def test_many_pins_take_no_more_memory_than_a_client_may(
+    root: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a copy; one that has ended makes room for the next, also by its last view."""
+    values = {f"pin{i}": os.urandom(5000) for i in range(4)}
+    assert root.put_many(values)
+    monkeypatch.setattr("kvstore.client.pinned.ANOTHERS_BYTES_MAX", 2 * 5000)
+    one, two = root.pin("pin0"), root.pin("pin1")
+    assert one is not None
+    assert two is not None
+    assert root.pin("pin2") is None
+    view = one.buffer
+    one.close()
+    assert root.pin("pin2") is None, "somebody has a view of the first"
+    assert view == values["pin0"]
+    del view
+    with root.pin("pin2") as three:
+        assert three.buffer == values["pin2"]
+        assert root.pin("pin3") is None
+    two.close()
+    assert root.stats()["node"]["pinned"] == 0
+
+
 def test_many_values_take_no_more_memory_than_a_call_may(
     root: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
