@@ -73,6 +73,7 @@ class Readiness:
         self._try_slot = try_slot
         self._proved = False
         self._said: str | None = None
+        self._lost = ""
         self._on_ready: Callable[[], None] | None = None
 
     def serving(self, on_ready: Callable[[], None] | None) -> None:
@@ -122,7 +123,13 @@ class Readiness:
             self._directory.say_ready(self._said or "")
         return gone
 
+    def lost(self, why: str) -> None:
+        """From here on it is not ready, for that reason: something is gone for good."""
+        self._lost = why
+        self._say(why)
+
     def _say(self, why_not: str) -> None:
+        why_not = self._lost or why_not
         if why_not != self._said:
             self._said = why_not
             self._directory.say_ready(why_not)

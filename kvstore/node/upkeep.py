@@ -9,6 +9,11 @@ The lease of a living client cannot be put back: nobody else can hold its lock. 
 with the descriptor that it has; the next one could not tell when that client ends (rule 5), so it
 is told, by the file `unwatched`, to begin empty.
 
+Nor can a file of the segment be put back: the kernel gives no name again to a file that has lost
+its last. Who has it mapped goes on; who starts later finds nothing here and saves nothing. So it
+is said, by the log and by what health checks read (`Readiness.lost`), until an operator restarts
+the node; ending would lose what its present clients have.
+
 Nothing here ends the node: what cannot be written is said, once in a while.
 """
 
@@ -82,6 +87,8 @@ class Upkeep:
             *parts.more,
         ]
         word = parts.announcement
+        self._memory = [p for p in map(Path, (word.data_path, word.head_path)) if p.exists()]
+        """What clients map; of VRAM the headers alone."""
         self._others = [
             *(self._directory.lock, self._directory.keep, self._directory.resets_path),
             *(self._directory.path, self._directory.path.parent, parts.run_dir),
@@ -110,6 +117,14 @@ class Upkeep:
                     self._say.warning("node %s: %s was removed: it is there again", name, path)
             except OSError as e:
                 self._say.warning("node %s: %s cannot be put back: %s", name, path, e.strerror)
+        self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        for path in self._memory:
+            if not os.path.lexists(path):
+                why = f"its memory {path} was removed: new clients cannot use it; restart it"
+                self._parts.readiness.lost(why)
+                self._say.warning("node %s: %s", self._directory.name, why)
 
     def refresh(self) -> None:
         """Leave a sign of life, and give every file the time of now."""

@@ -12,6 +12,8 @@ from redis_servers import RedisServer, wait_until
 from stores import MIB, NodeProcess, NodeThread
 
 from kvstore import Client
+from kvstore.cli.checks.base import Context, Level
+from kvstore.cli.checks.machine import leftovers
 from kvstore.node.vram import VramNode  # noqa: F401  # its files are the same, and one more
 from kvstore.nodedir import NodeDir
 
@@ -78,6 +80,36 @@ def test_all_files_but_the_lock_are_put_back(node: NodeProcess) -> None:
         assert old.put("older", VALUE)
         wait_until((node.run_dir / "epochs" / node.name).exists, "its epoch is on record again")
     assert node.process.poll() is None
+
+
+@pytest.mark.parametrize("file", ["data", "head"])
+def test_memory_that_was_removed_is_said_and_those_who_have_it_go_on(
+    node: NodeProcess, file: str
+) -> None:
+    """A file without a name gets none again: new clients have misses until a restart."""
+    word = node.directory.announcement()
+    assert word is not None
+    with Client(**node.client_options) as old:
+        assert old.put("old", VALUE)
+        assert old.health()
+        path = word.data_path if file == "data" else word.head_path
+        remove(Path(path))
+        wait_until(lambda: not old.health(), "its own client says so")
+        assert old.get("old") == VALUE
+        assert old.put("older", VALUE)
+        with Client(**node.client_options) as new:
+            assert new.get("old") is None
+            assert not new.put("new", VALUE)
+            for client in (old, new):
+                why = client.health().nodes[node.name]
+                assert path in why
+                assert "restart it" in why
+    found = leftovers(Context(node.redis.url, node.key_prefix, node.run_dir))
+    (said,) = [one for one in found if one.level is Level.FAIL]
+    assert f"{path} of node {node.name} was removed" in said.found
+    node.kill()
+    node.start()
+    assert put_by_a_new_client(node, "new")
 
 
 def test_a_node_that_lost_its_lock_puts_nothing_back(node: NodeProcess) -> None:

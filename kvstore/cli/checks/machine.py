@@ -8,6 +8,7 @@ import re
 import resource
 import stat
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvstore.cli.checks.base import Context, Finding, Level, read_text
@@ -109,6 +110,7 @@ def leftovers(context: Context) -> list[Finding]:
         )
         if directory.alive():
             living |= files
+            findings += _nameless(directory.name, files)
             continue
         dead |= files
         held = sum(_size_of(name) for name in files)
@@ -128,6 +130,16 @@ def leftovers(context: Context) -> list[Finding]:
         found = f"{path} belongs to another user, and is called like a segment of this one"
         findings.append(Finding(Level.INFO, f"{found}; it is passed over"))
     return findings or [Finding(Level.OK, f"no segment of a dead node in {SHM_DIR}")]
+
+
+def _nameless(node: str, files: Iterable[str]) -> list[Finding]:
+    """Return what of a living node's memory was removed: who starts later cannot map it."""
+    removed = [name for name in sorted(files) if name and not os.path.lexists(name)]
+    do = f"restart node {node}; and keep whatever removes files there from {SHM_DIR}/kvstore-*"
+    return [
+        Finding(Level.FAIL, f"{name} of node {node} was removed: new clients cannot use it", do)
+        for name in removed
+    ]
 
 
 def _size_of(name: str) -> int:

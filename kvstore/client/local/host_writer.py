@@ -25,7 +25,12 @@ from kvstore.client.placement import Home, homes_of
 from kvstore.client.savers import abort, ask_all
 from kvstore.core.answers import BlockRow
 from kvstore.core.listed import place_of
-from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
+from kvstore.errors import (
+    DeadlineError,
+    IndexUnavailableError,
+    NodeUnavailableError,
+    PeerError,
+)
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
 from kvstore.protocol.control_requests import Want
@@ -35,6 +40,9 @@ from kvstore.types import Key, Retained, rejected
 
 TOUCH_EVERY_S = 0.2
 TOUCHED_MAX = 4096
+ROOM_MARGIN_BYTES = 512 << 20
+"""A node with less room than that is asked before each save: others can fill it while an answer
+of `ROOM_BELIEVED_S` ago is believed. One that is full is not: it evicts, which makes no room."""
 ROOM_BELIEVED_S = 0.05
 """How long what nodes said of their room is used, less what was sent there since."""
 HIGHEST = frozenset({"largest_free_bytes", "oldest_reservation_s", "value_bytes_max"})
@@ -67,7 +75,8 @@ class HostWriter(HostWriters):
             link.announcement.node_id: (writer, link, []) for writer, link in targets
         }
         holders = self._holders([key for key, _ in blocks])
-        homes = homes_of(blocks, holders, self._homes([link for _, link in targets]))
+        least = min((size_bytes for _, size_bytes in blocks), default=0)
+        homes = homes_of(blocks, holders, self._homes([link for _, link in targets], least))
         sent: dict[NodeLink, int] = {}
         for i, node_id in enumerate(homes):
             _, link, which = shares[node_id]
@@ -77,12 +86,17 @@ class HostWriter(HostWriters):
             self._free[link] = max(self._free.get(link, 0) - size_bytes, 0)
         return [share for share in shares.values() if share[2]]
 
-    def _homes(self, links: Sequence[NodeLink]) -> list[Home]:
+    def _homes(self, links: Sequence[NodeLink], least: int) -> list[Home]:
+        """Nodes to save to, of blocks of at least `least` bytes."""
         now = self._now()
         if now >= self._free_until or not all(link in self._free for link in links):
             self._free = {link: link.control.directory.room() for link in links}
             self._free_until = now + ROOM_BELIEVED_S
         free = self._free
+        for link in links:
+            if least <= free.get(link, 0) < ROOM_MARGIN_BYTES:
+                # What this client has sent may not have come there yet.
+                free[link] = min(free[link], link.control.directory.room())
         return [
             Home(
                 link.announcement.node_id,
@@ -330,6 +344,13 @@ class HostWriter(HostWriters):
     def health(self) -> dict[str, str]:
         """What is wrong with each node, by name; nothing, when it answers and is ready."""
         found = {other.name: str(other) for other in self._nodes.strangers()}
+        try:
+            # One whose memory cannot be mapped is nobody to write to, and has its reason.
+            for _, directory in self._nodes.writables():
+                if why_not := directory.why_not_ready():
+                    found[directory.name] = why_not
+        except IndexUnavailableError:
+            pass
         try:
             writers = self.writers()
         except NodeUnavailableError:
