@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.processes import lone_redis
 from benchmarks.report import Row, machine
 from benchmarks.serving import peers_venv
-from benchmarks.serving.engines import BLOCK_TOKENS, cpu_dtype
+from benchmarks.serving.engines import BLOCK_TOKENS
 from benchmarks.serving.family import become_subreaper
 from benchmarks.serving.replay import ENGINES, Settings, Turn, about_versions, take_turn
 from benchmarks.serving.report import OURS, REFERENCE, Measured, into_document, markdown, rows
@@ -77,6 +77,8 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with lone_redis() as url:
         about = machine(url)
+    from engines import cpu_dtype
+
     dtype = options.dtype or cpu_dtype()
     about |= {"date": datetime.now(UTC).date().isoformat(), "dtype": dtype}
     about["sessions"] = options.sessions.name if options.sessions else f"from seed {options.seed}"

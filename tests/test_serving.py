@@ -174,8 +174,10 @@ def test_what_is_not_installed_is_told_with_the_command_that_gets_it(start, tmp_
 @pytest.mark.timeout(600)
 def test_a_quick_replay_answers_everything_as_without_a_store(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
+    serve = [sys.executable, "-m", "benchmarks", "serve"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "serve", "--quick", "--json", "--out", str(tmp_path)],
+        # In bfloat16 an answer may differ by rounding.
+        [*serve, "--quick", "--json", "--dtype", "float32", "--out", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -189,10 +191,11 @@ def test_a_quick_replay_answers_everything_as_without_a_store(tmp_path: Path) ->
     for row in (none, ours):
         assert row["turns"] == 1, row
         assert (row["wrong"], row["errors"]) == (0, 0)
-        assert row["equal"] + row["ties"] == 16
+        assert row["equal"] + row["ties"] == 16, row
         assert row["engine_cpu_s"] > 0
     assert none["hit"] < ours["hit"] <= ours["hit_possible"]
-    assert ours["store_cpu_s"] > 0 == none["store_cpu_s"]
+    # A quick machine's store may use less than a tick (10 ms).
+    assert ours["engine_cpu_s"] > ours["store_cpu_s"] >= 0 == none["store_cpu_s"]
     left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
     assert not [name for name in left if "kvb" in name]
     assert (tmp_path / "table.md").read_text().count("| kvstore |") == 1

@@ -38,13 +38,6 @@ class Answer:
     error: str | None = None
 
 
-def cpu_dtype() -> str:
-    """Return the quick type of this CPU: without AVX-512 it computes bfloat16 four times slower
-    than float32."""
-    flags = Path("/proc/cpuinfo").read_text()
-    return "bfloat16" if "avx512f" in flags or "bf16" in flags else "float32"
-
-
 def arguments(model: Path, *, dtype: str, kv_blocks: int) -> dict[str, Any]:
     """Return the engine's arguments: a cache smaller than the working set, prefix caching on."""
     return {

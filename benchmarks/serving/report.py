@@ -87,7 +87,7 @@ def _row(measured: Measured, connector: str) -> Row:
         "hit": round(sum(a.cached_tokens for a in answers) / load.prompt_tokens / len(ran), 4),
         "hit_possible": round(load.hit_possible, 4),
         "engine_cpu_s": round(median([turn.engine_cpu_s for turn in ran]), 1),
-        "store_cpu_s": round(median([turn.store_cpu_s for turn in ran]), 1),
+        "store_cpu_s": round(median([turn.store_cpu_s for turn in ran]), 2),
         "equal": verdicts and verdicts.count("equal"),
         "ties": verdicts and verdicts.count("tie"),
         "wrong": verdicts and verdicts.count("wrong"),

@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model, kv_transfer
+from engines import (
+    EngineProcess,
+    EngineSettings,
+    Generated,
+    ModelShape,
+    build_model,
+    cpu_dtype,
+    kv_transfer,
+)
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 512
@@ -217,12 +225,12 @@ def killed_while_saving(bench: Bench) -> Verdict:
 def other_dtype(bench: Bench) -> Verdict:
     """Engines of another dtype share nothing: bytes of the one are numbers of the other."""
     wanted = bench.prompts()
-    more: dict[str, Any] = {"extra": {"dtype": "float32"}}
-    reference = tokens_of(bench.alone("alone in float32", **more).generate(wanted))
+    dtype = "bfloat16" if cpu_dtype() == "float32" else "float32"
+    reference = tokens_of(bench.alone(f"alone in {dtype}", dtype=dtype).generate(wanted))
     first = bench.sharing("first")
     first.generate(wanted)
     first.drain()
-    found = bench.sharing("in float32", **more).generate(wanted)
+    found = bench.sharing(f"in {dtype}", dtype=dtype).generate(wanted)
     return judge("other-dtype", reference, found, sum(map(len, wanted)), apart=True)
 
 

@@ -67,12 +67,21 @@ def build_model(path: Path, shape: ModelShape = ModelShape()) -> Path:
     return path
 
 
+def cpu_dtype() -> str:
+    """Return the quick type of this CPU: without AVX-512 it computes bfloat16 four times slower
+    than float32, with it twice as fast."""
+    flags = Path("/proc/cpuinfo").read_text()
+    return "bfloat16" if "avx512f" in flags or "bf16" in flags else "float32"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """Says how one engine is started."""
 
     connector: dict[str, Any] | None = None
     """kv_transfer_config, or None for an engine without a store."""
+    dtype: str = field(default_factory=cpu_dtype)
+    """Of weights and KV."""
     in_process: bool = True
     """Scheduler and model in the engine process itself, else in one more, as `vllm serve` does."""
     kv_blocks: int = 256
@@ -239,7 +248,7 @@ def make_llm(model: str, settings: EngineSettings) -> Any:
         **{
             "model": model,
             "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
+            "dtype": settings.dtype,
             "enforce_eager": True,
             "block_size": settings.block_size,
             "num_gpu_blocks_override": settings.kv_blocks,

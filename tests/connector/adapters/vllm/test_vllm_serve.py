@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from engines import ModelShape, build_model
+from engines import ModelShape, build_model, cpu_dtype
 from redis_servers import RedisServer
 from stores import NodeProcess
 from vllm_server import (
@@ -89,7 +89,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, events_port: int) -> Itera
             command = changed(command, "--kv-events-config", lambda config: config.update(endpoint))
         command[command.index("MODEL")] = str(model)
         small = (
-            f"--dtype bfloat16 --enforce-eager --block-size {ENGINE_BLOCK} --max-model-len 1024 "
+            f"--dtype {cpu_dtype()} --enforce-eager --max-model-len 1024 --block-size {ENGINE_BLOCK} "
             f"--max-num-batched-tokens {T} --max-num-seqs 8 --num-gpu-blocks-override 128 --seed 0"
         )
         return VllmServer([*command, *small.split()], env, path / f"{name}.log")
