@@ -190,7 +190,7 @@ routers see as a gap in the sequence. As many that were published are kept for w
 EVENT_MESSAGES_WAITING_MAX: Count = 1024
 """Messages that wait for one router that is slower than its node; it misses further ones, and
 sees that too."""
-EVENT_QUESTIONS_MAX: Count = 256
+EVENT_REPLAYS_MAX: Count = 256
 """Routers that wait for the same snapshot of a node's blocks."""
 EVENT_SOURCES_MAX: Count = 1024
 """Nodes whose events one process listens to."""

@@ -28,16 +28,16 @@ from kvstore.limits import (
     EVENT_BACKLOG_MAX,
     EVENT_KEYS_MAX,
     EVENT_MESSAGES_WAITING_MAX,
-    EVENT_QUESTIONS_MAX,
+    EVENT_REPLAYS_MAX,
 )
 from kvstore.machine import REAL, Machine
 from kvstore.protocol.block_events import (
     END,
+    BlockChanges,
     Source,
-    Told,
     endpoints_of,
+    pack_changes,
     pack_snapshot,
-    pack_told,
     sequence_bytes,
     sequence_of,
     topic_of,
@@ -46,14 +46,14 @@ from kvstore.types import Key
 
 log = logging.getLogger("kvstore.node")
 
-SPEAKS_EVERY_S = 1.0
+HEARTBEAT_EVERY_S = 1.0
 """So that a listener knows that the node lives, and what it has missed."""
-LOOKS_EVERY_S = 0.05
+SNAPSHOT_EVERY_S = 0.05
 """Between two snapshots at least: with 100,000 blocks one is 5 ms of the loop."""
 LINGER_MS = 200
 """How long an ending node waits for its last words to leave."""
-_QUESTION_BYTES_MAX = 64
-_QUESTIONS_AT_ONCE = 64
+_REQUEST_BYTES_MAX = 64
+_REQUESTS_AT_ONCE = 64
 _ANSWERS_WAITING_MAX = 1 << 16
 """Parts of answers that wait for one listener; further ones are lost, and it asks again."""
 
@@ -61,11 +61,11 @@ _ANSWERS_WAITING_MAX = 1 << 16
 class _Message(NamedTuple):
     sequence: int
     time_s: float
-    told: Told
+    changes: BlockChanges
 
     @property
     def cost(self) -> int:
-        return 1 + len(self.told.stored) + len(self.told.removed)
+        return 1 + len(self.changes.stored) + len(self.changes.removed)
 
 
 class _Snapshot(NamedTuple):
@@ -106,7 +106,7 @@ class BlockEvents:
         self._next = 0
         """Number of the next message."""
         self._due = False
-        self._looked_at = float("-inf")
+        self._snapshot_at = float("-inf")
         self.left_out = 0
         """Messages that did not fit into the queue."""
         self._queue: deque[_Message] = deque()
@@ -127,12 +127,12 @@ class BlockEvents:
         self._context = zmq.Context()
         self._publisher = self._context.socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, EVENT_MESSAGES_WAITING_MAX)
-        self._questions = self._context.socket(zmq.ROUTER)
-        self._questions.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING_MAX)
-        self._questions.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES_MAX)
+        self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING_MAX)
+        self._replay.setsockopt(zmq.MAXMSGSIZE, _REQUEST_BYTES_MAX)
         try:
             for socket, endpoint in zip(
-                (self._publisher, self._questions), self._endpoints, strict=True
+                (self._publisher, self._replay), self._endpoints, strict=True
             ):
                 socket.setsockopt(zmq.LINGER, LINGER_MS)
                 socket.setsockopt(zmq.IPV6, 1 if "[" in endpoint else 0)
@@ -142,7 +142,7 @@ class BlockEvents:
             os.close(self._wake_fd)
             raise UsageError("events", self._setting, f"{endpoint} cannot be bound: {e}") from e
         self._thread.start()
-        self._cut(speak=True)
+        self._cut(beat=True)
 
     def schedule(self) -> None:
         """Have what changed published once this turn of the loop is over."""
@@ -150,31 +150,31 @@ class BlockEvents:
             self._due = True
             self._loop.call_soon(self._cut)
 
-    async def keep_speaking(self) -> None:
+    async def keep_beating(self) -> None:
         while True:
-            await asyncio.sleep(SPEAKS_EVERY_S)
-            self._cut(speak=True)
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            self._cut(beat=True)
 
-    def _cut(self, *, speak: bool = False) -> None:
+    def _cut(self, *, beat: bool = False) -> None:
         """Put what changed up to now into the queue, in few messages, or in none unless it is to
-        `speak`."""
+        `beat`."""
         self._due = False
         if self._ending:
             return
         stored, removed = self._changes.take()
         if removed and not self._core.listed:
-            self._put(Told(True, [], []))
+            self._put(BlockChanges(True, [], []))
         else:
             for start in range(0, len(removed), EVENT_KEYS_MAX):
-                self._put(Told(False, removed[start : start + EVENT_KEYS_MAX], []))
+                self._put(BlockChanges(False, removed[start : start + EVENT_KEYS_MAX], []))
         for start in range(0, len(stored), EVENT_KEYS_MAX):
-            self._put(Told(False, [], stored[start : start + EVENT_KEYS_MAX]))
-        if speak and not stored and not removed:
-            self._put(Told(False, [], []))
+            self._put(BlockChanges(False, [], stored[start : start + EVENT_KEYS_MAX]))
+        if beat and not stored and not removed:
+            self._put(BlockChanges(False, [], []))
         self._wake()
 
-    def _put(self, told: Told) -> None:
-        message = _Message(self._next, self._wall(), told)
+    def _put(self, changes: BlockChanges) -> None:
+        message = _Message(self._next, self._wall(), changes)
         self._next += 1
         if self._queued - self._sent + message.cost > EVENT_BACKLOG_MAX:
             self.left_out += 1
@@ -182,16 +182,16 @@ class BlockEvents:
         self._queued += message.cost
         self._queue.append(message)
 
-    def _look_soon(self) -> None:
+    def _snapshot_soon(self) -> None:
         """The thread has asked; it may wait, for others' sake."""
-        wait_s = self._looked_at + LOOKS_EVERY_S - self._loop.time()
-        self._loop.call_later(max(wait_s, 0.0), self._look)
+        wait_s = self._snapshot_at + SNAPSHOT_EVERY_S - self._loop.time()
+        self._loop.call_later(max(wait_s, 0.0), self._snapshot)
 
-    def _look(self) -> None:
+    def _snapshot(self) -> None:
         """All blocks that are there, for the thread."""
         if self._ending:
             return
-        self._looked_at = self._loop.time()
+        self._snapshot_at = self._loop.time()
         self._cut()
         self._snapshots.append(_Snapshot(self._next - 1, self._wall(), self._core.listed.keys()))
         self._wake()
@@ -206,7 +206,7 @@ class BlockEvents:
             return
         self._cut()
         if not keep:
-            self._put(Told(True, [], []))
+            self._put(BlockChanges(True, [], []))
         self._core.changes = None
         self._ending = True
         self._wake()
@@ -218,7 +218,7 @@ class BlockEvents:
     def _run(self) -> None:
         zmq = self._zmq
         poller = zmq.Poller()
-        poller.register(self._questions, zmq.POLLIN)
+        poller.register(self._replay, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         try:
             while not self._ending:
@@ -228,7 +228,7 @@ class BlockEvents:
                 self._publish()
                 if self._snapshots:
                     self._answers.renew(self._snapshots.popleft())
-                if self._take_questions():
+                if self._take_requests():
                     self._ask_loop()
                 self._answers.give(self._send_answer)
             self._publish()
@@ -241,20 +241,20 @@ class BlockEvents:
         while self._queue:
             message = self._queue.popleft()
             self._sent += message.cost
-            payload = pack_told(message.time_s, message.told, self._medium)
+            payload = pack_changes(message.time_s, message.changes, self._medium)
             self._publisher.send_multipart([self._topic, sequence_bytes(message.sequence), payload])
             self._answers.keep(message, payload)
 
-    def _take_questions(self) -> bool:
+    def _take_requests(self) -> bool:
         """Whether a snapshot must be made before all that was asked can be answered."""
-        for _ in range(_QUESTIONS_AT_ONCE):
+        for _ in range(_REQUESTS_AT_ONCE):
             try:
-                who, *between, asked = self._questions.recv_multipart(self._zmq.NOBLOCK)
+                who, *between, asked = self._replay.recv_multipart(self._zmq.NOBLOCK)
                 self._answers.asked([who, *between], sequence_of(asked))
             except self._zmq.Again:
                 break
             except (PeerError, ValueError) as e:
-                log.debug("a question about events: %s", e)
+                log.debug("a request for events: %s", e)
         else:
             self._wake()  # there may be more
         return self._answers.needs_snapshot
@@ -262,10 +262,10 @@ class BlockEvents:
     def _ask_loop(self) -> None:
         self._answers.needs_snapshot = False
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._look_soon)
+            self._loop.call_soon_threadsafe(self._snapshot_soon)
 
     def _send_answer(self, parts: list[bytes]) -> None:
-        self._questions.send_multipart(parts, copy=False)
+        self._replay.send_multipart(parts, copy=False)
 
 
 class _Answers:
@@ -300,7 +300,7 @@ class _Answers:
 
     def asked(self, who: list[bytes], start: int) -> None:
         """`who` wants all from that number on."""
-        if len(self._whole) + len(self._since) >= EVENT_QUESTIONS_MAX:
+        if len(self._whole) + len(self._since) >= EVENT_REPLAYS_MAX:
             return  # it asks again
         if start and self._reaches(start):
             self._since.append((who, start))

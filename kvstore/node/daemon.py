@@ -294,7 +294,7 @@ class Node:
             partial(restart.free_memory_of_the_dead, self._sweeper()),
         )
         if self._events is not None:
-            tasks.start(self._events.keep_speaking)
+            tasks.start(self._events.keep_beating)
         if self.config.end_with_last_client:
             tasks.start(partial(wait_for_last_client, self.sessions, self._stopping.set))
         upkeep = self._upkeep()

@@ -45,7 +45,7 @@ class Source(NamedTuple):
     epoch: int
 
 
-class Told(NamedTuple):
+class BlockChanges(NamedTuple):
     """What one message says, in this order."""
 
     cleared: bool
@@ -82,18 +82,18 @@ def sequence_of(raw: bytes) -> int:
     return int.from_bytes(raw, "big")
 
 
-def pack_told(time_s: float, told: Told, medium: str) -> bytes:
+def pack_changes(time_s: float, changes: BlockChanges, medium: str) -> bytes:
     """`medium` is vLLM's word for the kind of memory: "CPU" or "GPU"."""
     events: list[dict[str, Any]] = []
-    if told.cleared:
+    if changes.cleared:
         events.append({"type": "AllBlocksCleared"})
-    if told.removed:
-        events.append({"type": "BlockRemoved", "block_hashes": told.removed, "medium": medium})
-    if told.stored:
+    if changes.removed:
+        events.append({"type": "BlockRemoved", "block_hashes": changes.removed, "medium": medium})
+    if changes.stored:
         events.append(
             {
                 "type": "BlockStored",
-                "block_hashes": told.stored,
+                "block_hashes": changes.stored,
                 "parent_block_hash": None,
                 "token_ids": [],
                 "block_size": 0,
@@ -110,24 +110,24 @@ def pack_snapshot(time_s: float, keys: Sequence[Key], medium: str) -> Iterator[b
     """The messages that say that exactly `keys` are there."""
     for start in range(0, max(len(keys), 1), EVENT_KEYS_MAX):
         part = list(keys[start : start + EVENT_KEYS_MAX])
-        yield pack_told(time_s, Told(start == 0, [], part), medium)
+        yield pack_changes(time_s, BlockChanges(start == 0, [], part), medium)
 
 
-def unpack_told(raw: bytes) -> list[Told]:
+def unpack_changes(raw: bytes) -> list[BlockChanges]:
     """What a node's message says. Raises `PeerError` for what no node sends."""
     try:
         if len(raw) > EVENT_MESSAGE_BYTES_MAX:
             raise ValueError(f"{len(raw)} bytes")
         _, events, *_ = msgpack.unpackb(raw, strict_map_key=True)
-        return [_told(event) for event in events]
+        return [_changes_of(event) for event in events]
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as e:
         raise PeerError(f"a message of {len(raw)} bytes is none of a node's events: {e}") from e
 
 
-def _told(event: Any) -> Told:
+def _changes_of(event: Any) -> BlockChanges:
     kind = event["type"]
     if kind == "AllBlocksCleared":
-        return Told(True, [], [])
+        return BlockChanges(True, [], [])
     keys = event["block_hashes"]
     # Without a loop of ours: 100,000 keys take 3 ms.
     if not isinstance(keys, list) or set(map(type, keys)) - {bytes}:
@@ -135,18 +135,18 @@ def _told(event: Any) -> Told:
     if set(map(len, keys)) - {KEY_BYTES}:
         raise ValueError(f"hashes that do not have {KEY_BYTES} bytes")
     if kind == "BlockRemoved":
-        return Told(False, keys, [])
+        return BlockChanges(False, keys, [])
     if kind == "BlockStored":
-        return Told(False, [], keys)
+        return BlockChanges(False, [], keys)
     raise ValueError(f"an event of type {kind!r:.80}")
 
 
 def endpoints_of(setting: str) -> tuple[str, str]:
-    """Where events are, and where questions about them go, of `PORT` (on this host alone),
+    """Where events are, and where what was missed is asked for, of `PORT` (on this host alone),
     `tcp://HOST:PORT` or `ipc://PATH`. Raises `UsageError`."""
     must = "must be PORT (of this host alone), tcp://HOST:PORT or ipc://PATH"
     if setting.startswith("ipc://") and len(setting) > len("ipc://"):
-        return setting, f"{setting}.questions"
+        return setting, f"{setting}.replay"
     where, _, port = (
         setting.rpartition(":") if setting.startswith("tcp://") else (_LOOPBACK, "", setting)
     )

@@ -12,7 +12,7 @@ from stores import MIB, NodeProcess
 from kvstore import Client, Namespace, Residency
 from kvstore.errors import UsageError
 from kvstore.nodedir import NodeDir
-from kvstore.protocol.block_events import END, sequence_bytes, sequence_of, unpack_told
+from kvstore.protocol.block_events import END, sequence_bytes, sequence_of, unpack_changes
 from kvstore.testing.ports import held_ports
 
 SOON_S = 20.0
@@ -148,7 +148,7 @@ def test_vllms_way_to_ask_for_what_was_missed_is_answered(node, client, place):
     put(client, ["a"])
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.linger, asking.rcvtimeo = 0, int(SOON_S * 1000)
-        asking.connect(f"{place}.questions")
+        asking.connect(f"{place}.replay")
 
         def ask(start):
             asking.send_multipart([b"", sequence_bytes(start)])
@@ -158,10 +158,10 @@ def test_vllms_way_to_ask_for_what_was_missed_is_answered(node, client, place):
                 assert empty == b""
                 if number == END:
                     return found
-                found.append((sequence_of(number), unpack_told(payload)))
+                found.append((sequence_of(number), unpack_changes(payload)))
 
         def stored(messages):
-            return [k for _, parts in messages for told in parts for k in told.stored]
+            return [k for _, parts in messages for change in parts for k in change.stored]
 
         wait_until(lambda: stored(ask(0)), "a", SOON_S)
         everything = ask(0)

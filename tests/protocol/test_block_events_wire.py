@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from kvstore.errors import PeerError, UsageError
 from kvstore.protocol.block_events import (
+    BlockChanges,
     Source,
-    Told,
     endpoints_of,
+    pack_changes,
     pack_snapshot,
-    pack_told,
     sequence_bytes,
     sequence_of,
     source_of,
     topic_of,
-    unpack_told,
+    unpack_changes,
 )
 
 keys = st.lists(st.binary(min_size=32, max_size=32), max_size=5)
@@ -30,22 +30,24 @@ def key(i):
 
 @given(st.booleans(), keys, keys)
 def test_what_was_packed_comes_back_in_order(cleared, removed, stored):
-    raw = pack_told(1.5, Told(cleared, removed, stored), "CPU")
-    parts = unpack_told(raw)
-    assert any(told.cleared for told in parts) == cleared
-    assert [k for told in parts for k in told.removed] == removed
-    assert [k for told in parts for k in told.stored] == stored
-    order = [(not told.cleared, bool(told.stored)) for told in parts]
+    raw = pack_changes(1.5, BlockChanges(cleared, removed, stored), "CPU")
+    parts = unpack_changes(raw)
+    assert any(change.cleared for change in parts) == cleared
+    assert [k for change in parts for k in change.removed] == removed
+    assert [k for change in parts for k in change.stored] == stored
+    order = [(not change.cleared, bool(change.stored)) for change in parts]
     assert order == sorted(order)
 
 
 def test_a_snapshot_begins_anew_and_has_every_key_in_messages_of_bounded_size():
     wanted = [key(i) for i in range(10_000)]
-    messages = [unpack_told(raw) for raw in pack_snapshot(1.0, wanted, "CPU")]
-    assert [told.cleared for told in messages[0]] == [True, False]
-    assert not any(told.cleared for parts in messages[1:] for told in parts)
-    assert [k for parts in messages for told in parts for k in told.stored] == wanted
-    assert [unpack_told(raw)[0] for raw in pack_snapshot(1.0, [], "CPU")] == [Told(True, [], [])]
+    messages = [unpack_changes(raw) for raw in pack_snapshot(1.0, wanted, "CPU")]
+    assert [change.cleared for change in messages[0]] == [True, False]
+    assert not any(change.cleared for parts in messages[1:] for change in parts)
+    assert [k for parts in messages for change in parts for k in change.stored] == wanted
+    assert [unpack_changes(raw)[0] for raw in pack_snapshot(1.0, [], "CPU")] == [
+        BlockChanges(True, [], [])
+    ]
 
 
 @pytest.mark.vllm
@@ -56,7 +58,7 @@ def test_the_bytes_are_those_of_vllms_own_encoder_and_its_decoder_reads_them():
     from vllm.distributed import kv_events as theirs
 
     stored, removed = [key(1), key(2)], [key(3)]
-    ours = pack_told(12.25, Told(True, removed, stored), theirs.MEDIUM_CPU)
+    ours = pack_changes(12.25, BlockChanges(True, removed, stored), theirs.MEDIUM_CPU)
     batch = theirs.KVEventBatch(
         ts=12.25,
         events=[
@@ -75,7 +77,7 @@ def test_the_bytes_are_those_of_vllms_own_encoder_and_its_decoder_reads_them():
     )
     assert ours == msgspec.msgpack.encode(batch)
     assert msgspec.msgpack.Decoder(type=theirs.KVEventBatch).decode(ours) == batch
-    alive = pack_told(1.0, Told(False, [], []), "CPU")
+    alive = pack_changes(1.0, BlockChanges(False, [], []), "CPU")
     assert alive == msgspec.msgpack.encode(theirs.KVEventBatch(ts=1.0, events=[]))
 
 
@@ -102,7 +104,7 @@ def test_a_sequence_number_has_eight_bytes():
 @given(st.binary(max_size=200))
 def test_bytes_of_anybody_are_events_or_one_of_our_errors(raw):
     with contextlib.suppress(PeerError):
-        assert isinstance(unpack_told(raw), list)
+        assert isinstance(unpack_changes(raw), list)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +119,14 @@ def test_bytes_of_anybody_are_events_or_one_of_our_errors(raw):
 )
 def test_events_of_another_kind_are_refused(raw):
     with pytest.raises(PeerError, match="none of a node's events"):
-        unpack_told(raw)
+        unpack_changes(raw)
 
 
-def test_a_port_is_of_this_host_alone_and_questions_go_to_the_next():
+def test_a_port_is_of_this_host_alone_and_replays_come_from_the_next():
     assert endpoints_of("5557") == ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
     assert endpoints_of("tcp://*:5557") == ("tcp://*:5557", "tcp://*:5558")
     assert endpoints_of("tcp://[::1]:80") == ("tcp://[::1]:80", "tcp://[::1]:81")
-    assert endpoints_of("ipc:///run/x") == ("ipc:///run/x", "ipc:///run/x.questions")
+    assert endpoints_of("ipc:///run/x") == ("ipc:///run/x", "ipc:///run/x.replay")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from kvstore.types import Key
 
 log = logging.getLogger("kvstore.client")
 
-LOOKS_EVERY_S = 0.25
+POLL_S = 0.25
 """How often it looks whose answer is overdue."""
 AT_ONCE = 64
 """Messages of one node that are read before it is another's turn."""
@@ -135,7 +135,7 @@ class Residency:
             while not self._ending:
                 for node in self._nodes:
                     node.look_after(poller)
-                ready = dict(poller.poll(LOOKS_EVERY_S * 1000))
+                ready = dict(poller.poll(POLL_S * 1000))
                 for node in self._nodes:
                     if ready.get(node.answers):
                         node.read_answers(poller)

@@ -23,7 +23,14 @@ from kvstore.limits import (
     EVENTS_ANSWER_S,
     EVENTS_SILENT_S,
 )
-from kvstore.protocol.block_events import END, Source, Told, sequence_of, source_of, unpack_told
+from kvstore.protocol.block_events import (
+    END,
+    BlockChanges,
+    Source,
+    sequence_of,
+    source_of,
+    unpack_changes,
+)
 from kvstore.types import Key
 
 EVERYTHING = 0
@@ -35,12 +42,12 @@ class Message(NamedTuple):
 
     source: Source
     sequence: int
-    told: list[Told]
+    changes: list[BlockChanges]
 
 
 def message_of(topic: bytes, sequence: bytes, payload: bytes) -> Message:
     """Raises `PeerError` for what no node sends."""
-    return Message(source_of(topic), sequence_of(sequence), unpack_told(payload))
+    return Message(source_of(topic), sequence_of(sequence), unpack_changes(payload))
 
 
 class NodeView:
@@ -98,7 +105,7 @@ class NodeView:
         if parts[1] == END:
             return self._answer_ends(now)
         message = message_of(*parts)
-        if message.told and message.told[0].cleared and message.source != self._fresh_source:
+        if message.changes and message.changes[0].cleared and message.source != self._fresh_source:
             self._fresh, self._fresh_source = set(), message.source
             self._sequence = message.sequence
         if message.source != (self._fresh_source or self.source):
@@ -141,12 +148,12 @@ class NodeView:
 
     def _apply(self, message: Message) -> None:
         keys = self.keys if self._fresh is None else self._fresh
-        for told in message.told:
-            if told.cleared:
+        for change in message.changes:
+            if change.cleared:
                 keys.clear()
-            keys.difference_update(told.removed)
+            keys.difference_update(change.removed)
             if len(keys) < EVENT_BLOCKS_MAX:
-                keys.update(told.stored)
+                keys.update(change.stored)
 
     def _ask(self, start: int, now: float) -> int:
         self._fresh = self._fresh_source = None

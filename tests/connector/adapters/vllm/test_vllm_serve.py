@@ -89,8 +89,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory, events_port: int) -> Itera
             command = changed(command, "--kv-events-config", lambda config: config.update(endpoint))
         command[command.index("MODEL")] = str(model)
         small = (
-            f"--dtype {cpu_dtype()} --enforce-eager --max-model-len 1024 --block-size {ENGINE_BLOCK} "
-            f"--max-num-batched-tokens {T} --max-num-seqs 8 --num-gpu-blocks-override 128 --seed 0"
+            f"--dtype {cpu_dtype()} --enforce-eager --block-size {ENGINE_BLOCK} --seed 0 "
+            f"--max-model-len 1024 --max-num-batched-tokens {T} --max-num-seqs 8 "
+            "--num-gpu-blocks-override 128"
         )
         return VllmServer([*command, *small.split()], env, path / f"{name}.log")
 
