@@ -1,4 +1,7 @@
-"""Suite `vllm` measures time to first token: nothing cached, vLLM's own hit, a hit in the store."""
+"""Suite `vllm` measures time to first token: nothing cached, vLLM's own hit, a hit in the store.
+
+Also of many hits at once, and of the first hits of an engine that has just started.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import house
-from benchmarks.report import Row, machine, median, ratios, spread
+from benchmarks.report import Row, machine, median, percentile, ratios, spread
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "lib"))
 
@@ -25,6 +28,12 @@ PROMPTS = 8
 WARM_PROMPTS = 10
 """As many as touch every KV block of both engines once."""
 LOOKUP_TIMEOUT_S = 0.5
+SETTLE_S = 0.2
+"""Until the last blocks are published."""
+AT_ONCE = 32
+AT_ONCE_TOKENS = 514
+AT_ONCE_ROUNDS = 5
+FIRST = 8
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -49,19 +58,91 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
         )
 
         def settings(connector: dict[str, Any] | None) -> EngineSettings:
-            return EngineSettings(connector=connector, kv_blocks=KV_BLOCKS, max_batched_tokens=4096)
+            return EngineSettings(
+                connector=connector,
+                kv_blocks=KV_BLOCKS,
+                max_batched_tokens=4096,
+                extra={"max_num_seqs": AT_ONCE},
+            )
 
-        log = Path(where) / "engine.log"
-        with (
-            EngineProcess(model, settings(None), log=log.with_suffix(".alone")) as alone,
-            EngineProcess(model, settings(transfer), log=log) as stored,
-        ):
-            return about, _measure(alone, stored, options.prompts)
+        def engine(connector: dict[str, Any] | None, name: str) -> EngineProcess:
+            return EngineProcess(model, settings(connector), log=Path(where) / f"{name}.log")
+
+        with engine(None, "alone") as alone:
+            with engine(transfer, "stored") as stored:
+                made = _measure(alone, stored, options.prompts)
+                made += _measure_at_once(alone, stored)
+                wanted = _prompts(random.Random(3), FIRST, PROMPT_TOKENS)
+                for prompt in wanted:
+                    stored.generate([prompt], max_tokens=1)
+                stored.drain()
+                time.sleep(SETTLE_S)
+            with engine(transfer, "fresh") as fresh:
+                made += _measure_first(fresh, wanted)
+        return about, made
+
+
+def _prompts(source: random.Random, count: int, tokens: int) -> list[list[int]]:
+    return [[source.randrange(2, 8000) for _ in range(tokens)] for _ in range(count)]
+
+
+def _measure_at_once(alone: Any, stored: Any) -> list[Row]:
+    """Hand in many requests whose prompts are cached, in vLLM's own cache or in the store."""
+    whole = AT_ONCE_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+    took: dict[str, list[float]] = {"local": [], "store": []}
+
+    def hand_in(engine: Any, case: str | None) -> None:
+        done = engine.generate(prompts, max_tokens=2)
+        if case is None:
+            return
+        if {one.cached_tokens for one in done} != {whole}:
+            raise AssertionError(f"{[one.cached_tokens for one in done]} tokens cached: {whole}")
+        took[case] += [float(one.ttft_s) for one in done]
+
+    for round_number in range(AT_ONCE_ROUNDS):
+        prompts = _prompts(random.Random(100 + round_number), AT_ONCE, AT_ONCE_TOKENS)
+        hand_in(alone, None)
+        hand_in(stored, None)
+        stored.drain()
+        time.sleep(SETTLE_S)
+        hand_in(alone, "local")
+        stored.call("reset", connector=False)
+        hand_in(stored, "store")
+    names = {"local": "vLLM's own prefix hits", "store": "hits from the store"}
+    return [
+        {
+            "case": f"{AT_ONCE} at once: {name}",
+            "ttft_ms": round(percentile(took[case], 50) * 1e3, 1),
+            "ttft_ms_p99": round(percentile(took[case], 99) * 1e3, 1),
+            "prompt_tokens": AT_ONCE_TOKENS,
+            "repetitions": len(took[case]),
+        }
+        for case, name in names.items()
+    ]
+
+
+def _measure_first(fresh: Any, prompts: list[list[int]]) -> list[Row]:
+    """Load one prompt after the other into an engine that has done nothing before."""
+    whole = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+    rows: list[Row] = []
+    for number, prompt in enumerate(prompts, 1):
+        done = fresh.generate([prompt], max_tokens=2)[0]
+        if done.cached_tokens != whole:
+            raise AssertionError(f"{done.cached_tokens} tokens cached instead of {whole}")
+        rows.append(
+            {
+                "case": f"hit {number} of a fresh engine",
+                "ttft_ms": round(done.ttft_s * 1e3, 1),
+                "prompt_tokens": PROMPT_TOKENS,
+                "repetitions": 1,
+            }
+        )
+    return rows
 
 
 def _measure(alone: Any, stored: Any, count: int) -> list[Row]:
     def prompts(count: int) -> list[list[int]]:
-        return [[source.randrange(2, 8000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+        return _prompts(source, count, PROMPT_TOKENS)
 
     def first_token_s(engine: Any, prompt: list[int], cached: int) -> float:
         """Time the first token of one request, which must have found exactly `cached` tokens."""
@@ -86,7 +167,7 @@ def _measure(alone: Any, stored: Any, count: int) -> list[Row]:
         took["recompute"].append(first_token_s(alone, prompt, 0))
         took["producer"].append(first_token_s(stored, prompt, 0))
         stored.drain()
-        time.sleep(0.2)  # the last blocks are published
+        time.sleep(SETTLE_S)
         took["local_hit"].append(first_token_s(alone, prompt, whole))
         took["local_hit_with"].append(first_token_s(stored, prompt, whole))
         stored.call("reset", connector=False)
