@@ -17,7 +17,7 @@ from stores import MIB, NodeProcess
 if TYPE_CHECKING:
     from redis_servers import RedisServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(400)]
 BLOCK = 128
 """What vLLM makes of this model's state and attention pages."""
 PROMPTS = [random.Random(i).choices(range(2, 500), k=1100) for i in range(2)]
@@ -30,7 +30,8 @@ def test_states_that_one_engine_saved_let_another_go_on_from_them(
     model = build_qwen3_next(tmp_path / "model")
     with NodeProcess(redis_server, size=256 * MIB) as node:
         transfer = kv_transfer(load_timeout_s=60.0, **node.engine_settings)
-        settings = EngineSettings(connector=transfer, extra={"block_size": None})
+        # vLLM computes linear attention on CPUs in bfloat16 alone.
+        settings = EngineSettings(connector=transfer, dtype="bfloat16", extra={"block_size": None})
         with EngineProcess(model, settings, log=tmp_path / "writer.log") as writer:
             computed = [writer.generate([prompt], max_tokens=8)[0] for prompt in PROMPTS]
             writer.drain()

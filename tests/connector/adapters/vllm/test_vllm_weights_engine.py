@@ -22,7 +22,7 @@ from kvstore.client.local.nodes import ALIVE_CHECK_S
 from kvstore.index.open import open_guarded
 from kvstore.node.daemon import Node, NodeConfig
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 BLOCK = 64
 T = 4 * BLOCK
 PREFIX = "kv:weights"
