@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from benchmarks import (
+    crowd,
     deadlines,
     events,
     gpu,
@@ -21,6 +22,7 @@ from benchmarks import (
 from benchmarks.report import show
 
 SUITES = {
+    "crowd": crowd,
     "deadlines": deadlines,
     "events": events,
     "gpu": gpu,
