@@ -322,7 +322,7 @@ class SchedulerCore:
         """Whether the request waits for what another engine is still saving; then it is looked up
         again. As long as computing it takes, at most `HAND_OVER_WAIT_S`."""
         missing = awaited(state, request, self._layout) - max(found_tokens, num_computed_tokens)
-        if missing <= 0 or state.failed_loads or lookup.short not in (None, MissReason.ABSENT):
+        if missing <= 0 or state.failed_loads or lookup.short in _ASKED_IN_VAIN:
             return False
         now = self._clock()
         if state.awaits_since is None:
@@ -549,6 +549,11 @@ class SchedulerCore:
         if state is None:
             state = self._requests[request_id] = RequestState()
         return state
+
+
+_ASKED_IN_VAIN = (MissReason.BREAKER_OPEN, MissReason.NO_STORE, MissReason.TOO_BUSY)
+"""Ends of a lookup after which another one soon would end like it. An index that is late once is
+not among them: it is away when the breaker says so."""
 
 
 def _without_source(job: LoadJob) -> LoadJob:

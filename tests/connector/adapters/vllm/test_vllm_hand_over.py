@@ -13,6 +13,7 @@ from vllm_model_config import BLOCK, ENGINE_BLOCK
 from vllm_model_engine import MakeEngine, ModelEngine, expected_output, prompt
 
 from connector.limits import HAND_OVER_WAIT_S
+from kvstore import LookupResult, MissReason
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
@@ -148,6 +149,27 @@ def test_decode_waits_for_saves_in_flight(
     consumer.run()
     assert consumer.outputs["d"] == expected_output(tokens, 4)
     assert consumer.computed_tokens == 1 + 3
+
+
+def test_an_index_that_is_late_once_does_not_end_the_wait(
+    make: MakeEngine, store: MemoryBlockStore, token_by_token: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(2 * BLOCK + 9)
+    told = prefill(make(role="kv_producer"), tokens)
+    lookup, asked = store.lookup, []
+
+    def late(keys: Any, timeout_s: float | None = None) -> LookupResult:
+        asked.append(keys)
+        if len(asked) > 4:  # this host and the index, twice each
+            return lookup(keys, timeout_s)
+        nothing = LookupResult([None] * len(keys))
+        nothing.short = MissReason.DEADLINE
+        return nothing
+
+    consumer = make(role="kv_consumer")
+    monkeypatch.setattr(store, "lookup", late)
+    assert decode(consumer, tokens, told) == 1
+    assert len(asked) > 4
 
 
 def test_what_never_comes_is_computed(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
