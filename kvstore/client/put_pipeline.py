@@ -303,15 +303,15 @@ class _Window:
         """Copy into what was granted and send the commit on its way."""
         places: list[int] = []
         granted: list[Reservation] = []
-        for i, answer in enumerate(answers, first):
-            if isinstance(answer, Reservation):
-                places.append(i)
-                granted.append(answer)
-            else:
-                self._results[i] = answer
-        if not granted:
-            return
         try:
+            for i, answer in enumerate(answers, first):
+                if isinstance(answer, Reservation):
+                    places.append(i)
+                    granted.append(answer)
+                else:
+                    self._results[i] = answer
+            if not granted:
+                return
             for i, reservation in zip(places, granted, strict=True):
                 data, meta, _ = self._payloads[i]
                 if meta:
@@ -320,10 +320,12 @@ class _Window:
                 else:
                     copy(reservation.buffer, data)
                 check_wanted()
-        except BaseException:
-            self._writer.abort(granted)
+            self._commits.append((places, self._writer.commit_later(granted)))
+        except PeerError:  # of the commit: it has given them up
             raise
-        self._commits.append((places, self._writer.commit_later(granted)))
+        except BaseException:  # interrupted, perhaps in the commit: then it is given up or done
+            self._writer.abort([a for a in answers if isinstance(a, Reservation)])
+            raise
 
     def _collect(self) -> None:
         for places, outcomes in self._commits:

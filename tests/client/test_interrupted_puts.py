@@ -1,0 +1,29 @@
+"""A handler of signals that raises in a put, when what is reserved has been written."""
+
+import pytest
+
+from kvstore.client.local.writer import Writer
+from kvstore.protocol.control import Op
+
+
+@pytest.mark.parametrize("when", ["before the commit", "in the commit"])
+def test_who_is_interrupted_when_all_is_copied_gives_its_slots_back(client, monkeypatch, when):
+    post = Writer._post
+
+    def interrupted(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    def interrupted_in_commit(self, link, op, *args, **kwargs):
+        if op is Op.COMMIT:
+            raise KeyboardInterrupt
+        return post(self, link, op, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        if when == "before the commit":
+            patched.setattr(Writer, "commit_later", interrupted)
+        else:
+            patched.setattr(Writer, "_post", interrupted_in_commit)
+        with pytest.raises(KeyboardInterrupt):
+            client.put("k", bytes(100_000))
+    assert client.stats()["node"]["reserved"] == 0
+    assert client.put("k", bytes(100_000))
