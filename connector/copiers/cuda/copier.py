@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from connector.copiers.base import Gather, Payload, Scatter
+from connector.copiers.base import Gather, HeadPart, Payload, Scatter
 from connector.copiers.cuda.kernel_plan import (
     PAGE_BYTES,
     CopyPart,
@@ -176,13 +176,15 @@ class DeviceCopier:
         with self._device.host_memory() as host, _Turns(lane) as turns:
             places = [(i, host.address(i.payload)) for i in items]
             if layer is None and self._layout.in_one_piece:
+                # Workers name the heads of every load, also where it takes all of them.
+                every = (None, HeadPart(self._layout.heads, 0, 0, self._layout.heads))
                 whole = [
                     self._layout.scattered(*place, self._all)
                     for place in places
-                    if place[0].part is None
+                    if place[0].part in every
                 ]
                 lane.fetch(list(self._direct(host, whole)))
-                places = [place for place in places if place[0].part is not None]
+                places = [place for place in places if place[0].part not in every]
             for layers in self._layout.layer_runs(layer, lane.buffer_bytes):
                 checked = [self._layout.scattered(*place, layers) for place in places]
                 pieces = [piece for piece in checked if piece.block_ids]

@@ -189,7 +189,8 @@ def test_a_payload_that_is_one_piece_of_the_engines_memory_needs_no_kernel(
     )
     assert outs == [case.payload(i).tobytes() for i in ids]
     assert device.launches == launches
-    # Some heads of one payload, all of another, nothing of a third: the first has to be spread.
+    # Some heads of one payload, all of another, nothing of a third: the first has to be spread,
+    # unless its one head is all there is.
     part = HeadPart(shape.heads, shape.heads - 1, 0, 1)
     blocks(target, device).scatter_many(
         [
@@ -202,7 +203,20 @@ def test_a_payload_that_is_one_piece_of_the_engines_memory_needs_no_kernel(
     expected.put(case.payload(ids[0]), 0, [1, 2][: shape.blocks_per_payload], part, None)
     expected.put(case.payload(ids[1]), 0, [4, 5][: shape.blocks_per_payload], whole, None)
     assert np.array_equal(target.storages, expected.storages)
-    assert device.launches == launches + 1
+    assert device.launches == launches + (shape.heads > 1)
+
+
+def test_trap_a_part_that_is_all_heads_is_the_whole_payload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker names the heads of every load, also where it takes all of them."""
+    monkeypatch.setattr(kernel_plan, "DEVICE_DIRECT_BYTES_MIN", 1)
+    case, target, device = Case(ONE_PIECE, 1), Case(ONE_PIECE, 2), HostDevice(1)
+    whole = HeadPart(ONE_PIECE.heads, 0, 0, ONE_PIECE.heads)
+    payload = case.payload([3])
+    blocks(target, device).scatter_many([Scatter(memoryview(payload.reshape(-1)), 0, [5], whole)])
+    assert device.launches == 0
+    assert np.array_equal(target.payload([5]), payload)
 
 
 def test_small_payloads_in_one_piece_are_gathered_all_the_same() -> None:
