@@ -304,13 +304,18 @@ class Driver:
             self.engine.add_request(name, tokens, parameters)
             if str(i) in abort_after_s:
                 aborts[name] = started[name] + abort_after_s[str(i)]
+        apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1"
         while self.engine.has_unfinished_requests():
+            if apart and aborts:  # a step waits for an answer, meanwhile nobody could hang up
+                time.sleep(max(0.0, min(aborts.values()) - time.perf_counter()))
             now = time.perf_counter()
             due = [name for name, at in aborts.items() if now >= at]
             if due:
                 self.engine.abort_request(due)
                 for name in due:
                     del aborts[name]
+                if apart:  # nothing may be left that a step could wait for
+                    continue
             for output in self.engine.step():
                 result = results[output.request_id]
                 result["tokens"] = list(output.outputs[0].token_ids)
