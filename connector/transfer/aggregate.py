@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from connector.limits import FINISHED_PENDING_MAX
 from connector.transfer.base import KVConnectorOutput
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from connector.transfer.base import KVConnectorWorker
 
 log = logging.getLogger(__name__)
+
+_Output = TypeVar("_Output")
 
 
 def worker_output(worker: KVConnectorWorker, finished_req_ids: set[str]) -> KVConnectorOutput:
@@ -37,6 +40,9 @@ class KVOutputAggregator:
     A request has finished sending (receiving) when `expected_finished_count`
     workers have said so, in whichever steps. Everything else of a step passes on
     at once, merged.
+
+    It takes our `KVConnectorOutput`s, or an engine's own outputs that have one in
+    `kv_connector_output` (vLLM's `ModelRunnerOutput`), of vLLM's class or of ours.
     """
 
     def __init__(self, expected_finished_count: int) -> None:
@@ -45,36 +51,70 @@ class KVOutputAggregator:
         self._recving = _Countdown()
         self._failed: dict[str, None] = {}
         """Failed on some worker, not yet reported by all of them."""
+        self._class: type[Any] = KVConnectorOutput
+        """What an engine's outputs carry; as it was last seen, for steps in which none does."""
 
     @classmethod
-    def from_connector(cls, worker: KVConnectorWorker, workers: int) -> KVOutputAggregator:
-        """For `workers` workers, unless the connector says how many of them report."""
-        return cls(worker.get_finished_count() or workers)
+    def from_connector(cls, connector: KVConnectorWorker, world_size: int) -> KVOutputAggregator:
+        """For `world_size` workers, unless the connector says how many of them report."""
+        return cls(connector.get_finished_count() or world_size)
 
     @property
     def expected_finished_count(self) -> int:
         """For requests that no worker has reported yet; a count begun keeps its own."""
         return self._expected
 
-    def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
+    @overload
+    def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput: ...
+
+    @overload
+    def aggregate(
+        self, outputs: Sequence[_Output | None], output_rank: int = 0
+    ) -> _Output | None: ...
+
+    def aggregate(self, outputs: Sequence[Any], output_rank: int | None = None) -> Any:
         """One step's outputs, one a worker, in worker order; None: it has nothing to say.
+
+        Of our `KVConnectorOutput`s the answer is one. Of an engine's it is that of worker
+        `output_rank` (0 unless given), its `kv_connector_output` replaced; None, and nothing
+        is counted, when that worker has none: the step is not over. Where all are None,
+        `output_rank` tells that they are an engine's.
 
         Stats, events and worker metadata of the first worker that has some take
         in the others', so they are changed. Raises `UsageError` when two workers'
-        are of different classes.
+        are of different classes, and for an `output_rank` that is no worker's.
         """
+        ours = any(isinstance(output, KVConnectorOutput) for output in outputs)
+        if ours or (output_rank is None and not any(o is not None for o in outputs)):
+            return self._merged(outputs)
+        rank = output_rank or 0
+        if not 0 <= rank < len(outputs):
+            raise UsageError("output_rank", rank, f"must be from 0 to {len(outputs) - 1}")
+        if outputs[rank] is None:
+            return None
+        reports = [None if output is None else _report(output) for output in outputs]
+        self._class = next((type(r) for r in reports if r is not None), self._class)
+        merged, answer = self._merged(reports), outputs[rank]
+        answer.kv_connector_output = self._class(
+            **{f.name: getattr(merged, f.name) for f in fields(self._class) if f.name in _NAMES}
+        )
+        return answer
+
+    def _merged(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
         merged = KVConnectorOutput()
         sent: set[str] = set()
         received: set[str] = set()
         for output in outputs:
             if output is None:
                 continue
-            if output.expected_finished_count > 0:
-                self._expected = output.expected_finished_count
+            # An older engine's output lacks some of the fields.
+            expected = getattr(output, "expected_finished_count", 0)
+            if expected > 0:
+                self._expected = expected
             sent |= self._sending.count(output.finished_sending or (), self._expected)
             received |= self._recving.count(output.finished_recving or (), self._expected)
-            self._failed.update(dict.fromkeys(output.failed_recving))
-            merged.invalid_block_ids |= output.invalid_block_ids
+            self._failed.update(dict.fromkeys(getattr(output, "failed_recving", ())))
+            merged.invalid_block_ids |= getattr(output, "invalid_block_ids", set())
             _merge_reports(merged, output)
         merged.finished_sending = sent or None
         merged.finished_recving = received or None
@@ -87,14 +127,29 @@ class KVOutputAggregator:
         return merged
 
 
+_NAMES = frozenset(f.name for f in fields(KVConnectorOutput))
+
+
+def _report(output: object) -> KVConnectorOutput | None:
+    """What an engine's output of one worker carries for connectors."""
+    try:
+        return cast("KVConnectorOutput | None", output.kv_connector_output)  # type: ignore[attr-defined]
+    except AttributeError:
+        raise UsageError(
+            "outputs",
+            type(output).__name__,
+            "must be a KVConnectorOutput, or have one in kv_connector_output",
+        ) from None
+
+
 def _merge_reports(merged: KVConnectorOutput, output: KVConnectorOutput) -> None:
     for name in ("kv_connector_stats", "kv_connector_worker_meta"):
-        mine, theirs = getattr(merged, name), getattr(output, name)
+        mine, theirs = getattr(merged, name), getattr(output, name, None)
         if theirs is None:
             continue
         _same_class(name, mine, theirs)
         setattr(merged, name, theirs if mine is None else mine.aggregate(theirs))
-    events = output.kv_cache_events
+    events = getattr(output, "kv_cache_events", None)
     if events is None:
         return
     _same_class("kv_cache_events", merged.kv_cache_events, events)

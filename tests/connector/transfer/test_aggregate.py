@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +119,62 @@ def test_step_about_which_no_worker_says_anything_is_empty() -> None:
     merged = KVOutputAggregator(2).aggregate([None, KVConnectorOutput()])
     assert merged.is_empty()
     assert not KVConnectorOutput(invalid_block_ids={1}).is_empty()
+
+
+@dataclass
+class OldReport:
+    """What an engine's workers said when it began: two fields of today's."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+
+
+@dataclass
+class RunnerOutput:
+    """An engine's own output of one worker."""
+
+    tokens: list[int]
+    kv_connector_output: Any = None
+
+
+def test_engines_own_outputs_give_that_of_the_rank_asked_for_with_all_reports_in_it() -> None:
+    aggregator = KVOutputAggregator(2)
+    outputs = [RunnerOutput([rank], OldReport({"a"})) for rank in range(2)]
+    assert aggregator.aggregate(outputs, output_rank=1) is outputs[1]
+    assert outputs[1] == RunnerOutput([1], OldReport({"a"}))
+    # Nobody says anything: the class is known from before.
+    outputs = [RunnerOutput([rank]) for rank in range(2)]
+    assert aggregator.aggregate(outputs) == RunnerOutput([0], OldReport())
+
+
+def test_reports_of_ours_may_be_in_an_engines_outputs() -> None:
+    outputs = [RunnerOutput([0], received("a", invalid_block_ids={3})), RunnerOutput([1])]
+    answer = KVOutputAggregator(1).aggregate(outputs)
+    assert answer is not None
+    assert answer.kv_connector_output == received(
+        "a", invalid_block_ids={3}, expected_finished_count=1
+    )
+
+
+def test_step_that_is_not_over_is_none_and_counts_nothing() -> None:
+    aggregator = KVOutputAggregator(2)
+    assert aggregator.aggregate([None, None], output_rank=0) is None
+    late = RunnerOutput([1], received("a"))
+    assert aggregator.aggregate([None, late]) is None
+    outputs = [RunnerOutput([0], received("a")), late]
+    assert aggregator.aggregate(outputs) is outputs[0]
+    assert outputs[0].kv_connector_output.finished_recving == {"a"}
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_output_rank_without_a_worker_is_refused(rank: int) -> None:
+    with pytest.raises(UsageError, match=f"output_rank={rank}"):
+        KVOutputAggregator(1).aggregate([RunnerOutput([0])], rank)
+
+
+def test_output_that_carries_nothing_for_connectors_is_refused() -> None:
+    with pytest.raises(UsageError, match="outputs='int'"):
+        KVOutputAggregator(1).aggregate([7])
 
 
 def test_expected_count_must_be_positive() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,7 @@ def test_factory_finds_and_refuses_like_vllms(modules: Any, known: Any, asked: A
 # KVOutputAggregator
 
 
+@functools.cache
 def events_class() -> type:
     from vllm.distributed.kv_events import KVConnectorKVEvents
 
@@ -215,41 +217,107 @@ outputs = st.one_of(
 )
 
 
+def report(output: Any, kind: type) -> Any:
+    """One of `outputs` as a report of class `kind`; nothing in it is shared with another."""
+    if output is None:
+        return None
+    values = copy.deepcopy(output)
+    for name, wrap in (
+        ("kv_connector_stats", Sum),
+        ("kv_connector_worker_meta", Sum),
+        ("kv_cache_events", events_class()),
+    ):
+        values[name] = None if values[name] is None else wrap(values[name])
+    return kind(**values)
+
+
+def runner_output(output: Any, rank: int) -> Any:
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=[f"of worker {rank}"],
+        req_id_to_index={},
+        kv_connector_output=report(output, KVConnectorOutput),
+    )
+
+
+def assert_the_same(us: Any, them: Any) -> None:
+    for name in (f.name for f in dataclasses.fields(them)):
+        if name != "kv_cache_events":
+            assert getattr(us, name) == getattr(them, name), name
+    assert (us.kv_cache_events is None) == (them.kv_cache_events is None)
+    if us.kv_cache_events is not None:
+        for ask in ("get_all_events", "get_number_of_workers"):
+            assert getattr(us.kv_cache_events, ask)() == getattr(them.kv_cache_events, ask)()
+    assert us.is_empty() == them.is_empty()
+
+
 @differential
 @given(st.integers(1, 3), st.lists(st.lists(outputs, min_size=3, max_size=3), max_size=6))
 def test_aggregator_gives_what_vllms_gives_step_after_step(count: int, steps: Any) -> None:
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-    events = events_class()
     ours, theirs = aggregate.KVOutputAggregator(count), KVOutputAggregator(count)
-
-    def made(output: Any, kind: type) -> Any:
-        if output is None:
-            return None
-        values = copy.deepcopy(output)
-        for name, wrap in (
-            ("kv_connector_stats", Sum),
-            ("kv_connector_worker_meta", Sum),
-            ("kv_cache_events", events),
-        ):
-            values[name] = None if values[name] is None else wrap(values[name])
-        return kind(**values)
-
     for step in steps:
-        runner_outputs = [
-            ModelRunnerOutput(
-                req_ids=[], req_id_to_index={}, kv_connector_output=made(o, KVConnectorOutput)
+        them = theirs.aggregate([runner_output(o, i) for i, o in enumerate(step)])
+        us = ours.aggregate([report(o, base.KVConnectorOutput) for o in step])
+        assert_the_same(us, them.kv_connector_output)
+
+
+NOT_YET = "no worker has an output"
+runner_steps = st.lists(
+    st.tuples(
+        st.one_of(st.just(NOT_YET), st.lists(outputs, min_size=3, max_size=3)), st.integers(0, 2)
+    ),
+    max_size=6,
+)
+
+
+@differential
+@given(st.integers(1, 3), runner_steps)
+def test_aggregator_takes_vllms_outputs_as_vllms_does(count: int, steps: Any) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+    both = (aggregate.KVOutputAggregator(count), KVOutputAggregator(count))
+    for step, rank in steps:
+        answers = []
+        for aggregator in both:
+            given_outputs = (
+                [None] * 3
+                if step == NOT_YET
+                else [runner_output(output, i) for i, output in enumerate(step)]
             )
-            for o in step
-        ]
-        them = theirs.aggregate(runner_outputs).kv_connector_output
-        us = ours.aggregate([made(o, base.KVConnectorOutput) for o in step])
-        for name in (f.name for f in dataclasses.fields(base.KVConnectorOutput)):
-            if name != "kv_cache_events":
-                assert getattr(us, name) == getattr(them, name), name
-        assert (us.kv_cache_events is None) == (them.kv_cache_events is None)
-        if us.kv_cache_events is not None:
-            for ask in ("get_all_events", "get_number_of_workers"):
-                assert getattr(us.kv_cache_events, ask)() == getattr(them.kv_cache_events, ask)()
-        assert us.is_empty() == them.is_empty()
+            answer = aggregator.aggregate(given_outputs, output_rank=rank)
+            assert answer is given_outputs[rank]
+            answers.append(answer)
+        if step == NOT_YET:
+            continue
+        us, them = answers
+        assert us.req_ids == them.req_ids == [f"of worker {rank}"]
+        assert_the_same(us.kv_connector_output, them.kv_connector_output)
+
+
+def test_aggregator_answers_with_vllms_class_once_it_has_seen_it() -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    aggregator = aggregate.KVOutputAggregator(2)
+    said = KVConnectorOutput(finished_sending={"a"})
+    for reports in ((said, None), (None, None)):
+        outputs = [runner_output(None, i) for i in range(2)]
+        for output, kv in zip(outputs, reports, strict=True):
+            output.kv_connector_output = kv
+        answer = aggregator.aggregate(outputs, 0)
+        assert answer is not None
+        assert type(answer.kv_connector_output) is KVConnectorOutput
+
+
+def test_vllms_outputs_and_executors_can_be_served_by_our_aggregator() -> None:
+    """The calls that vLLM's executors make, by their parameters' names."""
+    import inspect
+
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+    for name in ("__init__", "from_connector", "aggregate"):
+        theirs = inspect.signature(getattr(KVOutputAggregator, name)).parameters
+        ours = inspect.signature(getattr(aggregate.KVOutputAggregator, name)).parameters
+        assert list(ours) == list(theirs), name
