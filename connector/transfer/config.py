@@ -1,16 +1,18 @@
 """Configures KV transfer of an engine: which connector, in which role, with which settings.
 
 The fields and their meaning are those of vLLM's `--kv-transfer-config`, so that one JSON
-document serves both; `kv_buffer_size`, `kv_rank`, `kv_parallel_size` and `kv_ip`, which vLLM no
-longer has, are for connectors of one's own.
+document serves both, numbers and switches in quotes included; `kv_buffer_size`, `kv_rank`,
+`kv_parallel_size` and `kv_ip`, which vLLM no longer has, are for connectors of one's own.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +22,6 @@ from connector.limits import CONFIG_BYTES_MAX, KV_RANKS_MAX, PORT_MAX
 from kvstore import NumberRange, UsageError, check_settings, read_config, read_settings
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
-KVBufferDevice = Literal["cuda", "cpu", "xpu"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 ENV_DOCUMENT = "KVSTORE_KV_TRANSFER_CONFIG"
@@ -32,7 +33,7 @@ CUDA_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Files that a machine with a CUDA driver has. Asking torch would import it."""
 
 
-def default_buffer_device() -> KVBufferDevice:
+def default_buffer_device() -> str:
     """The GPU where there is a CUDA driver, else the CPU."""
     return "cuda" if any(path.exists() for path in CUDA_DEVICES) else "cpu"
 
@@ -46,8 +47,9 @@ class KVTransferConfig:
     None: no KV transfer."""
     engine_id: str = ""
     """Tells this engine from others; empty: a new UUID."""
-    kv_buffer_device: KVBufferDevice = field(default_factory=default_buffer_device)
-    """Where a connector that buffers keeps its buffer."""
+    kv_buffer_device: str = field(default_factory=default_buffer_device)
+    """Where a connector that buffers keeps its buffer: cuda, cpu, xpu, or what the device of
+    another platform is called."""
     kv_buffer_size: Annotated[float, NumberRange(above=0)] = 1e9
     """Bytes that a connector of one's own may buffer; `KVStoreConnector` has settings for that."""
     kv_role: KVRole | None = None
@@ -55,7 +57,7 @@ class KVTransferConfig:
     kv_rank: Annotated[int, NumberRange(0)] | None = None
     """This engine's number among `kv_parallel_size`, for connectors that pair engines up."""
     kv_parallel_size: Annotated[int, NumberRange(1, KV_RANKS_MAX)] = 1
-    """Engines that take part."""
+    """Engines that take part; 1, the default, says nothing about `kv_rank`."""
     kv_ip: str = "127.0.0.1"
     """Where a connector that listens does so."""
     kv_port: Annotated[int, NumberRange(1, PORT_MAX)] = 14579
@@ -64,6 +66,9 @@ class KVTransferConfig:
     """The connector's own settings; for `KVStoreConnector` see `connector.settings`."""
     kv_connector_module_path: str | None = None
     """Module to import `kv_connector` from; it wins over a registered name."""
+    enable_permute_local_kv: bool = False
+    """For connectors that convert between layouts in the engine's memory, as vLLM's for NIXL
+    does. `KVStoreConnector` has one layout in the store, and does without."""
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
     """What becomes of a request whose KV could not be loaded.
 
@@ -75,11 +80,13 @@ class KVTransferConfig:
     def __post_init__(self) -> None:
         if not self.engine_id and isinstance(self.engine_id, str | None):
             object.__setattr__(self, "engine_id", str(uuid.uuid4()))
+        for name, read in _TEXT_TYPES.items():
+            object.__setattr__(self, name, _read(read, getattr(self, name)))
         check_settings(self)
         if self.kv_role is None and self.kv_connector is not None:
             roles = ", ".join(get_args(KVRole))
             raise UsageError("kv_role", None, f"must be given with kv_connector; roles are {roles}")
-        if self.kv_rank is not None and self.kv_rank >= self.kv_parallel_size:
+        if self.kv_rank is not None and 1 < self.kv_parallel_size <= self.kv_rank:
             must = f"must be from 0 to {self.kv_parallel_size - 1}"
             raise UsageError("kv_rank", self.kv_rank, must)
         extra = self.kv_connector_extra_config
@@ -159,12 +166,47 @@ class KVTransferConfig:
         return cls.from_dict(values)
 
 
+_WHOLE = re.compile(r"\s*([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?\s*")
+_SWITCHES = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
+
+
+def _whole(text: str) -> int:
+    found = _WHOLE.fullmatch(text)
+    if found is None:
+        raise ValueError(text)
+    return int(found[1])
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _SWITCHES:
+        raise ValueError(text)
+    return _SWITCHES[text.lower()]
+
+
 _TEXT_TYPES: dict[str, Callable[[str], Any]] = {
     "kv_buffer_size": float,
-    "kv_rank": int,
-    "kv_parallel_size": int,
-    "kv_port": int,
+    "kv_rank": _whole,
+    "kv_parallel_size": _whole,
+    "kv_port": _whole,
+    "enable_permute_local_kv": _switch,
 }
+"""How text is read as a field's value; the words are those that vLLM takes."""
+
+
+def _read(read: Callable[[str], Any], value: Any) -> Any:
+    """`value`, of its field's type if it can be read so. Documents for vLLM have numbers in
+    quotes (`"kv_port": "21001"`), and writers of JSON make 1.0 of 1."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return read(value)
+    if read is _whole and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if read is _switch and isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    return value
 
 
 def _from_text(name: str, variable: str, text: str) -> Any:
@@ -173,7 +215,8 @@ def _from_text(name: str, variable: str, text: str) -> Any:
     try:
         return _TEXT_TYPES.get(name, str)(text)
     except ValueError as e:
-        raise UsageError(variable, text, "must be a number") from e
+        must = "true or false" if name == "enable_permute_local_kv" else "a number"
+        raise UsageError(variable, text, f"must be {must}") from e
 
 
 def _json_object(field_name: str, document: str) -> dict[str, Any]:

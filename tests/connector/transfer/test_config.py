@@ -26,6 +26,7 @@ FULL: dict[str, Any] = {
     "kv_port": 1234,
     "kv_connector_extra_config": {"url": "redis://host:6379", "block_tokens": 64},
     "kv_connector_module_path": "my.module",
+    "enable_permute_local_kv": True,
     "kv_load_failure_policy": "fail",
 }
 
@@ -74,12 +75,17 @@ def test_engines_get_ids_of_their_own() -> None:
         ("kv_connector", "", "not empty"),
         ("kv_connector", 7, "must be a string"),
         ("engine_id", 7, "must be a string"),
-        ("kv_buffer_device", "tpu", "cuda, cpu, xpu"),
+        ("kv_buffer_device", "", "not empty"),
+        ("kv_buffer_device", None, "must be a string"),
+        ("enable_permute_local_kv", "maybe", "must be true or false"),
+        ("enable_permute_local_kv", 2, "must be true or false"),
+        ("enable_permute_local_kv", None, "must be true or false"),
         ("kv_buffer_size", 0, "above 0"),
         ("kv_buffer_size", float("nan"), "above 0"),
         ("kv_buffer_size", float("inf"), "above 0"),
         ("kv_buffer_size", True, "above 0"),
-        ("kv_buffer_size", "1e9", "above 0"),
+        ("kv_buffer_size", "1GB", "above 0"),
+        ("kv_buffer_size", "nan", "above 0"),
         ("kv_rank", 2, "from 0 to 1"),
         ("kv_rank", -1, "at least 0"),
         ("kv_parallel_size", 0, "from 1"),
@@ -87,6 +93,9 @@ def test_engines_get_ids_of_their_own() -> None:
         ("kv_port", 0, "from 1 to 65535"),
         ("kv_port", 65536, "from 1 to 65535"),
         ("kv_port", True, "from 1 to 65535"),
+        ("kv_port", "65536", "from 1 to 65535"),
+        ("kv_port", "1e3", "from 1 to 65535"),
+        ("kv_port", 1.5, "from 1 to 65535"),
         ("kv_connector_extra_config", [1], "must be a table of names"),
         ("kv_connector_extra_config", {1: 2}, "must be a table of names"),
         ("kv_connector_module_path", "", "not empty"),
@@ -98,6 +107,41 @@ def test_refusal_names_the_field_and_the_limit(field: str, value: Any, says: str
         KVTransferConfig.from_dict({**FULL, field: value})
     assert caught.value.field == field
     assert says in str(caught.value)
+
+
+PEOPLES_DOCUMENTS = {
+    "prefill and decode by NCCL, of the first release": (
+        '{"kv_connector":"PyNcclConnector","kv_role":"kv_consumer","kv_rank":1,'
+        '"kv_parallel_size":2,"kv_buffer_size":5e9,"kv_ip":"10.0.0.1","kv_port":14579}',
+        {"kv_rank": 1, "kv_parallel_size": 2, "kv_buffer_size": 5e9, "kv_ip": "10.0.0.1"},
+    ),
+    "a rank without the number of engines": (
+        '{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_consumer","kv_rank":1}',
+        {"kv_rank": 1, "kv_parallel_size": 1},
+    ),
+    "numbers in quotes": (
+        '{"kv_connector":"P2pNcclConnector","kv_role":"kv_producer","kv_buffer_size":"1e1",'
+        '"kv_port":"21001","kv_connector_extra_config":{"http_port":"20003"}}',
+        {"kv_buffer_size": 10.0, "kv_port": 21001},
+    ),
+    "other devices": (
+        '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"xpu",'
+        '"enable_permute_local_kv":"True"}',
+        {"kv_buffer_device": "xpu", "enable_permute_local_kv": True},
+    ),
+    "of a platform that is a plug-in": (
+        '{"kv_connector":"AscendStoreConnector","kv_role":"kv_both","kv_buffer_device":"npu"}',
+        {"kv_buffer_device": "npu"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PEOPLES_DOCUMENTS)
+def test_documents_that_vllms_releases_take_are_taken(name: str) -> None:
+    document, expected = PEOPLES_DOCUMENTS[name]
+    config = KVTransferConfig.from_json(document)
+    assert {field: getattr(config, field) for field in expected} == expected
+    assert KVTransferConfig.from_dict(config.to_dict()) == config
 
 
 def test_unknown_field_is_refused_and_the_known_are_listed() -> None:
@@ -176,6 +220,7 @@ def test_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch)
     [
         ("KVSTORE_KV_PORT", "x"),
         ("KVSTORE_KV_BUFFER_SIZE", "1GB"),
+        ("KVSTORE_ENABLE_PERMUTE_LOCAL_KV", "maybe"),
         ("KVSTORE_KV_CONNECTOR_EXTRA_CONFIG", "[]"),
         ("KVSTORE_KV_TRANSFER_CONFIG", "{"),
     ],

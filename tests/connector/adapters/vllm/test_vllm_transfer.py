@@ -26,7 +26,6 @@ ROLES = ["kv_producer", "kv_consumer", "kv_both"]
 # KVTransferConfig
 
 
-THEIRS_ALONE = {"enable_permute_local_kv": "an experiment of vLLM's own about its memory layout"}
 OURS_ALONE = {
     "kv_buffer_size": "vLLM had it: for connectors of one's own that buffer",
     "kv_rank": "vLLM had it: for connectors of one's own that pair engines up",
@@ -41,7 +40,7 @@ def test_the_fields_are_vllms_but_for_those_listed() -> None:
 
     theirs = {f.name for f in dataclasses.fields(KVTransferConfig)}
     ours = {f.name for f in dataclasses.fields(config.KVTransferConfig)}
-    assert theirs - ours == set(THEIRS_ALONE)
+    assert theirs - ours == set()
     assert ours - theirs == set(OURS_ALONE)
 
 
@@ -66,31 +65,75 @@ def test_nothing_that_runs_under_vllm_reads_what_its_config_lacks() -> None:
 
 
 children = st.lists(st.builds(dict, kv_connector=st.sampled_from(NAMES)), max_size=3)
+VALUES: dict[str, list[Any]] = {
+    "kv_connector": [None, *NAMES, "MultiConnector", "", 7],
+    "kv_role": [None, *ROLES, "kv_nobody", 7],
+    "engine_id": [None, "e", 7],
+    "kv_buffer_device": ["cuda", "cpu", "xpu", "npu", "tpu", "", None, 7],
+    "kv_port": [
+        *(1, 14579, 65535, 0, -1, 65536, 1.0, 1.5, True, None, [1]),
+        *("21001", " 7 ", "7.0", "1_0", "1e3", "+5", "-1", "65536", "x", ""),
+    ],
+    "kv_connector_module_path": [None, "m.n", "", 7],
+    "enable_permute_local_kv": [
+        *(True, False, 0, 1, 2, 1.0, 0.5, None, []),
+        *("true", "TRUE", "Off", "y", "no", "t", "f", "on", "1", "0", "maybe", "", " true"),
+    ],
+    "kv_load_failure_policy": ["recompute", "fail", "ignore", None],
+    "kv_connector_extra_config": [{}, {"a": None}, None, [1], {1: 2}, "{}"],
+    "kv_rolle": ["kv_both"],
+}
+"""What JSON documents have in a field, rightly and wrongly."""
 fields = st.fixed_dictionaries(
     {},
     optional={
-        "kv_connector": st.sampled_from([None, *NAMES, "MultiConnector"]),
-        "kv_role": st.sampled_from([None, *ROLES, "kv_nobody"]),
-        "engine_id": st.sampled_from([None, "e"]),
-        "kv_buffer_device": st.sampled_from(["cuda", "cpu", "xpu"]),
-        "kv_port": st.integers(1, 65535),
-        "kv_connector_module_path": st.sampled_from([None, "m.n"]),
-        "kv_load_failure_policy": st.sampled_from(["recompute", "fail", "ignore"]),
+        **{name: st.sampled_from(values) for name, values in VALUES.items()},
         "kv_connector_extra_config": st.builds(dict, connectors=children),
     },
 )
 
 
+def refused_by_us_alone(values: dict[str, Any]) -> list[str]:
+    """Why we refuse what vLLM takes."""
+    names = ("kv_connector", "kv_connector_module_path", "kv_buffer_device")
+    reasons = [f"{n}: nothing has an empty name" for n in names if values.get(n) == ""]
+    port = values.get("kv_port", 1)
+    if isinstance(port, bool):
+        reasons.append("kv_port: true is a slip, not port 1")
+    elif not 1 <= int(float(port)) <= 65535:
+        reasons.append("kv_port: there is no such port")
+    return reasons
+
+
+def test_values_of_every_field_of_vllms_are_tried() -> None:
+    from vllm.config import KVTransferConfig
+
+    assert {f.name for f in dataclasses.fields(KVTransferConfig)} <= set(VALUES)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_each_value_alone_is_taken_or_refused_as_by_vllm(name: str) -> None:
+    for value in VALUES[name]:
+        whole = {"kv_connector": "a", "kv_role": "kv_both", name: value}
+        for values in (whole, {name: value}):
+            taken_refused_and_answered_alike(values)
+
+
 @differential
 @given(fields)
 def test_config_takes_refuses_and_answers_like_vllms(values: dict[str, Any]) -> None:
+    taken_refused_and_answered_alike(values)
+
+
+def taken_refused_and_answered_alike(values: dict[str, Any]) -> None:
     from vllm.config import KVTransferConfig
 
     theirs = outcome(lambda: KVTransferConfig(**values))
     ours = outcome(lambda: config.KVTransferConfig.from_dict(values))
-    assert (theirs == "refused") == (ours == "refused")
     if ours == "refused":
+        assert theirs == "refused" or refused_by_us_alone(values)
         return
+    assert theirs != "refused"
     for name in ("is_kv_transfer_instance", "is_kv_producer", "is_kv_consumer"):
         assert getattr(ours, name) == getattr(theirs, name)
     for name in NAMES:
@@ -98,7 +141,8 @@ def test_config_takes_refuses_and_answers_like_vllms(values: dict[str, Any]) -> 
     for key in ("connectors", "other"):
         assert ours.get_from_extra_config(key, 1) == theirs.get_from_extra_config(key, 1)
     for field in dataclasses.fields(KVTransferConfig):
-        given_or_fixed = field.name in values or field.name in ("kv_port", "kv_role")
+        fixed = ("kv_port", "kv_role", "enable_permute_local_kv")
+        given_or_fixed = field.name in values or field.name in fixed
         if given_or_fixed and values.get(field.name) is not None:
             assert getattr(ours, field.name) == getattr(theirs, field.name)
     assert isinstance(ours.engine_id, str)
