@@ -174,6 +174,9 @@ class EngineShape:
             ],
             self.boundary_tokens,
         )
+        geometries = [group.geometry for group in self.groups]
+        if config.payload_order == "tokens":
+            geometries = [geometry.in_token_order() for geometry in geometries]
         hash_tokens = self.hash_block_tokens or tokens
         salt = tenant_salt()
         if tokens % hash_tokens:
@@ -183,11 +186,11 @@ class EngineShape:
             hash_block_tokens=hash_tokens,
             groups=tuple(
                 GroupLayout(
-                    geometry=group.geometry,
+                    geometry=geometry,
                     topology=group.topology,
                     splits=splits_of(
                         {**self.model, **group.fields},
-                        group.geometry,
+                        geometry,
                         group.topology,
                         tokens,
                         config.tp_sizes,
@@ -199,7 +202,7 @@ class EngineShape:
                     chunk_tokens=group.chunk_tokens,
                     opaque=group.opaque,
                 )
-                for group in self.groups
+                for group, geometry in zip(self.groups, geometries, strict=True)
             ),
             engine_groups=max(self.engine_groups, len(self.groups)),
             boundary_tokens=self.boundary_tokens,
@@ -231,7 +234,10 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         return (node_id, epoch) in core.vram_open
 
     store = LazyStore(lambda: open_store(config, sees_vram=seen if config.vram else None))
-    core = SchedulerCore(store, shape.layout(config), settings)
+    layout = shape.layout(config)
+    if config.payload_order == "tokens":
+        _say_what_has_one_order(layout, shape)
+    core = SchedulerCore(store, layout, settings)
     return core
 
 
@@ -259,6 +265,16 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
         save_timeout_s=config.save_timeout_s,
         vram_open=vram_open,
     )
+
+
+def _say_what_has_one_order(layout: StoreLayout, shape: EngineShape) -> None:
+    for group, its in zip(layout.groups, shape.groups, strict=True):
+        if group.geometry.folded_heads == 1:
+            log.warning(
+                "payload_order tokens changes nothing for KV cache group %d: a worker has %s of it",
+                its.number,
+                "states" if group.geometry.recurrent else "one head",
+            )
 
 
 def _check_layerwise(config: ConnectorSettings, shape: EngineShape) -> None:

@@ -73,6 +73,9 @@ before it are on the bus."""
 DEVICE_DIRECT_BYTES_MIN: Count = 1 << 20
 """From here on a store block that lies in one piece in the engine's memory, as all layers of one
 engine block may, is copied by DMA alone, without kernel and staging."""
+DEVICE_PIECE_BYTES_MIN: Count = 64 << 10
+"""From here on an engine block of one layer goes by a DMA of its own where payloads are in the
+order of tokens: that is how much the bus moves while the next DMA is begun."""
 DEVICE_PAGES_MAX: Count = 1 << 14
 """Engine blocks in one launch, unless a payload has more."""
 DEVICE_BLOCKS_MAX: Count = 32

@@ -70,6 +70,10 @@ class ConnectorSettings:
     lookup_timeout_s: Timeout = LOOKUP_TIMEOUT_S
     """After that a lookup is a miss, and earlier when computing the prompt would be over by then,
     but not before 0.05. Engines that ask for pages of their own wait `redis_timeout_s`."""
+    payload_order: Literal["heads", "tokens"] = "heads"
+    """What comes first in a layer of a block: with `tokens` a page of vLLM's default layout is one
+    piece, copied without a kernel, and shared by engines of one tensor-parallel size only
+    (docs/decisions/0071; it has not run on a device yet)."""
     load_timeout_s: Timeout = 5.0
     """After that the engine computes what was not loaded."""
     save_timeout_s: Timeout = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ def kv_memory(
     checked = []
     for kv_caches, geometry in groups:
         layers = list(kv_caches.values())
+        if geometry.folded_heads > 1:
+            layers = [folded(layer, geometry) for layer in layers]
         for some, own in _runs(layers, geometry):
             # Copiers know slots, of which an engine's blocks and a store's have so many.
             slots = own.payload_slots(block_tokens)
@@ -48,6 +51,21 @@ def kv_memory(
         runs = [next(copiers) for _ in geometry.runs or (geometry,)]
         by_group.append(MixedCopier(runs, geometry, block_tokens) if geometry.runs else runs[0])
     return memory._replace(groups=by_group)
+
+
+def folded(layer: Any, geometry: KVGeometry) -> Any:
+    """`[B, 1, N, H * C]` of a layer's `[B, H, N, C]`: the same memory, where it is such."""
+    shape = tuple(layer.shape)
+    if len(shape) == 4 and shape[1] == geometry.folded_heads:
+        blocks, heads, tokens, channels = shape
+        with suppress(RuntimeError):  # torch's, for strides that are none of that view
+            return layer.transpose(1, 2).view(blocks, 1, tokens, heads * channels)
+    raise UsageError(
+        "payload_order",
+        "tokens",
+        f"must be heads where the {geometry.folded_heads} heads of a token do not lie side by side "
+        f"in the engine's memory, as in vLLM's layout LBNHC: {shape} lie {layer.stride()} apart",
+    )
 
 
 def _runs(layers: Sequence[Any], geometry: KVGeometry) -> Iterator[tuple[list[Any], KVGeometry]]:

@@ -4,7 +4,9 @@ The payload of one shard's store block is `[layer][head][token][C]`, C being the
 bytes of one token and head (K, then V); of state-space layers it is `[layer][C]`, C being all of a
 layer's state after the block's last token. Head ranges are contiguous in every layer; where layers
 have several shapes, runs of one shape each follow one another. The token run covers all of
-`block_tokens`, so neither the engine's block size nor its memory layout shows in the bytes. The
+`block_tokens`, so neither the engine's block size nor its memory layout shows in the bytes. Where
+the setting `payload_order` is `tokens` it is `[layer][token][head][C]`, which is the same as that
+of one head with all heads' C: see `KVGeometry.in_token_order`. The
 namespace of a shard names its heads and not its writer's tensor-parallel size, so that any reader
 can compute who may have saved what it needs.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -30,6 +32,8 @@ Field = str | int | float | bool | None
 """What a namespace field may hold."""
 
 LAYOUT = "LHNC"
+TOKEN_ORDER_LAYOUT = "LNHC"
+"""With the heads within a token."""
 LAYOUT_VERSION = 1
 """Grows when the same fields come to mean other bytes."""
 
@@ -64,6 +68,9 @@ class KVGeometry:
     Payloads hold one run after another. Only workers know them; no namespace does."""
     tokens_per_slot: Fraction = Fraction(1)
     """Tokens that one entry of C bytes stands for: more where a model keeps one for several."""
+    folded_heads: int = 1
+    """KV heads that lie side by side in C, in the order of tokens: `heads` is 1 then, and to those
+    who copy there is but one."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "channel_bytes", "engine_block_tokens"):
@@ -85,6 +92,24 @@ class KVGeometry:
         """Bytes of one token, or of one state, in all layers and heads; where entries stand for
         several tokens see `payload_bytes`."""
         return self.payload_bytes(1)
+
+    def in_token_order(self) -> KVGeometry:
+        """The same KV with the heads within a token. With one head, as of a latent or a state, both
+        orders are the same bytes, and so is the geometry."""
+        if self.heads == 1:
+            return self
+        if self.runs:
+            raise UsageError(
+                "payload_order",
+                "tokens",
+                "must be heads where layers of one KV cache group differ in shape",
+            )
+        return replace(
+            self,
+            heads=1,
+            channel_bytes=self.heads * self.channel_bytes,
+            folded_heads=self.heads,
+        )
 
     def each_shape(self) -> tuple[LayerRun, ...]:
         """The runs; of layers that are all alike the one that they are."""
@@ -273,11 +298,13 @@ def splits_of(
 ) -> tuple[Split, ...]:
     """The engine's own split, then those of writers with `tp_sizes` as far as heads allow.
 
-    States have no heads that could be told apart: only engines of one size share them.
+    States have no heads that could be told apart, nor has a payload in the order of tokens a range
+    of heads in one piece: only engines of one size share them.
     """
+    folded = geometry.folded_heads
     total = geometry.heads * topology.tp_shards
     shards = [topology.tp_shards]
-    for tp_size in () if geometry.recurrent else tp_sizes:
+    for tp_size in () if geometry.recurrent or folded > 1 else tp_sizes:
         try:
             count = shards_of(tp_size, total)
         except UsageError:
@@ -291,14 +318,15 @@ def splits_of(
             _namespaces(
                 {
                     **model,
-                    "channel_bytes": geometry.channel_bytes,
-                    "total_heads": total,
+                    "channel_bytes": geometry.channel_bytes // folded,
+                    "total_heads": total * folded,
                     "hash_block_tokens": hash_block_tokens or geometry.engine_block_tokens,
                     "block_tokens": block_tokens,
                     "kv_group": group,
+                    "layout": LAYOUT if folded == 1 else TOKEN_ORDER_LAYOUT,
                 },
                 count,
-                total // count,
+                total // count * folded,
                 topology.pp_size,
                 salt,
             ),
@@ -314,7 +342,6 @@ def _namespaces(
         Namespace(
             {
                 **common,
-                "layout": LAYOUT,
                 "layout_version": LAYOUT_VERSION,
                 "head_first": tp_shard * heads,
                 "heads": heads,

@@ -59,6 +59,11 @@ class Shape:
         return self.page_tokens * self.pages_per_block
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of a layer, without what is between tokens."""
+        return self.page_tokens * self.heads * self.channels * self.element_bytes
+
+    @property
     def block_tokens(self) -> int:
         return self.engine_block_tokens * self.blocks_per_payload
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from connector_parts import PATIENCE_S, FakePins, wait_for
@@ -97,6 +97,7 @@ class TpEngine:
         seed: int = 0,
         layerwise: bool = False,
         shape: EngineShape | None = None,
+        payload_order: Literal["heads", "tokens"] = "heads",
     ) -> None:
         """`shape` is what an adapter has read of such an engine; None: what is right."""
         self.model, self.store, self.engine_block = model, store, engine_block
@@ -107,7 +108,9 @@ class TpEngine:
         windows = [None] if model.window_tokens is None else [None, model.window_tokens]
         groups = [self._group(i, window, tp_size) for i, window in enumerate(windows)]
         shape = shape or EngineShape(groups=tuple(groups), workers=tp_size, model={"model": "m"})
-        settings = ConnectorSettings(block_tokens=block_tokens, tp_sizes=list(tp_sizes))
+        settings = ConnectorSettings(
+            block_tokens=block_tokens, tp_sizes=list(tp_sizes), payload_order=payload_order
+        )
         self.layout = shape.layout(settings)
         self.scheduler = SchedulerCore(
             LazyStore(lambda: store),

@@ -7,7 +7,8 @@ streams, one for kernels and one for DMA, and staging buffers that go round betw
     gather     the kernel packs the batch into a buffer, then DMAs take it to host memory
     scatter    DMAs bring the batch to a buffer, then the kernel spreads it over engine blocks
 
-A payload that lies in one piece in the engine's memory goes by DMA alone.
+A payload that lies in one piece in the engine's memory goes by DMA alone, and so does each layer of
+an engine block where the payload has its bytes in the same order.
 
 One stream waits for the other on the device, so a call gives the driver all that it has to do and
 waits once, at its end: meanwhile kernels and DMAs of several batches run side by side.
@@ -151,16 +152,16 @@ class DeviceCopier:
         self._layout = layout
         self._device = device
         self._keep = keep
-        self._all = range(len(layout.layers))
         self._layer_table = device.constant(layout.layer_table())
 
     def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None:
         lane = self._device.saving
         with self._device.host_memory() as host, _Turns(lane) as turns:
             places = [(item, host.address(item.out)) for item in items]
-            if layer is None and self._layout.in_one_piece:
-                whole = [self._layout.gathered(*place, self._all) for place in places]
-                lane.store(list(self._direct(host, whole)))
+            if self._layout.goes_direct(layer):
+                (layers,) = self._layout.layer_runs(layer, self._layout.payload_bytes)
+                whole = [self._layout.gathered(*place, layers) for place in places]
+                lane.store(list(self._direct(host, whole, layers)))
                 return
             for layers in self._layout.layer_runs(layer, lane.buffer_bytes):
                 pieces = [self._layout.gathered(*place, layers) for place in places]
@@ -175,15 +176,16 @@ class DeviceCopier:
         lane = self._device.loading
         with self._device.host_memory() as host, _Turns(lane) as turns:
             places = [(i, host.address(i.payload)) for i in items]
-            if layer is None and self._layout.in_one_piece:
+            if self._layout.goes_direct(layer):
+                (layers,) = self._layout.layer_runs(layer, self._layout.payload_bytes)
                 # Workers name the heads of every load, also where it takes all of them.
                 every = (None, HeadPart(self._layout.heads, 0, 0, self._layout.heads))
                 whole = [
-                    self._layout.scattered(*place, self._all)
+                    self._layout.scattered(*place, layers)
                     for place in places
                     if place[0].part in every
                 ]
-                lane.fetch(list(self._direct(host, whole)))
+                lane.fetch(list(self._direct(host, whole, layers)))
                 places = [place for place in places if place[0].part not in every]
             for layers in self._layout.layer_runs(layer, lane.buffer_bytes):
                 checked = [self._layout.scattered(*place, layers) for place in places]
@@ -195,12 +197,14 @@ class DeviceCopier:
                     self._launch(lane, turn, layers, scatter=True)
                     turn.end()
 
-    def _direct(self, host: HostMemory, pieces: Iterable[CopyPart]) -> Iterator[StagedCopy]:
-        """Between payloads and the engine's own blocks, one of which each payload is."""
+    def _direct(
+        self, host: HostMemory, pieces: Iterable[CopyPart], layers: range
+    ) -> Iterator[StagedCopy]:
+        """Between payloads and the engine's own memory."""
         for piece in pieces:
-            for block in piece.block_ids:
-                for packed, place in host.apart(piece.host):
-                    yield StagedCopy(place, self._layout.block_address(block) + packed)
+            for whole, there in self._layout.direct(piece, layers):
+                for packed, place in host.apart(whole):
+                    yield StagedCopy(place, there + packed)
 
     def _launch(self, lane: DeviceLane, turn: _Turn, layers: range, *, scatter: bool) -> None:
         launch = self._layout.launch(

@@ -7,7 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from connector.copiers.base import Gather, HeadPart, Payload, Scatter
-from connector.limits import DEVICE_BLOCKS_MAX, DEVICE_DIRECT_BYTES_MIN, DEVICE_STAGING_BYTES
+from connector.limits import (
+    DEVICE_BLOCKS_MAX,
+    DEVICE_DIRECT_BYTES_MIN,
+    DEVICE_PIECE_BYTES_MIN,
+    DEVICE_STAGING_BYTES,
+)
 from kvstore import DeviceRange, InternalError
 
 if TYPE_CHECKING:
@@ -145,9 +150,11 @@ class PagedLayout:
         page_tokens: int,
         pages_per_block: int,
         payload_tokens: int,
+        token_order: bool = False,
     ) -> None:
         """A page is what `LayerAddress.block_stride` strides over: an engine block, or one of the
-        `pages_per_block` kernel blocks that it consists of. `pages` counts a layer's."""
+        `pages_per_block` kernel blocks that it consists of. `pages` counts a layer's.
+        `token_order`: payloads are in this order to be copied layer by layer without the kernel."""
         import numpy as np
 
         self._np = np
@@ -167,6 +174,11 @@ class PagedLayout:
         self.in_one_piece = self._in_one_piece()
         """Whether a payload is one engine block as it lies in the engine's memory, and large enough
         for a DMA of its own: then neither kernel nor staging is needed."""
+        self.block_bytes = heads * page_tokens * pages_per_block * channel_bytes
+        """Of one layer of an engine block."""
+        self.in_pieces = token_order and self._in_pieces()
+        """Whether each layer of an engine block is one piece in the payload and in the engine's
+        memory, and large enough for a DMA of its own."""
         self.pages_per_payload = self.blocks_per_payload * pages_per_block
         self.word_bytes = word_bytes([channel_bytes, *(n for place in layers for n in place)])
         if heads * page_tokens * channel_bytes // self.word_bytes > WORDS_PER_PAGE_MAX:
@@ -186,9 +198,36 @@ class PagedLayout:
             and (first.head_stride == self.page_tokens * self.channel_bytes or self.heads == 1)
         )
 
-    def block_address(self, block: int) -> int:
-        """Of the engine block `block` in the first layer."""
-        return self.layers[0].address + block * self.layers[0].block_stride
+    def _in_pieces(self) -> bool:
+        page_bytes = self.page_tokens * self.channel_bytes
+        return (
+            self.heads == 1
+            and self.block_bytes >= DEVICE_PIECE_BYTES_MIN
+            and all(
+                (place.token_stride == self.channel_bytes or self.page_tokens == 1)
+                and (place.block_stride == page_bytes or self.pages_per_block == 1)
+                for place in self.layers
+            )
+        )
+
+    def direct(self, piece: CopyPart, layers: range) -> Iterator[tuple[HostPlace, int]]:
+        """What of `piece` a DMA each can move, and its address in the engine's memory: the one
+        engine block that it is, or each layer of each (`in_one_piece`, `in_pieces`)."""
+        if self.in_one_piece and layers == range(len(self.layers)):
+            for block in piece.block_ids:
+                yield piece.host, self.layers[0].address + block * self.layers[0].block_stride
+            return
+        size = self.block_bytes
+        for number, layer in enumerate(layers):
+            its = self.layers[layer]
+            begin = piece.host.address + number * self.layer_bytes
+            for at, block in enumerate(piece.block_ids, piece.skip):
+                place = HostPlace(begin + at * size, size, 1, size, piece.host.on_device)
+                yield place, its.address + block * self.pages_per_block * its.block_stride
+
+    def goes_direct(self, layer: int | None) -> bool:
+        """Whether whole payloads, or that layer of them, need neither kernel nor staging."""
+        return self.in_pieces or (self.in_one_piece and layer is None)
 
     def layer_table(self) -> bytes:
         """The table of layers, a row for each: `Layer` of paged_copy.cu."""
@@ -298,6 +337,7 @@ def layout_of(layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) ->
         page_tokens=page_tokens,
         pages_per_block=geometry.engine_block_tokens // page_tokens,
         payload_tokens=block_tokens,
+        token_order=geometry.folded_heads > 1,
     )
 
 

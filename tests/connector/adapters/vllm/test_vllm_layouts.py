@@ -5,6 +5,7 @@ The kernel is compiled for the host; the memory is as vLLM's own allocation make
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ import pytest
 from host_device import HostDevice
 
 from connector.copiers.base import Gather, Scatter
+from connector.copiers.cuda import kernel_plan
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
-from connector.copiers.registered import kv_memory
+from connector.copiers.registered import folded, kv_memory
 from connector.layout.geometry import KVGeometry
+from kvstore import UsageError
 
 pytestmark = pytest.mark.vllm
 
@@ -103,6 +106,19 @@ def logical(layer: Any, block: int, pages: int) -> np.ndarray[Any, Any]:
     return torch.cat(parts, dim=1).numpy()
 
 
+def counted(device: HostDevice) -> list[int]:
+    """Of each call for DMAs, either way, how many it is."""
+    moved: list[int] = []
+
+    def count(start: Any, copies: Any) -> None:
+        moved.append(len(copies))
+        start(copies)
+
+    device.saving.store = partial(count, device.saving.store)  # type: ignore[method-assign]
+    device.loading.fetch = partial(count, device.loading.fetch)  # type: ignore[method-assign]
+    return moved
+
+
 COVERED = {
     "fp8, 4 heads": pytest.mark.covers("fp8 KV, scales per tensor", "memory"),
     "fp8 with scales, 264 bytes": pytest.mark.covers("fp8 KV, scales per token and head", "memory"),
@@ -114,12 +130,18 @@ COVERED = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=COVERED.get(name, ())) for name in SPECS]
 )
-def test_every_layout_is_copied_byte_for_byte(name: str) -> None:
+@pytest.mark.parametrize("order", ["heads", "tokens"])
+def test_every_layout_is_copied_byte_for_byte(
+    name: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of tokens: every one with heads within tokens, and where a page is one piece,
+    by one DMA for each layer of an engine block."""
     import torch
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
+    monkeypatch.setattr(kernel_plan, "DEVICE_PIECE_BYTES_MIN", 1)
     spec, rng = SPECS[name], np.random.default_rng(0)
-    copied = []
+    copied, refused, by_dma_alone = [], [], []
     for layout in KVCacheLayout:
         there = allocated(spec, layout)
         if there is None:
@@ -133,22 +155,36 @@ def test_every_layout_is_copied_byte_for_byte(name: str) -> None:
             channel_bytes=made.state_content_size_bytes,
             engine_block_tokens=spec.block_tokens,
         )
+        if order == "tokens":
+            geometry = geometry.in_token_order()
         caches = {str(i): layer for i, layer in enumerate(layers)}
         store_tokens = spec.block_tokens * STORE_BLOCKS
-        kv_memory([(caches, geometry)], store_tokens)  # refuses what it cannot copy
-        plan = layout_of(layers, geometry, store_tokens)
+        try:
+            (on_cpu,) = kv_memory([(caches, geometry)], store_tokens).groups
+        except UsageError as e:
+            refused.append(f"{layout.name}: {e.field}")
+            continue
+        seen = [folded(one, geometry) for one in layers] if geometry.folded_heads > 1 else layers
+        plan = layout_of(seen, geometry, store_tokens)
         device = HostDevice(staging_bytes=max(1 << 20, plan.payload_bytes))
+        device.apart = lambda place: [(0, place)]  # type: ignore[method-assign]
+        moved = counted(device)
         copier, out = DeviceCopier(plan, device), bytearray(plan.payload_bytes)
         pages = layers[0].shape[0] // BLOCKS
 
         copier.gather_many([Gather(IDS, memoryview(out))])
+        same = bytearray(plan.payload_bytes)
+        on_cpu.gather_many([Gather(IDS, memoryview(same))])
         want = np.stack(
             [
                 np.concatenate([logical(layer, block, pages) for block in IDS], axis=1)
                 for layer in layers
             ]
         )
+        if order == "tokens" and made.num_heads > 1:  # [layer][token][head][C]
+            want = want.swapaxes(1, 2)
         assert bytes(out) == want.tobytes(), f"{layout.name}: saved"
+        assert same == out, f"{layout.name}: saved by the CPU"
 
         expected = everything.clone()
         views = [
@@ -162,9 +198,24 @@ def test_every_layout_is_copied_byte_for_byte(name: str) -> None:
             for to, source in ((2, IDS[1]), (3, IDS[2])):
                 for i in range(pages):
                     view[to * pages + i] = view[source * pages + i]
+        before = everything.clone()
         copier.scatter_many([Scatter(memoryview(out), 1, [2, 3])])
         assert torch.equal(everything, expected), f"{layout.name}: loaded, and nothing else"
+        everything.copy_(before)
+        on_cpu.scatter_many([Scatter(memoryview(out), 1, [2, 3])])
+        assert torch.equal(everything, expected), f"{layout.name}: loaded by the CPU"
         copied.append(layout.name)
+        if not device.launches:
+            assert moved == [LAYERS * len(IDS), LAYERS * 2], "saved, loaded"
+            by_dma_alone.append(layout.name)
     # Kernel blocks smaller than engine blocks vLLM takes only where blocks of a layer lie together.
-    every = [one.name for one in KVCacheLayout]
-    assert copied == [n for n in every if spec.kernel_tokens is None or n.startswith("LB")]
+    every = [
+        one.name for one in KVCacheLayout if spec.kernel_tokens is None or one.name.startswith("LB")
+    ]
+    if order == "heads" or spec.fields["num_kv_heads"] == 1:
+        assert (copied, refused, by_dma_alone) == (every, [], [])
+    else:
+        assert copied == [n for n in every if n.endswith("HC")]
+        assert refused == [f"{n}: payload_order" for n in every if n not in copied]
+        assert by_dma_alone == [n for n in every if n.endswith("NHC")]
+        assert "LBNHC" in by_dma_alone, "vLLM's default"

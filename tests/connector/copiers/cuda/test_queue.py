@@ -8,3 +8,7 @@ from typing import Any
 
 def test_copies_through_cuda_python_keep_the_contract(fake_driver: Any) -> None:
     fake_driver.run(Path(__file__).with_name("on_fake_driver.py"))
+
+
+def test_payloads_in_the_order_of_tokens_go_by_dma_alone(fake_driver: Any) -> None:
+    fake_driver.run(Path(__file__).with_name("on_fake_driver_tokens.py"))
