@@ -159,6 +159,31 @@ class TestPieces:
         assert made.layer_runs(1, 2 * each) == [range(1, 2)]
 
 
+@pytest.mark.parametrize(
+    ("changes", "strides", "in_pieces"),
+    [
+        ({}, (65536, 4096), True),
+        ({"token_order": False}, (65536, 4096), False),
+        ({"heads": 2, "channel_bytes": 2048}, (65536, 2048), False),
+        ({"pages_per_block": 2, "payload_tokens": 64}, (65536, 4096), True),
+        ({"pages_per_block": 2, "payload_tokens": 64}, (131072, 4096), False),  # other layers' lie
+        ({}, (131072, 4096), True),  # between, which one page does not mind
+        ({}, (131072, 8192), False),
+        ({"page_tokens": 8}, (32768, 4096), False),  # 32 KiB
+    ],
+)
+def test_an_engine_block_is_a_piece_where_its_bytes_lie_as_in_the_payload(
+    changes: dict[str, Any], strides: tuple[int, int], in_pieces: bool
+) -> None:
+    page, token = strides
+    fields = {"heads": 1, "channel_bytes": 4096, "page_tokens": 16, "pages_per_block": 1}
+    made = PagedLayout(
+        [LayerAddress(1 << 20, page, token, token), LayerAddress(1 << 24, page, token, token)],
+        **OTHERS | fields | {"token_order": True} | changes,
+    )
+    assert made.in_pieces == in_pieces
+
+
 class TestTables:
     def test_rows_say_where_each_kernel_block_goes(self) -> None:
         made = layout()
