@@ -315,6 +315,7 @@ class TestShape:
             "recurrent": False,
             "runs": (),
             "tokens_per_slot": 1,
+            "folded_heads": 1,
         }
 
     @pytest.mark.covers("decode context parallel", "refused")

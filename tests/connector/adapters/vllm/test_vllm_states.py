@@ -299,6 +299,7 @@ class TestShape:
             "recurrent": True,
             "runs": (),
             "tokens_per_slot": 1,
+            "folded_heads": 1,
         }
 
     def test_trap_what_shapes_a_state_is_in_the_namespace(
