@@ -45,6 +45,24 @@ def test_a_pin_that_is_interrupted_when_it_was_granted_is_not_kept(client, monke
     assert pinned(client) == 0
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_a_pin_that_is_interrupted_before_its_answer_is_read_is_not_kept(client, monkeypatch, many):
+    client.put("k", VALUE)
+    client.exists("k")
+    key = client.namespace.value_key("k")
+
+    def interrupted(self, ticket):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlChannel, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.session.pin([key]) if many else client.pin("k")
+    (link,) = client.session.writer.links()
+    assert pinned(client) == 0
+    assert not link.held.pinned
+
+
 def test_who_is_interrupted_while_it_lets_pins_go_lets_the_others_go_later():
     let_go = []
 

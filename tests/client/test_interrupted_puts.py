@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstore.client.local.control import ControlChannel
 from kvstore.client.local.writer import Writer
 from kvstore.protocol.control import Op
 
@@ -23,6 +24,20 @@ def test_who_is_interrupted_when_all_is_copied_gives_its_slots_back(client, monk
             patched.setattr(Writer, "commit_later", interrupted)
         else:
             patched.setattr(Writer, "_post", interrupted_in_commit)
+        with pytest.raises(KeyboardInterrupt):
+            client.put("k", bytes(100_000))
+    assert client.stats()["node"]["reserved"] == 0
+    assert client.put("k", bytes(100_000))
+
+
+def test_slots_whose_answer_was_not_read_are_given_back_with_the_next_request(client, monkeypatch):
+    client.put("j", b"")
+
+    def interrupted(self, ticket):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlChannel, "collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.put("k", bytes(100_000))
     assert client.stats()["node"]["reserved"] == 0

@@ -354,6 +354,11 @@ class ControlChannel:
         self._breaker.succeeded()
         return True
 
+    def doubt(self) -> None:
+        """Say anew what is held before the next request: the answer to one that was given up may
+        grant what nobody then holds."""
+        self._out_of_step = True
+
     def restate(self) -> None:
         """Say anew what is held: the node takes back the rest. Never raises for a peer's fault;
         the next connection says it then."""

@@ -10,6 +10,7 @@ from operator import methodcaller
 
 from kvstore.client.base import Reservation
 from kvstore.client.local.control import ControlChannel, Held
+from kvstore.client.pins import Pin
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.segment.attached import AttachedShm
@@ -94,6 +95,16 @@ class Granted:
         for held, handle in noted:
             held.reserved.discard(handle)
         return noted
+
+
+class GrantedPins:
+    """The pins that the answers to one call grant, until its caller has them all: as `Granted`.
+    Whoever looks at it or changes it has the writer's lock."""
+
+    def __init__(self) -> None:
+        self.noted: list[Pin] = []
+        self.refused = False
+        """The caller gives up: what is granted from here on is held by nobody."""
 
 
 def _less(

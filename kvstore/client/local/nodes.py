@@ -147,9 +147,11 @@ class LocalNodes:
         return now >= self._look_around_at[False] and self._map_around(now, ours_only=False)
 
     def _map_around(self, now: float, *, ours_only: bool) -> bool:
-        if not self._use or not self._lock.acquire(blocking=not ours_only):
-            return False  # another thread looks, and the index can be asked
+        if not self._use or self._lock._is_owned():  # type: ignore[attr-defined]  # as in `check`
+            return False
         try:
+            if not self._lock.acquire(blocking=not ours_only):
+                return False  # another thread looks, and the index can be asked
             self._look_around_at[ours_only] = now + ABSENT_S
             before = self.mapped
             for announcement, directory in self._announced():
@@ -164,7 +166,7 @@ class LocalNodes:
                     self._add(announcement, directory, ours=ours)
             return self.mapped != before
         finally:
-            self._lock.release()
+            self._release()
 
     def _add(
         self, announcement: Announcement, directory: NodeDir, *, ours: bool
@@ -195,9 +197,14 @@ class LocalNodes:
     def check(self, now: float) -> None:
         """Drop the segments of nodes that died; costs nothing between checks, and waits for no
         other thread, which may be starved."""
-        if now < self._checked_at + ALIVE_CHECK_S or not self._lock.acquire(blocking=False):
+        if now < self._checked_at + ALIVE_CHECK_S:
+            return
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # a handler of signals, amid this
             return
         try:
+            # In here: what a handler raises behind it would leave the lock taken.
+            if not self._lock.acquire(blocking=False):
+                return
             self._checked_at = now
             dead = [
                 place
@@ -209,9 +216,15 @@ class LocalNodes:
             self.mapped = tuple(a for a in self.mapped if not a.gone)
             self.gone += len(dead)
         finally:
-            self._lock.release()
+            self._release()
         if dead:
             self.machine.sweep(self._run_dir)
+
+    def _release(self) -> None:
+        try:  # noqa: SIM105  # nothing is called before: a signal could end it there
+            self._lock.release()
+        except RuntimeError:  # it was never got
+            pass
 
     def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
         """The first of `writables`, or the one called `name`; raises as they do."""

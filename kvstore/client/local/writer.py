@@ -18,7 +18,7 @@ import xxhash
 from kvstore.batches import in_batches
 from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.control import Accept, ControlChannel, Ticket
-from kvstore.client.local.link import Granted, Holdings, NodeLink
+from kvstore.client.local.link import Granted, GrantedPins, Holdings, NodeLink
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.pins import Pin, Pins
 from kvstore.client.savers import answered
@@ -271,10 +271,17 @@ class Writer:
         """Nobody gets the answer. After an error of ours or the node's the channel connects again
         and says what is held; after an interruption the node has to be told."""
         noted = granted.refuse()
+        self._doubt(why)
         if noted and not isinstance(why, KVStoreError):
             for link in self.links():
                 items = [handle for held, handle in noted if held is link.held]
                 self._give_back(link, Op.ABORT, items)
+
+    def _doubt(self, why: BaseException) -> None:
+        """After an interruption the answer may still come, and grant what nobody holds."""
+        if not isinstance(why, KVStoreError):
+            for link in self.links():
+                link.control.doubt()
 
     def _post(self, link: NodeLink, op: Op, *args: object, accept: Accept) -> Ticket:
         try:
@@ -372,11 +379,11 @@ class Writer:
 
     def pin(self, key: Key) -> bytes | None:
         """The record of a block that now stays until `unpin`, or until its `view` is gone."""
-        granted: list[Pin] = []
+        granted = GrantedPins()
         try:
             answers = self._ask(Op.PIN, key, accept=partial(self._pinned_now, [key], granted))
-        except BaseException:  # interrupted: nobody has it
-            self.unpin_many(granted)
+        except BaseException as e:  # interrupted: nobody has it
+            self._refuse_pins(granted, e)
             raise
         answer = answers[0] if answers else None
         if isinstance(answer, str):
@@ -384,10 +391,10 @@ class Writer:
         return answer
 
     def _pinned_now(
-        self, keys: Sequence[Key], granted: list[Pin], link: NodeLink, raw: object
+        self, keys: Sequence[Key], granted: GrantedPins, link: NodeLink, raw: object
     ) -> list[PinAnswer]:
         """The node's answers as they are; from here on the records among them count as held, and
-        are in `granted`."""
+        are in `granted`, unless that is refused."""
         answers = pins(raw)
         pinned: list[Pin] = [
             (key, record)
@@ -396,8 +403,16 @@ class Writer:
         ]
         with self._lock:
             handles = [slot_of(record) for _, record in pinned]
-            link.held.pin(handles, partial(granted.extend, pinned))
+            if not granted.refused:
+                link.held.pin(handles, partial(granted.noted.extend, pinned))
         return answers
+
+    def _refuse_pins(self, granted: GrantedPins, why: BaseException) -> None:
+        """As `_refuse`."""
+        with self._lock:
+            granted.refused = True
+        self._doubt(why)
+        self.unpin_many(granted.noted)
 
     def unpin(self, key: Key, record: bytes) -> None:
         """Let a pin go. When it cannot be said now, the next reconnect or goodbye says it."""
@@ -406,15 +421,15 @@ class Writer:
     def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """The record of each block that now stays until `unpin_many`; None for the others."""
         records: list[bytes | None] = []
-        granted: list[Pin] = []
+        granted = GrantedPins()
         try:
             for batch in in_batches(keys, BATCH_KEYS_MAX):
                 accept = partial(self._pinned_now, batch, granted)
                 answers = self._ask(Op.PIN, join_keys(batch), accept=accept)
                 told = [a if isinstance(a, bytes) else None for a in answers[: len(batch)]]
                 records += told + [None] * (len(batch) - len(told))
-        except BaseException:  # also when it was interrupted: nobody has them
-            self.unpin_many(granted)
+        except BaseException as e:  # also when it was interrupted: nobody has them
+            self._refuse_pins(granted, e)
             raise
         return records
 
