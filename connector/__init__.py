@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         SchedulerStep,
         TransferResults,
     )
+    from connector.transfer.base_v1 import KVConnectorBase_V1
     from connector.transfer.config import KVTransferConfig
     from connector.transfer.copy import copy_kv_blocks
     from connector.transfer.factory import KVConnectorFactory
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         has_kv_transfer_group,
         is_v1_kv_transfer_group,
     )
+    from connector.transfer.v1_sides import V1EngineInfo
 
 _EXPORTS = {
     "transfer.aggregate": ("KVOutputAggregator", "WorkerEvents", "worker_output"),
@@ -77,6 +79,8 @@ _EXPORTS = {
         "has_kv_transfer_group",
         "is_v1_kv_transfer_group",
     ),
+    "transfer.base_v1": ("KVConnectorBase_V1",),
+    "transfer.v1_sides": ("V1EngineInfo",),
     "stats": ("CountStats",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -98,6 +102,8 @@ __all__ = [
     "KVConnectorFactory",
     "KVConnectorBase",
     "KVConnectorBaseType",
+    "KVConnectorBase_V1",
+    "V1EngineInfo",
     "KVConnectorScheduler",
     "KVConnectorWorker",
     "KVConnectorRole",

@@ -1,0 +1,296 @@
+"""Offers the base class that vLLM's connectors are written against, without vLLM.
+
+`KVConnectorBase_V1` has the constructor, the calls and the answers by default of the class of
+that name in vLLM 0.32 and 0.33; a connector that imports it and its neighbours from here instead
+of from `vllm.distributed.kv_transfer.kv_connector.v1.base` is otherwise unchanged. Our factory
+makes its sides: `connector.transfer.v1_sides` translates the calls of `connector.transfer.base`.
+What engines have of their own (requests, blocks, configuration) is `Any` here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from connector.transfer.base import KVConnectorRole
+from kvstore import UsageError
+
+if TYPE_CHECKING:
+    from connector.transfer.config import KVTransferConfig
+    from connector.transfer.v1_sides import V1EngineInfo, V1Scheduler, V1Worker
+
+CopyBlocksOp = Callable[..., None]
+"""Copies blocks between host and device: source, destination, ids in each, direction."""
+
+
+@dataclass
+class KVConnectorTransferResults:
+    """Names the requests whose transfers ended on a worker; those that failed to be received
+    are in `finished_recving` too."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024  # as in vLLM: only a name
+    """Carries what workers of two engines tell each other before the first transfer."""
+
+
+class KVConnectorMetadata(ABC):  # noqa: B024  # as in vLLM: only a name
+    """Carries what the scheduler side tells its workers for one step."""
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """Carries what one worker tells the scheduler side about a step."""
+
+    @abstractmethod
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Put both into one."""
+
+
+class SupportsHMA(ABC):
+    """Marks connectors that take block ids of several KV cache groups."""
+
+    @abstractmethod
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do as `request_finished`, with one list of blocks a group."""
+
+
+def supports_hma(connector: Any) -> bool:
+    """Whether a connector, or a class of connectors, takes several KV cache groups."""
+    kind = connector if isinstance(connector, type) else type(connector)
+    return issubclass(kind, SupportsHMA)
+
+
+class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
+    """Base of connectors of vLLM's kind: one class for both sides, told its role.
+
+    The abstract calls are those a connector must have; the others have vLLM's answers.
+    """
+
+    _cache_hit_source: Any = "external_unspecified"
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
+        """`vllm_config` is the engine's configuration, `kv_cache_config` what its KV cache is
+        made of; the first releases of vLLM did not give the latter."""
+        if getattr(vllm_config, "kv_transfer_config", None) is None:
+            raise UsageError("vllm_config.kv_transfer_config", None, "must be set for a connector")
+        self._connector_metadata: Any = None
+        self._vllm_config = vllm_config
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+        self._kv_cache_config = kv_cache_config
+        self._kv_cache_manager: Any = None
+        self._role = role
+
+    @classmethod
+    def make_scheduler(cls, config: KVTransferConfig, engine: V1EngineInfo) -> V1Scheduler:
+        """The scheduler side, for an engine of ours (`connector.transfer.base`)."""
+        from connector.transfer.v1_sides import V1Scheduler
+
+        return V1Scheduler(cls(*engine.arguments(config, KVConnectorRole.SCHEDULER)))
+
+    @classmethod
+    def make_worker(cls, config: KVTransferConfig, engine: V1EngineInfo) -> V1Worker:
+        """The worker side, for an engine of ours."""
+        from connector.transfer.v1_sides import V1Worker
+
+        return V1Worker(cls(*engine.arguments(config, KVConnectorRole.WORKER)))
+
+    @property
+    def role(self) -> KVConnectorRole:
+        return self._role
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return bool(self._kv_transfer_config.is_kv_producer)
+
+    # Worker side
+
+    @abstractmethod
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    @abstractmethod
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
+    @abstractmethod
+    def wait_for_save(self) -> None: ...
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        return None
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._connector_metadata = None
+
+    def _get_connector_metadata(self) -> Any:
+        if self._connector_metadata is None:
+            raise UsageError("metadata", None, "call bind_connector_metadata first in every step")
+        return self._connector_metadata
+
+    def has_connector_metadata(self) -> bool:
+        return self._connector_metadata is not None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        return
+
+    def unregister_kv_caches(self) -> None:
+        return
+
+    def restore_kv_caches(self) -> None:
+        return
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        return
+
+    def finish_forward(self) -> None:
+        return
+
+    def reset_capture_state(self) -> None:
+        return
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        return
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sending, recving = self.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(set(sending or ()), set(recving or ()))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def shutdown(self) -> None:
+        return
+
+    def get_kv_connector_stats(self) -> Any:
+        return None
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        return None
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None
+
+    # Scheduler side
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]: ...
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: Any) -> Any: ...
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._kv_cache_manager = kv_cache_manager
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        return
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        ids: tuple[int, ...] = self._kv_cache_config.prefix_cacheable_group_ids
+        return ids
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        return {self._cache_hit_source: num_external_tokens} if num_external_tokens else {}
+
+    def on_new_request(self, request: Any) -> None:
+        return
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        return
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def register_finished_partial_tail(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        return False
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def has_pending_block_frees(self) -> bool:
+        return False
+
+    def has_pending_push_work(self) -> bool:
+        return False
+
+    def get_finished_count(self) -> int | None:
+        return None
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        return
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        if any(pp_rank != 0 for pp_rank, _ in metadata):
+            raise UsageError(
+                "pp_rank", sorted(metadata), f"{type(self).__name__} knows rank 0 only"
+            )
+        self.set_xfer_handshake_metadata({tp: meta for (_, tp), meta in metadata.items()})
+
+    def reset_cache(self) -> bool | None:
+        return None
+
+    # Of the class
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        if cls is KVConnectorBase_V1:
+            raise TypeError("get_required_kvcache_layout is asked of a connector, not of the base")
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return None
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        return None
