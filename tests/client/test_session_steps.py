@@ -241,13 +241,13 @@ LOOKED_AFTER = [
     ("reader.let_go",),
     ("writer.let_go",),
     ("value_names.tell",),
+    ("remote.look_after",),
 ]
 
 
-def looked_after(vram, due):
+def looked_after(due):
     log = []
-    session = with_parts(log, "_watch", "nodes", "reader", "writer", "value_names")
-    session.remote = SimpleNamespace(vram=Told("vram", log) if vram else None)
+    session = with_parts(log, "_watch", "nodes", "reader", "writer", "value_names", "remote")
     session._sweeper = SimpleNamespace(
         due=lambda now: due and now == NOW, sweep=lambda: log.append(("swept",))
     )
@@ -256,8 +256,8 @@ def looked_after(vram, due):
 
 
 def test_all_that_may_hold_something_of_dead_nodes_is_looked_after():
-    assert looked_after(vram=False, due=False) == LOOKED_AFTER
-    assert looked_after(vram=True, due=True) == [*LOOKED_AFTER, ("vram.look",), ("swept",)]
+    assert looked_after(due=False) == LOOKED_AFTER
+    assert looked_after(due=True) == [*LOOKED_AFTER, ("swept",)]
 
 
 def test_an_index_that_cannot_be_asked_is_named_by_health_and_nodes_are_asked_all_the_same():

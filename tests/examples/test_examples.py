@@ -117,6 +117,7 @@ def test_torch_between_processes(store: NodeProcess) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_vllm_offline(store: NodeProcess, tmp_path: Path) -> None:
     sys.path.insert(0, str(PROJECT / "scripts" / "lib"))

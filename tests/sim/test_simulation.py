@@ -17,6 +17,8 @@ pytestmark = pytest.mark.timeout(600)  # of a machine that is busy with other th
 
 SEEDS = int(os.environ.get("KVSTORE_SIM_SEEDS", "1000"))
 SEEDS_A_TEST = 100
+QUICK_SEEDS = 500
+"""Without the tests that are long."""
 QUIET = Faults().calm()
 SHORT_S = (0.6, 0.6)
 STEPS_STRUCK = 160
@@ -34,7 +36,13 @@ def counts():
     return Counter()
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.long] if first >= QUICK_SEEDS else [])
+        for first in range(0, SEEDS, SEEDS_A_TEST)
+    ],
+)
 def test_the_rules_hold_whatever_luck_brings(first, pool, counts):
     outcome = together(try_many(pool, first, min(SEEDS_A_TEST, SEEDS - first)))
     counts.update(outcome.counts)
