@@ -196,11 +196,14 @@ MULTI_CONNECTORS_MAX: Count = 16
 COPY_BLOCKS_MAX: Count = 1 << 20
 """Blocks in one `copy_kv_blocks`."""
 
-TENSOR_MESSAGE_PART_BYTES = 1 << 20
-"""Tensors handed over through the store are cut into values of this size: a value has to fit
-into one node, and those of tests or demos are small."""
+TENSOR_MESSAGE_PART_BYTES = 1 << 30
+"""Largest value that a tensor handed over through the store is cut into: the store's own limit."""
+TENSOR_MESSAGE_PART_BYTES_MIN = 1 << 20
+"""Down to this a part that a node has no room for is halved: nodes of tests or demos are small,
+and in one that is nearly full a large hole is rare."""
 TENSOR_MESSAGE_BYTES_MAX: Count = 2 << 30
-"""What one sender may hold pinned; half the pins that a client may have are parts of this."""
+"""What one sender may hold pinned; half the pins that a client may have are parts of this, of the
+smallest size."""
 TENSOR_MESSAGE_NAME_MAX = 256
 PIPE_MESSAGES_MAX: Count = 64
 """Messages sent and not yet received."""

@@ -1,7 +1,9 @@
 """Hands tensors from one process to another through the store: put, kept, taken, given back.
 
 A message is a few tensors under one name: its parts first, then a header that
-lists them, so that whoever sees the header can read the rest. The store is a
+lists them, so that whoever sees the header can read the rest. A tensor is one value
+of the store, copied from where it lies and to where it goes; several where it is larger
+than a value may be, or than the room that the node has in one piece. The store is a
 cache and may evict what nobody holds; so a sender pins a message until it knows
 that it was taken. Only the store's own calls are used: nothing here talks to
 Redis, and clients never write there.
@@ -23,6 +25,7 @@ from connector.limits import (
     TENSOR_MESSAGE_BYTES_MAX,
     TENSOR_MESSAGE_NAME_MAX,
     TENSOR_MESSAGE_PART_BYTES,
+    TENSOR_MESSAGE_PART_BYTES_MIN,
 )
 from kvstore import DeadlineError, PeerError, PutResult, PutStatus, UsageError
 
@@ -125,9 +128,9 @@ def send(
     """
     described, parts = _take_apart(name, tensors)
     message = TensorMessage(name, sum(part.numel() for part in parts.values()))
-    header = json.dumps({"note": note, "tensors": described}).encode()
     try:
         _put_pinned(store, message, parts, deadline)
+        header = json.dumps({"note": note, "tensors": _with_parts(name, described, parts)}).encode()
         _put_pinned(store, message, {name: header}, deadline)
     except BaseException:
         with suppress(PeerError):
@@ -149,12 +152,15 @@ def hold(store: ValueStore, name: str, value: bytes) -> TensorMessage | None:
 def _put_pinned(
     store: ValueStore,
     message: TensorMessage,
-    values: Mapping[str, Any],
+    values: dict[str, Any],
     deadline: float,
     *,
     again: bool = False,
 ) -> None:
-    """Put all of `values`; with `again`, one that exists is as good."""
+    """Put all of `values`; with `again`, one that exists is as good.
+
+    A part of a tensor that is rejected is halved, in `values` too.
+    """
     waiting = dict(values)
     tried = set[str]()
     why = "no answer"
@@ -168,6 +174,8 @@ def _put_pinned(
                 raise UsageError("name", key, "was used before: choose another for each use")
             if not result:
                 why = result.reason or str(result.status)
+                if result.status is PutStatus.REJECTED and key not in tried:
+                    _halve(key, values, waiting)
                 continue
             # Between the put and the pin it may have been evicted: then it is put again.
             tried.add(key)
@@ -197,13 +205,33 @@ def _take_apart(name: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str,
         # Bytes of any dtype; reshape first, for a scalar has no last dimension to view.
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         flat = plain.reshape(-1).view(torch.uint8)
-        for j, part in enumerate(flat.split(TENSOR_MESSAGE_PART_BYTES) if flat.numel() else ()):
-            parts[_part(name, i, j)] = part
+        for start in range(0, flat.numel(), TENSOR_MESSAGE_PART_BYTES):
+            parts[_part(name, i, start)] = flat[start : start + TENSOR_MESSAGE_PART_BYTES]
     return described, parts
 
 
-def _part(name: str, tensor: int, part: int) -> str:
-    return f"{name}/{tensor}.{part}"
+def _part(name: str, tensor: int, start: int) -> str:
+    """Key of the part of a tensor that begins at byte `start`."""
+    return f"{name}/{tensor}.{start}"
+
+
+def _halve(key: str, values: dict[str, Any], waiting: dict[str, Any]) -> None:
+    part = values[key]
+    if isinstance(part, bytes) or part.numel() <= TENSOR_MESSAGE_PART_BYTES_MIN:
+        return
+    base, _, start = key.rpartition(".")
+    middle = part.numel() // 2
+    for where, half in ((int(start), part[:middle]), (int(start) + middle, part[middle:])):
+        values[f"{base}.{where}"] = waiting[f"{base}.{where}"] = half
+
+
+def _with_parts(name: str, described: list[Any], parts: Mapping[str, Any]) -> list[Any]:
+    """`described`, each tensor with where its parts begin."""
+    starts: dict[int, list[int]] = {i: [] for i in range(len(described))}
+    for key in parts:
+        tensor, start = key.removeprefix(f"{name}/").split(".")
+        starts[int(tensor)].append(int(start))
+    return [one and [*one, sorted(starts[i])] for i, one in enumerate(described)]
 
 
 def receive(store: ValueStore, name: str) -> Content | None:
@@ -222,13 +250,13 @@ def receive(store: ValueStore, name: str) -> Content | None:
         if described is None:
             tensors.append(None)
             continue
-        dtype, shape = getattr(torch, described[0]), described[1]
+        dtype, shape, starts = getattr(torch, described[0]), described[1], described[2]
         tensor = torch.empty(shape, dtype=dtype)
         tensors.append(tensor)
         flat = tensor.reshape(-1).view(torch.uint8)
-        for j, part in enumerate(flat.split(TENSOR_MESSAGE_PART_BYTES) if flat.numel() else ()):
-            keys.append(_part(name, i, j))
-            places.append(part)
+        for start, end in zip(starts, [*starts[1:], flat.numel()], strict=False):
+            keys.append(_part(name, i, start))
+            places.append(flat[start:end])
     got = store.get_many(list(keys), places)
     # A shorter value is another's: the rest of its place was never written.
     whole = all(

@@ -30,6 +30,8 @@ class FakeValues:
         self.capacity = capacity
         self.values: dict[str, Any] = {}
         self.pins: dict[str, int] = {}
+        self.value_bytes_max = 1 << 40
+        """Larger tensors are declined; what is said in bytes is small."""
         self.lose_next_put = 0
         """That many puts are evicted before they can be pinned."""
         self.gone = False
@@ -43,6 +45,8 @@ class FakeValues:
     def _put(self, key: str, value: Any) -> PutResult:
         if key in self.values:
             return PutResult(PutStatus.EXISTS)
+        if not isinstance(value, bytes) and len(value) > self.value_bytes_max:
+            return PutResult(PutStatus.REJECTED, f"must be 1 to {self.value_bytes_max}")
         if len(self.values) >= self.capacity:
             victim = next((k for k in self.values if k not in self.pins), None)
             if victim is None:

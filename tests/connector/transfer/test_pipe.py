@@ -14,10 +14,15 @@ from fake_values import FakeValues
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.limits import TENSOR_MESSAGE_BYTES_MAX, TENSOR_MESSAGE_PART_BYTES
+from connector.limits import (
+    TENSOR_MESSAGE_BYTES_MAX,
+    TENSOR_MESSAGE_PART_BYTES,
+    TENSOR_MESSAGE_PART_BYTES_MIN,
+)
 from connector.transfer import tensor_messages
 from connector.transfer.pipe import Pipe, PipeClosedError
 from kvstore import Client, DeadlineError, UsageError
+from kvstore.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
     from stores import NodeProcess
@@ -100,13 +105,56 @@ def test_strided_tensor_arrives_with_its_values() -> None:
     assert torch.equal(receiver.recv_tensor(), sent)
 
 
-def test_tensor_larger_than_one_part_is_cut_and_joined() -> None:
-    store = FakeValues()
-    sender, receiver = pair(store)
-    sent = torch.randint(0, 256, (2 * TENSOR_MESSAGE_PART_BYTES + 17,), dtype=torch.uint8)
+def test_tensor_is_one_value_of_the_store_and_is_not_copied_before() -> None:
+    put: list[Any] = []
+
+    class Store(FakeValues):
+        def put_many(self, items: Any) -> list[Any]:
+            items = list(items)
+            put.extend(items)
+            return super().put_many(items)
+
+    sender, receiver = pair(Store())
+    sent = torch.randint(0, 256, (5 * TENSOR_MESSAGE_PART_BYTES_MIN + 17,), dtype=torch.uint8)
     sender.send_tensor(sent)
-    assert len(store.values) == 3 + 1
+    assert [key for key, _ in put] == ["pipe/p/p/0/0.0", "pipe/p/p/0"]
+    assert put[0][1].data_ptr() == sent.data_ptr()
     assert torch.equal(receiver.recv_tensor(), sent)
+
+
+def test_parts_are_as_large_as_the_store_takes() -> None:
+    assert TENSOR_MESSAGE_PART_BYTES == VALUE_BYTES_MAX
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 284, 4000, 4001, 5000])
+@pytest.mark.parametrize("value_bytes_max", [64, 65, 100, 3999, 5000])
+def test_tensor_that_the_store_takes_in_parts_only_is_cut_and_joined(
+    size: int, value_bytes_max: int
+) -> None:
+    store = FakeValues()
+    store.value_bytes_max = value_bytes_max
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_messages, "TENSOR_MESSAGE_PART_BYTES", 4000)
+        patch.setattr(tensor_messages, "TENSOR_MESSAGE_PART_BYTES_MIN", 50)
+        sender, receiver = pair(store, timeout_s=1.0)
+        sent = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+        sender.send_tensor(sent)
+        if size <= min(value_bytes_max, 4000):
+            assert len(store.values) == 1 + 1
+        assert set(store.pins) == set(store.values), "no part is in the store twice"
+        assert sum(len(v) for k, v in store.values.items() if "." in k) == size
+        assert torch.equal(receiver.recv_tensor(), sent)
+        sender.send_tensor(None)
+        assert not [key for key in store.values if key.startswith("pipe/p/p/0/0")]
+
+
+def test_part_as_small_as_it_may_be_that_is_declined_ends_at_the_deadline() -> None:
+    store = FakeValues()
+    store.value_bytes_max = TENSOR_MESSAGE_PART_BYTES_MIN // 4
+    sender, _ = pair(store)
+    with pytest.raises(DeadlineError, match=f"must be 1 to {store.value_bytes_max}"):
+        sender.send_tensor(torch.zeros(3 << 20, dtype=torch.uint8), timeout_s=SOON_S)
+    assert not store.pins
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 99)), max_size=20), st.integers(1, 4))
@@ -355,3 +403,21 @@ def test_message_survives_a_store_that_must_evict(client: Client) -> None:
         client.put(f"noise {i}", bytes(3 << 20))
     assert client.get("noise 0") is None, "something was evicted"
     assert torch.equal(receiver.recv_tensor(), sent)
+
+
+def test_tensor_larger_than_any_room_of_the_node_in_one_piece_comes_in_parts(
+    client: Client,
+) -> None:
+    """Values pinned here and there leave holes of a few MiB."""
+    pins = []
+    for i in range(40):
+        client.put(f"noise {i}", bytes(1 << 20))
+        if i % 4 == 0:
+            pins.append(client.pin(f"noise {i}"))
+    sender, receiver = pair(client)
+    sent = torch.randint(0, 256, (16 << 20,), dtype=torch.uint8)
+    sender.send_tensor(sent)
+    assert torch.equal(receiver.recv_tensor(), sent)
+    for pin in pins:
+        if pin is not None:
+            pin.close()
