@@ -209,6 +209,8 @@ PIPE_MESSAGES_MAX: Count = 64
 """Messages sent and not yet received."""
 LOOKUP_ENTRIES_MAX: Count = 64
 """Entries inserted and not yet dropped."""
+LOOKUP_PRODUCERS_MAX: Count = 16
+"""Producers of one lookup buffer; the consumer asks the store once for each at every look."""
 TRANSFER_TIMEOUT_S: Seconds = 30.0
 """How long a pipe or a lookup buffer waits unless told otherwise."""
 POLL_MIN_S: Seconds = 0.0005

@@ -2,7 +2,9 @@
 
 This is the older interface for disaggregated prefill: `insert` on one side, a blocking
 `drop_select` on the other. An entry is a message (tensor_messages.py) under the buffer's name
-and its number, with a small message beside it that holds the tokens to match.
+and its number, with a small message beside it that holds the tokens to match. Several producers
+have a row of entries each, which the one consumer looks through in turn. There is one consumer,
+for two could take the same entry: across hosts the store has nothing that only one gets.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from connector.limits import LOOKUP_ENTRIES_MAX, TRANSFER_TIMEOUT_S
+from connector.limits import LOOKUP_ENTRIES_MAX, LOOKUP_PRODUCERS_MAX, TRANSFER_TIMEOUT_S
 from connector.transfer import tensor_messages
 from connector.transfer.tensor_messages import TensorMessage, ValueStore
 from kvstore import DeadlineError, UsageError
@@ -39,8 +41,9 @@ class LookupBuffer:
     """Implements one end of a lookup buffer. Not thread-safe.
 
     `name` names the buffer in the client's namespace and must be new. The end
-    with `producer=True` inserts, the other drops; one of each. At most
-    `entries_max` entries and `bytes_max` bytes are in it; an insert then waits.
+    with `producer=True` inserts, the other drops. There may be several producers, each with a
+    `number` of its own, of which the consumer says in `producers` how many. At most
+    `entries_max` entries and `bytes_max` bytes of each are in it; an insert then waits.
     `device` is where the tensors of an entry go.
     """
 
@@ -50,6 +53,8 @@ class LookupBuffer:
         name: str,
         *,
         producer: bool,
+        number: int = 0,
+        producers: int = 1,
         timeout_s: float = TRANSFER_TIMEOUT_S,
         bytes_max: float = 1e9,
         entries_max: int = LOOKUP_ENTRIES_MAX,
@@ -57,8 +62,14 @@ class LookupBuffer:
     ) -> None:
         if not 0 < entries_max <= LOOKUP_ENTRIES_MAX:
             raise UsageError("entries_max", entries_max, f"must be from 1 to {LOOKUP_ENTRIES_MAX}")
+        if not 0 <= number < LOOKUP_PRODUCERS_MAX:
+            raise UsageError("number", number, f"must be from 0 to {LOOKUP_PRODUCERS_MAX - 1}")
+        if not 0 < producers <= LOOKUP_PRODUCERS_MAX:
+            raise UsageError("producers", producers, f"must be from 1 to {LOOKUP_PRODUCERS_MAX}")
         self._client = client
         self._base = f"lookup/{tensor_messages.check_name(name)}"
+        if number:
+            self._base += f"/of/{number}"
         self._producer = producer
         self._timeout_s = timeout_s
         self._bytes_max = tensor_messages.check_bytes_max(bytes_max)
@@ -74,6 +85,12 @@ class LookupBuffer:
         self._owed: list[int] = []
         """Consumer: entries it has dropped, about which the store has not taken the word yet."""
         self._closed = False
+        self._rows: deque[LookupBuffer] = deque([self])
+        """Consumer: one for each producer; the one it took from last is at the end."""
+        if not producer:
+            for of in range(1, producers):
+                row = LookupBuffer(client, name, producer=False, number=of, device=device)
+                self._rows.append(row)
 
     # Producer
 
@@ -146,13 +163,23 @@ class LookupBuffer:
 
         The tokens under `roi` (1-d boolean mask, None: all) match an entry's when
         the shorter of the two is not empty and the longer begins with it; `tokens`
-        None matches every entry. None: no entry matched before the deadline, a miss.
+        None matches every entry. Of several producers' entries it is the oldest of one of
+        them, in turn. None: no entry matched before the deadline, a miss.
         """
         self._check_side(producer=False)
         wanted = _selected(tokens, roi)
         return tensor_messages.until(self._deadline(timeout_s), lambda: self._take(wanted))
 
     def _take(self, wanted: Any) -> KVEntry | None:
+        for _ in range(len(self._rows)):
+            row = self._rows[0]
+            self._rows.rotate(-1)
+            entry = row._take_own(wanted)
+            if entry is not None:
+                return entry
+        return None
+
+    def _take_own(self, wanted: Any) -> KVEntry | None:
         self._look()
         for number, selected in list(self._heads.items()):
             if wanted is not None and not _common_prefix(selected, wanted):
@@ -212,6 +239,8 @@ class LookupBuffer:
             tensor_messages.leave(word)
         self._inserted.clear()
         self._heads.clear()
+        for row in self._rows:
+            row.close()
 
     def _check_side(self, *, producer: bool) -> None:
         if self._closed:

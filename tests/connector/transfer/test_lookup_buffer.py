@@ -14,7 +14,7 @@ from fake_values import FakeValues
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.limits import LOOKUP_ENTRIES_MAX
+from connector.limits import LOOKUP_ENTRIES_MAX, LOOKUP_PRODUCERS_MAX
 from connector.transfer.lookup_buffer import LookupBuffer
 from kvstore import Client, DeadlineError, UsageError
 
@@ -141,6 +141,59 @@ def test_query_without_a_match_is_a_miss_at_its_deadline() -> None:
     started = time.monotonic()
     assert taken(consumer, 9, timeout_s=SOON_S) is None
     assert SOON_S <= time.monotonic() - started < PATIENCE_S
+
+
+def several(count: int, store: Any) -> tuple[list[LookupBuffer], LookupBuffer]:
+    producers = [LookupBuffer(store, "b", producer=True, number=i) for i in range(count)]
+    return producers, LookupBuffer(store, "b", producer=False, producers=count)
+
+
+def test_entries_of_several_producers_are_each_taken_once_and_in_turn() -> None:
+    producers, consumer = several(3, FakeValues())
+    for entry in (1, 2):
+        for i, producer in enumerate(producers):
+            insert(producer, 10 * i + entry)
+    assert [taken(consumer) for _ in range(7)] == [1, 11, 21, 2, 12, 22, None]
+
+
+def test_entry_is_found_by_its_tokens_whichever_producer_has_it() -> None:
+    producers, consumer = several(3, FakeValues())
+    for i, producer in enumerate(producers):
+        insert(producer, i + 1, 7)
+    assert [taken(consumer, first, 7, 9) for first in (3, 1, 2, 2)] == [3, 1, 2, None]
+    insert(producers[1], 5)
+    assert taken(consumer, 5) == 5
+
+
+def test_each_producer_has_room_of_its_own_and_hears_what_was_taken_from_it() -> None:
+    store = FakeValues()
+    full, free = (
+        LookupBuffer(store, "b", producer=True, number=i, entries_max=1) for i in range(2)
+    )
+    consumer = LookupBuffer(store, "b", producer=False, producers=2)
+    insert(full, 1)
+    insert(free, 2)
+    with pytest.raises(DeadlineError, match="full"):
+        insert(full, 3, timeout_s=SOON_S)
+    assert taken(consumer, 2) == 2
+    insert(free, 4, timeout_s=SOON_S)
+    with pytest.raises(DeadlineError, match="full"):
+        insert(full, 3, timeout_s=SOON_S)
+    assert taken(consumer, 1) == 1
+    insert(full, 3, timeout_s=SOON_S)
+    for end in (full, free, consumer):
+        end.close()
+    assert not store.pins
+    with pytest.raises(UsageError, match="is closed"):
+        consumer.drop_select()
+
+
+def test_two_producers_with_one_number_are_refused() -> None:
+    store = FakeValues()
+    first, second = (LookupBuffer(store, "b", producer=True, number=1) for _ in range(2))
+    insert(first, 1)
+    with pytest.raises(UsageError, match="was used before"):
+        insert(second, 2)
 
 
 def test_full_buffer_makes_the_producer_wait_until_something_is_taken() -> None:
@@ -290,6 +343,10 @@ def test_tokens_and_masks_that_do_not_fit_are_refused(ids: Any, roi: Any, field:
         ("b", {"entries_max": 0}, "entries_max"),
         ("b", {"entries_max": LOOKUP_ENTRIES_MAX + 1}, "entries_max"),
         ("b", {"bytes_max": -1}, "bytes_max"),
+        ("b", {"number": LOOKUP_PRODUCERS_MAX}, "number"),
+        ("b", {"number": -1}, "number"),
+        ("b", {"producers": 0}, "producers"),
+        ("b", {"producers": LOOKUP_PRODUCERS_MAX + 1}, "producers"),
     ],
 )
 def test_settings_out_of_range_are_refused(name: str, options: Any, field: str) -> None:
