@@ -147,8 +147,9 @@ EVENTS_MAX: Count = 1 << 14
 EVENTS_ANNOUNCED_MAX: Count = 1 << 16
 """Stored blocks that are remembered so that their absence can be told, the last ones."""
 
-BLOCK_TOKENS_MAX_DEFAULT = 256
+BLOCK_TOKENS_MAX_DEFAULT = 64
 BLOCK_BYTES_MIN_DEFAULT = 1 << 20
+"""Of the default block: it grows to so many bytes a shard, up to so many tokens."""
 BLOCK_TOKENS_MAX = 1 << 16
 TTL_S_MAX = 30 * 24 * 3600
 """What bounds the life of blocks (`ttl_s`) is at most this long."""

@@ -253,7 +253,7 @@ def default_block_tokens(
 ) -> int:
     """The smallest power-of-two multiple of the engine block with 1 MiB a shard.
 
-    At most 256 tokens and at most a sliding window, but never less than one
+    At most 64 tokens and at most a sliding window, but never less than one
     engine block. The shard is that of the largest usual tensor-parallel size,
     so that engines of all sizes come to the same answer. With states it is the
     engine's block: states exist at few tokens, and a larger block would miss

@@ -25,12 +25,12 @@ def geometry(**changes: int) -> KVGeometry:
         ({}, 64),  # 16 KiB a token and head, and up to 8 workers share the heads
         ({"heads": 1}, 64),
         ({"heads": 32}, 16),  # 64 KiB a token of the smallest shard
-        ({"layers": 2, "heads": 1}, 256),  # would be 1024
-        ({"layers": 2, "heads": 1, "engine_block_tokens": 24}, 192),  # a multiple, below 256
+        ({"layers": 2, "heads": 1}, 64),  # would be 1024
+        ({"layers": 2, "heads": 1, "engine_block_tokens": 24}, 48),  # a multiple, below 64
         ({"layers": 1, "heads": 1, "engine_block_tokens": 512}, 512),  # never below one
     ],
 )
-def test_default_block_is_a_mebibyte_or_256_tokens(changes: dict[str, int], tokens: int) -> None:
+def test_default_block_is_a_mebibyte_or_64_tokens(changes: dict[str, int], tokens: int) -> None:
     assert default_block_tokens([(geometry(**changes), TpKVTopology.of(), None)]) == tokens
 
 
@@ -44,8 +44,8 @@ def test_trap_the_default_block_is_the_same_for_every_tensor_parallel_size(tp_si
 def test_the_default_block_fits_into_a_window_and_holds_every_groups_blocks() -> None:
     small = geometry(layers=2, heads=1)
     large = geometry(layers=2, heads=1, engine_block_tokens=64)
-    assert default_block_tokens([(small, TpKVTopology.of(), None)]) == 256
-    assert default_block_tokens([(small, TpKVTopology.of(), 100)]) == 64
+    assert default_block_tokens([(small, TpKVTopology.of(), None)]) == 64
+    assert default_block_tokens([(small, TpKVTopology.of(), 50)]) == 32
     assert (
         default_block_tokens([(small, TpKVTopology.of(), 20), (large, TpKVTopology.of(), None)])
         == 64
