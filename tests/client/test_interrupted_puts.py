@@ -42,3 +42,18 @@ def test_slots_whose_answer_was_not_read_are_given_back_with_the_next_request(cl
             client.put("k", bytes(100_000))
     assert client.stats()["node"]["reserved"] == 0
     assert client.put("k", bytes(100_000))
+
+
+def test_who_is_interrupted_while_an_answer_is_taken_holds_nothing_of_it(client, monkeypatch):
+    client.put("j", b"")
+    key = client.namespace.value_key("k")
+
+    def interrupted(self, *args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "_granted", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.session.reserve([key], 100_000, client.namespace.id)
+    assert client.stats()["node"]["reserved"] == 0
+    assert client.put("k", bytes(100_000))

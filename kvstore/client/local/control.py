@@ -483,7 +483,8 @@ class ControlChannel:
         read_until, stray = self._now() + READ_ON_S, False
         try:
             while not ticket.done:
-                assert connection is not None  # without one, every ticket has ended
+                if connection is None:  # a handler of signals interrupted who ended the others
+                    raise NodeUnavailableError(f"node {self.directory.name}: connection lost")
                 connection.settimeout(max(look_at - self._now(), 0.001))
                 try:
                     if self._now() > max(look_at, read_until):
@@ -524,9 +525,14 @@ class ControlChannel:
         return [(number, good, body) for number, good, body in found]
 
     def _accept(self, number: int, good: Any, body: Any) -> None:
-        ticket = self._awaited.pop(number, None)
+        ticket = self._awaited.get(number)
         if ticket is None:
             return
+        self._end(ticket, good, body)
+        # Only now: whoever interrupts this disconnects, and that ends what is awaited.
+        self._awaited.pop(number, None)
+
+    def _end(self, ticket: Ticket, good: Any, body: Any) -> None:
         if good is not True:
             ticket.end(None, UsageError("request", "refused", str(body)))
             return
