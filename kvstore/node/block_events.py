@@ -52,6 +52,8 @@ SNAPSHOT_EVERY_S = 0.05
 """Between two snapshots at least: with 100,000 blocks one is 5 ms of the loop."""
 LINGER_MS = 200
 """How long an ending node waits for its last words to leave."""
+STOP_TIMEOUT_S = 2.0
+"""How long it waits for the thread that sends them, which ends with the process."""
 _REQUEST_BYTES_MAX = 64
 _REQUESTS_AT_ONCE = 64
 _ANSWERS_WAITING_MAX = 1 << 16
@@ -210,7 +212,10 @@ class BlockEvents:
         self._core.changes = None
         self._ending = True
         self._wake()
-        self._thread.join()
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("the last block events were not sent in %s s", STOP_TIMEOUT_S)
+            return  # it may still look at the descriptor
         os.close(self._wake_fd)
 
     # --- in the thread ----------------------------------------------------

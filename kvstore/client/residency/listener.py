@@ -27,6 +27,8 @@ from kvstore.types import Key
 log = logging.getLogger("kvstore.client")
 
 POLL_S = 0.25
+CLOSE_TIMEOUT_S = 2.0
+"""How long `close` waits for the thread, which ends with the process."""
 """How often it looks whose answer is overdue."""
 AT_ONCE = 64
 """Messages of one node that are read before it is another's turn."""
@@ -110,8 +112,9 @@ class Residency:
             return
         self._ending = True
         os.eventfd_write(self._wake_fd, 1)
-        self._thread.join()
-        os.close(self._wake_fd)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():  # else it may still look at the descriptor
+            os.close(self._wake_fd)
 
     def __enter__(self) -> Self:
         return self
