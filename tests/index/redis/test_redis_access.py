@@ -83,11 +83,11 @@ def test_a_db_is_selected(server: RedisServer) -> None:
 
 def test_compare_and_delete_needs_scripts_or_transactions_and_says_so() -> None:
     with RedisServer() as server:
-        set_user(server, "node", NODE.replace("+evalsha", "").replace("+script|load", ""))
+        set_user(server, "node", NODE.replace("+watch", ""))
         node = index_of(server, "node")
         with pytest.raises(IndexUnavailableError, match=r"lacks a right.*watch"):
             node.remove(RECORDS)
-        set_user(server, "node", NODE.replace("+evalsha", "+watch +unwatch +multi +exec"))
+        set_user(server, "node", NODE)
         node = index_of(server, "node")
         node.publish(RECORDS)
         assert node.remove([RECORDS[0], KeyRecord(KEYS[1], b"other")]) == 1
