@@ -80,6 +80,7 @@ class Clients:
 
     def _made(self, connection: Connection) -> None:
         if not owns_node(connection.peer_uid()):
+            connection.may_only_read()
             self._unheard.enter(connection)
 
     def _said_hello(self, connection: Connection, hello: Hello) -> None:

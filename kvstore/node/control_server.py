@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import msgpack
 
@@ -16,6 +16,7 @@ from kvstore.node.turns import MESSAGE_ITEMS, Turns
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello
 from kvstore.protocol.control_replies import encoded
+from kvstore.protocol.unpacking import readers_unpacker
 from kvstore.unix_peer import peer_uid
 
 Work = Iterator[int]
@@ -55,7 +56,7 @@ class Connection(asyncio.Protocol):
         """The parts of a request that are still to be carried out."""
         self._owed = 0
         """Items that it had beyond its turns."""
-        self._unpacker = control.unpacker()
+        self._unpacker: Any = control.unpacker()
         self._transport: asyncio.Transport | None = None
         self._last_request = 0
         self.session: ClientSession | None = None
@@ -68,6 +69,10 @@ class Connection(asyncio.Protocol):
         """The user whose process is at the other end."""
         assert self._transport is not None
         return peer_uid(self._transport.get_extra_info("socket"))
+
+    def may_only_read(self) -> None:
+        """Take no more of this connection at once than who only reads has to say."""
+        self._unpacker = readers_unpacker()
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -51,6 +51,7 @@ from kvstore.protocol.stream_seal import (
     StreamSeal,
     matches,
 )
+from kvstore.protocol.unpacking import unpacked_answers, unpacked_request
 from kvstore.types import Key, Kind, Location
 
 KINDS = frozenset(int(kind) for kind in Kind)
@@ -214,11 +215,20 @@ def pack_control(message: Sequence[Any]) -> Message:
 
 
 def unpack_answers(body: bytes) -> list[Any]:
-    """The list in an ANSWERS or CONTROL frame's body; its items are for the caller to check."""
+    """The list in an ANSWERS frame's body; its items are for the caller to check."""
+    return _listed(body, unpacked_answers)
+
+
+def unpack_control(body: bytes) -> list[Any]:
+    """The list in a CONTROL frame's body; its items are for the caller to check."""
+    return _listed(body, unpacked_request)
+
+
+def _listed(body: bytes, unpacked: Callable[[bytes], Any]) -> list[Any]:
     try:
-        answers = msgpack.unpackb(body, use_list=True, max_ext_len=0, strict_map_key=False)
+        items = unpacked(body)
     except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as e:
         raise WireError(f"answers that cannot be read: {e}") from e
-    if not isinstance(answers, list):
-        raise WireError(f"answers that are a {type(answers).__name__}")
-    return answers
+    if not isinstance(items, list):
+        raise WireError(f"answers that are a {type(items).__name__}")
+    return items

@@ -21,6 +21,7 @@ from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
 from kvstore.node.permissions import group_id
 from kvstore.node.unheard import UNHEARD_PER_USER_MAX
+from kvstore.protocol.unpacking import READER_BUFFER_BYTES_MAX
 from kvstore.rundir import run_dir as checked_run_dir
 
 PREFIX = "kv:shared"
@@ -243,6 +244,33 @@ def test_a_member_that_says_nothing_keeps_few_connections(server: RedisServer) -
         with client_of(server, node) as owner:
             assert owner.put("k", b"value")
             assert run_as(ALICE, READ, *where, groups=[READERS])["get"] == "value"
+
+
+SAY_MUCH = """
+import struct
+one = socket.socket(socket.AF_UNIX)
+one.connect(args[0])
+row = b"\\xdd" + struct.pack(">I", 1 << 16) + b"\\x90" * (1 << 16)
+message = b"\\x93\\x0e\\x00\\xdd" + struct.pack(">I", args[1]) + row * args[1]
+sent = 0
+try:
+    while sent < len(message):
+        sent += one.send(message[sent : sent + (1 << 16)])
+except (BrokenPipeError, ConnectionResetError):
+    pass
+print(json.dumps(sent))
+"""
+ROWS = 100
+
+
+@needs_root
+def test_a_member_that_says_lists_without_end_is_hung_up_on_before_they_are_made(
+    server: RedisServer,
+) -> None:
+    """6.5 million of them kept the node's thread for 1.7 s, as often as anybody liked."""
+    with a_node(server, READERS) as node:
+        sent = run_as(ALICE, SAY_MUCH, str(node.dir.socket), ROWS, groups=[READERS])
+        assert sent < 2 * READER_BUFFER_BYTES_MAX
 
 
 LOOK = """

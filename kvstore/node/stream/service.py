@@ -48,7 +48,7 @@ from kvstore.protocol.stream import (
     SaveOffer,
     WireError,
     pack_answers,
-    unpack_answers,
+    unpack_control,
     unpack_put,
     unpack_read,
 )
@@ -155,7 +155,7 @@ class StreamService:
             with self._shares.of(client, size_bytes, deadline):
                 self._put(channel, offers, namespace_id, deadline)
         elif kind is Frame.CONTROL:
-            self._control(channel, unpack_answers(body), began + REQUEST_TIMEOUT_S)
+            self._control(channel, unpack_control(body), began + REQUEST_TIMEOUT_S)
         elif kind is Frame.NIXL:
             way = self._nixl.way() if self._nixl is not None else []
             channel.send_frame(pack_answers(way), time.monotonic() + REQUEST_TIMEOUT_S)
