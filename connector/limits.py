@@ -103,6 +103,16 @@ LOCK_TIMEOUT_S: Seconds = 60.0
 """After that a lock that was not given back is over."""
 TASKS_MAX: Count = 256
 """Tasks of an engine waiting for their thread; one more fails at once."""
+TASK_THREADS_DEFAULT = 4
+"""Threads that copy an engine's chunks at the same time, unless its user says otherwise."""
+TASK_THREADS_MAX = 32
+INVENTORY_KEYS_MAX: Count = 1 << 16
+"""Chunks that one LMCache server remembers to have stored; beyond it the oldest are not counted,
+listed or deleted any more."""
+INVENTORY_CHECK_KEYS: Keys = 256
+"""Of them, looked for each second: those that the nodes have evicted are not counted any more."""
+LIST_PAGE_KEYS_MAX: Keys = 1024
+"""Chunks on one page of a listing, however many were asked for."""
 RESULTS_MAX: Count = 4096
 """Results that an engine has not asked for; beyond it the oldest are dropped."""
 

@@ -75,6 +75,9 @@ ROWS = {
         "tier of vLLM's own offloading",
         "prefill and decode apart, by the router",
         "KV events",
+        "LMCache's server, chunks of other hosts",
+        "LMCache inside the engine's process",
+        "LMCache's quotas by cache salt",
     ),
 }
 ENGINES = {

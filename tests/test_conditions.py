@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from signal_handlers import SignalledError, handling, raising
 
-from connector.worker.tasks import TaskThread
+from connector.worker.tasks import TaskThreads
 
 ROOT = Path(__file__).parents[1]
 NEVER_MAIN = {"kvstore/node/stream/shares.py"}
@@ -63,7 +63,7 @@ def test_tasks_go_on_after_a_handler_raised_where_a_condition_would_be_entered(s
             signal.raise_signal(signal.SIGUSR1)
         return traced
 
-    tasks = TaskThread("test", lambda: None)
+    tasks = TaskThreads("test", lambda: None)
     ran = threading.Event()
     with handling(raising(SignalledError)):
         sys.settrace(traced)

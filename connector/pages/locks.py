@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +14,22 @@ from kvstore import BlockRef, BlockStore, Key, PeerError
 @dataclass(slots=True)
 class _Lock:
     found: BlockRef
+    pinned: bool
+    """Whether it is on a node of this host and stays there; one of another host may leave it."""
     count: int
     ends_at: float
 
 
 class Locks:
-    """Counts locks by key over a store's pins. Used by one thread.
+    """Counts locks by key over a store's pins. Thread-safe; no lock of ours is held while a peer is
+    asked.
 
     One pin holds a block however often it is locked. A lock that is not given
     back within `timeout_s` of the last lookup that took it is over: an engine
     that forgets one must not take the node's memory for good. What was locked
-    then may be loaded still; it is only no longer certain to be there.
+    then may be loaded still; it is only no longer certain to be there. Nor is a
+    block of another host: no client may pin there, so its lock is the place where
+    it was found.
     """
 
     def __init__(
@@ -38,94 +44,120 @@ class Locks:
         self._most = most
         self._timeout_s = timeout_s
         self._clock = clock
+        self._lock = threading.Lock()
         self._locks: dict[Key, _Lock] = {}  # in the order in which they end
 
     def __len__(self) -> int:
         return len(self._locks)
 
-    def lock(self, keys: Sequence[Key]) -> list[bool]:
-        """Whether each block is on the local node and locked now; at most one request.
+    def __contains__(self, key: Key) -> bool:
+        return key in self._locks
 
-        Never raises for a peer's fault. Beyond the number of locks there may be,
-        and with a node that does not answer, nothing more is found.
+    def lock(self, keys: Sequence[Key]) -> list[bool]:
+        """Whether each block is in the store and locked now.
+
+        At most one request to the nodes of this host, and one to the index for what they do not
+        have. Never raises for a peer's fault. Beyond the number of locks there may be, and with
+        peers that do not answer, nothing more is found.
         """
         self.expire()
-        fresh = list(dict.fromkeys(key for key in keys if key not in self._locks))
-        fresh = fresh[: max(0, self._most - len(self._locks))]
-        pinned = self._pin(fresh)
-        ends_at = self._clock() + self._timeout_s
-        for key, found in zip(fresh, pinned, strict=True):
-            if found is not None:
-                self._locks[key] = _Lock(found, 0, ends_at)
-        locked: list[bool] = []
-        for key in keys:
-            lock = self._locks.pop(key, None)
-            if lock is not None:
-                lock.count += 1
-                lock.ends_at = ends_at
-                self._locks[key] = lock
-            locked.append(lock is not None)
+        with self._lock:
+            fresh = list(dict.fromkeys(key for key in keys if key not in self._locks))
+            fresh = fresh[: max(0, self._most - len(self._locks))]
+        pinned, elsewhere = self._find(fresh)
+        twice: list[BlockRef] = []
+        with self._lock:
+            ends_at = self._clock() + self._timeout_s
+            for key in fresh:
+                found = pinned.get(key) or elsewhere.get(key)
+                if found is None:
+                    continue
+                if key in self._locks:  # by another thread meanwhile
+                    twice += [pinned[key]] if key in pinned else []
+                else:
+                    self._locks[key] = _Lock(found, key in pinned, 0, ends_at)
+            locked: list[bool] = []
+            for key in keys:
+                lock = self._locks.pop(key, None)
+                if lock is not None:
+                    lock.count += 1
+                    lock.ends_at = ends_at
+                    self._locks[key] = lock
+                locked.append(lock is not None)
+        self._unpin(twice)
         return locked
 
     def unlock(self, keys: Sequence[Key]) -> None:
         """Give each lock back once; a key that is not locked (any more) is passed over."""
-        ended: list[BlockRef] = []
-        for key in keys:
-            lock = self._locks.get(key)
-            if lock is None:
-                continue
-            lock.count -= 1
-            if lock.count <= 0:
-                ended.append(self._locks.pop(key).found)
-        self._unpin(ended)
+        ended: list[_Lock] = []
+        with self._lock:
+            for key in keys:
+                lock = self._locks.get(key)
+                if lock is None:
+                    continue
+                lock.count -= 1
+                if lock.count <= 0:
+                    ended.append(self._locks.pop(key))
+        self._end(ended)
 
     def lost(self, key: Key) -> None:
         """Note that the block could not be read where it is locked: who looks it up next hears of
         it. A block that somebody always holds a lock of would else be found, and not read, for
         ever."""
-        lock = self._locks.pop(key, None)
+        with self._lock:
+            lock = self._locks.pop(key, None)
         if lock is not None:
-            self._unpin([lock.found])
+            self._end([lock])
 
     def borrow(self, keys: Sequence[Key]) -> tuple[list[BlockRef | None], list[BlockRef]]:
         """Where each block is, and what of it to give to `give_back` after reading.
 
-        What is not locked is pinned for the moment, so that a load that was
-        never looked up works too.
+        What is not locked is pinned for the moment, or looked for elsewhere, so
+        that a load that was never looked up works too.
         """
-        unlocked = list(dict.fromkeys(key for key in keys if key not in self._locks))
-        borrowed = [found for found in self._pin(unlocked) if found is not None]
-        there = {found.key: found for found in borrowed}
-        where = [self._locks[key].found if key in self._locks else there.get(key) for key in keys]
-        return where, borrowed
+        with self._lock:
+            there = {key: self._locks[key].found for key in keys if key in self._locks}
+        pinned, elsewhere = self._find([k for k in dict.fromkeys(keys) if k not in there])
+        there |= elsewhere | pinned
+        return [there.get(key) for key in keys], list(pinned.values())
 
     def give_back(self, borrowed: Sequence[BlockRef]) -> None:
         self._unpin(borrowed)
 
     def expire(self) -> None:
         """End the locks whose time is over."""
-        now = self._clock()
-        ended: list[BlockRef] = []
-        while self._locks:
-            key, lock = next(iter(self._locks.items()))
-            if lock.ends_at > now:
-                break
-            ended.append(self._locks.pop(key).found)
-        self._unpin(ended)
+        ended: list[_Lock] = []
+        with self._lock:
+            now = self._clock()
+            while self._locks:
+                key, lock = next(iter(self._locks.items()))
+                if lock.ends_at > now:
+                    break
+                ended.append(self._locks.pop(key))
+        self._end(ended)
 
     def close(self) -> None:
         """End all locks."""
-        ended = [lock.found for lock in self._locks.values()]
-        self._locks.clear()
-        self._unpin(ended)
+        with self._lock:
+            ended = list(self._locks.values())
+            self._locks.clear()
+        self._end(ended)
 
-    def _pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
+    def _find(self, keys: Sequence[Key]) -> tuple[dict[Key, BlockRef], dict[Key, BlockRef]]:
+        """What is pinned now, and what else can be read from here."""
         if not keys:
-            return []
+            return {}, {}
         try:
-            return self._store.pin(keys)
+            pins = self._store.pin(keys)
         except PeerError:
-            return [None] * len(keys)
+            pins = [None] * len(keys)
+        pinned = {found.key: found for found in pins if found is not None}
+        missing = [key for key in keys if key not in pinned]
+        elsewhere = self._store.lookup(missing) if missing else []
+        return pinned, {found.key: found for found in elsewhere if found is not None}
+
+    def _end(self, locks: Sequence[_Lock]) -> None:
+        self._unpin([lock.found for lock in locks if lock.pinned])
 
     def _unpin(self, found: Sequence[BlockRef]) -> None:
         if found:

@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 
-from connector.limits import PAGE_PARTS_MAX, SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES
+from connector.limits import (
+    LOAD_STAGING_BYTES,
+    PAGE_PARTS_MAX,
+    SAVE_BATCH_BLOCKS,
+    SAVE_BATCH_BYTES,
+)
 from kvstore import (
     BlockRef,
     HostBlockStore,
@@ -143,17 +148,25 @@ class Pages:
         What a page's memory holds where the answer is False is undefined.
         """
         found = self.store.match(self.keys(names))
-        loaded = [self.read(f, parts) for f, parts in zip(found, pages, strict=False)]
+        loaded = self.read(found, pages[: len(found)])
         self.store.touch([f.key for f, ok in zip(found, loaded, strict=True) if ok])
         return loaded + [False] * (len(names) - len(loaded))
 
-    def read(self, found: BlockRef, parts: Parts) -> bool:
-        """Copy, then check. False when the block is gone or is not of the parts' size."""
-        view = self.store.view(found)
-        if view is None or view.buffer.nbytes != size_of(parts):
-            return False
-        scatter(view.buffer, parts)
-        return view.valid()
+    def read(self, found: Sequence[BlockRef | None], pages: Sequence[Parts]) -> list[bool]:
+        """Copy, then check, each page by itself. False where there was nothing to be found, where
+        it is gone by now, or not of its parts' size.
+
+        What other hosts have is read together, `LOAD_STAGING_BYTES` at a time.
+        """
+        loaded = [False] * len(pages)
+        wanted = [(i, f, pages[i]) for i, f in enumerate(found) if f is not None]
+        for batch in in_batches(wanted, SAVE_BATCH_BLOCKS, _read_bytes, LOAD_STAGING_BYTES):
+            views = self.store.views([ref for _, ref, _ in batch], None)
+            for (i, _, parts), view in zip(batch, views, strict=True):
+                if view is not None and view.buffer.nbytes == size_of(parts):
+                    scatter(view.buffer, parts)
+                    loaded[i] = view.valid()
+        return loaded
 
 
 def is_there(result: PutResult) -> bool:
@@ -164,3 +177,7 @@ def is_there(result: PutResult) -> bool:
 
 def _size_bytes(wanted: _Wanted) -> int:
     return wanted[2]
+
+
+def _read_bytes(wanted: tuple[int, BlockRef, Parts]) -> int:
+    return size_of(wanted[2])

@@ -1,4 +1,4 @@
-"""Runs an engine's tasks in order on one thread, and keeps the results until they are asked for."""
+"""Runs an engine's tasks on threads, and keeps the results until they are asked for."""
 
 from __future__ import annotations
 
@@ -44,22 +44,32 @@ class Results(Generic[R]):
         return results
 
 
-class TaskThread:
-    """Runs tasks on a thread. Every task ends: done, failed, or refused at once. Thread-safe."""
+class TaskThreads:
+    """Runs tasks on one thread, in their order, or begins them in their order on several. Every
+    task ends: done, failed, or refused at once. Thread-safe."""
 
-    def __init__(self, name: str, clean_up: Callable[[], None]) -> None:
-        self._clean_up = clean_up
+    def __init__(self, name: str, clean_up: Callable[[], None], threads: int = 1) -> None:
+        """`clean_up` runs now and then between tasks of one of the threads."""
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._closing = False
         self._numbers = 0
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(
+                target=self._loop,
+                args=(clean_up if i == 0 else _nothing,),
+                name=f"{name}-{i}" if i else name,
+                daemon=True,
+            )
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closing
+        return all(thread.is_alive() for thread in self._threads) and not self._closing
 
     def number(self) -> int:
         """A number for one more task."""
@@ -70,7 +80,7 @@ class TaskThread:
     def submit(
         self, task: Callable[[], None], failed: Callable[[], None], *, urgent: bool = False
     ) -> None:
-        """Run `task` on the thread, or `failed` when it raises or cannot be run.
+        """Run `task` on a thread, or `failed` when it raises or cannot be run.
 
         `urgent` tasks, which give something back, have no limit of their own:
         there are no more of them than of the tasks that took it.
@@ -84,17 +94,19 @@ class TaskThread:
             failed()
 
     def close(self) -> bool:
-        """End after the task that runs now; what waits fails. False: it did not end in time."""
+        """End after the tasks that run now; what waits fails. False: they did not end in time."""
         with self._lock:
             self._closing = True
             waiting, self._tasks = list(self._tasks), deque()
-            self._wake.notify()
+            self._wake.notify_all()
         for _, failed in waiting:
             failed()
-        self._thread.join(SHUTDOWN_TIMEOUT_S)
-        return not self._thread.is_alive()
+        give_up_at = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, give_up_at - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _loop(self) -> None:
+    def _loop(self, clean_up: Callable[[], None]) -> None:
         clean_up_at = time.monotonic() + IDLE_EVERY_S
         while True:
             with self._lock:
@@ -106,7 +118,7 @@ class TaskThread:
             if task is not None and failed is not None:
                 self._run(task, failed)
             if time.monotonic() >= clean_up_at:
-                self._run(self._clean_up, _nothing)
+                self._run(clean_up, _nothing)
                 clean_up_at = time.monotonic() + IDLE_EVERY_S
 
     @staticmethod

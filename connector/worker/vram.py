@@ -151,6 +151,10 @@ class VramStore:
         may be retained then."""
         return self._store.retain(keys, ttl_s, tenant)
 
+    def drop(self, keys: Sequence[Key]) -> list[bool]:
+        """See `BlockStore.drop`; of the pool in VRAM too, as far as the index names it."""
+        return self._store.drop(keys)
+
     def clear(self, namespace_id: int) -> int:
         cleared = self.pool.clear(namespace_id) if self.pool is not None else 0
         return cleared + self._store.clear(namespace_id)

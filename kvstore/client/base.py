@@ -254,6 +254,16 @@ class BlockStore(Protocol):
         """
         ...
 
+    def drop(self, keys: Sequence[Key]) -> list[bool]:
+        """Drop blocks: on the nodes of this host, and one that is not there on the node of another
+        host that the index names. Which of `keys` were there.
+
+        Also what is pinned or retained is a miss from then on. Raises `NodeUnavailableError` or
+        `DeadlineError` when a node that may have one of them could not be asked; the others are
+        dropped then.
+        """
+        ...
+
     def clear(self, namespace_id: int) -> int:
         """Drop every block of a namespace on the nodes of this host; returns how many.
 

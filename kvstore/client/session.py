@@ -66,6 +66,7 @@ from kvstore.client.remote.silenced import Silenced
 from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.resetting import reset_everywhere
+from kvstore.client.values.dropping import drop_everywhere
 from kvstore.client.values.names import ValueNames
 from kvstore.client.values.out import Out
 from kvstore.client.vram import VramNodes
@@ -412,6 +413,9 @@ class BlockSession:
     def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
         whole("ttl_s", ttl_s, 0, RETAINED_S_MAX)
         return self.writer.retain(keys, ttl_s, tenant_id(tenant)) if keys else []
+
+    def drop(self, keys: Sequence[Key]) -> list[bool]:
+        return drop_everywhere(self.reader, self.writer, self.remote, keys) if keys else []
 
     def clear(self, namespace_id: int) -> int:
         return self.writer.clear(namespace_id)

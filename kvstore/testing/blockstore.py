@@ -283,6 +283,11 @@ class MemoryBlockStore:
                     self.retained[key] = (ttl_s, tenant)
         return [Retained.YES if key in there else Retained.ABSENT for key in keys]
 
+    def drop(self, keys: Sequence[Key]) -> list[bool]:
+        """See `BlockStore.drop`."""
+        self._need_node()
+        return [self._drop(key, MissReason.CLEARED, forget=True) for key in keys]
+
     def reset(
         self, namespace_ids: Sequence[int], timeout_s: float = RESET_TIMEOUT_S
     ) -> ResetResult:

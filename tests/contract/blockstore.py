@@ -113,6 +113,19 @@ class BlockStoreContract:
         assert store.match([key]) == []
         assert store.retain([key], 60) == [Retained.ABSENT]
 
+    def test_what_is_dropped_is_a_miss_and_says_whether_it_was_there(
+        self, store: BlockStore
+    ) -> None:
+        a, b, c, d = keys(4)
+        for key in (a, c, d):
+            save(store, key, 1)
+        store.pin([c])
+        assert store.drop([a, b, c]) == [True, False, True]
+        assert store.lookup([a, b, c]) == [None, None, None]
+        assert len(store.match([d])) == 1
+        assert store.drop([a]) == [False]
+        assert store.drop([]) == []
+
     @pytest.mark.parametrize(
         ("ttl_s", "tenant", "field"),
         [(-1, "", "ttl_s"), (1 << 40, "", "ttl_s"), (1.5, "", "ttl_s"), (1, "x" * 300, "tenant")],

@@ -45,7 +45,7 @@ from connector.layout.geometry import Field
 from connector.layout.identity import digest_of
 from connector.pages.pages import Pages, is_there, scatter
 from connector.settings import STORE_SETTINGS, ConnectorSettings
-from connector.worker.tasks import Results, TaskThread
+from connector.worker.tasks import Results, TaskThreads
 from kvstore import Key, Namespace, UsageError, tenant_salt
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Keys that could not be loaded: not to be found again by the request that asked."""
         self._draining = threading.Event()
         """What waits in the queue fails instead of beginning."""
-        self._tasks = TaskThread("kvstore-tier", lambda: None)
+        self._tasks = TaskThreads("kvstore-tier", lambda: None)
         self._lookups = _Lookups(self, tier_type)
 
     # Looked up by vLLM's own helper, on a thread of its own

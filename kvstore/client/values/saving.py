@@ -12,7 +12,7 @@ from kvstore.client.put_pipeline import check_wanted, save
 from kvstore.client.session import BlockSession
 from kvstore.client.values.existing import drop_remote, others_elsewhere, told_apart
 from kvstore.client.values.tensors import Payload
-from kvstore.errors import NodeUnavailableError, NoSpaceError, PeerError
+from kvstore.errors import NoSpaceError, PeerError
 from kvstore.limits import REPLACE_TRIES
 from kvstore.transport.stream.requests import SavePayload
 from kvstore.types import Key, Location, PutResult, PutStatus, rejected
@@ -92,15 +92,7 @@ class ValueSaver:
 
     def delete(self, key: Key) -> bool:
         """As `Client.delete`."""
-        location = self._reader.search((key,)).remote.get(0)
-        self._reader.forget(key)
-        try:
-            here = self._writer.drop([key])[0]
-        except NodeUnavailableError:
-            if location is None:
-                raise
-            here = False
-        return (location is not None and drop_remote(self._session.remote, key, location)) or here
+        return self._session.drop([key])[0]
 
     def _drop_each(self, there: Mapping[Key, Location | None]) -> dict[Key, PutResult]:
         """Why it could not be done, of those that could not be dropped where they are."""

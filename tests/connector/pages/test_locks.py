@@ -11,7 +11,7 @@ from connector_parts import PATIENCE_S, Clock, wait_for
 
 from connector.limits import RESULTS_MAX, TASKS_MAX
 from connector.pages.locks import Locks
-from connector.worker.tasks import Results, TaskThread
+from connector.worker.tasks import Results, TaskThreads
 from kvstore import Key, Reservation
 from kvstore.testing.blockstore import MemoryBlockStore, timed_out
 
@@ -109,17 +109,46 @@ def test_what_is_not_locked_is_pinned_only_while_it_is_read(
     assert store.pins() == 1
 
 
-@pytest.mark.parametrize("node_down", [True, False])
-def test_a_node_that_does_not_answer_has_nothing_to_lock(
-    store: MemoryBlockStore, locks: Locks, node_down: bool
+def test_what_this_host_does_not_have_is_locked_where_the_index_says_it_is(
+    store: MemoryBlockStore, locks: Locks
 ) -> None:
     (a,) = saved(store, 1)
-    store.node_down = node_down
-    if not node_down:
-        store.on_pin = timed_out
+    store.on_pin = timed_out  # as with a block that no node of this host has
+    assert locks.lock([a, os.urandom(32)]) == [True, False]
+    where, borrowed = locks.borrow([a])
+    assert where == store.lookup([a])
+    assert borrowed == []
+    locks.unlock([a])
+    store.on_pin = lambda: None
+    assert locks.lock([a]) == [True]
+    assert store.pins() == 1, "nothing was given back that had not been pinned"
+
+
+def test_without_node_and_index_there_is_nothing_to_lock(
+    store: MemoryBlockStore, locks: Locks
+) -> None:
+    (a,) = saved(store, 1)
+    store.node_down = store.index_down = True
     assert locks.lock([a]) == [False]
     assert locks.borrow([a]) == ([None], [])
     assert len(locks) == 0
+
+
+def test_a_block_that_two_threads_lock_at_once_is_pinned_once(
+    store: MemoryBlockStore, locks: Locks
+) -> None:
+    (a,) = saved(store, 1)
+    store.on_pin = lambda: None if len(locks) else nested()
+
+    def nested() -> None:
+        store.on_pin = lambda: None
+        assert locks.lock([a]) == [True]
+
+    assert locks.lock([a]) == [True]
+    locks.unlock([a])
+    assert not store.evict(a)
+    locks.unlock([a])
+    assert store.evict(a)
 
 
 def test_closing_ends_all_locks(store: MemoryBlockStore, locks: Locks) -> None:
@@ -129,13 +158,13 @@ def test_closing_ends_all_locks(store: MemoryBlockStore, locks: Locks) -> None:
 
 
 @pytest.fixture
-def thread() -> Iterator[TaskThread]:
-    thread = TaskThread("t", lambda: None)
+def thread() -> Iterator[TaskThreads]:
+    thread = TaskThreads("t", lambda: None)
     yield thread
     assert thread.close()
 
 
-def test_tasks_are_done_in_their_order(thread: TaskThread) -> None:
+def test_tasks_are_done_in_their_order(thread: TaskThreads) -> None:
     done: list[int] = []
     for i in range(50):
         thread.submit(lambda i=i: done.append(i), lambda: done.append(-1))
@@ -144,7 +173,7 @@ def test_tasks_are_done_in_their_order(thread: TaskThread) -> None:
     assert len({thread.number() for _ in range(5)}) == 5
 
 
-def test_a_task_that_raises_fails_and_the_next_one_is_done(thread: TaskThread) -> None:
+def test_a_task_that_raises_fails_and_the_next_one_is_done(thread: TaskThreads) -> None:
     ended: list[str] = []
     thread.submit(lambda: 1 // 0, lambda: ended.append("failed"))
     thread.submit(lambda: ended.append("done"), lambda: None)
@@ -153,7 +182,7 @@ def test_a_task_that_raises_fails_and_the_next_one_is_done(thread: TaskThread) -
 
 
 def test_beyond_the_most_tasks_one_fails_at_once_but_giving_back_does_not() -> None:
-    thread, gate, ended = TaskThread("t", lambda: None), threading.Event(), []
+    thread, gate, ended = TaskThreads("t", lambda: None), threading.Event(), []
     thread.submit(lambda: gate.wait(PATIENCE_S), lambda: None)
     wait_for(lambda: not thread._tasks, "the first task runs")
     for _ in range(TASKS_MAX):
@@ -167,8 +196,20 @@ def test_beyond_the_most_tasks_one_fails_at_once_but_giving_back_does_not() -> N
     assert thread.close()
 
 
+def test_several_threads_do_several_tasks_at_once() -> None:
+    threads, together = TaskThreads("t", lambda: None, threads=3), threading.Barrier(3)
+    done: list[int] = []
+    for _ in range(3):
+        threads.submit(lambda: done.append(together.wait(PATIENCE_S)), lambda: done.append(-1))
+    wait_for(lambda: len(done) == 3, "the tasks, each of which waits for the others")
+    assert sorted(done) == [0, 1, 2]
+    assert threads.alive
+    assert threads.close()
+    assert not threads.alive
+
+
 def test_what_waits_when_the_thread_is_closed_fails() -> None:
-    thread, gate, ended = TaskThread("t", lambda: None), threading.Event(), []
+    thread, gate, ended = TaskThreads("t", lambda: None), threading.Event(), []
     thread.submit(lambda: gate.wait(PATIENCE_S), lambda: None)
     wait_for(lambda: not thread._tasks, "the first task runs")
     thread.submit(lambda: ended.append("done"), lambda: ended.append("failed"))
@@ -180,7 +221,7 @@ def test_what_waits_when_the_thread_is_closed_fails() -> None:
 
 def test_an_idle_thread_cleans_up() -> None:
     ran = threading.Event()
-    thread = TaskThread("t", ran.set)
+    thread = TaskThreads("t", ran.set)
     assert ran.wait(PATIENCE_S)
     assert thread.close()
 

@@ -1,0 +1,71 @@
+"""Names, bytes and kinds of LMCache's objects, as the store keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from connector.layout.geometry import Field
+from connector.pages.pages import Parts
+from connector.settings import ConnectorSettings
+from kvstore import Namespace, UsageError, tenant_salt
+
+OBJECT_VERSION = 1
+"""Grows when the same fields come to mean other bytes."""
+FORMAT_BYTES = 16
+"""At the end of each payload: what kind of object it is. LMCache's keys do not tell dtypes apart,
+and at a lookup it may not know them; so objects of another kind are found but not loaded."""
+
+
+def namespace(config: ConnectorSettings, engine: str, **more: Field) -> Namespace:
+    """What must match beside a key of LMCache's; `engine` says which of its kinds of keys.
+
+    Raises `UsageError` where nothing stands for the weights.
+    """
+    if config.weights_id is None:
+        raise UsageError(
+            "weights_id",
+            None,
+            "must be a name that changes with the weights or dtype of any model: LMCache's "
+            "keys have a model's name alone, and LMCache does not see the weights",
+        )
+    fields: dict[str, Field] = {
+        "engine": engine,
+        "object_version": OBJECT_VERSION,
+        "weights": f"id {config.weights_id}",
+        **more,
+        **config.life,
+    }
+    return Namespace(fields, salt=tenant_salt())
+
+
+def names(keys: Sequence[Any]) -> list[bytes]:
+    """Each `ObjectKey` in bytes that no other object key has."""
+    return [
+        _digest([k.chunk_hash.hex(), k.model_name, k.kv_rank, k.object_group_id, k.cache_salt])
+        for k in keys
+    ]
+
+
+def engine_names(keys: Sequence[Any]) -> list[bytes]:
+    """The same for a `CacheEngineKey` or `LayerCacheEngineKey`, whose text has all of it."""
+    return [_digest([type(k).__name__, k.to_string()]) for k in keys]
+
+
+def _digest(fields: Sequence[object]) -> bytes:
+    return blake2b(json.dumps(fields).encode(), digest_size=32).digest()
+
+
+def parts(obj: Any, trailer: bytearray) -> Parts:
+    """An object's memory, and what follows it in the payload."""
+    return [memoryview(obj.byte_array).cast("B"), memoryview(trailer)]
+
+
+def kind(obj: Any) -> bytes:
+    """What an object of LMCache's is, beside its size: shapes and dtypes, one or a list of each."""
+    meta = obj.metadata
+    shapes = [list(shape) for shape in meta.shapes or [meta.shape]]
+    text = json.dumps([shapes, [str(dtype) for dtype in meta.dtypes or [meta.dtype]]])
+    return blake2b(text.encode(), digest_size=FORMAT_BYTES).digest()
