@@ -7,9 +7,11 @@ with `CountStats` that the two sides hand out; nothing else is decided there.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from connector.limits import STATS_SAMPLES_MAX
 from connector.stats import CountStats
 from kvstore import MissReason, PutStatus, Retained
 
@@ -131,19 +133,21 @@ class Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stats = CountStats()
+        self._counts: dict[str, float] = {}
+        self._samples: dict[str, deque[float]] = {}
         self._read_bytes: dict[str, int] = {}
         """By transport, as of the last call of `read`."""
 
     def add(self, metric: Metric, count: float = 1, label: str = "") -> None:
         key = f"{metric.name}:{label}" if metric.label else metric.name
         with self._lock:
-            self._stats.add(key, count)
+            self._counts[key] = self._counts.get(key, 0) + count
 
     def observe(self, metric: Metric, value: float) -> None:
         """Add one sample to a histogram."""
         with self._lock:
-            self._stats.add(metric.name, [value])
+            samples = self._samples.setdefault(metric.name, deque(maxlen=STATS_SAMPLES_MAX))
+            samples.append(value)
 
     def page_locked(self, size_bytes: int, failure: str) -> None:
         """Count bytes of the store's memory that are page-locked, or not because of `failure`."""
@@ -163,7 +167,9 @@ class Counts:
     def take(self) -> CountStats | None:
         """All that was counted since the last call; None: nothing."""
         with self._lock:
-            stats, self._stats = self._stats, CountStats()
+            counts, self._counts = self._counts, {}
+            samples, self._samples = self._samples, {}
+        stats = CountStats(counts | {name: list(values) for name, values in samples.items()})
         return None if stats.is_empty() else stats
 
 

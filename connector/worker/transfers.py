@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from connector import metrics
-from connector.copiers.base import HeadPart, KVCopier, Scatter
+from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
 from connector.limits import Clock
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.worker import parts
@@ -130,10 +130,21 @@ def gather_all(
                 if not allowed[task] or now >= task.deadline:
                     allowed[task] = False
                     task.why = task.why or MissReason.DEADLINE
-            copied = [e for e in batch if allowed[e.task] and parts.can_be_saved(mine, e)]
+            copied = [entry for entry in batch if allowed[entry.task]]
+            whole = not any(entry.block.tokens for entry in copied)
+            if not whole:
+                copied = [entry for entry in copied if parts.can_be_saved(mine, entry)]
             if copied:
-                blocks.gather_many([parts.gather_of(mine, e) for e in copied], layer)
-            for entry in copied:
+                blocks.gather_many(
+                    [
+                        Gather(entry.block.block_ids, entry.reservation.buffer)
+                        if whole
+                        else parts.gather_of(mine, entry)
+                        for entry in copied
+                    ],
+                    layer,
+                )
+            for entry in () if whole else copied:
                 parts.clear_rest(mine, entry, layer)
         filled += copied
     return filled

@@ -63,6 +63,7 @@ from kvstore import (
     MissReason,
     PoolMapping,
     PutResult,
+    PutStatus,
     in_batches,
 )
 
@@ -459,7 +460,8 @@ class WorkerCore:
             if dropped:
                 store.abort(dropped)
             results = store.commit(kept) if kept else []
-            committed = [r for r, result in zip(kept, results, strict=True) if result]
+            there = (PutStatus.STORED, PutStatus.EXISTS)
+            committed = [r for r, one in zip(kept, results, strict=True) if one.status in there]
             stored = {reservation.key for reservation in committed}
             for task in tasks if stored else ():
                 task.stored |= stored

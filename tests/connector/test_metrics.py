@@ -288,7 +288,7 @@ class TestRequests:
         request = FakeRequest("r", list(range(3 * BLOCK + 2)))
         side.put(request, 2)
         assert side.match(request) == 2 * BLOCK
-        wait_for(lambda: side.core._counts._stats.counts.get("kvstore_lookup_blocks") == 3, "it")
+        wait_for(lambda: side.core._counts._counts.get("kvstore_lookup_blocks") == 3, "it")
         assert taken(side.core.take_stats) == {
             "lookup_blocks": 3,
             "found_blocks": 2,
