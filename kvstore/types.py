@@ -58,6 +58,9 @@ class PutStatus(enum.StrEnum):
     REJECTED = "rejected"
 
 
+IN_STORE = frozenset({PutStatus.STORED, PutStatus.EXISTS})
+
+
 class PutResult(NamedTuple):
     """Result of one put; truthy when this value is in the store now."""
 
@@ -66,7 +69,7 @@ class PutResult(NamedTuple):
     """Why it was rejected, or which value is there instead; empty otherwise."""
 
     def __bool__(self) -> bool:
-        return self.status in (PutStatus.STORED, PutStatus.EXISTS)
+        return self.status in IN_STORE
 
 
 STORED = PutResult(PutStatus.STORED)

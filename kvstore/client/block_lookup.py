@@ -21,7 +21,7 @@ from kvstore.batches import in_batches
 from kvstore.client.base import BlockRef, LookupResult, PrefixMatch
 from kvstore.client.explanation import MissReason, reason_of
 from kvstore.client.local.nodes import Attached, LocalNodes
-from kvstore.client.reader import Reader, believes_names
+from kvstore.client.reader import Reader
 from kvstore.client.remote.peers import Peers
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
@@ -57,7 +57,8 @@ def found_here(
     """
     now = nodes.machine.monotonic
     if give_up_at is None:
-        mapped: Sequence[Attached] = nodes.ours(now(), find=believes_names(signer))
+        # With a signer, only a signed record says that a node is to be believed.
+        mapped: Sequence[Attached] = nodes.ours(now(), find=signer is None)
     else:
         mapped = nodes.every(now())
     for start in range(0, len(keys), KEYS_AT_ONCE):

@@ -28,7 +28,7 @@ from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Key, PutResult, Retained
+from kvstore.types import IN_STORE, Key, PutResult, Retained
 
 log = logging.getLogger("kvstore.client")
 
@@ -155,14 +155,12 @@ class Client:
         is another one. For keys of your own `replace=True` drops that first, on the nodes of
         this host and where the index says that it is; who reads meanwhile has a miss.
         """
-        arguments.flag("replace", replace)
         return self._save_values([(key, value)], replace)[0]
 
     def put_many(self, items: Items, *, replace: bool = False) -> list[PutResult]:
         """`put` for a mapping or pairs, in a few requests for all; results in order.
 
         With `replace=True` the last value counts of those that are given for one key."""
-        arguments.flag("replace", replace)
         return self._save_values(arguments.pairs(items), replace)
 
     def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Any]) -> list[PutResult]:
@@ -182,6 +180,7 @@ class Client:
     def _save_values(
         self, pairs: Sequence[tuple[str | bytes, Any]], replace: bool
     ) -> list[PutResult]:
+        arguments.flag("replace", replace)
         self._check_open()
         keys = [self.namespace.value_key(name) for name, _ in pairs]
         payloads = [tensors.encode(value) for _, value in pairs]
@@ -190,7 +189,7 @@ class Client:
         return self._counted(results)
 
     def _counted(self, results: list[PutResult]) -> list[PutResult]:
-        stored = sum(map(bool, results))
+        stored = sum(result.status in IN_STORE for result in results)
         self._counts["stored"] += stored
         self._counts["not_stored"] += len(results) - stored
         return results

@@ -28,8 +28,8 @@ from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from kvstore.record import RecordSigner, unpack_record
 from kvstore.segment.copying import copy
-from kvstore.segment.header import Fields
-from kvstore.segment.locate import hinted, locate
+from kvstore.segment.header import KEY_PART, Fields
+from kvstore.segment.locate import locate, spot_of
 from kvstore.segment.unmapped import UnmappedShm
 from kvstore.types import Key, Location
 
@@ -96,12 +96,6 @@ class Place(LocalBlock):
         """Whether the payload's checksum was saved and is right; with `copied`, that of the
         value as it was copied rather than as it lies here."""
         return self._has_checksum_of(self.data if copied is None else copied, self.meta)
-
-
-def believes_names(signer: RecordSigner | None) -> bool:
-    """Whether a node of this host is believed for what it says its index is, before a record names
-    it. With a signer, only a signed record says that a node is to be believed."""
-    return signer is None
 
 
 class UnmappedPlace(LocalBlock):
@@ -208,6 +202,9 @@ class Reader:
         self._now = nodes.machine.monotonic
         self._remote = remote
         self._signer = signer
+        self._believes_names = signer is None
+        """Whether a node of this host is believed for what it says its index is, before a record
+        names it. With a signer, only a signed record says that a node is to be believed."""
         self._reporter = reporter
         self.remembered: dict[Key, AnyPlace] = {}
         """Where blocks were seen in this host's memory: to be used without looking for them."""
@@ -281,7 +278,7 @@ class Reader:
                     found[i] = RemoteBlock(keys[i], location, remembered=True)
                 else:
                     unknown.append(i)
-        if unknown and believes_names(self._signer) and self._nodes.map_ours(now):
+        if unknown and self._believes_names and self._nodes.map_ours(now):
             self._find_here(found, keys)
             unknown = [i for i in unknown if found[i] is None]
         if not unknown:
@@ -289,12 +286,16 @@ class Reader:
         if self._now() >= give_up_at:
             return found
         try:
+            if len(unknown) == 1:
+                (i,) = unknown
+                for only in self._index.match([keys[i]]):
+                    found[i] = self.resolve(keys[i], only)
+                return found
             for wanted in in_batches(unknown, BATCH_KEYS_MAX):
                 batch = [keys[i] for i in wanted]
-                records = self._index.match(batch) if len(batch) == 1 else self._index.lookup(batch)
-                for i, key, record in zip(wanted, batch, records, strict=False):
+                for i, record in zip(wanted, self._index.lookup(batch), strict=True):
                     if record is not None:
-                        found[i] = self.resolve(key, record)
+                        found[i] = self.resolve(keys[i], record)
         except IndexUnavailableError as e:
             if self._nodes.map_all(now):
                 self._find_here(found, keys)
@@ -380,10 +381,13 @@ class Reader:
             unknown = [i for i, place in enumerate(found) if place is None]
             if not unknown:
                 return
-            spots = hinted(attached.shm, [keys[i] for i in unknown])
-            for i, spot in zip(unknown, spots, strict=True):
-                if spot is not None:
-                    found[i] = self._place(attached, *spot)
+            shm = attached.shm
+            headers = shm.hinted_each([keys[i] for i in unknown])
+            for i, (slot_id, image) in zip(unknown, headers, strict=True):
+                if image[KEY_PART] == keys[i]:
+                    spot = spot_of(shm.superblock.size_bytes, slot_id, image)
+                    if spot is not None:
+                        found[i] = self._place(attached, *spot)
 
     def place(
         self, key: Key, record: Record, has_room: Callable[[int], bool] = lambda size_bytes: True

@@ -336,7 +336,9 @@ class BlockSession:
     ) -> Iterator[HostView | None]:
         deadline = None if timeout_s is None else self._now() + timeout_s
         refs = [self.reader.resolve(one.key, one.record) for one in found]
-        into, rooms = (None, None) if staging is None else divided(staging, landing, refs)
+        into, rooms = None, None
+        if staging is not None and any(not isinstance(ref, Place) for ref in refs):
+            into, rooms = divided(staging, landing, refs)
         fetched: Sequence[object] = ()
         for i, (one, ref) in enumerate(zip(found, refs, strict=True)):
             if isinstance(ref, RemoteBlock):
@@ -375,7 +377,7 @@ class BlockSession:
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[ReserveAnswer]:
         wants = [Want(key, size_bytes, Kind.BLOCK, 0, None, 0) for key in keys]
-        here = self.no_local_node()
+        here = self.writer.no_node()
         if here is None:
             return self.writer.reserve(wants, namespace_id)
         try:
@@ -385,11 +387,7 @@ class BlockSession:
 
     def no_local_node(self) -> NodeUnavailableError | None:
         """Why saves have to go to another host; None while there is a node on this one."""
-        try:
-            self.writer.link()
-        except NodeUnavailableError as e:
-            return e
-        return None
+        return self.writer.no_node()
 
     def commit(self, reservations: Sequence[AnyReservation]) -> list[PutResult]:
         return savers.commit(reservations, self.limits.request_timeout_s, self._now)

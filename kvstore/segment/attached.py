@@ -173,6 +173,8 @@ class AttachedShm(AttachedHeads):
         """Parts of `LOCK_PART_BYTES` whose pages are all mapped."""
         self._populating = False
         """A thread maps what lies ahead."""
+        self.is_populated = False
+        """All pages are mapped: `populate` has nothing to do any more."""
 
     def payloads(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The bytes at each (offset, length), in place."""
@@ -217,6 +219,7 @@ class AttachedShm(AttachedHeads):
                     self._advise(start, min(POPULATE_STEP_BYTES, first + part_bytes - start))
                     self._machine.sleep(POPULATE_PAUSE_S)
                 self._populated.add(part)
+            self.is_populated = size_bytes == self.superblock.size_bytes
         except ValueError:
             pass  # closed meanwhile
         finally:

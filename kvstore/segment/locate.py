@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.core.granules import GRANULE_BYTES, PAGE
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.segment.attached import AttachedHeads
-from kvstore.segment.header import KEY_PART, Fields, fields
+from kvstore.segment.header import Fields, fields
 from kvstore.types import Key, Location
 
 
@@ -38,14 +37,12 @@ def locate(shm: AttachedHeads, key: Key, location: Location) -> Spot | None:
     return None if offset is None else Spot(location.slot, image, header, offset)
 
 
-def hinted(shm: AttachedHeads, keys: Sequence[Key]) -> Iterator[Spot | None]:
-    """Where the block of each of `keys` is; None unless a hint leads to a SEALED header of that
-    key."""
-    size_bytes = shm.superblock.size_bytes
-    for key, (slot_id, image) in zip(keys, shm.hinted_each(keys), strict=True):
-        header = fields(image) if image[KEY_PART] == key else None
-        offset = None if header is None else offset_of(size_bytes, slot_id, header)
-        yield None if header is None or offset is None else Spot(slot_id, image, header, offset)
+def spot_of(size_bytes: int, slot_id: int, image: bytes) -> Spot | None:
+    """Where the block of the header `image` is; None unless that is SEALED, whole, and of a block
+    that lies in a segment of `size_bytes`."""
+    header = fields(image)
+    offset = None if header is None else offset_of(size_bytes, slot_id, header)
+    return None if header is None or offset is None else Spot(slot_id, image, header, offset)
 
 
 def sealed_as(image: bytes, key: Key, location: Location) -> Fields | None:

@@ -183,10 +183,11 @@ class ControlChannel:
         try:
             self._acquire(give_up_at)
             now = self._now()
-            if not self._breaker.allows(now):
+            breaker = self._breaker
+            if breaker.state is not BreakerState.CLOSED and not breaker.allows(now):
                 why = f": {self._last_failure}" if self._last_failure else ""
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately{why}")
-            probes = self._breaker.state is BreakerState.HALF_OPEN
+            probes = breaker.state is BreakerState.HALF_OPEN
             if self._patient and not probes:
                 self._patient_until = now + max(FIRST_ANSWER_WAIT_S, timeout_s)
             try:
@@ -220,7 +221,10 @@ class ControlChannel:
                     self._receive(ticket)
                     if not self._patient:
                         self._patient_until = NEVER
-                    if ticket.error is None or isinstance(ticket.error, InternalError):
+                    answered = ticket.error is None or isinstance(ticket.error, InternalError)
+                    if answered and (
+                        self._breaker.failures or self._breaker.state is not BreakerState.CLOSED
+                    ):
                         self._breaker.succeeded()
                 except (DeadlineError, NodeUnavailableError) as e:
                     self._failed(e)

@@ -170,8 +170,7 @@ class HostWriter(HostWriters):
             raise
         if failure is not None and all(answer is None for answer in answers):
             raise failure
-        why = rejected(str(failure))
-        return [why if answer is None else answer for answer in answers]
+        return [rejected(str(failure)) if answer is None else answer for answer in answers]
 
     # --- pins, touches, deletions -------------------------------------------------
 

@@ -217,6 +217,14 @@ class HostWriters:
         """The link to one of the nodes that may be saved to."""
         return self._targets(start=start)[0][1]
 
+    def no_node(self) -> NodeUnavailableError | None:
+        """Why nothing can be saved on this host; None while there is a node."""
+        try:
+            self._targets(start=True)
+        except NodeUnavailableError as e:
+            return e
+        return None
+
     def links(self) -> list[NodeLink]:
         """All links, those to nodes that are gone too while something is held there."""
         return [link for writer in self._every() for link in writer.links()]

@@ -167,7 +167,8 @@ class NodeLink:
         if shm is None or offset + size_bytes > shm.superblock.size_bytes:
             return None
         if isinstance(shm, AttachedShm):
-            shm.populate(offset, size_bytes)
+            if not shm.is_populated:
+                shm.populate(offset, size_bytes)
             return self.payload[offset : offset + size_bytes]
         self._aside[slot] = (generation, offset, os.getpid())
         return memoryview(bytearray(size_bytes))

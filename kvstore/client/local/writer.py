@@ -230,7 +230,7 @@ class Writer:
                 raise
             return self.reserve_later(wants, namespace_id)()
 
-    def _introduce(self, namespace_id: int) -> None:
+    def _register_namespace(self, namespace_id: int) -> None:
         """Tell the node once what the id stands for. After a request: then the channel is open,
         and a node that is slow costs this nothing."""
         link = self.linked
@@ -261,7 +261,8 @@ class Writer:
     ) -> list[ReserveAnswer]:
         try:
             answers: list[ReserveAnswer] = self._collect(link, ticket)
-            self._introduce(namespace_id)
+            if namespace_id not in link.introduced:
+                self._register_namespace(namespace_id)
             return answers
         except BaseException as e:
             self._refuse(granted, e)
@@ -336,8 +337,10 @@ class Writer:
         is asked and answered at once."""
         if len(reservations) > BATCH_KEYS_MAX:
             return answered(partial(self.commit, reservations))
-        checksum = xxhash.xxh3_64_intdigest if self._checksums else _no_checksum
-        items = [(r.slot, r.generation, checksum(r.buffer)) for r in reservations]
+        digest = xxhash.xxh3_64_intdigest if self._checksums else None
+        items = [
+            (r.slot, r.generation, 0 if digest is None else digest(r.buffer)) for r in reservations
+        ]
         filled = all(link.filled(reservations) for link in self.links())
         # Whatever becomes of the request: these buffers are not written any more.
         if not filled:
@@ -591,7 +594,3 @@ def _of_node(link: NodeLink, reservations: Sequence[Reservation]) -> list[tuple[
     """(slot, generation) of those that this start of this node has granted."""
     node = (link.announcement.node_id, link.announcement.epoch)
     return [(r.slot, r.generation) for r in reservations if (r.node_id, r.epoch) == node]
-
-
-def _no_checksum(buffer: memoryview) -> int:
-    return 0

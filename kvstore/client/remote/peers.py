@@ -156,7 +156,8 @@ class Peers:
     def _answered(self, known: KnownNode) -> None:
         """A thread of it answered, as it does reads. The caller holds the lock."""
         was = known.breaker.state
-        known.breaker.succeeded()
+        if known.breaker.failures or was is not BreakerState.CLOSED:
+            known.breaker.succeeded()
         known.answered_at = time.monotonic()
         announcement = known.announcement
         if (

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 from kvstore.batches import in_batches
+from kvstore.circuit_breaker import BreakerState
 from kvstore.client.remote.peers import HURRIED_SHARE, Peers
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.vram import VramNodes
@@ -86,9 +87,10 @@ class RemoteNodes(Peers):
         """How to read from it, best first. NVLink and NIXL only when they are ready, or all there
         is."""
         ways: list[tuple[str, FabricTransport | NixlTransport]] = []
-        if self._fabric is not None and self._fabric.usable(announcement):
+        offered = announcement.transports
+        if self._fabric is not None and FABRIC in offered and self._fabric.usable(announcement):
             ways.append((FABRIC, self._fabric))
-        if self._nixl is not None and self._nixl.usable(announcement):
+        if self._nixl is not None and NIXL in offered and self._nixl.usable(announcement):
             ways.append((NIXL, self._nixl))
         if not ways:
             return [(STREAM, self.stream)]
@@ -216,7 +218,7 @@ class RemoteNodes(Peers):
                 announcement is not None
                 and known is not None
                 and left_s > 0
-                and known.breaker.allows(now)
+                and (known.breaker.state is BreakerState.CLOSED or known.breaker.allows(now))
             )
         if announcement is None or known is None or not ready:
             unreached = [Outcome(Read.FAILED, "the node cannot be reached")] * len(batch)

@@ -35,17 +35,23 @@ class ValueSaver:
     def put(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> list[PutResult]:
         """Save what is not there; DIFFERS where another value is. To find that out takes what is
         left of the time that saving may take."""
-        return self._put(keys, payloads, self._deadline(payloads))
-
-    def _deadline(self, payloads: Sequence[Payload]) -> float:
-        remote, here_s = self._session.remote, self._writer.timeout_s
-        there_s = remote.timeout_s(sum(payload.size_bytes for payload in payloads))
-        return self._now() + max(here_s, there_s)
-
-    def _put(
-        self, keys: Sequence[Key], payloads: Sequence[Payload], give_up_at: float
-    ) -> list[PutResult]:
+        began = self._now()
         results = self.save(keys, payloads)
+        if all(result.status is not PutStatus.EXISTS for result in results):
+            return results
+        return self._told_apart(keys, payloads, results, began + self._timeout_s(payloads))
+
+    def _timeout_s(self, payloads: Sequence[Payload]) -> float:
+        remote, here_s = self._session.remote, self._writer.timeout_s
+        return max(here_s, remote.timeout_s(sum(payload.size_bytes for payload in payloads)))
+
+    def _told_apart(
+        self,
+        keys: Sequence[Key],
+        payloads: Sequence[Payload],
+        results: Sequence[PutResult],
+        give_up_at: float,
+    ) -> list[PutResult]:
         remote = self._session.remote
         return told_apart(self._reader, remote, keys, payloads, results, give_up_at)
 
@@ -54,7 +60,7 @@ class ValueSaver:
         last = dict(zip(keys, payloads, strict=True))
         results: dict[Key, PutResult] = {}
         todo = list(last)
-        give_up_at = self._deadline(payloads)
+        give_up_at = self._now() + self._timeout_s(payloads)
         for _ in range(REPLACE_TRIES):
             # Elsewhere too: whoever reads there would go on finding the old one.
             remote = self._reader.search(todo).remote
@@ -66,7 +72,8 @@ class ValueSaver:
             undropped = self._drop_each(others)
             todo = [key for key in todo if key not in undropped]
             results.update(undropped)
-            told = self._put(todo, [last[key] for key in todo], give_up_at)
+            values = [last[key] for key in todo]
+            told = self._told_apart(todo, values, self.save(todo, values), give_up_at)
             results.update(zip(todo, told, strict=True))
             todo = [key for key in todo if results[key].status is PutStatus.DIFFERS]
             undropped = self._drop_each(dict.fromkeys(todo))
@@ -81,7 +88,7 @@ class ValueSaver:
 
         Raises `NoSpaceError` where the node that this client is to start finds no room.
         """
-        no_node = self._session.no_local_node()
+        no_node = self._writer.no_node()
         if no_node is None:
             checksums = self._session.verify == "always"
             return save(self._writer, self._namespace_id, keys, payloads, checksums=checksums)

@@ -110,12 +110,15 @@ class StreamTransport:
         Raises `NodeUnavailableError` when the node offers no stream that this client may use, or
         the client is closed.
         """
+        name = _pool_of(node)
+        pool = self._pools.get(name)
+        if pool is not None:
+            return pool
         address = self._address(node)
         if address is None or not self.usable(node):
             raise NodeUnavailableError(
                 f"node {node.name} offers no stream that this client may use"
             )
-        name = (node.node_id, node.epoch, str(address))
         with self._lock:
             if self._closed:
                 raise NodeUnavailableError("this client is closed")
@@ -134,8 +137,7 @@ class StreamTransport:
 
     def hung_up(self, node: Announcement) -> bool:
         """Whether that start of `node` has ended a connection that was kept for later."""
-        address = self._address(node)
-        pool = self._pools.get((node.node_id, node.epoch, str(address)))
+        pool = self._pools.get(_pool_of(node))
         return pool is not None and pool.hung_up()
 
     def _connect(self, node: Announcement, address: Address, deadline: float) -> Channel:
@@ -188,6 +190,10 @@ class StreamTransport:
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             pool.abandon()
+
+
+def _pool_of(node: Announcement) -> PoolKey:
+    return node.node_id, node.epoch, node.transports.get(NAME, "")
 
 
 class _Place:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -286,9 +287,18 @@ def test_nixl_comes_first_where_it_is_ready_and_alone_where_it_is_all_there_is(
             usable=lambda _: usable, ready=lambda _: ready, close=lambda: None
         )
     nodes._allowed = allowed
-    found = nodes._ways(WORDS[7])
+    found = nodes._ways(replace(WORDS[7], transports={STREAM: "", NIXL: ""}))
     assert [name for name, _ in found] == ways
     assert [way for name, way in found if name == STREAM] == [nodes.stream] * (STREAM in ways)
+
+
+def test_a_node_that_does_not_offer_nixl_is_not_tried_by_it(nodes: RemoteNodes) -> None:
+    def usable(_: object) -> bool:
+        raise AssertionError("asked of a node that offers none")
+
+    nodes._nixl = SimpleNamespace(usable=usable, close=lambda: None)  # type: ignore[assignment]
+    nodes._allowed = (STREAM, NIXL)
+    assert nodes._ways(replace(WORDS[7], transports={STREAM: ""})) == [(STREAM, nodes.stream)]
 
 
 def test_what_fails_one_way_is_read_the_next_in_the_other_half_of_the_time(
