@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 import textwrap
+from argparse import ArgumentParser
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from benchmarks import serve
 from benchmarks.serving.engines import Answer
+from benchmarks.serving.floor import matched_tokens, read_possible, write_possible
 from benchmarks.serving.replay import Turn
 from benchmarks.serving.report import Measured, into_document, judge, markdown, ratio_interval, rows
 from benchmarks.serving.scenarios import FULL, SCENARIOS
@@ -131,7 +134,9 @@ def test_a_peer_that_does_not_start_is_a_row_with_its_reason() -> None:
     none, ours, peer = measured({"none": 9.0, "kvstore": 3.0, "LMCacheMPConnector": "no lmcache"})
     assert (peer["turns"], peer["said"]) == (0, "no lmcache")
     assert (ours["equal"], ours["wrong"], ours["errors"]) == (2, 0, 0)
-    assert none["said"] == "kvstore 3.00 times as fast in 1 of 3 turns: too few to tell"
+    few = "no interval, too few to tell"
+    assert none["said"] == f"kvstore 3.00 times as fast in 1 of 3 turns: {few}"
+    assert ours["said"] == f"1 of 3 turns: {few}"
     assert "no lmcache" in markdown({}, [none, ours, peer])
 
 
@@ -154,6 +159,52 @@ def test_a_run_that_is_too_small_to_tell_says_so() -> None:
     assert far[1]["said"] == "kvstore 2.44 times as fast (2.30 to 2.59, 95%)"
 
 
+def test_turns_are_compared_in_pairs_though_one_did_not_run() -> None:
+    walls = ({"kvstore": 1.0, "x": "gone"}, {"kvstore": 2.0, "x": 6.0}, {"kvstore": 3.0, "x": 9.0})
+    assert measured(*walls)[1]["said"].startswith("gone; kvstore 3.00 times as fast in 2 of 3")
+
+
+def test_the_floor_is_not_compared_with_answers_and_bounds_the_best_peer() -> None:
+    turn = {"none": 9.0, "kvstore": 3.0, "LMCacheMPConnector": 4.0, "Mooncake": 3.3, "floor": 3.0}
+    *_, floor = measured(turn, turn, turn)
+    assert (floor["equal"], floor["ties"], floor["wrong"]) == (None, None, None)
+    bound = "no store can be more than 1.10 (1.10 to 1.10, 95%) times as fast as Mooncake"
+    assert floor["said"].endswith(bound)
+
+
+def test_the_floor_finds_what_an_unlimited_cache_has_and_no_more(tmp_path: Path) -> None:
+    replayed = made()
+    load = load_of(replayed, 32)
+    write_possible(tmp_path / "possible.json", replayed, 32)
+    possible = read_possible(tmp_path / "possible.json")
+    found = [matched_tokens(possible, list(r.prompt), 0) for s in replayed for r in s]
+    assert sum(found) == load.possible_tokens
+    assert found[0] == 0
+    assert all(number % 32 == 0 for number in found)
+    second = replayed[0][1]
+    assert matched_tokens(possible, second.prompt, 32) == found[1] - 32
+    assert matched_tokens(possible, second.prompt, len(second.prompt)) == 0
+    assert matched_tokens(possible, (*second.prompt, 5), 0) == 0
+
+
+def test_answers_are_compared_where_rounding_moves_no_token_by_default() -> None:
+    parser = ArgumentParser()
+    serve.arguments(parser)
+    assert parser.parse_args([]).dtype == "float32"
+    assert parser.parse_args(["--dtype", "bfloat16"]).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", True), ("float32", False)])
+def test_what_is_wrong_in_bfloat16_may_be_rounding(dtype: str, told: bool) -> None:
+    replayed = made(1, 2)
+    right = {r.name: Answer(tokens=[1]) for r in replayed[0]}
+    other = {r.name: Answer(tokens=[2]) for r in replayed[0]}
+    reference, turn = Turn("none", wall_s=9, answers=right), Turn("x", wall_s=3, answers=other)
+    (row,) = rows(Measured("full", {"x": [turn]}, reference, load_of(replayed, 32), dtype))
+    assert row["wrong"] == 2
+    assert ("may be rounding" in row["said"]) == told
+
+
 def test_the_tables_replace_their_section_alone() -> None:
     once = into_document("# B\n\n## a\n\nx\n\n## serve\n\nold\n\n## z\n\ny\n", "new")
     assert "old" not in once
@@ -174,10 +225,9 @@ def test_what_is_not_installed_is_told_with_the_command_that_gets_it(start, tmp_
 @pytest.mark.timeout(600)
 def test_a_quick_replay_answers_everything_as_without_a_store(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
-    serve = [sys.executable, "-m", "benchmarks", "serve"]
+    bench = [sys.executable, "-m", "benchmarks", "serve", "--quick", "--json"]
     done = subprocess.run(
-        # In bfloat16 an answer may differ by rounding.
-        [*serve, "--quick", "--json", "--dtype", "float32", "--out", str(tmp_path)],
+        [*bench, "--out", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -186,8 +236,11 @@ def test_a_quick_replay_answers_everything_as_without_a_store(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
-    none, ours = told["rows"]
-    assert [none["connector"], ours["connector"]] == ["none", "kvstore"]
+    none, ours, floor = told["rows"]
+    assert [row["connector"] for row in told["rows"]] == ["none", "kvstore", "floor"]
+    assert told["machine"]["dtype"] == "float32"
+    assert (floor["turns"], floor["errors"], floor["wrong"]) == (1, 0, None)
+    assert floor["hit"] == floor["hit_possible"]
     for row in (none, ours):
         assert row["turns"] == 1, row
         assert (row["wrong"], row["errors"]) == (0, 0)

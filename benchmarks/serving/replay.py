@@ -66,7 +66,9 @@ def take_turn(
     files: set[str] = set()
     run_dir = Path(tempfile.mkdtemp(prefix="kvb-"))
     try:
-        store = CONNECTORS[connector](Place(folder, run_dir, size_bytes, ENGINES, s.peers))
+        store = CONNECTORS[connector](
+            Place(folder, run_dir, size_bytes, ENGINES, s.peers, sessions)
+        )
         turn.versions["store"] = store.version
         asyncio.run(_run(turn, store, scenario, sessions, s, files))
     except (StoreMissingError, RuntimeError, OSError) as e:

@@ -14,6 +14,10 @@ from benchmarks.serving.sessions import Load
 
 REFERENCE = "none"
 OURS = "kvstore"
+FLOOR = "floor"
+"""Whose answers are wrong on purpose: it bounds what a store can gain."""
+ROUNDING = "bfloat16"
+"""The type in which rounding alone gives other answers."""
 TIE_GAPS = {"bfloat16": 0.1, "float32": 1e-3}
 """Two log-probabilities that differ by less are equal within the noise of the type: of one prompt
 computed whole and in two pieces they differed by up to 0.06 in bfloat16, and either may be off.
@@ -70,13 +74,20 @@ def _row(measured: Measured, connector: str) -> Row:
         return row | {"turns": 0, "said": failed}
     answers = [a for turn in ran for a in turn.answers.values() if a.error is None]
     ttft_s = [a.ttft_s for a in answers]
-    verdicts = _verdicts(ran, measured.reference, TIE_GAPS[measured.dtype])
+    reference = None if connector == FLOOR else measured.reference
+    verdicts = _verdicts(ran, reference, TIE_GAPS[measured.dtype])
     walls = [turn.wall_s for turn in ran]
     said = [failed] if failed else []
     if not all(turn.over for turn in ran):
         said.append(f"not over after {max(walls):.0f} s")
+    if connector == OURS and len(ran) < TURNS_MIN:
+        said.append(f"{len(ran)} of {TURNS_MIN} turns: no interval, too few to tell")
     if connector != OURS and any(turn.reason is None for turn in ours):
-        said.append(_told(ran, ours, load))
+        said.append(_told(taken, ours))
+    if connector == FLOOR:
+        said += _bound(taken, measured)
+    if verdicts and "wrong" in verdicts and measured.dtype == ROUNDING:
+        said.append(f"{ROUNDING}: `wrong` may be rounding, --dtype float32 tells")
     return row | {
         "wall_s": round(median(walls), 1),
         "wall_s_least": round(min(walls), 1),
@@ -108,19 +119,44 @@ def _verdicts(ran: Sequence[Turn], reference: Turn | None, tie_gap: float) -> li
     ]
 
 
-def _told(ran: Sequence[Turn], ours: Sequence[Turn], load: Load) -> str:
+def _told(taken: Sequence[Turn], ours: Sequence[Turn]) -> str:
     """Say how many times as fast ours is, turn by turn, and whether the turns can tell."""
-    mine = [turn.wall_s for turn in ours if turn.reason is None]
-    if len(ran) == 1 and len(mine) > 1:  # the reference takes the first turn alone
-        mine = mine[:1]
-    ratios = [other.wall_s / own for other, own in zip(ran, mine, strict=False)]
+    ratios = _times_as_fast(taken, ours)
+    if not ratios:
+        return f"no turn in which {OURS} ran too"
     middle, interval = ratio_interval(ratios)
     text = f"{OURS} {middle:.2f} times as fast"
     if interval is None:
-        return f"{text} in {len(ratios)} of {TURNS_MIN} turns: too few to tell"
+        return f"{text} in {len(ratios)} of {TURNS_MIN} turns: no interval, too few to tell"
     low, high = interval
     text += f" ({low:.2f} to {high:.2f}, 95%)"
     return text if low > 1 or high < 1 else f"{text}: too small a run to tell"
+
+
+def _bound(floor: Sequence[Turn], measured: Measured) -> list[str]:
+    """Say how many times as fast as the best peer a store could be that costs nothing."""
+    peers = {
+        connector: turns
+        for connector, turns in measured.turns.items()
+        if connector not in (REFERENCE, FLOOR)
+        and not connector.startswith(OURS)
+        and _times_as_fast(turns, floor)
+    }
+    if not peers:
+        return []
+    best = min(peers, key=lambda c: median([t.wall_s for t in peers[c] if t.reason is None]))
+    middle, interval = ratio_interval(_times_as_fast(peers[best], floor))
+    within = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f}, 95%)"
+    return [f"no store can be more than {middle:.2f}{within} times as fast as {best}"]
+
+
+def _times_as_fast(slow: Sequence[Turn], fast: Sequence[Turn]) -> list[float]:
+    """Return how many times as fast the second is, of each turn in which both ran."""
+    return [
+        other.wall_s / own.wall_s
+        for other, own in zip(slow, fast, strict=False)
+        if other.reason is None and own.reason is None
+    ]
 
 
 def ratio_interval(ratios: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
@@ -150,6 +186,7 @@ COLUMNS = (
     "ties",
     "wrong",
     "errors",
+    "turns",
     "said",
 )
 

@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.engines import BLOCK_TOKENS, last_error
+from benchmarks.serving.floor import SETTING, write_possible
 from benchmarks.serving.peers_venv import INSTALL, cuda_runtime, libraries
+from benchmarks.serving.sessions import Session
+
+ROOT = Path(__file__).parents[2]
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
@@ -49,6 +53,8 @@ class Place:
     engines: int
     peers: Path
     """Environment of the peers."""
+    sessions: Sequence[Session] = ()
+    """What will be sent; only the floor wants to know it."""
 
 
 @dataclass(slots=True)
@@ -84,6 +90,22 @@ class Store:
 def start_none(place: Place) -> Store:
     """The engine alone: the reference."""
     return Store(Path(sys.executable), version="")
+
+
+def start_floor(place: Place) -> Store:
+    """No store, and engines that are told that everything possible is cached: the bound."""
+    possible = place.folder / "possible.json"
+    write_possible(possible, place.sessions, BLOCK_TOKENS)
+    return Store(
+        Path(sys.executable),
+        {
+            "kv_connector": "FloorConnector",
+            "kv_connector_module_path": "benchmarks.serving.floor_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {SETTING: str(possible)},
+        },
+        {"PYTHONPATH": str(ROOT)},
+    )
 
 
 def start_kvstore(place: Place, **extra: Any) -> Store:
@@ -191,6 +213,7 @@ CONNECTORS: dict[str, Callable[[Place], Store]] = {
     "kvstore": start_kvstore,
     "MooncakeStoreConnector": start_mooncake,
     "LMCacheMPConnector": start_lmcache,
+    "floor": start_floor,
     **{name: partial(start_kvstore, block_tokens=tokens) for name, tokens in FINER.items()},
 }
 
