@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from pathlib import Path
 
 import pytest
 
+from kvstore import memory_files
 from kvstore.errors import NoSpaceError
 from kvstore.memory_files import attach, create, own, reopen, room
+from kvstore.segment.attached import MADV_POPULATE_READ, MADV_POPULATE_WRITE
 
 OTHER = os.geteuid() + 1
 
@@ -69,3 +73,38 @@ def test_a_file_has_one_owner_and_none_once_it_was_freed(
 def test_room_is_what_the_file_system_says(tmp_path: Path) -> None:
     found = room(tmp_path)
     assert 0 <= found.free_bytes <= found.total_bytes
+
+
+def mapped_bytes(path: Path) -> int:
+    """How much of a file this process has pages of."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
+    rss = next(line for line in lines[at:] if line.startswith("Rss:"))
+    return int(rss.split()[1]) << 10
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_pages_are_mapped_in_advance_where_that_is_asked_for(writable: bool) -> None:
+    path = Path(f"/dev/shm/kvstore-test-pages-{os.getpid()}")
+    size_bytes = 1 << 20
+    try:
+        create(path, size_bytes).close()
+        there = attach(path, writable=writable, owner=None)
+        assert mapped_bytes(path) == 0
+        there.madvise(MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ, 0, size_bytes // 2)
+        assert mapped_bytes(path) == size_bytes // 2
+        there.madvise(MADV_POPULATE_READ)
+        assert mapped_bytes(path) == size_bytes
+        with pytest.raises(OSError, match="Invalid argument") as refused:
+            there.madvise(1 << 20, 0, size_bytes)
+        assert refused.value.errno == errno.EINVAL
+        there.close()
+    finally:
+        path.unlink()
+
+
+def test_other_threads_run_while_the_kernel_maps_pages() -> None:
+    """Functions of `ctypes.CDLL` give up the GIL, those of `PyDLL` (flag 4) and mmap's do not."""
+    assert not memory_files._madvise._flags_ & 4
+    assert memory_files.WritableMap.madvise is memory_files.SharedMap.madvise
+    assert memory_files.SharedMap.madvise is not mmap.mmap.madvise

@@ -15,8 +15,8 @@ from kvstore.client.values.dtypes import Described, described
 from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
 from kvstore.limits import ANOTHERS_BYTES_MAX
+from kvstore.memory_files import address_of
 from kvstore.segment.attached import private_pages
-from kvstore.segment.copying import address_of
 from kvstore.segment.unmapped import UnmappedShm
 from kvstore.types import Key, Kind
 

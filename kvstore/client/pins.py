@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.fork import in_each_child
 from kvstore.machine import REAL, Machine
-from kvstore.segment.copying import address_of
+from kvstore.memory_files import address_of
 from kvstore.types import Key
 
 IDLE_S = 1.0
