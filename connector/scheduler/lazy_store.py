@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from connector.copiers.base import Holding, nothing_held
 from connector.limits import STORE_RETRY_S, Clock
-from kvstore import BlockStore, KVStoreError, PoolMapping, UsageError
+from kvstore import BlockStore, KVStoreError, Namespace, PoolMapping, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,21 @@ class LazyStore:
             if self._store is None and not self._closed and self._clock() >= self._not_before:
                 self._store = self._open()
             return self._store
+
+    def warm_up(self, namespace: Namespace, *, connect: bool = False) -> None:
+        """Open the store, map this host's memory and ask the index for what is not there: else the
+        first request waits for all that. With `connect`, connect to this host's nodes as well.
+
+        Takes as long as `get`, and never raises.
+        """
+        try:
+            store = self.get()
+            if store is not None:
+                store.match([namespace.value_key("warm-up")])
+                if connect:
+                    store.touch([])
+        except Exception:
+            log.exception("warm-up failed")
 
     def mappings(self) -> Sequence[PoolMapping]:
         """See `BlockStore.mappings`; opens the store like `get`. Also while it is being closed:

@@ -142,7 +142,8 @@ class Lookups:
         self._looking = WorkThread("kvstore-lookup", self._look_here, LOOKUP_QUEUE_MAX)
         self._asking = WorkThread("kvstore-lookup-index", self._ask_index, LOOKUP_QUEUE_MAX)
         self._looking.start()
-        self._asking.start(self._warm_up if warm_up else None)
+        first = partial(store.warm_up, layout.groups[0].namespaces[0])
+        self._asking.start(first if warm_up else None)
 
     def submit(self, hashes: Sequence[bytes], part: bytes | None = None) -> Lookup | None:
         """Ask for the leading run of `hashes`, and for the `part` of a block behind them; None when
@@ -210,15 +211,6 @@ class Lookups:
         lookup.done.set()
         if self._on_answer is not None:
             self._on_answer(lookup)
-
-    def _warm_up(self) -> None:
-        """Connect before the first request: its deadline is short and would be missed."""
-        try:
-            store = self._store.get()
-            if store is not None:
-                store.match([self._layout.groups[0].namespaces[0].value_key("warm-up")])
-        except Exception:
-            log.exception("warm-up failed")
 
     def _here(self, lookup: Lookup, store: BlockStore | None) -> _Question | None:
         """Look for it on this host; what is left to ask the index."""

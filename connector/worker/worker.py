@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from connector import metrics
@@ -139,7 +140,9 @@ class WorkerCore:
         self._close_memory = memory.close
         self._store.device, self._store.holding = memory.device, memory.holding
         self._blocks = memory.groups
-        self._loading.start()
+        self._loading.start(
+            partial(self._store.warm_up, self._layout.groups[0].namespaces[0], connect=True)
+        )
         self._saving.start()
 
     def _mappings(self) -> Sequence[PoolMapping]:
@@ -312,19 +315,23 @@ class WorkerCore:
     # The loading thread
 
     def _load(self, task: Any) -> None:
+        store: BlockStore | None = None
         try:
-            self._run_load(task)
+            store = self._run_load(task)
         except Exception:
             task.why = metrics.ERROR
             log.exception("load failed")
         finally:
             self._end(task)
+        if store is not None:  # behind the end: the request need not wait for it
+            self._touch(task, store)
 
-    def _run_load(self, task: Load) -> None:
+    def _run_load(self, task: Load) -> BlockStore | None:
+        """The store, when all of the load came from there."""
         store = self._store.get()
         if store is None:
             task.why = MissReason.NO_STORE
-            return
+            return None
         self._blocks[0].wait_ready(task.ready)
         for window in windows(self._groups, task.job.blocks, LOAD_STAGING_BYTES):
             timeout_s = task.deadline - self._clock()
@@ -332,14 +339,14 @@ class WorkerCore:
             for batch in alike(window, self._blocks[0].batch_blocks):
                 # A block after a failed one is of no use: the engine recomputes from there.
                 if task.guard.ended or self._clock() >= task.deadline:
-                    return
+                    return None
                 loaded = transfers.load_blocks(self._groups, self._blocks, task, batch, views)
                 task.loaded += loaded
                 if loaded < len(batch):
                     if not task.guard.ended and self._clock() < task.deadline:
                         task.why = MissReason.LOAD_FAILED
-                    return
-        self._touch(task, store)
+                    return None
+        return store
 
     def _touch(self, task: Load, store: BlockStore) -> None:
         store.touch([found.key for found in found_in(self._groups, task.job.blocks)])

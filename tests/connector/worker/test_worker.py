@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from connector_parts import (
@@ -42,7 +45,7 @@ def test_what_one_worker_saves_another_loads(store: MemoryBlockStore) -> None:
     assert report.invalid_block_ids == set()
     assert report.failed_requests == set()
     assert torch.equal(bits(other.kv)[:, 11:17], bits(one.kv)[:, 1:7])
-    assert store.touched == keys(3)
+    wait_for(lambda: store.touched == keys(3), "nodes hear what was used")
     one.core.close()
     other.core.close()
 
@@ -301,3 +304,60 @@ def test_close_closes_the_store(store: MemoryBlockStore) -> None:
     save(worker, save_job(1))
     worker.core.close()
     assert store.closed
+
+
+class TestBeforeTheFirstLoad:
+    def test_the_store_is_asked_and_connected_to_on_the_loading_thread(
+        self, store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[tuple[str, str]] = []
+        for name in ("match", "touch"):
+            real = getattr(store, name)
+
+            def noted(*args: object, name: str = name, real: Any = real) -> object:
+                calls.append((name, threading.current_thread().name))
+                return real(*args)
+
+            monkeypatch.setattr(store, name, noted)
+        worker = Worker(store)
+        wait_for(lambda: len(calls) == 2, "the warm-up")
+        assert calls == [("match", "kvstore-load"), ("touch", "kvstore-load")]
+        worker.core.close()
+
+    def test_a_store_that_fails_then_costs_no_load(
+        self, store: MemoryBlockStore, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(worker, save_job(1))
+        job = load_job(store, 1)
+
+        def failing(*args: object) -> None:
+            failed.set()
+            raise ZeroDivisionError
+
+        failed = threading.Event()
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "match", failing)
+            other = Worker(store)
+            assert failed.wait(PATIENCE_S)
+        other.core.start_loads([job])
+        assert loaded(other).invalid_block_ids == set()
+        other.core.close()
+
+
+def test_a_request_does_not_wait_for_nodes_to_hear_what_was_used(
+    store: MemoryBlockStore, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(worker, save_job(1))
+    held, touch = Hold(), store.touch
+
+    def holding(used: Sequence[bytes]) -> None:
+        if used:
+            held()
+        touch(used)
+
+    monkeypatch.setattr(store, "touch", holding)
+    worker.core.start_loads([load_job(store, 1)])
+    assert loaded(worker).invalid_block_ids == set()
+    assert store.touched == []
+    held.release()
+    wait_for(lambda: store.touched == keys(1), "the touch")
