@@ -68,7 +68,9 @@ class HostWriters:
         """Also of nodes that are gone, while something of theirs is in somebody's hands."""
         self._found: tuple[Writer, ...] = ()
         self._look_at = 0.0
-        self._search_at = 0.0
+        self._search_at = {False: 0.0, True: 0.0}
+        """When who saves, and who only tells nodes something, looks for a node again where there
+        was none: telling (connectors do it at their start) holds back no save."""
         self._not_started: PeerError | None = None
         """Why the embedded node could not be started the last time."""
         self._start_at = 0.0
@@ -107,7 +109,7 @@ class HostWriters:
 
     def _look(self, start: bool) -> tuple[Writer, ...]:
         now = self._now()
-        if now < self._search_at:
+        if now < self._search_at[start]:
             raise NodeUnavailableError(nobody_here(None))
         try:
             words = self._writables(start)
@@ -115,7 +117,7 @@ class HostWriters:
                 self._start(self._start_node)
                 words = self._writables(start)
         except IndexUnavailableError as e:
-            self._search_at = self._now() + NODE_SEARCH_S
+            self._found_none(start)
             raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
         joined: list[Writer] = []
         failure = NodeUnavailableError(nobody_here(None))
@@ -134,10 +136,14 @@ class HostWriters:
         self._found = tuple(joined)
         self._forget_gone()
         if not joined:
-            self._search_at = now + NODE_SEARCH_S
+            self._found_none(start)
             raise failure
         self._look_at = now + LOOK_AROUND_S
         return self._found
+
+    def _found_none(self, start: bool) -> None:
+        search_at = self._now() + NODE_SEARCH_S
+        self._search_at = {False: search_at, True: search_at if start else self._search_at[True]}
 
     def _start(self, start_node: Callable[[], None]) -> None:
         """Where it failed lately, it is not tried again: each try may cost a process."""

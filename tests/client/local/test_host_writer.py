@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from redis_servers import RedisServer, wait_until
-from stores import NodeProcess
+from stores import PATIENT, NodeProcess
 
 from kvstore import BlockSession, Client, Limits
 from kvstore.client.base import Reservation
+from kvstore.client.local import host_writers
 from kvstore.client.placement import Home, homes_of
+from kvstore.errors import NodeUnavailableError
 from kvstore.protocol.control import Op
 
 MIB = 1 << 20
@@ -361,3 +363,20 @@ def test_room_is_said_without_redis(tmp_path: Path, redis_server: RedisServer) -
         assert NODE_BYTES - MIB <= before <= NODE_BYTES
         assert client.put("k", bytes(MIB))
         wait_until(lambda: node.directory.room() < before, "it is said anew")
+
+
+def test_who_tells_a_node_something_where_there_is_none_holds_back_no_save(
+    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_writers, "NODE_SEARCH_S", 3600.0)
+    looks: list[str] = []
+    with closing(BlockSession(redis_server.url, run_dir=tmp_path, limits=PATIENT)) as session:
+        monkeypatch.setattr(session.nodes, "writables", lambda: looks.append("look") or [])
+        session.touch([])
+        assert len(looks) == 1
+        for _ in range(2):
+            with pytest.raises(NodeUnavailableError):
+                session.writer.plan([(bytes(32), 1)])
+        assert len(looks) == 2, "a save looks once more, and the next one not so soon"
+        session.writer.touch([], session.machine.monotonic(), at_once=True)
+        assert len(looks) == 2
