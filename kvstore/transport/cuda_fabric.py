@@ -16,12 +16,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
-from kvstore.circuit_breaker import Breaker
 from kvstore.cuda.base import CudaDevice, Shared
 from kvstore.cuda.probe import PROBE_BYTES
-from kvstore.errors import DeviceError, NodeUnavailableError, PeerError
+from kvstore.errors import NodeUnavailableError, PeerError
 from kvstore.fork import in_each_child
 from kvstore.limits import CUDA_IPC_NODES_MAX
 from kvstore.nodedir import Announcement
@@ -29,6 +29,7 @@ from kvstore.protocol.stream import WireError
 from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.cuda_ipc import CudaIpcTransport, WantedAnywhere
 from kvstore.transport.cuda_memory import DeviceAddress, DevicePlace
+from kvstore.transport.proving import ProvedPeer, say_failed
 from kvstore.transport.stream.requests import fabric_memory, look_at
 from kvstore.transport.stream.transport import StreamTransport
 from kvstore.types import Key, Location
@@ -40,8 +41,6 @@ PROVE_TIMEOUT_S = 3.0
 """For the handle; the copy of the probe has a deadline of its own."""
 HURRIED_S = 1.0
 """A read that had less time than this, and was late, says nothing of its node."""
-RETRY_AFTER_S = 1.0
-RETRY_AFTER_MAX_S = 60.0
 
 
 class FabricLayout(Protocol):
@@ -78,22 +77,12 @@ class _Heads:
         """Nothing of it is mapped but the memory."""
 
 
-class _Peer:
-    """What is known of one start of one node: whether its memory is open here and right."""
+class _Peer(ProvedPeer):
+    """Whether the memory of one start of one node is open here and right."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.breaker = Breaker(
-            failures_max=1,
-            retry_after_s=RETRY_AFTER_S,
-            retry_after_max_s=RETRY_AFTER_MAX_S,
-        )
-        self.heads: _Heads | None = None
-        """Of the memory that was proved, or is being."""
-        self.proved = False
-        self.proving: threading.Event | None = None
-        """Set when the attempt under way has ended."""
-        self.reason = "it has not been tried"
+    heads: _Heads | None = None
+    """Of the memory that was proved, or is being."""
+    proved = False
 
 
 class FabricTransport:
@@ -195,7 +184,7 @@ class FabricTransport:
                     peer = self._peers.pop(next(iter(self._peers)))
                 if peer is not None and peer.heads is not None:
                     peer.heads.gone = True
-                peer = self._peers[node.node_id] = _Peer(node.epoch)
+                peer = self._peers[node.node_id] = _Peer(node.epoch, self._lock)
             return peer
 
     def _attach(self, node: Announcement) -> _Heads | None:
@@ -203,41 +192,22 @@ class FabricTransport:
 
     def _prove_soon(self, peer: _Peer, node: Announcement) -> threading.Event | None:
         """The attempt that is under way to open it; a new one when it is time; else None."""
+        prove, give_up = partial(self._prove, peer, node), partial(self._failed, peer, node)
         with self._lock:
-            if peer.proving is None:
-                if self._closed or not peer.breaker.allows(time.monotonic()):
-                    return None
-                peer.proving = threading.Event()
-                thread = threading.Thread(
-                    target=self._prove, args=(peer, node), name="kvstore-fabric-probe", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError as e:  # this host has no more threads to give
-                    peer.proving, peer.reason = None, str(e)
-                    peer.breaker.failed(time.monotonic())
-            return peer.proving
+            if self._closed:
+                return None
+            return peer.prove_soon(prove, give_up, "kvstore-fabric-probe")
 
     def _prove(self, peer: _Peer, node: Announcement) -> None:
-        proving = peer.proving
-        assert proving is not None
-        try:
-            peer.heads = self._offered(node)
-            opened = self._copies.memory.use(node)
-            if opened is None:
-                raise NodeUnavailableError("no more memory of nodes may be open here")
-            self._copies.memory.done_with(opened)
-        except (PeerError, DeviceError) as e:
-            self._failed(peer, node, str(e))
-        else:
-            with self._lock:
-                peer.proved = True
-                peer.breaker.succeeded()
-            log.info("node %s on %s is read over NVLink", node.name, node.host)
-        finally:
-            with self._lock:
-                peer.proving = None
-            proving.set()
+        peer.heads = self._offered(node)
+        opened = self._copies.memory.use(node)
+        if opened is None:
+            raise NodeUnavailableError("no more memory of nodes may be open here")
+        self._copies.memory.done_with(opened)
+        with self._lock:
+            peer.proved = True
+            peer.succeeded()
+        log.info("node %s on %s is read over NVLink", node.name, node.host)
 
     def _offered(self, node: Announcement) -> _Heads:
         """What is known of the memory that the node offers now. Raises `PeerError`."""
@@ -255,12 +225,8 @@ class FabricTransport:
             peer.proved = False
             if peer.heads is not None:
                 peer.heads.gone = True
-            known, peer.reason = peer.reason, reason
-            peer.breaker.failed(time.monotonic())
-        level = logging.DEBUG if reason == known else logging.WARNING
-        log.log(
-            level, "node %s on %s is not read over NVLink for now: %s", node.name, node.host, reason
-        )
+            level = peer.failed(reason)
+        say_failed(log, level, node, "over NVLink", reason)
         self._copies.memory.sweep()
 
     def sweep(self) -> None:

@@ -17,7 +17,7 @@ from kvstore.node import NodeConfig
 from kvstore.protocol.fabric import HANDLE_BYTES, NAME_BYTES, FabricMemory
 from kvstore.segment.layout import Layout
 from kvstore.testing.cuda import ModelCuda
-from kvstore.transport import cuda_fabric, cuda_memory
+from kvstore.transport import cuda_fabric, cuda_memory, proving
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.cuda_fabric import NAME, FabricTransport
 from kvstore.transport.cuda_memory import DeviceAddress
@@ -133,7 +133,7 @@ def test_trap_reads_that_are_lost_are_noticed_before_the_first_block(tmp_path):
 
 
 def test_memory_of_another_domain_is_not_opened_and_soon_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda_fabric, "RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr(proving, "RETRY_AFTER_S", 0.05)
     place = FabricPlace(tmp_path, theirs="other")
     block = place.save(b"5" * 100_000)
     (outcome,), _ = place.read(block)

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvstore.circuit_breaker import Breaker
 from kvstore.cuda.base import CudaDevice
@@ -36,6 +37,7 @@ from kvstore.transport.nixl.process import START_TIMEOUT_S, installed, wait_for
 from kvstore.transport.nixl.reader import NixlReader, Stage
 from kvstore.transport.nixl.transfer import NixlBatch, RemoteLayout
 from kvstore.transport.nixl.vram import VramArena, VramWay
+from kvstore.transport.proving import ProvedPeer, say_failed
 from kvstore.transport.stream.requests import nixl_endpoint
 from kvstore.transport.stream.transport import StreamTransport
 
@@ -44,8 +46,6 @@ log = logging.getLogger("kvstore.nixl")
 NAME = "nixl"
 PROBE_TIMEOUT_S = 3.0
 """For the endpoint and the first READ; a connection over RDMA takes up to 0.1 s."""
-PEER_RETRY_AFTER_S = 1.0
-PEER_RETRY_AFTER_MAX_S = 60.0
 START_RETRY_AFTER_S = 1.0
 START_RETRY_AFTER_MAX_S = 300.0
 """Each start costs a second of a core, for nothing where there is no RDMA."""
@@ -56,20 +56,10 @@ def agent_prefix(node_id: int, epoch: int) -> str:
     return f"{node_id:016x}#{epoch}."
 
 
-class _Peer:
-    """What is known of one start of one node: whether it was proved that it can be read."""
+class _Peer(ProvedPeer):
+    """By which reader and endpoint one start of one node was read; None: it was not."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.breaker = Breaker(
-            failures_max=1,
-            retry_after_s=PEER_RETRY_AFTER_S,
-            retry_after_max_s=PEER_RETRY_AFTER_MAX_S,
-        )
-        self.proved: tuple[NixlReader, Endpoint] | None = None
-        self.proving: threading.Event | None = None
-        """Set when the attempt under way has ended."""
-        self.reason = "it has not been tried"
+    proved: tuple[NixlReader, Endpoint] | None = None
 
     def usable(self) -> tuple[NixlReader, Endpoint] | None:
         proved = self.proved
@@ -171,44 +161,25 @@ class NixlTransport:
             if peer is None or peer.epoch != node.epoch:
                 if peer is None and len(self._peers) >= NIXL_PEERS_MAX:
                     self._peers.pop(next(iter(self._peers)))
-                peer = self._peers[node.node_id] = _Peer(node.epoch)
+                peer = self._peers[node.node_id] = _Peer(node.epoch, self._lock)
             return peer
 
     def _prove_soon(self, peer: _Peer, node: Announcement) -> threading.Event | None:
         """The attempt that is under way to prove it; a new one when it is time; else None."""
+        prove, give_up = partial(self._prove, peer, node), partial(self._failed, peer, node)
         with self._lock:
-            if peer.proving is None:
-                if self._closed or not peer.breaker.allows(time.monotonic()):
-                    return None
-                peer.proving = threading.Event()
-                thread = threading.Thread(
-                    target=self._prove, args=(peer, node), name="kvstore-nixl-probe", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError as e:  # this host has no more threads to give
-                    peer.proving, peer.reason = None, str(e)
-                    peer.breaker.failed(time.monotonic())
-            return peer.proving
+            if self._closed:
+                return None
+            return peer.prove_soon(prove, give_up, "kvstore-nixl-probe")
 
     def _prove(self, peer: _Peer, node: Announcement) -> None:
-        proving = peer.proving
-        assert proving is not None
-        try:
-            # Of a peer that is read, the device's memory alone is to be tried.
-            reader, endpoint = peer.usable() or self._proved(node)
-            self._prove_vram(reader, endpoint)
-        except PeerError as e:
-            self._failed(peer, node, str(e))
-        else:
-            with self._lock:
-                peer.proved = (reader, endpoint)
-                peer.breaker.succeeded()
-            log.info("node %s on %s is read through NIXL", node.name, node.host)
-        finally:
-            with self._lock:
-                peer.proving = None
-            proving.set()
+        # Of a peer that is read, the device's memory alone is to be tried.
+        reader, endpoint = peer.usable() or self._proved(node)
+        self._prove_vram(reader, endpoint)
+        with self._lock:
+            peer.proved = (reader, endpoint)
+            peer.succeeded()
+        log.info("node %s on %s is read through NIXL", node.name, node.host)
 
     def _proved(self, node: Announcement) -> tuple[NixlReader, Endpoint]:
         """What reads from the node, once a first READ was right. Raises `PeerError`."""
@@ -246,16 +217,8 @@ class NixlTransport:
     def _failed(self, peer: _Peer, node: Announcement, reason: str) -> None:
         with self._lock:
             peer.proved = None
-            known, peer.reason = peer.reason, reason
-            peer.breaker.failed(time.monotonic())
-        level = logging.DEBUG if reason == known else logging.WARNING
-        log.log(
-            level,
-            "node %s on %s is not read through NIXL for now: %s",
-            node.name,
-            node.host,
-            reason,
-        )
+            level = peer.failed(reason)
+        say_failed(log, level, node, "through NIXL", reason)
 
     # --- the process that reads ----------------------------------------------
 

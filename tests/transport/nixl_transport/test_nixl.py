@@ -24,7 +24,7 @@ class TestNixl(TransportContract):
 def test_a_host_without_threads_to_give_tries_it_again_later(monkeypatch):
     word = announcement(transports={NIXL: "", STREAM: "tcp://there:7400"})
     transport = nixl_transport()
-    monkeypatch.setattr("kvstore.transport.nixl.transport.PEER_RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr("kvstore.transport.proving.RETRY_AFTER_S", 0.01)
     tried = threading.Event()
     monkeypatch.setattr(transport, "_prove", lambda peer, node: tried.set())
 

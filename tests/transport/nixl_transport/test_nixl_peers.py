@@ -22,6 +22,7 @@ from kvstore.node import nixl_sidecar as sidecar_module
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.layout import Layout
 from kvstore.testing.stopping import stop
+from kvstore.transport import proving
 from kvstore.transport.base import Read
 from kvstore.transport.nixl import process as nixl_process
 from kvstore.transport.nixl import transfer
@@ -38,8 +39,8 @@ SOON_S = 5.0
 def quick():
     """On the same host, and what waits before it tries again does not wait long."""
     with same_host() as patch:
-        patch.setattr(nixl_module, "PEER_RETRY_AFTER_S", 0.1)
-        patch.setattr(nixl_module, "PEER_RETRY_AFTER_MAX_S", 1.0)
+        patch.setattr(proving, "RETRY_AFTER_S", 0.1)
+        patch.setattr(proving, "RETRY_AFTER_MAX_S", 1.0)
         patch.setattr(nixl_module, "START_RETRY_AFTER_S", 0.1)
         patch.setattr(sidecar_module, "RETRY_AFTER_S", 0.1)
         yield

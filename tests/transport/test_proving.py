@@ -1,0 +1,94 @@
+"""A way to read from a node is tried in a thread of its own, one attempt at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.errors import NodeUnavailableError
+from kvstore.transport import proving
+from kvstore.transport.proving import ProvedPeer
+
+WAIT_S = 10.0
+
+
+class Tried:
+    """A peer whose attempts go as the test says."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.peer = ProvedPeer(1, self.lock)
+        self.go_on = threading.Event()
+        self.failure: Exception | None = None
+        self.begun = 0
+        self.given_up: list[str] = []
+
+    def _prove(self) -> None:
+        self.begun += 1
+        assert self.go_on.wait(WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+        with self.lock:
+            self.peer.succeeded()
+
+    def _give_up(self, reason: str) -> None:
+        with self.lock:
+            self.peer.failed(reason)
+        self.given_up.append(reason)
+
+    def soon(self) -> threading.Event | None:
+        with self.lock:
+            return self.peer.prove_soon(self._prove, self._give_up, "test-probe")
+
+
+@pytest.fixture
+def tried() -> Tried:
+    return Tried()
+
+
+def test_who_comes_while_it_is_tried_gets_the_same_attempt(tried: Tried) -> None:
+    first = tried.soon()
+    assert first is not None
+    assert tried.soon() is first
+    tried.go_on.set()
+    assert first.wait(WAIT_S)
+    assert (tried.begun, tried.given_up) == (1, [])
+
+
+def test_what_failed_is_left_alone_until_it_is_time(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried.failure = NodeUnavailableError("it says no")
+    tried.go_on.set()
+    now = [100.0]
+    monkeypatch.setattr(proving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    first = tried.soon()
+    assert first is not None
+    assert first.wait(WAIT_S)
+    assert tried.given_up == [tried.peer.reason] == ["it says no"]
+    assert tried.soon() is None
+    now[0] += proving.RETRY_AFTER_S
+    second = tried.soon()
+    assert second is not None
+    assert second.wait(WAIT_S)
+    assert tried.begun == 2
+
+
+def test_the_same_reason_once_more_is_no_warning(tried: Tried) -> None:
+    levels = [tried.peer.failed(reason) for reason in ("a", "a", "b")]
+    assert levels == [logging.WARNING, logging.DEBUG, logging.WARNING]
+
+
+def test_a_host_without_threads_to_give_is_told_and_tried_later(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert tried.soon() is None
+    assert tried.peer.reason == "can't start new thread"
+    assert tried.soon() is None, "not at once again"
