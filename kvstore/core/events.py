@@ -9,6 +9,9 @@ from kvstore.core.answers import Answer
 from kvstore.keys import Namespace
 from kvstore.types import Key
 
+NOBODY = -1
+"""In place of a session's number: an event that no client has asked for."""
+
 
 class Reserve(NamedTuple):
     """Ask for slots. `values[i]`, when not None, is the whole value: no commit follows."""
@@ -89,6 +92,20 @@ class Clear(NamedTuple):
     session: int
     request: int
     namespace_id: int
+    swept: bool = False
+    """Every `Sweep` of it was carried out: only the answer is left."""
+
+
+class Sweep(NamedTuple):
+    """A part of `Clear` or `Reset`: of these keys, drop the blocks of these namespaces, of all when
+    there are none; the answer says how many there were."""
+
+    session: int
+    request: int
+    keys: Sequence[Key]
+    namespace_ids: Sequence[int]
+    number: int = 0
+    """Of the reset, when another node told of it: one that is known by now is not done again."""
 
 
 class Reset(NamedTuple):
@@ -101,6 +118,9 @@ class Reset(NamedTuple):
     request: int
     number: int
     namespace_ids: Sequence[int]
+    swept: bool = False
+    """As in `Clear`; it is known from here on, and not before: a node that is killed among its
+    parts drops all of it when it starts again."""
 
 
 class Stat(NamedTuple):
@@ -210,6 +230,7 @@ Request = (
     | Retain
     | Drop
     | Clear
+    | Sweep
     | Reset
     | Stat
     | Listing

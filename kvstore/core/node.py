@@ -39,7 +39,7 @@ One class, because each event is a method of a few lines; a longer file for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from kvstore.core.answers import NOT_HELD, Grant, PinAnswer, PutAnswer, ResetAnswer
@@ -47,6 +47,7 @@ from kvstore.core.blocks import Blocks
 from kvstore.core.bounded import NO_TENANT
 from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
+    NOBODY,
     Abort,
     CheckSlot,
     Clear,
@@ -72,6 +73,7 @@ from kvstore.core.events import (
     SessionResumed,
     Stat,
     Suspect,
+    Sweep,
     Touch,
     Unpin,
     Write,
@@ -92,9 +94,6 @@ from kvstore.limits import (
 from kvstore.record import RecordSigner
 from kvstore.token_bucket import TokenBucket
 from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Key, PutResult, Retained, rejected
-
-NOBODY = -1
-"""In place of a session's number: an event that no client has asked for."""
 
 
 class NodeCore(Blocks):
@@ -132,6 +131,7 @@ class NodeCore(Blocks):
             Touch: self._touch,
             Drop: self._drop,
             Clear: self._clear,
+            Sweep: self._sweep,
             Reset: self._reset,
             Stat: self._stat,
             Listing: self._listing,
@@ -314,10 +314,27 @@ class NodeCore(Blocks):
         effects.replies.append(Reply(event.session, event.request, dropped, True))
 
     def _clear(self, event: Clear, effects: Effects, now: float) -> None:
-        doomed = [s for s in self.by_key.values() if s.namespace_id == event.namespace_id]
-        why = GoneWhy.CLEARED
-        dropped = sum(self._drop_slot(slot, why, effects.writes, now) for slot in doomed)
+        keys = () if event.swept else list(self.by_key)
+        dropped = self._swept(keys, (event.namespace_id,), effects, now)
         effects.replies.append(Reply(event.session, event.request, dropped, True))
+
+    def _sweep(self, event: Sweep, effects: Effects, now: float) -> None:
+        known = event.number and self.resets.knows(event.number)
+        keys = () if known else event.keys
+        dropped = self._swept(keys, event.namespace_ids, effects, now)
+        effects.replies.append(Reply(event.session, event.request, dropped, True))
+
+    def _swept(
+        self, keys: Sequence[Key], namespace_ids: Collection[int], effects: Effects, now: float
+    ) -> int:
+        """Drop those of `keys` that are of these namespaces, of all when there are none; a block
+        that is reserved will not be sealed."""
+        of, dropped = frozenset(namespace_ids), 0
+        for key in keys:
+            slot = self.by_key.get(key)
+            if slot is not None and (not of or slot.namespace_id in of):
+                dropped += self._drop_slot(slot, GoneWhy.CLEARED, effects.writes, now)
+        return dropped
 
     def _reset(self, event: Reset, effects: Effects, now: float) -> None:
         """Once for each number, however often and by whomever it is told.
@@ -326,12 +343,9 @@ class NodeCore(Blocks):
         """
         asked = event.session != NOBODY
         number = self.resets.next_number(event.number) if asked else event.number
-        dropped = 0
-        if self.resets.add(number, event.namespace_ids):
-            of = frozenset(event.namespace_ids)
-            doomed = [s for s in self.by_key.values() if not of or s.namespace_id in of]
-            why = GoneWhy.CLEARED
-            dropped = sum(self._drop_slot(slot, why, effects.writes, now) for slot in doomed)
+        new = self.resets.add(number, event.namespace_ids)
+        keys = list(self.by_key) if new and not event.swept else ()
+        dropped = self._swept(keys, event.namespace_ids, effects, now)
         effects.replies.append(
             Reply(event.session, event.request, ResetAnswer(number, dropped), True)
         )

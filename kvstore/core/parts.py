@@ -4,16 +4,22 @@ A node's thread does one thing at a time: between two parts of one client's requ
 others have their turn (node/turns.py). The parts of a request, in their order, leave the core as
 the whole would, as far as nobody else asks between them: what is used first and last among its
 blocks, too. So what the core goes through backwards is cut from its end.
+
+What drops whole namespaces goes through the keys that the node had when it began: all that was
+reserved before is gone when it is answered. What is saved meanwhile may be gone too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any
 
+from kvstore.core.answers import ResetAnswer
 from kvstore.core.events import (
+    NOBODY,
     Abort,
+    Clear,
     Commit,
     Drop,
     Event,
@@ -22,11 +28,14 @@ from kvstore.core.events import (
     Pin,
     Reply,
     Reserve,
+    Reset,
     Retain,
     Suspect,
+    Sweep,
     Touch,
     Unpin,
 )
+from kvstore.types import Key
 
 _LISTS: dict[type[Any], tuple[str, ...]] = {
     Reserve: ("keys", "sizes", "kinds", "meta_lengths", "values", "checksums"),
@@ -46,9 +55,11 @@ _BACKWARDS: tuple[type[Any], ...] = (Commit, Unpin, Touch)
 _LISTED_ANSWERS: tuple[type[Any], ...] = (Reserve, Commit, Pin, Retain, Drop)
 
 
-def parts_of(event: Event, at_most: int) -> Sequence[Event]:
+def parts_of(event: Event, at_most: int, held: Collection[Key] = ()) -> Sequence[Event]:
     """`event` in parts of at most so many blocks, in the order in which they are to be carried
-    out; only itself if it is no larger, or cannot be cut."""
+    out; only itself if it is no larger, or cannot be cut. `held` are all keys of the node."""
+    if isinstance(event, Clear | Reset):
+        return (event,) if len(held) <= at_most else _sweeps(event, at_most, list(held))
     fields = _LISTS.get(type(event), ())
     count = len(getattr(event, fields[0])) if fields else 0
     if count <= at_most:
@@ -68,6 +79,23 @@ def parts_of(event: Event, at_most: int) -> Sequence[Event]:
     return parts
 
 
+def _sweeps(event: Clear | Reset, at_most: int, keys: Sequence[Key]) -> Sequence[Event]:
+    ids: tuple[int, ...]
+    if isinstance(event, Clear):
+        ids, number = (event.namespace_id,), 0
+    else:
+        # Who asks for a reset names a number that he wishes for: it may be another's.
+        ids = tuple(event.namespace_ids)
+        number = event.number if event.session == NOBODY else 0
+    return [
+        *(
+            Sweep(event.session, event.request, keys[start : start + at_most], ids, number)
+            for start in range(0, len(keys), at_most)
+        ),
+        event._replace(swept=True),
+    ]
+
+
 def joined(event: Event, replies: Sequence[Reply]) -> Reply | None:
     """The answer to `event` from those to all its parts, in their order; None where there is
     none."""
@@ -80,6 +108,10 @@ def joined(event: Event, replies: Sequence[Reply]) -> Reply | None:
         bodies.reverse()
     if isinstance(event, _LISTED_ANSWERS):
         body = list(chain.from_iterable(bodies))
+    elif isinstance(event, Clear):
+        body = sum(bodies)
+    elif isinstance(event, Reset):
+        body = ResetAnswer(body.number, sum(bodies[:-1]) + body.dropped)
     elif isinstance(event, Explain):
         body = (list(chain.from_iterable(fates for fates, *_ in bodies)), *body[1:])
     return last._replace(body=body, after_publish=any(reply.after_publish for reply in replies))

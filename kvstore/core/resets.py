@@ -36,9 +36,13 @@ class Resets:
     def __len__(self) -> int:
         return len(self._known)
 
+    def knows(self, number: int) -> bool:
+        """Whether that reset was done here, or is older than what was let go."""
+        return number in self._known or number <= self.floor
+
     def add(self, number: int, namespace_ids: Iterable[int]) -> bool:
         """Know a reset from here on; False when it was known, or is older than what was let go."""
-        if number in self._known or number <= self.floor:
+        if self.knows(number):
             return False
         self._known[number] = tuple(sorted(set(namespace_ids)))
         while sum(map(_room, self._known.values())) > RESETS_IDS_MAX and len(self._known) > 1:

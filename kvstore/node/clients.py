@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvstore.core.events import Event, Reply, SessionDead, SessionResumed
-from kvstore.core.parts import joined, parts_of
+from kvstore.core.parts import joined
 from kvstore.errors import UsageError
 from kvstore.node.control_server import Connection, Work
 from kvstore.node.permissions import owns_node
@@ -35,6 +35,10 @@ class Acts(Protocol):
 
     def act(self, event: Event) -> None:
         """Carry out all of it, and answer."""
+        ...
+
+    def parts(self, event: Event, at_most: int) -> Sequence[Event]:
+        """What is to be carried out for it, at most so many blocks at a time."""
         ...
 
     def check(self, event: Event) -> None:
@@ -118,7 +122,7 @@ class Clients:
         if session.reads_only and op not in control.READER_OPS:
             raise UsageError("op", Op(op).name, "this user may only read")
         self._node.check(event)
-        parts = parts_of(event, self.turns.turn_items)
+        parts = self._node.parts(event, self.turns.turn_items)
         if len(parts) > 1:
             return self._in_parts(connection, session, event, parts)
         self._node.act(event)

@@ -97,6 +97,8 @@ class Connection(asyncio.Protocol):
                 return False
             left -= items
             self._begin()
+            if self._rest is not None:  # it names little and has much done
+                return False
         return True
 
     def _turn(self) -> bool:

@@ -32,6 +32,7 @@ import dataclasses
 import errno
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -39,6 +40,8 @@ from pathlib import Path
 from typing import Self
 
 from kvstore.core.events import (
+    NOBODY,
+    CheckSlot,
     Clear,
     Corrupt,
     Drop,
@@ -50,7 +53,8 @@ from kvstore.core.events import (
 )
 from kvstore.core.eviction import POLICIES
 from kvstore.core.holdings import FORMER
-from kvstore.core.node import NOBODY, NodeCore
+from kvstore.core.node import NodeCore
+from kvstore.core.parts import joined, parts_of
 from kvstore.core.report import counts, stats
 from kvstore.errors import (
     DeadlineError,
@@ -65,6 +69,7 @@ from kvstore.machine import REAL, Machine
 from kvstore.node import restart
 from kvstore.node.background_tasks import BackgroundTasks
 from kvstore.node.block_events import BlockEvents
+from kvstore.node.checks import Checks
 from kvstore.node.clients import Clients
 from kvstore.node.config import NodeConfig, node_id_of
 from kvstore.node.control_listener import ControlListener
@@ -129,6 +134,8 @@ class Node:
         self._stream: StreamServer | None = None
         self._events: BlockEvents | None = None
         self._said_room = -1
+        self._resetting: set[int] = set()
+        """Resets that others told of and that are under way."""
         self._name: FileLock | None = None
         self._say = Seldom(log)
         self._keeps = False
@@ -243,12 +250,14 @@ class Node:
         self.dir.ready_path.unlink(missing_ok=True)
         self.readiness = Readiness(self.index, self.dir, (node_id, epoch), self._try_slot)
         self.sessions = self._make_sessions(self.dir.leases, config.limits.clients)
+        turns = Turns(self._loop)
+        self._checks = Checks(self.segment, turns, self._damaged)
         self.clients = Clients(
             self.sessions,
             (node_id, epoch),
             self,
             self.core.holds,
-            Turns(self._loop),
+            turns,
             takes_saves=self.takes_saves,
             has_group=config.group is not None,
         )
@@ -342,7 +351,9 @@ class Node:
     def _hear(self, announcements: Iterable[Announcement]) -> str:
         """Drop what other nodes say was reset; returns the resets that this node knows of then."""
         for number, namespace_ids in self._resets.unknown_to(self.core.resets, announcements):
-            self.act(Reset(NOBODY, 0, number, namespace_ids))
+            if number not in self._resetting:
+                self._resetting.add(number)
+                self.act(Reset(NOBODY, 0, number, namespace_ids))
         return self.core.resets.pack()
 
     def _beaten(self, error: IndexUnavailableError | None) -> None:
@@ -445,6 +456,7 @@ class Node:
         if self._events is not None:
             self._events.stop(keep=self._keeps)
         self.clients.hang_up()
+        self._checks.stop()
         self.segment.close(keep=self._keeps)
         if not self._keeps and self._has_name():
             self.dir.announcement_path.unlink(missing_ok=True)
@@ -499,9 +511,40 @@ class Node:
     # --- events ---------------------------------------------------------
 
     def act(self, event: Event) -> None:
-        """Carry `event` out, and answer."""
+        """Carry `event` out, and answer: at once, or, what drops more blocks than a turn may, in
+        turns with what clients ask."""
+        parts: Sequence[Event] = (event,)
+        if isinstance(event, Clear | Reset):
+            parts = self.parts(event, self.clients.turns.turn_items)
+        if len(parts) > 1:
+            self._act_in_turns(event, parts)
+            return
         for reply in self.carry_out(event):
             self.answer(reply)
+
+    def parts(self, event: Event, at_most: int) -> Sequence[Event]:
+        """`event` in parts of at most so many blocks (core/parts.py)."""
+        return parts_of(event, at_most, self.core.by_key)
+
+    def _damaged(self, check: CheckSlot) -> None:
+        log.warning("node %s: slot %d is damaged", self.config.name, check.slot_id)
+        self.act(Corrupt(check.slot_id, check.generation))
+
+    def _act_in_turns(self, event: Event, parts: Sequence[Event]) -> None:
+        left, replies = deque(parts), list[Reply]()
+
+        def turn() -> bool:
+            if self._stopping is None or self._stopping.is_set():
+                return False
+            replies.extend(self.carry_out(left.popleft()))
+            if left:
+                return True
+            reply = joined(event, replies)
+            if reply is not None:
+                self.answer(reply)
+            return False
+
+        self.clients.turns.enter(turn)
 
     def check(self, event: Event) -> None:
         """Raises `UsageError` for what this kind of node does not do."""
@@ -518,13 +561,11 @@ class Node:
             self._fail(e)
             return ()
         if isinstance(event, Reset):
+            self._resetting.discard(event.number)
             self._resets.save(self.core.resets)
             if event.session != NOBODY:
                 self._beat.beat()  # the others hear of it with their next one
-        for check in effects.checks:
-            if self.segment.checksum(check.offset, check.length) != check.checksum:
-                log.warning("node %s: slot %d is damaged", self.config.name, check.slot_id)
-                self.act(Corrupt(check.slot_id, check.generation))
+        self._checks.add(effects.checks)
         if isinstance(event, Drop | Clear | Reset):
             # Asked for by somebody: the answer waits until the index was told.
             self.publisher.remove()

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore.core.events import Effects, Reset
-from kvstore.core.node import NOBODY, NodeCore
+from kvstore.core.events import NOBODY, Effects, Reset
+from kvstore.core.node import NodeCore
 from kvstore.core.resets import Resets
 from kvstore.errors import IndexUnavailableError
 from kvstore.host_clock import Moment, passed_s

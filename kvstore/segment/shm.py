@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -283,6 +283,19 @@ class OwnedShm(OwnedHeads):
     def checksum(self, offset: int, length: int) -> int:
         with memoryview(self._data) as data, data[offset : offset + length] as payload:
             return xxhash.xxh3_64_intdigest(payload)
+
+    def checksum_steps(self, offset: int, length: int, step_bytes: int) -> Iterator[int | None]:
+        """The same in steps of so many bytes: None after each, at last the checksum. Right if
+        nothing was written there meanwhile."""
+        state, end = xxhash.xxh3_64(), offset + length
+        while end - offset > step_bytes:
+            with memoryview(self._data) as data, data[offset : offset + step_bytes] as part:
+                state.update(part)
+            offset += step_bytes
+            yield None
+        with memoryview(self._data) as data, data[offset:end] as part:
+            state.update(part)
+        yield state.intdigest()
 
     def close(self, *, keep: bool = False) -> None:
         if self._closed:

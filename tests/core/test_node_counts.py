@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.core.events import (
+    NOBODY,
     Abort,
     Clear,
     Commit,
@@ -21,7 +22,7 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.holdings import FORMER
-from kvstore.core.node import NOBODY, NodeCore
+from kvstore.core.node import NodeCore
 from kvstore.keys import Namespace
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, Limits
 from kvstore.types import EXISTS, IN_PROGRESS, STORED

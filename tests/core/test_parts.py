@@ -9,7 +9,9 @@ import pytest
 
 from kvstore.core.answers import Grant
 from kvstore.core.events import (
+    NOBODY,
     Abort,
+    Clear,
     Commit,
     Drop,
     Explain,
@@ -17,6 +19,7 @@ from kvstore.core.events import (
     Named,
     Pin,
     Reserve,
+    Reset,
     Retain,
     Stat,
     Suspect,
@@ -37,11 +40,11 @@ def key(number: int) -> bytes:
     return bytes([number]) * 32
 
 
-def reserve(keys: list[bytes], values: bool) -> Reserve:
+def reserve(keys: list[bytes], values: bool, namespace_id: int = 7) -> Reserve:
     n = len(keys)
     value = [k[:4] * 1000 if values else None for k in keys]
     sizes = [4000] * n
-    return Reserve(SESSION, 1, keys, sizes, 7, [0] * n, [0] * n, value, [1] * n)
+    return Reserve(SESSION, 1, keys, sizes, namespace_id, [0] * n, [0] * n, value, [1] * n)
 
 
 def whole(core: NodeCore, event: Any, now: float) -> Any:
@@ -50,7 +53,7 @@ def whole(core: NodeCore, event: Any, now: float) -> Any:
 
 
 def in_parts(core: NodeCore, event: Any, now: float) -> Any:
-    parts = parts_of(event, AT_MOST)
+    parts = parts_of(event, AT_MOST, core.by_key)
     assert all(len(getattr(part, "keys", ())) <= AT_MOST for part in parts)
     return joined(event, [r for part in parts for r in core.handle(part, now).replies])
 
@@ -66,7 +69,7 @@ def requests(rng: random.Random, held: list[list[Any]]) -> Any:
     keys = [key(n) for n in rng.sample(range(100), rng.randint(1, 14))]
     kind = rng.choice(["reserve", "value", "commit", "abort", "pin", "unpin", "keys", "retain"])
     if kind in ("reserve", "value"):
-        return [reserve(keys, kind == "value")] * 2
+        return [reserve(keys, kind == "value", rng.choice([7, 8]))] * 2
     if kind == "commit":
         return [Commit(SESSION, 1, [(*g, 5) for g in grants]) for grants in held]
     if kind == "abort":
@@ -78,6 +81,8 @@ def requests(rng: random.Random, held: list[list[Any]]) -> Any:
     if kind == "retain":
         return [Retain(SESSION, 1, keys, rng.choice([0, 5]), 1)] * 2
     made = [Touch(SESSION, keys), Drop(SESSION, 1, keys[:5]), Explain(SESSION, 1, keys)]
+    made += [Clear(SESSION, 1, rng.choice([7, 8])), Reset(SESSION, 1, rng.randrange(9), [7, 9])]
+    made += [Reset(NOBODY, 0, rng.randrange(99), rng.choice([[], [8], [7]]))]
     return [rng.choice([*made, Suspect(SESSION, keys), Named(SESSION, keys, keys)])] * 2
 
 
@@ -104,7 +109,7 @@ def test_the_node_and_the_answers_are_the_same(seed: int) -> None:
         events = requests(rng, held)
         if events is None:
             events = [unpins(core) for core in cores]
-        cut += len(parts_of(events[0], AT_MOST)) > 1
+        cut += len(parts_of(events[0], AT_MOST, cores[0].by_key)) > 1
         answers = [whole(cores[0], events[0], now), in_parts(cores[1], events[1], now)]
         assert comparable(answers[0]) == comparable(answers[1]), (step, events[0])
         assert state(cores[0]) == state(cores[1]), (step, events[0])
@@ -127,3 +132,45 @@ def test_an_answer_waits_for_the_index_when_that_to_a_part_would() -> None:
     event = reserve([key(n) for n in range(5)], values=True)
     core.handle(event._replace(keys=event.keys[3:], sizes=[4000] * 2), 0.0)
     assert in_parts(core, event, 1.0).after_publish
+
+
+def test_a_reset_is_known_only_when_all_its_parts_are_done() -> None:
+    """A node that is killed between them must hear of it again."""
+    core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
+    core.handle(reserve([key(n) for n in range(10)], values=True), 0.0)
+    reset = Reset(NOBODY, 0, 50, [7])
+    parts = parts_of(reset, AT_MOST, core.by_key)
+    assert len(parts) == 5
+    for part in parts[:-1]:
+        core.handle(part, 1.0)
+        assert not core.resets.knows(50)
+    assert not core.by_key
+    core.handle(parts[-1], 1.0)
+    assert core.resets.knows(50)
+
+
+def test_a_reset_that_was_done_meanwhile_drops_nothing_of_what_came_after_it() -> None:
+    """Another node tells of it while a client asks for it here, who then saves anew."""
+    core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
+    keys = [key(n) for n in range(10)]
+    core.handle(reserve(keys, values=True), 0.0)
+    told = parts_of(Reset(NOBODY, 0, 50, [7]), AT_MOST, core.by_key)
+    core.handle(told[0], 1.0)
+    asked = core.handle(Reset(SESSION, 1, 50, [7]), 1.0).replies[0].body
+    assert asked == (50, 10 - AT_MOST)
+    core.handle(reserve(keys, values=True), 2.0)
+    for part in told[1:]:
+        core.handle(part, 3.0)
+    assert len(core.by_key) == 10
+
+
+def test_what_is_reserved_when_a_clear_begins_is_never_sealed() -> None:
+    core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
+    keys = [key(n) for n in range(10)]
+    grants = core.handle(reserve(keys, values=False), 0.0).replies[0].body
+    for part in parts_of(Clear(SESSION, 2, 7), AT_MOST, core.by_key):
+        core.handle(part, 1.0)
+    items = [(*grant[:2], 0) for grant in grants]
+    answers = core.handle(Commit(SESSION, 3, items), 2.0).replies[0].body
+    assert all("cleared" in str(answer) for answer in answers)
+    assert not core.by_key

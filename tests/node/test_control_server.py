@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from redis_servers import RedisServer
+from redis_servers import RedisServer, wait_until
 from stores import NodeThread
 
 from kvstore.client.local.control import ControlChannel
@@ -102,6 +102,55 @@ def test_a_small_request_waits_for_one_turn_and_not_for_large_ones(
             assert len(fates) == BATCH_KEYS_MAX
         assert max(handled.items) <= TURN_ITEMS
         assert sum(handled.items) == GREEDY * BATCH_KEYS_MAX
+
+
+HELD = 4 * TURN_ITEMS
+NAMESPACE = 7
+
+
+def fill(client: ControlChannel) -> None:
+    raw = os.urandom(HELD * KEY_BYTES)
+    assert client.request(Op.RESERVE, NAMESPACE, raw, 1, 0, 0, [b"v"] * HELD, 0) == [0] * HELD
+
+
+@pytest.mark.parametrize(
+    ("op", "words"), [(Op.CLEAR, (NAMESPACE,)), (Op.RESET, (1, [NAMESPACE]))], ids=str
+)
+def test_a_small_request_waits_for_one_turn_of_who_drops_all_that_a_node_has(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch, op: Op, words: tuple[object, ...]
+) -> None:
+    with closing(channel(node)) as greedy, closing(channel(node)) as other:
+        fill(greedy)
+        handled = Handled(node, monkeypatch)
+        asked = greedy.post(op, *words)
+        assert handled.begun.wait(10)
+        small = other.post(Op.STAT)
+        handled.go_on.set()
+        assert other.collect(small)["blocks"] >= HELD - 2 * TURN_ITEMS
+        assert max(handled.items) <= TURN_ITEMS
+        answer = greedy.collect(asked)
+        assert answer == HELD if op is Op.CLEAR else answer[1] == HELD
+        assert other.request(Op.STAT)["blocks"] == 0
+
+
+def test_what_others_tell_was_reset_is_dropped_in_turns_and_once(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = node._node
+    told = [(50, (NAMESPACE,))]
+    with closing(channel(node)) as client:
+        fill(client)
+        handled = Handled(node, monkeypatch)
+        handled.go_on.set()
+        monkeypatch.setattr(
+            inner._resets, "unknown_to", lambda known, words: [] if known.knows(50) else told
+        )
+        for _ in range(3):  # heartbeats, while it is under way
+            inner._loop.call_soon_threadsafe(inner._hear, [])
+        wait_until(lambda: inner.core.resets.knows(50), "it is done")
+        assert client.request(Op.STAT)["blocks"] == 0
+        assert sum(handled.items) == HELD
+        assert max(handled.items) <= TURN_ITEMS
 
 
 def test_large_requests_of_several_clients_go_on_side_by_side(

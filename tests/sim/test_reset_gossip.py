@@ -17,8 +17,8 @@ import pytest
 from stores import announcement
 
 from kvstore.client import resetting
-from kvstore.core.events import Reserve, Reset
-from kvstore.core.node import NOBODY, NodeCore
+from kvstore.core.events import NOBODY, Reserve, Reset
+from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
 from kvstore.host_clock import Moment
 from kvstore.index.memory import MemoryIndex
