@@ -15,7 +15,7 @@ from kvstore.client import arguments
 from kvstore.client.explanation import Explanation, Missing, MissReason
 from kvstore.client.health import Health, ask_index
 from kvstore.client.miss_query import about_block, about_value
-from kvstore.client.pinned import Copies, Pinned, TokenMatch
+from kvstore.client.pinned import Pinned, TokenMatch
 from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.values import tensors
@@ -142,7 +142,7 @@ class Client:
         self._verify = verify == "always"
         self._saver = ValueSaver(self.session, namespace.id)
         self._explained: dict[str, int] = {}
-        self._copies = Copies()
+        self._copies = self.session.copies
         self._counts = {"stored": 0, "not_stored": 0}
 
     # --- putting ----------------------------------------------------------
@@ -245,8 +245,8 @@ class Client:
         """A zero-copy view of a value that cannot be evicted while it is open; None on a miss.
 
         Close it, or use it in a `with`. Of another user's node it is a copy, and a miss while
-        such pins have taken `ANOTHERS_BYTES_MAX`. Raises `UsageError` for a value that only a
-        node of another host has: it can be read by `get`, and pinned by a client there.
+        such pins and views have taken `ANOTHERS_BYTES_MAX`. Raises `UsageError` for a value that
+        only a node of another host has: it can be read by `get`, and pinned by a client there.
         """
         raw_key = self._value_key(key)
         try:

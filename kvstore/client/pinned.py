@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -14,41 +13,10 @@ from kvstore.client.reader import Place
 from kvstore.client.values.dtypes import Described, described
 from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
-from kvstore.limits import ANOTHERS_BYTES_MAX
 from kvstore.memory_files import address_of
 from kvstore.segment.attached import private_pages
 from kvstore.segment.unmapped import UnmappedShm
 from kvstore.types import Key, Kind
-
-
-class Copies:
-    """Bounds what pins of other users' values take: each is a copy (segment/unmapped.py), of a
-    length that their owner says. Thread-safe, without a lock: a handler of signals may pin too."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[int, int] = {}
-        self._claims = itertools.count(1)
-
-    def claim(self) -> int:
-        """The number of a copy that may be made."""
-        return next(self._claims)
-
-    def take(self, claim: int, size_bytes: int) -> bool:
-        """Take room for a copy, for `keep` or `release`; whether there is any left."""
-        self._bytes[claim] = size_bytes  # first: of two at once rather none than both
-        if sum(list(self._bytes.values())) <= ANOTHERS_BYTES_MAX:
-            return True
-        self.release(claim)
-        return False
-
-    def keep(self, claim: int, pinned: Pinned) -> None:
-        """Count it, if it was made, as long as anybody has `pinned` or a view of it."""
-        if claim in self._bytes:
-            # The collector may run inside a lock: what it calls takes none.
-            pinned.when_gone(self._bytes.pop, claim, None)
-
-    def release(self, claim: int) -> None:
-        self._bytes.pop(claim, None)
 
 
 class TokenMatch(NamedTuple):

@@ -51,6 +51,7 @@ from kvstore.client.base import (
     ReserveAnswer,
 )
 from kvstore.client.block_lookup import BlockLookup
+from kvstore.client.copies import Copies
 from kvstore.client.explain import Explainer
 from kvstore.client.explanation import Missing
 from kvstore.client.health import Health, IndexWatch, ask_index
@@ -104,14 +105,6 @@ def _mapping(shm: AttachedShm | UnmappedShm | None, *, writable: bool) -> list[P
     except ValueError:  # closed meanwhile
         return []
     return [PoolMapping(memory, LOCK_PART_BYTES, writable, block.node_id, block.epoch)]
-
-
-def _copied(place: AnyPlace | None, out: Out | None) -> Place | None:
-    """The block in place, or a copy of it where it lies in memory that is not mapped: in `out`,
-    or in memory of its own."""
-    if isinstance(place, UnmappedPlace):
-        return place.copied(None if out is None else out.room)
-    return place
 
 
 class BlockSession:
@@ -179,6 +172,8 @@ class BlockSession:
         self.transports = allowed(transports)
         self.viewed = {"hits": 0, "hit_bytes": 0}
         """Blocks of this host that `views` has handed out."""
+        self.copies = Copies()
+        """Of what is in memory of other users' nodes; pins of `Client` count in it too."""
         self._watch = IndexWatch(self.index, machine.monotonic)
         self._reaper = self._new_reaper()
         self._sweeper = Sweeper(self.run_dir, every_s=self.limits.sweep_every_s)
@@ -327,6 +322,14 @@ class BlockSession:
                 self._landing.lost()
             raise
 
+    def _copied(self, place: AnyPlace | None, out: Out | None) -> Place | None:
+        """The block in place, or a copy of it where it lies in memory that is not mapped: in
+        `out`, or in memory of its own, if this client has room for it."""
+        if not isinstance(place, UnmappedPlace):
+            return place
+        room = self.copies.room(place.length) if out is None else out.room
+        return None if room is None else place.copied(room)
+
     def _views(
         self,
         found: Sequence[BlockRef],
@@ -345,7 +348,7 @@ class BlockSession:
                 fetched = fetched or self.reader.read(refs, into, deadline, rooms)
                 yield cast("HostView | None", fetched[i])
                 continue
-            place = _copied(ref, None if into is None else into[i])
+            place = self._copied(ref, None if into is None else into[i])
             if place is None or (
                 self.verify != "never" and not self.reader.verified(one.key, place)
             ):

@@ -177,7 +177,7 @@ def test_many_pins_take_no_more_memory_than_a_client_may(
     """Each is a copy; one that has ended makes room for the next, also by its last view."""
     values = {f"pin{i}": os.urandom(5000) for i in range(4)}
     assert root.put_many(values)
-    monkeypatch.setattr("kvstore.client.pinned.ANOTHERS_BYTES_MAX", 2 * 5000)
+    monkeypatch.setattr("kvstore.client.copies.ANOTHERS_BYTES_MAX", 2 * 5000)
     one, two = root.pin("pin0"), root.pin("pin1")
     assert one is not None
     assert two is not None
@@ -192,6 +192,34 @@ def test_many_pins_take_no_more_memory_than_a_client_may(
         assert root.pin("pin3") is None
     two.close()
     assert root.stats()["node"]["pinned"] == 0
+
+
+def test_many_views_take_no_more_memory_than_a_client_may(
+    root: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view is a copy, as a pin is, and both count together; in the caller's room it is free."""
+    values = {f"view{i}": os.urandom(5000) for i in range(4)}
+    assert root.put_many(values)
+    keys = [root.namespace.value_key(name) for name in values]
+    session = root.session
+    found = session.match(keys)
+    assert [bytes(view.data) for view in session.views(found, None)] == list(values.values())
+    monkeypatch.setattr("kvstore.client.copies.ANOTHERS_BYTES_MAX", 2 * 5000)
+    assert [bytes(view.data) for view in session.views(found, None)] == list(values.values()), (
+        "one at a time has room"
+    )
+    held = list(session.views(found, None))
+    assert [view is not None for view in held] == [True, True, False, False]
+    assert root.pin("view3") is None
+    part = memoryview(held[0].data)[:1]
+    held[:] = [None]
+    with root.pin("view3") as pinned:
+        assert session.view(found[2]) is None, "somebody has a part of the first"
+        assert pinned.buffer == values["view3"]
+    del part
+    room = memoryview(bytearray(4 * 8192))
+    assert all(view is not None for view in session.views(found, room))
+    assert session.view(found[2]) is not None
 
 
 def test_many_values_take_no_more_memory_than_a_call_may(
