@@ -78,6 +78,7 @@ ROWS = {
         "LMCache's server, chunks of other hosts",
         "LMCache inside the engine's process",
         "LMCache's quotas by cache salt",
+        "SGLang's pools of hybrid and draft models",
     ),
 }
 ENGINES = {

@@ -15,21 +15,31 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import sglang
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
 
-from connector.adapters.sglang.shape import page_namespace, settings
+from connector.adapters.sglang.hashes import check_page_hashes
+from connector.adapters.sglang.hits import Hits
+from connector.adapters.sglang.pools import PoolPages, page_sizes, tensor_parts
+from connector.adapters.sglang.shape import KV, has_draft, page_namespaces, settings
 from connector.build import open_store
 from connector.layout.identity import config_digest, files_of, weights_or_unknown
-from connector.pages.pages import Pages, Parts, is_there, memory_at, pages_at
+from connector.pages.pages import Pages, is_there
 from kvstore import PeerError, UsageError
 
 if TYPE_CHECKING:
     from connector.layout.geometry import Field
+    from kvstore import Key
 
 log = logging.getLogger(__name__)
 
@@ -50,50 +60,106 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         extra = storage_config.extra_config or {}
         self._config = settings(extra)
+        check_page_hashes(str(sglang.__version__))
         self._storage = storage_config
         self._zero_copy = bool(extra.get("interface_v1", 0))
         self._store = open_store(self._config)
-        self._v1: Pages | None = None
+        self._v1: PoolPages | None = None
         self._flat: Pages | None = None
+        self._pools: dict[str, PoolPages] = {}
+        """Those that hybrid and draft models have beside the KV pool."""
         self._prefetched: deque[tuple[int, float]] = deque(maxlen=SAMPLES_MAX)
         self._backed_up: deque[tuple[int, float]] = deque(maxlen=SAMPLES_MAX)
 
-    # The pool
+    # The pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take the pool whose memory pages are copied from and to."""
         super().register_mem_pool_host(mem_pool_host)
-        engine = _engine_fields(self._config.weights_id)
-        self._v1, self._flat = (
-            Pages(
-                self._store,
-                page_namespace(self._storage, mem_pool_host, self._config, engine, interface),
-            )
-            for interface in ("v1", "flat")
-        )
-        log.info("kvstore: namespace %s", self._pages.namespace)
+        self._v1 = self._pool_pages(mem_pool_host, KV, "v1")
+        flat = self._namespaces(mem_pool_host, KV, "flat", ())
+        self._flat = Pages(self._store, flat[0])
+        log.info("kvstore: namespaces %s", self._v1.namespaces)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Raises `UsageError` for a second pool: it is better not to attach than to lose half."""
-        if str(host_pool_name) != str(PoolName.KV):
-            raise UsageError(
-                "host_pool_name",
-                str(host_pool_name),
-                "only a KV pool can be stored, not those of hybrid models or of a draft model",
-            )
+        """Take a pool that a hybrid model or a draft model has beside the KV pool."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if name != KV:
+            self._pools[name] = self._pool_pages(host_pool, name, "v1")
 
-    @property
-    def _pages(self) -> Pages:
-        """Pages as the interface that SGLang was told to use writes them."""
-        pages = self._v1 if self._zero_copy else self._flat
+    def _pool_pages(self, pool: Any, name: str, interface: str) -> PoolPages:
+        sizes_bytes: list[int] = []
+        flat = False
+        if name != KV:
+            sizes_bytes, flat = page_sizes(pool, torch.arange(pool.page_size))
+        namespaces = self._namespaces(pool, name, "flat" if flat else interface, sizes_bytes)
+        return PoolPages(self._store, pool, namespaces, flat=flat)
+
+    def _namespaces(
+        self, pool: Any, name: str, interface: str, sizes_bytes: Sequence[int]
+    ) -> list[Any]:
+        engine = _engine_fields(self._config.weights_id)
+        if has_draft(pool, name):
+            engine |= _draft_fields(self._config.weights_id)
+        return page_namespaces(
+            self._storage, pool, self._config, engine, interface, name=name, sizes_bytes=sizes_bytes
+        )
+
+    def _of(self, name: Any) -> PoolPages:
+        pages = self._v1 if str(name) == KV else self._pools.get(str(name))
         if pages is None:
-            raise UsageError("mem_pool_host", None, "must be registered first")
+            raise UsageError("pool", str(name), "must be registered first")
         return pages
 
-    def _host_pages(self, host_indices: Any, count: int) -> list[Parts]:
-        addresses, sizes_bytes = self.mem_pool_host.get_page_buffer_meta(host_indices)
-        return pages_at(addresses, sizes_bytes, count)
+    # Several pools
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> Any:
+        """How much of a prefix can be restored, all pools together; one index round trip.
+
+        Pools in groups of blocks, which SGLang never lets decide, have no verdict.
+        """
+        transfers = [t for t in pool_transfers or () if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
+        names = _names(keys)
+        pools = {KV: self._kv_keys(names)}
+        pools |= {str(t.name): self._of(t.name).keys(names) for t in transfers}
+        found = iter(self._store.lookup([key for wanted in pools.values() for key in wanted]))
+        there = {name: [next(found) is not None for _ in wanted] for name, wanted in pools.items()}
+        hits = Hits(self._whole_kv(there[KV]))
+        for transfer in transfers:
+            pages = self._of(transfer.name).whole(there[str(transfer.name)])
+            trailing = None
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                trailing = max(1, len(transfer.keys or ()))
+            hits.need(transfer.name, pages, trailing)
+        counts = {PoolName.KV: hits.run, **hits.by_pool}
+        reported = {name: count for name, count in counts.items() if count}
+        return PoolTransferResult(hits.longest, reported, hits.restorable)
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Copy pages from the store into several pools; whether each is in place and whole."""
+        return {
+            t.name: self._each(t, lambda pages, *what: pages.load(*what, run=False))
+            for t in transfers
+        }
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Copy pages of several pools into the store; whether each is there."""
+        return {t.name: self._each(t, PoolPages.save) for t in transfers}
+
+    def _each(self, transfer: Any, do: Callable[[PoolPages, list[bytes], Any], list[bool]]) -> Any:
+        keys, pages = list(transfer.keys or ()), self._of(transfer.name)
+        indices = transfer.host_indices
+        if indices is None or len(indices) != len(keys) * pages.page_tokens:
+            given = 0 if indices is None else len(indices)
+            log.error(
+                "kvstore: pool %s: %d host indices for %d pages of %d",
+                *(transfer.name, given, len(keys), pages.page_tokens),
+            )
+            return [False] * len(keys)
+        return do(pages, _names(keys), indices) if keys else []
 
     # Zero copy
 
@@ -105,9 +171,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         `host_indices` are `page_size` token slots a key. After the first page
         that the index does not know all are False, as SGLang stops there.
         """
-        assert self._v1 is not None, "the host pool is registered before it is used"
         started = time.monotonic()
-        loaded = self._v1.load_run(_names(keys), self._host_pages(host_indices, len(keys)))
+        loaded = self._of(KV).load(_names(keys), host_indices, run=True)
         self._prefetched.append((sum(loaded), time.monotonic() - started))
         return loaded
 
@@ -115,10 +180,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Copy pages of the host pool into the store; whether each is there."""
-        assert self._v1 is not None, "the host pool is registered before it is used"
         started = time.monotonic()
-        results = self._v1.save(_names(keys), self._host_pages(host_indices, len(keys)))
-        saved = [is_there(result) for result in results]
+        saved = self._of(KV).save(_names(keys), host_indices)
         self._backed_up.append((sum(saved), time.monotonic() - started))
         return saved
 
@@ -134,8 +197,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         targets = list(target_locations or ())
         if len(targets) != len(keys):
             raise UsageError("target_locations", len(targets), f"must be one for {len(keys)} keys")
-        assert self._flat is not None, "the host pool is registered before it is used"
-        loaded = self._flat.load_run(_names(keys), [_tensor(target) for target in targets])
+        loaded = self._flat_pages.load_run(
+            _names(keys), [tensor_parts(target) for target in targets]
+        )
         return [target if ok else None for target, ok in zip(targets, loaded, strict=True)]
 
     def set(
@@ -158,8 +222,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         tensors = list(values or ())
         if len(tensors) != len(keys):
             raise UsageError("values", len(tensors), f"must be one for {len(keys)} keys")
-        assert self._flat is not None, "the host pool is registered before it is used"
-        results = self._flat.save(_names(keys), [_tensor(value) for value in tensors])
+        results = self._flat_pages.save(_names(keys), [tensor_parts(value) for value in tensors])
         return all(is_there(result) for result in results)
 
     # The rest
@@ -169,11 +232,29 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Length of the leading run of pages that the index knows; one round trip."""
-        return self._pages.run_length(_names(keys))
+        names = _names(keys)
+        if self._zero_copy:
+            return self._of(KV).run_length(names)
+        return self._flat_pages.run_length(names)
+
+    def _kv_keys(self, names: list[bytes]) -> list[Key]:
+        """Of KV pages as the interface that SGLang was told to use writes them."""
+        return self._of(KV).keys(names) if self._zero_copy else self._flat_pages.keys(names)
+
+    def _whole_kv(self, pieces_there: list[bool]) -> list[bool]:
+        return self._of(KV).whole(pieces_there) if self._zero_copy else pieces_there
+
+    @property
+    def _flat_pages(self) -> Pages:
+        if self._flat is None:
+            raise UsageError("mem_pool_host", None, "must be registered first")
+        return self._flat
 
     def clear(self) -> None:
-        """Drop this namespace's pages on every node."""
-        ids = [pages.namespace.id for pages in (self._v1, self._flat) if pages is not None]
+        """Drop the pages of all of these pools on every node."""
+        ids = [] if self._flat is None else [self._flat.namespace.id]
+        for pages in (self._v1, *self._pools.values()):
+            ids += [] if pages is None else [namespace.id for namespace in pages.namespaces]
         try:
             result = self._store.reset(ids) if ids else True
         except PeerError as e:
@@ -210,13 +291,6 @@ def _names(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
 
 
-def _tensor(tensor: Any) -> Parts:
-    """A flat page's bytes. Raises `UsageError` unless it is contiguous and in host memory."""
-    if tensor is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise UsageError("page", type(tensor).__name__, "must be a contiguous CPU tensor")
-    return [memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
-
-
 def _engine_fields(weights_id: str | None) -> dict[str, Field]:
     """Namespace fields that SGLang's process knows."""
     fields: dict[str, Field] = {"version": str(sglang.__version__)}
@@ -243,4 +317,23 @@ def _engine_fields(weights_id: str | None) -> dict[str, Field]:
         ("kv_cache_dtype", "kv_cache_dtype"),
     ):
         fields[field] = str(getattr(args, name, None) or "")
+    return fields
+
+
+def _draft_fields(weights_id: str | None) -> dict[str, Field]:
+    """What a draft model's pages depend on besides; `weights_id` stands for its weights too."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        args = get_server_args()
+        algorithm = str(getattr(args, "speculative_algorithm", None) or "")
+        path = getattr(args, "speculative_draft_model_path", None)
+        revision = getattr(args, "speculative_draft_model_revision", None)
+    except (ImportError, ValueError, AttributeError, RuntimeError, AssertionError):
+        return {"draft": ""}
+    fields: dict[str, Field] = {"draft": algorithm}
+    if path and weights_id is None:
+        where, why_not = files_of(str(path), revision, getattr(args, "download_dir", None))
+        fields["draft_weights"] = weights_or_unknown(where, why_not, _OF_THIS_PROCESS)
+        fields["draft_forward"] = config_digest(where) if where is not None else ""
     return fields

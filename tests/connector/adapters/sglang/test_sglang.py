@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import signal
 import time
 import warnings
@@ -12,146 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sglang_pools import (
+    PAGE_TOKENS,
+    backend,
+    bits,
+    hashes,
+    mha_pool,
+    mla_pool,
+    page_bytes,
+    randomize,
+    slots,
+)
 
 if TYPE_CHECKING:
     from stores import NodeProcess
 
 pytestmark = pytest.mark.sglang
 
-PAGE_TOKENS = 16
-LAYERS, HEADS, HEAD_DIM = 3, 2, 8
-PAGES = 6
 LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
-
-
-def storage_config(node: NodeProcess, **changes: Any) -> Any:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-    ours = changes.pop("ours", {})
-    extra = {
-        "backend_name": "kvstore",
-        "module_path": "connector.adapters.sglang",
-        "class_name": "KVStoreHiCache",
-        "interface_v1": 1,
-        **node.engine_settings,
-        "weights_id": "tiny",
-        **ours,
-    }
-    plain = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": True,
-        "is_page_first_layout": False,
-        "model_name": "tiny",
-    }
-    return HiCacheStorageConfig(**{**plain, **changes}, extra_config=extra)
-
-
-def backend(node: NodeProcess, pool: Any, **changes: Any) -> Any:
-    """As SGLang's controller makes it from its command line."""
-    from sglang.srt.mem_cache.storage import StorageBackendFactory
-
-    made = StorageBackendFactory.create_backend("dynamic", storage_config(node, **changes), pool)
-    made.register_mem_pool_host(pool)
-    made.on_host_pools_registered()
-    return made
-
-
-def mha_pool(layout: str = "page_first", dtype: str = "bfloat16", head_dim: int = HEAD_DIM) -> Any:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-
-    device = MHATokenToKVPool(
-        size=PAGES * PAGE_TOKENS,
-        page_size=PAGE_TOKENS,
-        dtype=getattr(torch, dtype),
-        head_num=HEADS,
-        head_dim=head_dim,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    return MHATokenToKVPoolHost(
-        device._mha_buffer_info(),
-        host_to_device_ratio=2.0,
-        host_size=0,
-        page_size=PAGE_TOKENS,
-        layout=layout,
-        pin_memory=False,
-        device_capacity_tokens=device.size,
-        start_layer=device.start_layer,
-        end_layer=device.end_layer,
-    )
-
-
-def mla_pool(layout: str = "page_first") -> Any:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-
-    device = MLATokenToKVPool(
-        size=PAGES * PAGE_TOKENS,
-        page_size=PAGE_TOKENS,
-        dtype=torch.bfloat16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    return MLATokenToKVPoolHost(
-        device._mla_buffer_info(),
-        host_to_device_ratio=2.0,
-        host_size=0,
-        page_size=PAGE_TOKENS,
-        layout=layout,
-        pin_memory=False,
-        device_capacity_tokens=device.size,
-        start_layer=device.start_layer,
-        end_layer=device.end_layer,
-        target_layer_num=device.layer_num,
-        override_kv_cache_dim=device.kv_cache_dim,
-    )
-
-
-def randomize(pool: Any) -> None:
-    import torch
-
-    flat = pool.kv_buffer.view(torch.uint8)
-    flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8))
-
-
-def page_bytes(pool: Any, indices: Any) -> list[bytes]:
-    """Every page as SGLang itself flattens it."""
-    import torch
-
-    return [
-        pool.get_data_page(indices[i]).contiguous().view(torch.uint8).numpy().tobytes()
-        for i in range(0, len(indices), PAGE_TOKENS)
-    ]
-
-
-def bits(page: Any) -> Any:
-    """A tensor that compares: random KV has NaNs."""
-    import torch
-
-    return page.contiguous().view(torch.uint8)
-
-
-def hashes(count: int) -> list[str]:
-    return [hashlib.sha256(os.urandom(8)).hexdigest() for _ in range(count)]
-
-
-def slots(pool: Any, *pages: int) -> Any:
-    import torch
-
-    return torch.cat([torch.arange(p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS) for p in pages])
 
 
 @pytest.fixture(autouse=True)
@@ -357,15 +233,10 @@ def test_an_index_that_is_away_is_misses(node: NodeProcess) -> None:
     store.close()
 
 
-def test_wrong_settings_and_second_pools_are_refused_when_sglang_attaches(
-    node: NodeProcess,
-) -> None:
+def test_wrong_settings_are_refused_when_sglang_attaches(node: NodeProcess) -> None:
     pool = mha_pool()
     with pytest.raises(ValueError, match="block_tokens"):
         backend(node, pool, ours={"block_tokens": 256})
     store = backend(node, pool)
-    store.register_mem_host_pool_v2(pool, "kv")
-    with pytest.raises(ValueError, match="mamba"):
-        store.register_mem_host_pool_v2(pool, "mamba")
     store.close()
     store.close()

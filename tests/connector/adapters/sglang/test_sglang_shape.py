@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from connector.adapters.sglang.shape import page_namespace, settings
+from connector.adapters.sglang.shape import has_draft, page_namespaces, settings
 from kvstore import Namespace, UsageError
 
 STORAGE = {
@@ -42,13 +42,14 @@ def namespace(
     interface: str = "v1",
     **ours: Any,
 ) -> Namespace:
-    return page_namespace(
+    (made,) = page_namespaces(
         SimpleNamespace(**{**STORAGE, **(storage or {})}),
         SimpleNamespace(**{**POOL, **(pool or {})}),
         settings(ours),
         {**ENGINE, **(engine or {})},
         interface,
     )
+    return made
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,43 @@ def test_trap_ranks_that_hold_the_same_kv_share_it_as_only_one_of_them_saves() -
     ranks = [namespace({"is_mla_model": True, "tp_rank": rank}) for rank in range(2)]
     assert ranks[0] == ranks[1]
     assert ranks[0] == namespace({"is_mla_model": True, "tp_size": 8})
+
+
+def pieces(storage: dict[str, Any], **pool: Any) -> list[Namespace]:
+    return page_namespaces(
+        SimpleNamespace(**{**STORAGE, **storage}),
+        SimpleNamespace(**{**POOL, "layout": "page_head", "size_per_token": 256, **pool}),
+        settings({}),
+        ENGINE,
+        "v1",
+    )
+
+
+def test_the_pieces_of_a_rank_are_the_pages_of_ranks_of_the_larger_size() -> None:
+    split = {"tp_lcm_size": 4, "should_split_heads": True}
+    large = [{"tp_rank": rank, "tp_size": 4} for rank in range(4)]
+    ranks = [pieces(one, head_num=1, size_per_token=128)[0] for one in large]
+    assert pieces({**split, "tp_size": 2, "tp_rank": 1}) == ranks[2:]
+    assert pieces({**split, "tp_size": 1}, head_num=4, size_per_token=512) == ranks
+    assert len(set(ranks)) == 4
+    with pytest.raises(UsageError, match="tp_lcm_size"):
+        pieces({**split, "tp_size": 1}, head_num=2)
+
+
+@pytest.mark.parametrize(
+    ("pool", "name", "drafts"),
+    [
+        ({"layer_num": 4, "target_layer_num": 4}, "kv", False),
+        ({"layer_num": 5, "target_layer_num": 4}, "kv", True),
+        ({"layer_num": 4}, "draft_swa", True),
+        ({"mtp_draft_buffer_infos": ("one",)}, "mamba", True),
+        ({}, "swa", False),
+    ],
+)
+def test_a_page_is_a_draft_models_too_when_layers_of_it_are(
+    pool: dict[str, Any], name: str, drafts: bool
+) -> None:
+    assert has_draft(SimpleNamespace(**pool), name) is drafts
 
 
 @pytest.mark.covers("decode context parallel", "refused")
