@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 20.0
 SIZE = 64 << 10
 ROOT = Path(__file__).parents[4]
+PATIENT = {"request_timeout_s": 10.0, "stream_timeout_s": 10.0}
+"""Limits for tests that are about answers, not about their speed on a busy machine."""
 
 
 def spec(node: NodeProcess, **params: Any) -> dict[str, Any]:

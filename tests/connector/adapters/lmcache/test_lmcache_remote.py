@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from lmcache_objects import PATIENCE_S
+from lmcache_objects import PATIENCE_S, PATIENT
 from stores import NodeProcess
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Engine:
             "class_name": "KVStoreConnectorAdapter",
             **node.engine_settings,
             "weights_id": "w",
+            "limits": PATIENT,
             **settings,
         }
         config = LMCacheEngineConfig.from_defaults(

@@ -14,6 +14,7 @@ import cluster
 import pytest
 from lmcache_objects import (
     PATIENCE_S,
+    PATIENT,
     ROOT,
     SIZE,
     adapter_of,
@@ -58,15 +59,15 @@ def apart(redis_server: RedisServer) -> Iterator[tuple[Any, Any]]:
         listening(redis_server) as near,
         listening(redis_server, key_prefix=near.key_prefix) as far,
     ):
-        adapters = adapter_of(near), adapter_of(far)
-        yield adapters
+        adapters = [adapter_of(one, limits=PATIENT) for one in (near, far)]
+        yield adapters[0], adapters[1]
         for adapter in adapters:
             adapter.close()
 
 
 @pytest.fixture
 def adapter(node: NodeProcess) -> Iterator[Any]:
-    made = adapter_of(node)
+    made = adapter_of(node, limits=PATIENT)
     yield made
     made.close()
 
@@ -131,7 +132,7 @@ def test_usage_is_what_was_stored_by_salt_and_what_the_node_evicts_leaves_it(
     redis_server: RedisServer,
 ) -> None:
     with NodeProcess(redis_server, size=8 * MIB) as small:
-        adapter = adapter_of(small, max_capacity_gb=1)
+        adapter = adapter_of(small, max_capacity_gb=1, limits=PATIENT)
         assert adapter.supports_global_eviction
         salted = object_keys(3, cache_salt="ann")
         store(adapter, [*salted, *object_keys(1)], objects([1] * 4))
@@ -242,6 +243,7 @@ def test_every_method_of_lmcaches_interface_is_known() -> None:
     assert ours <= interface
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_lmcaches_own_benchmark_on_two_hosts(tmp_path: Path) -> None:
     """Network namespaces: what the benchmark stores on one, it finds and loads on the other."""
@@ -262,7 +264,7 @@ def test_lmcaches_own_benchmark_on_two_hosts(tmp_path: Path) -> None:
                 env={**os.environ, **places.environment(hosts, host), "PYTHONPATH": str(ROOT)},
                 capture_output=True,
                 text=True,
-                timeout=100,
+                timeout=150,
             )
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
