@@ -124,6 +124,8 @@ with Client(url, key_prefix=prefix, run_dir=run_dir, limits=PATIENT) as client:
         "explain": str(client.explain_key("absent")),
         "write": raised(lambda: os.open(word.data_path, os.O_RDWR)),
         "write header": raised(lambda: os.open(word.head_path, os.O_RDWR)),
+        "cut": raised(lambda: os.truncate(word.data_path, 0)),
+        "cut header": raised(lambda: os.truncate(word.head_path, 0)),
         "lease": raised(lambda: os.open(directory.leases / "x", os.O_CREAT | os.O_RDWR)),
         "unlink": raised(lambda: os.unlink(directory.socket)),
         "swept": sweep(Path(run_dir)),
@@ -146,7 +148,7 @@ def test_a_member_of_the_group_reads_and_does_nothing_else(server: RedisServer) 
         assert did["delete"].startswith("UsageError")
         assert did["pin"].startswith("UsageError")
         assert "never-stored" in did["explain"]
-        for name in ("write", "write header", "lease", "unlink"):
+        for name in ("write", "write header", "cut", "cut header", "lease", "unlink"):
             assert did[name].startswith("PermissionError"), name
         assert did["swept"] == []
         allowed = {name for name, said in did["asked"].items() if "may only read" not in said}
