@@ -174,3 +174,23 @@ def test_what_is_reserved_when_a_clear_begins_is_never_sealed() -> None:
     answers = core.handle(Commit(SESSION, 3, items), 2.0).replies[0].body
     assert all("cleared" in str(answer) for answer in answers)
     assert not core.by_key
+
+
+def test_what_is_as_large_as_a_part_is_one_and_what_is_swept_is_not_gone_through_again() -> None:
+    keys = [key(n) for n in range(AT_MOST)]
+    clear, reset = Clear(SESSION, 1, 7), Reset(SESSION, 1, 50, [7])
+    for event in (Touch(SESSION, keys), clear, reset):
+        assert parts_of(event, AT_MOST, keys) == (event,)
+        more = [*keys, key(AT_MOST)]
+        cut = event._replace(keys=more) if isinstance(event, Touch) else event
+        assert len(parts_of(cut, AT_MOST, more)) == (2 if isinstance(event, Touch) else 3)
+    for event in (clear, reset):
+        *sweeps, last = parts_of(event, 1, keys)
+        assert last == event._replace(swept=True)
+        assert {sweep.number for sweep in sweeps} == {0}, "it is carried out, known or not"
+
+
+def test_the_answer_to_a_reset_in_one_part_is_its_own() -> None:
+    core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
+    core.handle(reserve([key(n) for n in range(2)], values=True), 0.0)
+    assert in_parts(core, Reset(SESSION, 1, 50, [7]), 1.0).body == (50, 2)

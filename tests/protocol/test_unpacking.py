@@ -111,3 +111,21 @@ def test_a_stream_counts_lists_both_ways() -> None:
         for body in (lists(most), deep(2 * most)):
             with pytest.raises(sw.WireError, match="cannot be read"):
                 unpack(body)
+
+
+@pytest.mark.parametrize("make", [readers_unpacker, answers_unpacker])
+def test_neither_extensions_nor_keys_that_are_no_text_are_read(
+    make: Callable[[], CountingUnpacker],
+) -> None:
+    for said in ([msgpack.ExtType(1, b"x")], {1: 2}):
+        unpacker = make()
+        unpacker.feed(msgpack.packb(said))
+        with pytest.raises((ValueError, msgpack.UnpackException)):
+            next(unpacker)
+
+
+def test_a_reader_says_no_maps() -> None:
+    unpacker = readers_unpacker()
+    unpacker.feed(msgpack.packb([Op.STAT, 1, {"a": 1}]))
+    with pytest.raises(ValueError, match="exceeds"):
+        next(unpacker)
