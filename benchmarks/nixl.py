@@ -19,7 +19,7 @@ from benchmarks.report import Row, machine, median, ratios, spread
 from benchmarks.stream import MIB, NODE_BYTES, PATIENT, SECURITY, WARM_UP
 from kvstore import Client
 from kvstore.errors import UsageError
-from kvstore.index.guarded import GuardedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.index.embedded_redis.server import EmbeddedRedis
-from kvstore.index.guarded import GuardedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 from kvstore.nodedir import NodeDir, sweep

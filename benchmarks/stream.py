@@ -20,7 +20,7 @@ from benchmarks.processes import House, Worker, house
 from benchmarks.report import Row, machine, median, ratios, spread
 from kvstore import Client, Limits
 from kvstore.errors import UsageError
-from kvstore.index.guarded import GuardedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 from kvstore.node.stream import service

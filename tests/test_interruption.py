@@ -19,8 +19,8 @@ from kvstore import Client, nodedir
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.local.control import ControlChannel
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.connection import Link
 from kvstore.index.redis.index import open_index
 from kvstore.interruption import Suppressed, interruption

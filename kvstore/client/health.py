@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 from kvstore.index.base import Index
-from kvstore.index.guarded import GuardedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.limits import INDEX_LOOKED_AFTER_EVERY_S, INDEX_WARNED_EVERY_S
 from kvstore.machine import REAL, Clock
 from kvstore.types import KEY_BYTES

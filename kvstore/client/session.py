@@ -14,7 +14,7 @@ passes through it:
 
 A session is open from its making to `close`. Each part reaches its peers when it is first
 needed, and by itself again after they failed: the index behind a circuit breaker
-(index/guarded.py), a node of this host as soon as its directory shows that it lives, one of
+(index/outage.py), a node of this host as soon as its directory shows that it lives, one of
 another host after a pause (remote/peers.py). So no call has to know what an earlier one met.
 
 Any thread may call; parts lock what they share. A thread of the session's own (`_look_after`)
@@ -65,8 +65,8 @@ from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.remote.reader import NIXL_TO_VRAM, RemoteNodes
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.remote.writer import RemoteWriter
+from kvstore.client.reset_everywhere import reset_everywhere
 from kvstore.client.reset_result import ResetResult
-from kvstore.client.resetting import reset_everywhere
 from kvstore.client.values.dropping import drop_everywhere
 from kvstore.client.values.names import ValueNames
 from kvstore.client.values.out import Out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvstore.index.base import Index
 from kvstore.index.embedded_redis.server import EmbeddedRedis
-from kvstore.index.guarded import GuardedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.limits import Limits
 

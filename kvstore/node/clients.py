@@ -1,7 +1,7 @@
 """Lets clients in on the control socket, and ends them when they are dead.
 
     unheard   a connection that has not said HELLO; of other users there are few (unheard.py)
-    known     its HELLO made it speak for a session (sessions.py). A client that connects again
+    known     its HELLO made it speak for a session (liveness.py). A client that connects again
               goes on with the session that it had: what it said on the older connection counts
               no more
     ended     by BYE, or when its lease is free: only then is what it held given to others. A lost
@@ -20,8 +20,8 @@ from kvstore.core.events import Event, Reply, SessionDead, SessionResumed
 from kvstore.core.parts import joined
 from kvstore.errors import UsageError
 from kvstore.node.control_server import Connection, Work
+from kvstore.node.liveness import ClientSession, Sessions
 from kvstore.node.permissions import owns_node
-from kvstore.node.sessions import ClientSession, Sessions
 from kvstore.node.turns import Turns
 from kvstore.node.unheard import UnheardReaders
 from kvstore.protocol import control

@@ -49,7 +49,7 @@ class NodeConfig:
     """Where to publish which blocks are stored and removed (block_events.py), as
     `endpoints_of` takes it. Empty: not."""
     keep: bool = False
-    """At an orderly end too, leave the segment for the next start (restart.py)."""
+    """At an orderly end too, leave the segment for the next start (takeover.py)."""
     group: int | None = None
     """A group id whose members may read this node's blocks (permissions.py); None: nobody else."""
     signing_key: bytes | None = field(default=None, repr=False)

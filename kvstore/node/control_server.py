@@ -11,7 +11,7 @@ import msgpack
 from kvstore.core.events import Reply
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.limits import MESSAGE_BYTES_MAX
-from kvstore.node.sessions import ClientSession
+from kvstore.node.liveness import ClientSession
 from kvstore.node.turns import MESSAGE_ITEMS, Turns
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello

@@ -3,7 +3,7 @@
 A node goes through these, once each, and starts anew under the next epoch:
 
     takes its name   `take_name`: it waits for the lock of its directory, which it keeps to the end
-    begins           `_create`: it takes its former segment over or makes an empty one (restart.py)
+    begins           `_create`: it takes its former segment over or makes an empty one (takeover.py)
     serves           `_run`: clients can connect; whether the index and a slot were tried as well,
                      readiness.py says
     ends             `stop`, or `_fail` after a bug of ours: clients find it no more (`_vanish`),
@@ -66,7 +66,7 @@ from kvstore.errors import (
 from kvstore.filelock import FileLock
 from kvstore.index.base import Index
 from kvstore.machine import REAL, Machine
-from kvstore.node import restart
+from kvstore.node import takeover
 from kvstore.node.background_tasks import BackgroundTasks
 from kvstore.node.block_events import BlockEvents
 from kvstore.node.checks import Checks
@@ -76,6 +76,7 @@ from kvstore.node.control_listener import ControlListener
 from kvstore.node.epoch import next_epoch
 from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.idle_shutdown import wait_for_last_client
+from kvstore.node.liveness import Sessions
 from kvstore.node.local_session import LocalSessions
 from kvstore.node.name_lock import take_name
 from kvstore.node.nixl_sidecar import NixlSidecar
@@ -84,7 +85,6 @@ from kvstore.node.publisher import STOP_TIMEOUT_S, Publisher
 from kvstore.node.readiness import Readiness, slot_works
 from kvstore.node.resets import ResetNews
 from kvstore.node.scrubber import Scrubber
-from kvstore.node.sessions import Sessions
 from kvstore.node.stream.server import StreamServer
 from kvstore.node.stream.service import ServedSegment
 from kvstore.node.turns import Turns
@@ -273,11 +273,11 @@ class Node:
 
     def _begin(
         self, announcement: Announcement, make_core: Callable[[], NodeCore]
-    ) -> restart.Started:
+    ) -> takeover.Started:
         """Core and segment to start with; `announcement` says where an empty one is to be."""
         check_limit(self.config.segment_bytes, memory_limit())
         catch_up = self._resets.catch_up
-        return restart.start(
+        return takeover.start(
             self.dir, announcement, make_core, self.config.run_dir, catch_up, machine=self.machine
         )
 
@@ -300,7 +300,7 @@ class Node:
             heartbeat.run,
             self._watch_leases,
             self._scrubber(heartbeat).run,
-            partial(restart.free_memory_of_the_dead, self._sweeper()),
+            partial(takeover.free_memory_of_the_dead, self._sweeper()),
         )
         if self._events is not None:
             tasks.start(self._events.keep_beating)

@@ -14,7 +14,7 @@ from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, KeyRecord
 from kvstore.machine import REAL, Machine
-from kvstore.node.sessions import Speaker
+from kvstore.node.liveness import Speaker
 
 log = logging.getLogger("kvstore.node")
 

@@ -30,8 +30,8 @@ from kvstore import host_clock
 from kvstore.filelock import fd_is_locked
 from kvstore.node.control_listener import ControlListener
 from kvstore.node.epoch import record_of, remember
+from kvstore.node.liveness import Sessions
 from kvstore.node.readiness import Readiness
-from kvstore.node.sessions import Sessions
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.seldom import Seldom
 

@@ -26,7 +26,7 @@ from kvstore.node.daemon import Node
 from kvstore.node.local_session import LocalSession, LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.permissions import owns_node
-from kvstore.node.restart import FormerClients, Started, superblock_of
+from kvstore.node.takeover import FormerClients, Started, superblock_of
 from kvstore.node.upkeep import PutBack
 from kvstore.nodedir import Announcement
 from kvstore.protocol.fabric import FabricMemory

@@ -35,7 +35,7 @@ from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings
 from connector.settings import ConnectorSettings
 from kvstore import BlockSession, BlockStore, Client, Reservation
-from kvstore.index.guarded import GuardedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.limits import Limits
 

@@ -28,7 +28,7 @@ from connector.worker.worker import WorkerCore
 from kvstore import BlockSession, Client, Limits
 from kvstore.client.base import BlockRef
 from kvstore.index.embedded_redis.server import EmbeddedRedis
-from kvstore.index.guarded import GuardedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 from kvstore.nodedir import sweep

@@ -15,8 +15,8 @@ from kvstore import AsyncClient, Client, IndexRefusedError, IndexUnavailableErro
 from kvstore.client import health
 from kvstore.client.local.host_writers import HostWriters
 from kvstore.errors import IndexDeadlineError
-from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.types import Key
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from contract.index import IndexContract, Subject
 from redis_servers import RedisCluster, RedisSentinel, RedisServer
 
 from kvstore.index.embedded_redis.server import EmbeddedRedis
-from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import RedisIndex, open_index
 
 PATIENT_S = 10.0

@@ -12,8 +12,8 @@ from stores import announcement
 from kvstore.client.local.lease import Lease
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord
-from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig

@@ -18,8 +18,8 @@ from kvstore.filelock import try_lock
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import REAL
 from kvstore.node import Node, NodeConfig
-from kvstore.node import restart as restart_module
-from kvstore.node.restart import FormerClients
+from kvstore.node import takeover as takeover_module
+from kvstore.node.takeover import FormerClients
 from kvstore.nodedir import ANNOUNCEMENT_BYTES_MAX, Announcement, NodeDir, stranger
 from kvstore.small_json import BRACKETS_MAX, parse_object
 
@@ -138,7 +138,7 @@ def test_a_lease_that_cannot_be_looked_at_counts_as_a_living_clients(
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(restart_module.os, "open", refuse)
+        patch.setattr(takeover_module.os, "open", refuse)
         former = FormerClients(leases, matter=True)
         assert len(former) == 1
         assert not former.gone()

@@ -17,8 +17,8 @@ from stores import MIB, PATIENT
 from kvstore import Client
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 from kvstore.node.readiness import Readiness

@@ -11,7 +11,7 @@ from kvstore.core.granules import granules_of
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import SlotEvent, SlotState
 from kvstore.node.control_server import Connection
-from kvstore.node.sessions import Sessions
+from kvstore.node.liveness import Sessions
 from kvstore.record import pack_record
 from kvstore.testing.sim import world
 from kvstore.types import Location

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from stores import announcement
 
-from kvstore.client import resetting
+from kvstore.client import reset_everywhere
 from kvstore.core.events import NOBODY, Reserve, Reset
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
@@ -194,10 +194,10 @@ def step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         node.start()
     elif what >= 10 and node.alive:
         before = world.saved
-        monkeypatch.setattr(resetting, "_here", lambda *_: node.here())
+        monkeypatch.setattr(reset_everywhere, "_here", lambda *_: node.here())
         away: Any = None
         place: Any = node
-        result = resetting.reset_everywhere(
+        result = reset_everywhere.reset_everywhere(
             place,
             away,
             world.index,
@@ -240,9 +240,9 @@ def test_who_was_down_learns_of_it_when_all_who_knew_are_gone(
     away.save()
     away.kill()
     world.sleep(7.0)
-    monkeypatch.setattr(resetting, "_here", lambda *_: one.here())
+    monkeypatch.setattr(reset_everywhere, "_here", lambda *_: one.here())
     place: Any = one
-    assert resetting.reset_everywhere(
+    assert reset_everywhere.reset_everywhere(
         place, place, world.index, one.run_dir, PREFIX, [7], timeout_s=5.0, machine=world.machine
     )
     one.kill()

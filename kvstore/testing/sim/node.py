@@ -14,14 +14,14 @@ from kvstore.core.events import Write
 from kvstore.core.node import NodeCore
 from kvstore.core.slots import Slot, SlotState
 from kvstore.limits import Limits
-from kvstore.node import restart
+from kvstore.node import takeover
 from kvstore.node.config import NodeConfig
 from kvstore.node.control_server import Connection
 from kvstore.node.daemon import LEASE_POLL_S, Node
 from kvstore.node.heartbeat import HEARTBEAT_S, JITTER
-from kvstore.node.restart import Started
+from kvstore.node.liveness import Sessions
 from kvstore.node.scrubber import SCRUB_EVERY_S
-from kvstore.node.sessions import Sessions
+from kvstore.node.takeover import Started
 from kvstore.node.turns import MESSAGE_ITEMS
 from kvstore.nodedir import Announcement
 from kvstore.testing.sim.hosts import SimFormerClients, SimNodeDir, SimSessions
@@ -187,7 +187,7 @@ class SimNode(Node):
         world.end_process(self.process)
 
     def _begin(self, announcement: Announcement, make_core: Callable[[], NodeCore]) -> Started:
-        return restart.start(
+        return takeover.start(
             self.dir,
             announcement,
             make_core,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.client.client import Client
 from kvstore.client.local.reaper import Reaper
 from kvstore.client.session import BlockSession
-from kvstore.index.guarded import GuardedIndex
 from kvstore.index.open import OpenedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.testing.sim.index import SimIndex
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis_servers import RedisServer
 
-from kvstore.index.guarded import GuardedIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis import identity
 from kvstore.index.redis.identity import identity_of
 from kvstore.index.redis.index import open_index

@@ -9,7 +9,7 @@ from test_daemon import KEYS, MIB, Talker
 from kvstore.errors import NoSpaceError
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import Machine
-from kvstore.node import Node, NodeConfig, restart
+from kvstore.node import Node, NodeConfig, takeover
 from kvstore.nodedir import NodeDir
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES
 
@@ -128,7 +128,7 @@ def test_a_node_that_lacks_memory_takes_that_of_dead_ones_that_wait(tmp_path, in
 
 
 def test_a_node_that_still_lacks_memory_says_so(tmp_path, index, monkeypatch):
-    monkeypatch.setattr(restart, "ROOM_WAIT_S", 0.1)
+    monkeypatch.setattr(takeover, "ROOM_WAIT_S", 0.1)
     with pytest.raises(NoSpaceError, match="0 free"):
         Node(config(tmp_path), index, machine=Crowded(lambda: True)).start()
     assert list((tmp_path / "shm").iterdir()) == []
@@ -143,6 +143,6 @@ def test_a_node_waits_a_moment_for_memory_that_a_killed_one_had(tmp_path, index)
 
 
 def test_a_node_larger_than_all_of_shm_does_not_wait(tmp_path, index, monkeypatch):
-    monkeypatch.setattr(restart, "ROOM_WAIT_S", 3600.0)
+    monkeypatch.setattr(takeover, "ROOM_WAIT_S", 3600.0)
     with pytest.raises(NoSpaceError, match="asked for"):
         Node(config(tmp_path, size_bytes=1 << 43), index).start()

@@ -11,8 +11,8 @@ from redis_servers import RedisServer, stopped, wait_until
 from kvstore.circuit_breaker import BreakerState
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord
-from kvstore.index.guarded import GuardedIndex
 from kvstore.index.memory import MemoryIndex
+from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 
 KEY = os.urandom(32)
