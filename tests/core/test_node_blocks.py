@@ -228,7 +228,7 @@ class TestMoves:
         assert (core.counts["moved"], core.counts["evicted"]) == (1, 0)
 
     def test_one_request_moves_no_more_than_the_limit_and_the_next_goes_on(self, core, monkeypatch):
-        monkeypatch.setattr("kvstore.core.node.MOVED_BYTES_MAX", (128 << 10) + SIZE)
+        monkeypatch.setattr("kvstore.core.reservations.MOVED_BYTES_MAX", (128 << 10) + SIZE)
         self.reserve(core, KEYS[10], KEYS[11])
         assert (core.counts["moved"], core.counts["evicted"]) == (1, 1)
         core.handle(Drop(1, 1, KEYS[:8]), 0.0)

@@ -259,7 +259,7 @@ class TestRoomBetween:
         assert sorted(told.values()) == [0, 0, 1060, 1060]
 
     def test_no_more_is_moved_than_one_request_may(self, node, monkeypatch):
-        monkeypatch.setattr("kvstore.core.node.MOVED_BYTES_MAX", GRANULE_BYTES)
+        monkeypatch.setattr("kvstore.core.reservations.MOVED_BYTES_MAX", GRANULE_BYTES)
         before = dict(node.core.by_key)
         assert not node.put(KEYS[FIT], size=4 * BLOCK)
         assert node.core.by_key == before, "nothing was evicted in vain"
@@ -268,7 +268,7 @@ class TestRoomBetween:
         self, node, monkeypatch
     ):
         two = 2 * move_cost(node.core.by_key[self.kept[0]]) * GRANULE_BYTES
-        monkeypatch.setattr("kvstore.core.node.MOVED_BYTES_MAX", two)
+        monkeypatch.setattr("kvstore.core.reservations.MOVED_BYTES_MAX", two)
         assert not node.put(KEYS[FIT], KEYS[FIT + 1], size=4 * BLOCK)
         assert node.core.counts["moved"] == 2
         assert node.core.counts["retentions_broken"] == 0
