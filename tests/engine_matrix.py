@@ -21,6 +21,7 @@ HOW = {
     "engine": "runs in a real engine, with and without the store the same tokens",
     "memory": "byte for byte in the engine's own memory (its allocation, its pools)",
     "model": "the engine's own scheduler and configuration, around a model of the forward",
+    "interface": "a model of the engine, made after its source: its calls, in its order",
     "left out": "not stored; the rest of the model is",
     "refused": "refused at start, by name",
 }
@@ -86,6 +87,7 @@ ENGINES = {
     "vllm, newest": "vLLM 0.33",
     "sglang": "SGLang 0.5.23",
     "lmcache": "LMCache 0.5.6",
+    "tensorrt_llm": "TensorRT-LLM",
 }
 """By the folder of their tests, which is the name of their marker too. What is said of the newest
 vLLM is what `scripts/test-engines vllm` runs."""

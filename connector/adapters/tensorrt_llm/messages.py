@@ -1,0 +1,28 @@
+"""What the scheduler side tells the workers for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore import BlockRef
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Names engine blocks of one request: what the store calls each, and which block it is."""
+
+    request_id: int
+    names: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    refs: tuple[tuple[BlockRef, ...], ...] = ()
+    """Where the blocks are, for each rank; none for those to save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Holds what every worker does in one step. It is pickled."""
+
+    loads: tuple[Run, ...] = field(default=())
+    """Before the forward."""
+    saves: tuple[Run, ...] = field(default=())
+    """After the forward, which computes the last of their tokens or has them from before."""

@@ -1,0 +1,207 @@
+"""The scheduler side under TensorRT-LLM: which blocks the workers load and save in each step.
+
+It runs on rank 0 alone, in the engine's thread. What it has promised cannot fail any more
+(promises.py), because the engine could not be told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from connector.adapters.tensorrt_llm.interface import SchedulerBase
+from connector.adapters.tensorrt_llm.messages import Orders, Run
+from connector.adapters.tensorrt_llm.promises import Promises
+from connector.adapters.tensorrt_llm.shape import check, salt_of, why_not
+from connector.adapters.tensorrt_llm.worker import shared
+from connector.layout.block_hashes import extend
+from kvstore import BlockRef, UsageError
+
+log = logging.getLogger(__name__)
+
+HELD_STEPS = 3
+"""After so many more steps every rank has loaded what it was told: the forward of the step needs
+all ranks, and the engine runs at most one step ahead of its results."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """Holds one request from its first lookup to its end."""
+
+    request: Any
+    salt: str | int | None
+    stored: bool
+    """Whether anything of it may be loaded or saved."""
+    names: list[bytes]
+    tokens: list[int] = field(default_factory=list)
+    """As the engine has reported them."""
+    blocks: list[int] = field(default_factory=list)
+    first: int = 0
+    """Blocks that the engine had itself."""
+    promised: int = 0
+    """Blocks after these that it was offered."""
+    refs: list[tuple[BlockRef, ...]] = field(default_factory=list)
+    """Where these are, for each rank."""
+    saved: int = 0
+    """Blocks that are saved, or need not be."""
+    reported: bool = False
+
+
+class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
+    """Offers what is in the store, and plans loads and saves."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        check(llm_args)
+        self._args = llm_args
+        self._promises: Promises | None = None
+        self._block_tokens = 0
+        self._requests: dict[int, _Request] = {}
+        self._step = 0
+        self._ends_at: list[tuple[int, int]] = []
+        """Step from which on a request's promise is over, and the request; in order."""
+
+    def _ready(self) -> Promises | None:
+        """Where the worker of this process has its pool: without one nothing is known of it."""
+        if self._promises is None:
+            side = shared(self._args)
+            if side is None:
+                return None
+            self._promises = Promises(side.store, side.shards)
+            self._block_tokens = side.block_tokens
+        return self._promises
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Return the tokens of whole blocks, behind those computed, that the store will give. They
+        are read as part of the step, so the second is False."""
+        id_ = int(request.request_id)
+        self._forget(id_)
+        promises = self._ready()
+        if promises is None:
+            return 0, False
+        why = why_not(request)
+        salt = salt_of(request)
+        tokens = list(request.get_tokens(0))
+        names = [] if why else self._names([], tokens, salt)
+        state = _Request(request, salt, not why, names)
+        self._requests[id_] = state
+        size = self._block_tokens
+        state.first = state.saved = -(-num_computed_tokens // size)
+        if why or num_computed_tokens % size:
+            return 0, False
+        # One token at least is computed: its output is wanted.
+        last = (len(tokens) - 1) // size
+        state.refs = promises.make(id_, names[state.first : last])
+        state.promised = len(state.refs[0])
+        return state.promised * size, False
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        """Nothing: what is allocated comes with each step, in chunks too."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        """Return what the workers load before and save after the forward of this step."""
+        self._step += 1
+        loads: list[Run] = []
+        saves: list[Run] = []
+        for data in scheduler_output.new_requests:
+            state = self._requests.get(int(data.request_id))
+            if state is None or not state.stored:
+                continue
+            if state.reported:  # it starts again, and was not asked for anew
+                state.tokens, state.blocks = [], []
+                state.first = state.promised = state.saved = 0
+            state.reported = True
+            self._note(state, data)
+            loaded = self._honoured(state)
+            if run := self._run(data.request_id, state, state.first, state.first + loaded):
+                loads.append(replace(run, refs=tuple(row[:loaded] for row in state.refs)))
+            self._ends_at.append((self._step + HELD_STEPS, int(data.request_id)))
+            state.saved = state.first + loaded
+            end = data.computed_position + data.num_scheduled_tokens
+            self._plan_save(data.request_id, state, end + loaded * self._block_tokens, saves)
+        for data in scheduler_output.cached_requests:
+            state = self._requests.get(int(data.request_id))
+            if state is None or not state.stored or not state.reported:
+                continue
+            self._note(state, data)
+            end = data.computed_position + data.num_scheduled_tokens
+            self._plan_save(data.request_id, state, end, saves)
+        self._end_promises()
+        return Orders(tuple(loads), tuple(saves))
+
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        """Return False: what is saved of it was copied in the steps that computed it."""
+        self._forget(int(request.request_id))
+        return False
+
+    def request_reset(self, request: Any) -> None:
+        """Forget the blocks of a request that starts again from its first token."""
+        self._forget(int(request.request_id))
+
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        """Take back the offer from token `start` on."""
+        state = self._requests.get(int(request.request_id))
+        if state is None:
+            return
+        state.promised = max(0, min(state.promised, start // self._block_tokens - state.first))
+        if not state.promised and self._promises is not None:
+            self._promises.end(int(request.request_id))
+
+    def _note(self, state: _Request, data: Any) -> None:
+        state.tokens += data.new_tokens
+        state.blocks += data.new_block_ids
+
+    def _honoured(self, state: _Request) -> int:
+        """How many blocks of its offer the engine has taken; what it cannot hold is computed."""
+        tokens = getattr(state.request, "py_num_connector_matched_tokens", None)
+        size = self._block_tokens
+        taken = state.promised if tokens is None else int(tokens) // size
+        taken = max(0, min(taken, state.promised, len(state.blocks) - state.first))
+        placed = state.blocks[state.first : state.first + taken]
+        return next((i for i, block in enumerate(placed) if block < 0), taken)
+
+    def _plan_save(self, id_: int, state: _Request, end: int, saves: list[Run]) -> None:
+        """Have blocks saved that are full once the step's forward is over."""
+        size = self._block_tokens
+        full = min(end, len(state.tokens)) // size
+        if full <= state.saved:
+            return
+        state.names = self._names(state.names, state.tokens[: full * size], state.salt)
+        if run := self._run(id_, state, state.saved, min(full, len(state.names))):
+            saves.append(run)
+        state.saved = full
+
+    def _run(self, id_: int, state: _Request, first: int, end: int) -> Run | None:
+        """Blocks `first` to `end` that the engine has a place for."""
+        placed = [
+            (name, block)
+            for name, block in zip(state.names[first:end], state.blocks[first:end], strict=False)
+            if block >= 0  # behind a window there is none
+        ]
+        if not placed:
+            return None
+        names, blocks = zip(*placed, strict=True)
+        return Run(int(id_), names, blocks)
+
+    def _names(self, known: list[bytes], tokens: list[int], salt: str | int | None) -> list[bytes]:
+        extra: Callable[[int, int], object] = lambda first, end: salt  # noqa: E731
+        try:
+            return extend(known, tokens, self._block_tokens, extra)
+        except UsageError as e:
+            log.warning("a request is neither loaded nor saved: %s", e)
+            return []
+
+    def _forget(self, id_: int) -> None:
+        self._requests.pop(id_, None)
+        if self._promises is not None:
+            self._promises.end(id_)
+
+    def _end_promises(self) -> None:
+        while self._ends_at and self._ends_at[0][0] <= self._step:
+            _, id_ = self._ends_at.pop(0)
+            if self._promises is not None and id_ in self._requests:
+                self._promises.end(id_)

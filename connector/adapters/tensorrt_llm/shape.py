@@ -1,0 +1,162 @@
+"""Reads TensorRT-LLM's arguments and pool: settings, and the fields of the namespaces.
+
+It looks at attributes only and imports no TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from connector.layout.block_hashes import ALGORITHM
+from connector.layout.geometry import Field
+from connector.layout.identity import config_digest, digest_of, files_of, weights_or_unknown
+from connector.settings import STORE_SETTINGS, ConnectorSettings
+from kvstore import Namespace, UsageError, tenant_salt
+
+SETTINGS = "KVSTORE_TENSORRT_LLM"
+"""Environment variable with our settings as JSON: the engine's arguments have no place for them."""
+PAGE_VERSION = 1
+"""Grows when the same fields come to mean other bytes."""
+_OF_THIS_PROCESS = f"of process {uuid4().hex}"
+
+
+def settings() -> ConnectorSettings:
+    """Raises `UsageError` for what is no JSON object, or has unknown names or values in it."""
+    text = os.environ.get(SETTINGS, "{}")
+    try:
+        extra = json.loads(text)
+    except ValueError as e:
+        raise UsageError(SETTINGS, text, f"must be a JSON object of settings: {e}") from e
+    if not isinstance(extra, dict):
+        raise UsageError(SETTINGS, text, "must be a JSON object of settings")
+    return ConnectorSettings.from_extra(extra, where=SETTINGS, only=STORE_SETTINGS)
+
+
+def check(args: Any) -> None:
+    """Raises `UsageError` for what cannot be shared rightly. TensorRT-LLM itself refuses several
+    pipeline stages, beams and state-space layers beside a connector."""
+    if _number(args, "pipeline_parallel_size") != 1:
+        raise UsageError("pipeline_parallel_size", args.pipeline_parallel_size, "must be 1")
+    if _number(args, "context_parallel_size") != 1:
+        raise UsageError("context_parallel_size", args.context_parallel_size, "must be 1")
+    ranks, of_host = tp_size(args), getattr(args, "gpus_per_node", None)
+    if of_host is not None and ranks > int(of_host):
+        raise UsageError(
+            "tensor_parallel_size", ranks, f"must be at most {of_host}, the GPUs of one host"
+        )
+    if getattr(args, "speculative_config", None) is not None:
+        raise UsageError(
+            "speculative_config",
+            type(args.speculative_config).__name__,
+            "must be None: the connector interface reports no drafts",
+        )
+
+
+def tp_size(args: Any) -> int:
+    return _number(args, "tensor_parallel_size")
+
+
+def _number(args: Any, name: str) -> int:
+    return int(getattr(args, name, None) or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Describes an engine block in a worker's pool: a row of one tensor."""
+
+    block_tokens: int
+    row_bytes: int
+    row_shape: tuple[int, ...]
+    dtype: str
+
+    def namespaces(
+        self, args: Any, config: ConnectorSettings, engine: Mapping[str, Field], ranks: int
+    ) -> list[Namespace]:
+        """One for each tensor-parallel rank."""
+        common: dict[str, Field] = {
+            **engine,
+            "engine": "tensorrt_llm",
+            "page_version": PAGE_VERSION,
+            "hash": ALGORITHM,
+            "block_tokens": self.block_tokens,
+            "row_bytes": self.row_bytes,
+            "row_shape": str(self.row_shape),
+            "dtype": self.dtype,
+            "tp_size": ranks,
+            **config.life,
+        }
+        salt = tenant_salt()
+        return [Namespace({**common, "tp_rank": rank}, salt=salt) for rank in range(ranks)]
+
+
+def block_tokens(args: Any) -> int:
+    """Tokens of an engine block. Raises `UsageError` where the arguments do not say it."""
+    found = getattr(getattr(args, "kv_cache_config", None), "tokens_per_block", None)
+    if not isinstance(found, int) or found < 1:
+        raise UsageError("kv_cache_config.tokens_per_block", found, "must be a number of tokens")
+    return found
+
+
+def engine_fields(args: Any, release: str, weights_id: str | None) -> dict[str, Field]:
+    """Namespace fields that the engine's arguments give: release, weights, what shapes a forward.
+
+    Whatever else stands in the arguments and may shape it counts; a field too many costs hits.
+    """
+    model, revision = str(getattr(args, "model", "")), getattr(args, "revision", None)
+    path, why_not = files_of(model, revision)
+    if str(getattr(args, "load_format", "auto")).lower().endswith("dummy"):
+        path, why_not = None, "load_format dummy reads no files"
+    weights = f"id {weights_id}" if weights_id else ""
+    kv = getattr(args, "kv_cache_config", None)
+    forward = [
+        str(getattr(args, name, None))
+        for name in ("dtype", "quant_config", "attn_backend", "model_kwargs", "rope_scaling")
+    ]
+    forward += [str(getattr(kv, name, None)) for name in ("dtype", "max_attention_window")]
+    return {
+        "version": release,
+        "weights": weights or weights_or_unknown(path, why_not, _OF_THIS_PROCESS),
+        "config": config_digest(path) if path is not None else "",
+        "forward": digest_of(forward),
+    }
+
+
+NOT_STORED = (
+    "lora_task_id",
+    "lora_config",
+    "multimodal_hashes",
+    "py_multimodal_data",
+    "multimodal_embedding",
+    "prompt_embedding_table",
+    "mrope_rotary_cos_sin",
+    "encoder_tokens",
+    "encoder_input_features",
+    "position_ids",
+)
+"""What else shapes the KV of a request, and is not in its tokens: such a request is computed."""
+
+
+def why_not(request: Any) -> str:
+    """Why nothing of this request is loaded or saved; empty: its tokens and its salt say all."""
+    for name in NOT_STORED:
+        value = getattr(request, name, None)
+        if callable(value):
+            value = value()
+        if value is not None:
+            return name
+    if getattr(request, "is_dummy_request", False):
+        return "is_dummy_request"
+    return ""
+
+
+def salt_of(request: Any) -> str | int | None:
+    """What keeps a request's KV apart from that of others."""
+    found = getattr(request, "cache_salt", None)
+    if found is None:
+        found = getattr(request, "cache_salt_id", None)
+    return found if found is None or isinstance(found, int) else str(found)
