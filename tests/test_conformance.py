@@ -13,8 +13,8 @@ import pytest
 PROJECT = Path(__file__).parents[1]
 sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
 
-from conformance import (  # noqa: E402
-    CONTROL,
+from conformance import CONTROL, failed  # noqa: E402
+from conformance_bench import (  # noqa: E402
     DIED,
     LOADED,
     NOT_RUN,
@@ -22,12 +22,10 @@ from conformance import (  # noqa: E402
     SHARED,
     WRONG,
     Verdict,
-    failed,
     filled_in,
-    flip_bits,
     judge,
-    lose_store,
 )
+from conformance_faults import flip_bits, lose_store  # noqa: E402
 from engines import Generated  # noqa: E402
 
 RIGHT = [[1, 2, 3], [4, 5, 6]]

@@ -20,58 +20,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiny_models import ModelShape as ModelShape
+from tiny_models import build_model as build_model
+from tiny_models import cpu_dtype as cpu_dtype
+from tiny_models import picture
+
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Describes a Llama with random weights. The defaults make it tiny."""
-
-    layers: int = 4
-    hidden: int = 256
-    intermediate: int | None = None
-    """Of the feed-forward layers; None: twice `hidden`."""
-    heads: int = 4
-    kv_heads: int = 2
-    weights_std: float = 0.02
-    """Of the random weights. Above 0.05 the answer depends on all of the prompt: at 0.02 256
-    tokens in its middle can be wrong without another token."""
-    vocabulary: int = 512
-    context_tokens: int = 4096
-    seed: int = 7
-
-
-def build_model(path: Path, shape: ModelShape = ModelShape()) -> Path:
-    """Write the model to `path` unless it is there; the same shape gives the same weights."""
-    if (path / "config.json").exists():
-        return path
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(shape.seed)
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate or shape.hidden * 2,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.context_tokens,
-        initializer_range=shape.weights_std,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    return path
-
-
-def cpu_dtype() -> str:
-    """Return the quick type of this CPU: without AVX-512 it computes bfloat16 four times slower
-    than float32, with it twice as fast."""
-    flags = Path("/proc/cpuinfo").read_text()
-    return "bfloat16" if "avx512f" in flags or "bf16" in flags else "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +86,10 @@ class EngineProcess:
         log: Path | None = None,
         program: Path = Path(__file__),
         on: Sequence[str] = (),
+        python: Path | None = None,
     ) -> None:
-        """`program` is what runs in the process: this file, or another that calls `serve`.
+        """`program` is what runs in the process: this file, or another that calls `serve`. `python`
+        runs it, where it is not the caller's.
 
         `on` is a command that starts what follows it somewhere else (`Hosts.command`).
         """
@@ -151,7 +109,7 @@ class EngineProcess:
         self.log = log
         self._log = log.open("wb") if log is not None else None
         self._process = subprocess.Popen(
-            [*on, sys.executable, str(program), str(theirs.fileno()), request],
+            [*on, str(python or sys.executable), str(program), str(theirs.fileno()), request],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -193,13 +151,14 @@ class EngineProcess:
         prompts: list[list[int]],
         max_tokens: int = 16,
         abort_after_s: dict[int, float] | None = None,
-        kv_transfer_params: dict[str, Any] | None = None,
+        kv_transfer_params: dict[str, Any] | list[Any] | None = None,
+        **more: Any,
     ) -> list[Generated]:
         """Run prompts together, greedily; `abort_after_s` ends some of them early.
 
-        `kv_transfer_params` are those of all of them.
+        `kv_transfer_params` are those of all of them, or a list with those of each. `more` is for
+        `Driver.generate`.
         """
-        more: dict[str, Any] = {}
         if kv_transfer_params is not None:
             more["kv_transfer_params"] = kv_transfer_params
         return [
@@ -265,6 +224,27 @@ def make_llm(model: str, settings: EngineSettings) -> Any:
     )
 
 
+def sampling(max_tokens: int, kv_transfer_params: dict[str, Any] | None) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=kv_transfer_params and {"kv_transfer_params": kv_transfer_params},
+    )
+
+
+def _adapter(engine: Any, lora: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    named = lora["name"], lora["id"], lora["path"]
+    if lora.get("reload"):
+        engine.add_lora(LoRARequest(*named, load_inplace=True))
+    return LoRARequest(*named)
+
+
 class Driver:
     """Drives an engine step by step, to see first tokens when they come."""
 
@@ -278,18 +258,16 @@ class Driver:
         prompts: list[list[int]],
         max_tokens: int,
         abort_after_s: dict[str, float],
-        kv_transfer_params: dict[str, Any] | None = None,
+        kv_transfer_params: dict[str, Any] | list[Any] | None = None,
         cache_salt: str | None = None,
+        lora: dict[str, Any] | None = None,
+        images: list[int] | None = None,
     ) -> list[dict[str, Any]]:
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=kv_transfer_params and {"kv_transfer_params": kv_transfer_params},
-        )
+        """Run prompts; `lora` names an adapter (name, id, path, and `reload` to load it again),
+        `images` a seed for the picture of each prompt."""
+        adapter = _adapter(self.engine, lora) if lora else None
+        given = kv_transfer_params
+        params = given if isinstance(given, list) else [given] * len(prompts)
         started: dict[str, float] = {}
         results: dict[str, dict[str, Any]] = {}
         aborts: dict[str, float] = {}
@@ -301,7 +279,10 @@ class Driver:
             tokens: dict[str, Any] = {"prompt_token_ids": prompt}
             if cache_salt is not None:
                 tokens["cache_salt"] = cache_salt
-            self.engine.add_request(name, tokens, parameters)
+            if images is not None:
+                tokens["multi_modal_data"] = {"image": picture(images[i])}
+            parameters = sampling(max_tokens, params[i])
+            self.engine.add_request(name, tokens, parameters, lora_request=adapter)
             if str(i) in abort_after_s:
                 aborts[name] = started[name] + abort_after_s[str(i)]
         apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1"
@@ -326,6 +307,24 @@ class Driver:
                 if output.kv_transfer_params is not None:
                     result["kv_transfer_params"] = output.kv_transfer_params
         return list(results.values())
+
+    def pause_before_loads(self, asked: str, go: str) -> None:
+        """Have the next load wait: once a lookup has promised tokens the file `asked` appears, and
+        the engine goes on when `go` is there. For engines in this process only."""
+        connector = self.engine.engine_core.engine_core.scheduler.connector
+        taken = connector.update_state_after_alloc
+
+        def paused(request: Any, blocks: Any, tokens: int, *more: Any, **named: Any) -> Any:
+            done = taken(request, blocks, tokens, *more, **named)
+            if tokens:
+                connector.update_state_after_alloc = taken
+                Path(asked).touch()
+                give_up_at = time.monotonic() + CALL_TIMEOUT_S / 2
+                while not Path(go).exists() and time.monotonic() < give_up_at:
+                    time.sleep(0.01)
+            return done
+
+        connector.update_state_after_alloc = paused
 
     def drain(self) -> None:
         core = self.engine.engine_core.engine_core

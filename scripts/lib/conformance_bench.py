@@ -1,0 +1,189 @@
+"""Holds what a case of `scripts/conformance` works with: engines, prompts and the judge."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model
+
+ROOT = Path(__file__).parents[2]
+TOKENS = 512
+PROMPTS = 3
+KEPT = ("alone", "first", "second", "alone with others")
+"""Engines of more than one case."""
+SIDE_CHANNEL_PORT = 15600
+"""Of the first engine under vLLM's NixlConnector; the next ones follow."""
+LOADED, RECOMPUTED, WRONG, SHARED, DIED, NOT_RUN = (
+    "loaded",
+    "recomputed",
+    "WRONG TOKENS",
+    "SHARED WHAT IS APART",
+    "ENGINE FAILED",
+    "not run",
+)
+BAD = (WRONG, SHARED, DIED)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Says what became of one case."""
+
+    case: str
+    verdict: str
+    cached_tokens: int = 0
+    """Of all prompts that were asked for the second time."""
+    asked_tokens: int = 0
+    detail: str = ""
+
+
+def judge(
+    case: str,
+    wanted: Sequence[Sequence[int]],
+    found: Sequence[Generated],
+    asked_tokens: int,
+    *,
+    apart: bool,
+) -> Verdict:
+    """Compare what engines answered with `wanted`, the tokens of an engine without a connector.
+    With `apart`, nothing may be shared."""
+    cached = sum(max(0, one.cached_tokens) for one in found)
+    differ = sum(list(one.tokens) != list(right) for one, right in zip(found, wanted, strict=True))
+    if differ:
+        detail = f"{differ} of {len(found)} answers differ"
+        return Verdict(case, WRONG, cached, asked_tokens, detail)
+    if apart and cached:
+        return Verdict(case, SHARED, cached, asked_tokens)
+    return Verdict(case, LOADED if cached else RECOMPUTED, cached, asked_tokens)
+
+
+def filled_in(connector: Any, folder: Path, name: str) -> Any:
+    """Return `connector` with {dir} and {id} replaced in all its texts."""
+    if isinstance(connector, str):
+        return connector.replace("{dir}", str(folder)).replace("{id}", name)
+    if isinstance(connector, dict):
+        return {key: filled_in(value, folder, name) for key, value in connector.items()}
+    if isinstance(connector, list):
+        return [filled_in(value, folder, name) for value in connector]
+    return connector
+
+
+@dataclass(slots=True)
+class Bench:
+    """Owns the engines and folders of one connector under trial; at its end all are gone."""
+
+    given: dict[str, Any]
+    """The connector's configuration, with {dir} and {id} in it."""
+    work: Path
+    closing: contextlib.ExitStack
+    python: Path | None = None
+    """Runs the engines, where it is not this process's."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Of the engines with the connector."""
+    payload: list[Path] = field(default_factory=list)
+    """Files outside of `folder` that the store keeps KV in."""
+    pids: list[int] = field(default_factory=list)
+    """The store's processes, where no node of this project is one."""
+    store_mib: int = 64
+    """Size of the store, after which it must have evicted."""
+    older: str = ""
+    """Path, as in PYTHONPATH, of an older version of the connector."""
+    hands_over: bool = False
+    """Whether the connector gives KV to the one engine that a request names, and shares nothing
+    else."""
+    models: dict[int, Path] = field(default_factory=dict)
+    engines: dict[str, EngineProcess] = field(default_factory=dict)
+    seed: int = 0
+    connector: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.in_folder("s")
+
+    def in_folder(self, name: str) -> None:
+        """Have engines that start from now on keep their KV in another folder of the store's."""
+        (self.work / name).mkdir(mode=0o700, exist_ok=True)
+        self.connector = filled_in(self.given, self.work / name, uuid4().hex)
+
+    def let_go(self) -> None:
+        """End the engines that were made for one case."""
+        for name in [name for name in self.engines if name not in KEPT]:
+            self.engines.pop(name).close()
+
+    def model(self, seed: int) -> Path:
+        if seed not in self.models:
+            self.models[seed] = build_model(self.work / f"model{seed}", ModelShape(seed=seed))
+        return self.models[seed]
+
+    def engine(self, name: str, model: Path, *, store: bool, **settings: Any) -> EngineProcess:
+        """Return the engine of that name; it is started when it is first asked for."""
+        if name not in self.engines:
+            path = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+            env = {"PYTHONPATH": os.pathsep.join(path), **(self.env if store else {})}
+            env |= settings.pop("env", {})
+            number = str(SIDE_CHANNEL_PORT + len(self.engines))
+            chosen = EngineSettings(
+                connector=self.connector if store else None,
+                env={"VLLM_NIXL_SIDE_CHANNEL_PORT": number, **env},
+                **{"max_batched_tokens": TOKENS, **settings},
+            )
+            log = self.work / f"{name}.log"
+            self.engines[name] = EngineProcess(model, chosen, log=log, python=self.python)
+            self.closing.callback(self.engines[name].close)
+        return self.engines[name]
+
+    def alone(self, name: str = "alone", model: Path | None = None, **more: Any) -> EngineProcess:
+        return self.engine(name, model or self.model(7), store=False, **more)
+
+    def sharing(self, name: str, model: Path | None = None, **more: Any) -> EngineProcess:
+        return self.engine(name, model or self.mounted(7), store=True, **more)
+
+    def mounted(self, seed: int) -> Path:
+        """Return the path that all engines with the connector load from, now with these weights."""
+        path, marker = self.work / "mounted", self.work / f"mounted is {seed}"
+        if not marker.exists():
+            for old in self.work.glob("mounted*"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            shutil.copytree(self.model(seed), path)
+            marker.touch()
+        return path
+
+    def prompts(self, tokens: int = TOKENS + 2, count: int = PROMPTS) -> list[list[int]]:
+        """Return prompts such as no case before had."""
+        self.seed += 1
+        rng = random.Random(self.seed)
+        return [[rng.randrange(2, 500) for _ in range(tokens)] for _ in range(count)]
+
+    def share(
+        self, first: EngineProcess, second: EngineProcess, prompts: list[list[int]], **more: Any
+    ) -> list[Generated]:
+        """Have the first engine compute and keep, and return what the second one answers."""
+        if not self.hands_over:
+            first.generate(prompts, **more)
+            first.drain()
+            return second.generate(prompts, **more)
+        return second.generate(
+            prompts, kv_transfer_params=self.hand_over(first, prompts, **more), **more
+        )
+
+    def hand_over(
+        self, first: EngineProcess, prompts: list[list[int]], **more: Any
+    ) -> list[dict[str, Any]]:
+        """Have an engine compute the prompts for another one; return what that one must say."""
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        done = first.generate(prompts, max_tokens=1, kv_transfer_params=asked, **more)
+        return [one.kv_transfer_params or {} for one in done]
+
+    @property
+    def folder(self) -> Path:
+        return self.work / "s"
+
+
+def tokens_of(found: Iterable[Generated]) -> list[list[int]]:
+    return [one.tokens for one in found]

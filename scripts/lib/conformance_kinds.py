@@ -1,0 +1,258 @@
+"""The cases of `scripts/conformance` with more than one kind of model, request or store: adapters,
+pictures, hybrids, revisions, eviction at the wrong moment, an older version's store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+import threading
+import time
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conformance_bench import BAD, NOT_RUN, ROOT, TOKENS, Bench, Verdict, judge, tokens_of
+from tiny_models import (
+    IMAGE_TOKENS,
+    build_adapter,
+    build_seeing,
+    build_sliding,
+    build_states,
+    hub_cache,
+)
+
+if TYPE_CHECKING:
+    from engines import EngineProcess, Generated
+
+ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+REVISIONS = ("a" * 40, "b" * 40)
+OLDER = "8222e52"
+"""This project before its segments had their present layout (version 6)."""
+FLOOD_BATCH = 8
+PAUSED_TIMEOUT_S = 100.0
+KV_BYTES_PER_TOKEN = 2048
+"""Of the small Llama in the narrower of both dtypes."""
+
+
+def worst(*verdicts: Verdict) -> Verdict:
+    """Return the first verdict that is bad, else the first."""
+    return next((one for one in verdicts if one.verdict in BAD), verdicts[0])
+
+
+def adapters(bench: Bench) -> Verdict:
+    """Two LoRA adapters and the model alone see nothing of each other, though their tokens and
+    numbers are the same; what one adapter computed it finds again."""
+    a = {"name": "a", "id": 1, "path": str(build_adapter(bench.work / "adapter a", 1))}
+    b = {"name": "b", "id": 1, "path": str(build_adapter(bench.work / "adapter b", 2))}
+    alone, first, second = _adapted(bench)
+    wanted = bench.prompts()
+    asked = sum(map(len, wanted))
+    right = {
+        name: tokens_of(alone.generate(wanted, lora=lora))
+        for name, lora in (("a", a), ("b", {**b, "id": 2}), ("none", None))
+    }
+    if right["a"] == right["b"] or right["a"] == right["none"]:
+        return Verdict("adapters", NOT_RUN, detail="adapters change no answer")
+    found = bench.share(first, second, wanted, lora=a)
+    same = judge("adapters", right["a"], found, asked, apart=False)
+    third = bench.sharing("third with adapters", extra=ADAPTERS)
+    other = judge("adapters", right["b"], third.generate(wanted, lora=b), asked, apart=True)
+    none = judge("adapters", right["none"], third.generate(wanted), asked, apart=True)
+    return worst(same, other, none)
+
+
+def reloaded_adapter(bench: Bench) -> Verdict:
+    """An adapter gets other weights under its name and path: neither an engine that is told to load
+    it again nor one that loads it for the first time gets the former one's KV."""
+    path = bench.work / "moving adapter"
+    lora = {"name": "moving", "id": 3, "path": str(build_adapter(path, 3))}
+    alone, first, second = _adapted(bench)
+    wanted = bench.prompts()
+    asked = sum(map(len, wanted))
+    first.generate(wanted, lora=lora)
+    first.drain()
+    build_adapter(path, 4)
+    right = tokens_of(alone.generate(wanted, lora=lora))
+    fresh = judge("reloaded-adapter", right, second.generate(wanted, lora=lora), asked, apart=True)
+    first.call("reset", connector=False)  # of its own cache, which vLLM keys by the name alone
+    again = first.generate(wanted, lora={**lora, "reload": True})
+    # By now the other engine has saved the new adapter's: that may be loaded.
+    return worst(fresh, judge("reloaded-adapter", right, again, asked, apart=False))
+
+
+def _adapted(bench: Bench) -> tuple[EngineProcess, EngineProcess, EngineProcess]:
+    return (
+        bench.alone("alone with adapters", extra=ADAPTERS),
+        bench.sharing("first with adapters", extra=ADAPTERS),
+        bench.sharing("second with adapters", extra=ADAPTERS),
+    )
+
+
+def pictures(bench: Bench) -> Verdict:
+    """Prompts of the same tokens behind other pictures see nothing of each other; behind the same
+    picture they do."""
+    model = build_seeing(bench.work / "seeing")
+    extra = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
+    alone = bench.alone("alone, seeing", model, extra=extra)
+    first = bench.sharing("first, seeing", model, extra=extra)
+    second = bench.sharing("second, seeing", model, extra=extra)
+    wanted = bench.prompts(TOKENS + 2 - IMAGE_TOKENS)
+    asked = (TOKENS + 2) * len(wanted)
+    ones, others = [1, 2, 3], [4, 5, 6]
+    right = tokens_of(alone.generate(wanted, images=others))
+    same = tokens_of(alone.generate(wanted, images=ones))
+    if right == same:
+        return Verdict("pictures", NOT_RUN, detail="pictures change no answer")
+    found = bench.share(first, second, wanted, images=ones)
+    loaded = judge("pictures", same, found, asked, apart=False)
+    if bench.hands_over:
+        return loaded
+    found = second.generate(wanted, images=others)
+    return worst(loaded, judge("pictures", right, found, asked, apart=True))
+
+
+def revision(bench: Bench) -> Verdict:
+    """Two revisions of one model on Hugging Face's hub share nothing."""
+    files = {REVISIONS[0]: bench.model(7), REVISIONS[1]: bench.model(8)}
+    cache = hub_cache(bench.work / "hub", "kvstore/small", files)
+    env = {"HF_HUB_CACHE": str(cache), "HF_HOME": str(cache.parent), "TRANSFORMERS_CACHE": ""}
+    wanted = bench.prompts()
+    reference = tokens_of(bench.alone("alone with others", bench.model(8)).generate(wanted))
+    engines = [
+        bench.sharing(name, Path("kvstore/small"), env=env, extra={"revision": which})
+        for name, which in zip(("revision a", "revision b"), REVISIONS, strict=True)
+    ]
+    found = bench.share(engines[0], engines[1], wanted)
+    return judge("revision", reference, found, sum(map(len, wanted)), apart=True)
+
+
+def sliding_windows(bench: Bench) -> Verdict:
+    """A hybrid of sliding windows and full attention: two KV cache groups."""
+    model = build_sliding(bench.work / "sliding")
+    return _of_kind(bench, "sliding-windows", model)
+
+
+def states(bench: Bench) -> Verdict:
+    """A hybrid of linear attention, which has states, and full attention."""
+    model = build_states(bench.work / "states")
+    # vLLM computes linear attention on CPUs in bfloat16 alone, in blocks of its own size.
+    return _of_kind(bench, "states", model, dtype="bfloat16", extra={"block_size": None})
+
+
+def _of_kind(bench: Bench, case: str, model: Path, **settings: Any) -> Verdict:
+    """Share a prompt, and then one that goes on from within it."""
+    alone = bench.alone(f"alone: {case}", model, **settings)
+    first = bench.sharing(f"first: {case}", model, **settings)
+    second = bench.sharing(f"second: {case}", model, **settings)
+    wanted = bench.prompts()
+    asked = sum(map(len, wanted))
+    reference = tokens_of(alone.generate(wanted))
+    whole = judge(case, reference, bench.share(first, second, wanted), asked, apart=False)
+    if bench.hands_over:
+        return whole
+    part = [[*one[:300], *other] for one, other in zip(wanted, bench.prompts(214), strict=True)]
+    reference = tokens_of(alone.generate(part))
+    return worst(whole, judge(case, reference, second.generate(part), asked, apart=False))
+
+
+def evicted_before_load(bench: Bench) -> Verdict:
+    """A lookup has promised tokens, and before the load the store evicts them for others' KV."""
+    case = "evicted-before-load"
+    wanted, witness = bench.prompts(count=1), bench.prompts(count=1)
+    reference = tokens_of(bench.alone().generate(wanted))
+    first, second = bench.sharing("first"), bench.sharing("second")
+    if bench.hands_over:
+        return Verdict(case, NOT_RUN, detail="what is handed over is held by its engine")
+    first.generate(witness)
+    first.generate(wanted)
+    first.drain()
+    asked, go = bench.work / "asked", bench.work / "go"
+    for file in (asked, go):
+        file.unlink(missing_ok=True)
+    second.call("pause_before_loads", asked=str(asked), go=str(go))
+    found: list[Generated] = []
+    failed: list[BaseException] = []
+    thread = threading.Thread(target=_generate, args=(second, wanted, found, failed), daemon=True)
+    thread.start()
+    give_up_at = time.monotonic() + PAUSED_TIMEOUT_S
+    while not asked.exists() and thread.is_alive() and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    if asked.exists():
+        _flood(bench, first)
+    go.touch()
+    thread.join(PAUSED_TIMEOUT_S)
+    if failed or not found:
+        raise RuntimeError(f"the engine that was to load failed: {failed}")
+    verdict = judge(case, reference, found, sum(map(len, wanted)), apart=False)
+    if verdict.verdict in BAD:
+        return verdict
+    if second.generate(witness)[0].cached_tokens > 0:
+        return Verdict(case, NOT_RUN, detail="the store evicted nothing")
+    return verdict
+
+
+def _generate(
+    engine: EngineProcess,
+    prompts: list[list[int]],
+    found: list[Generated],
+    failed: list[BaseException],
+) -> None:
+    try:
+        found += engine.generate(prompts)
+    except (OSError, RuntimeError) as e:
+        failed.append(e)
+
+
+def _flood(bench: Bench, engine: EngineProcess) -> None:
+    """Save more than the store holds."""
+    tokens = 2 * (bench.store_mib << 20) // KV_BYTES_PER_TOKEN
+    for _ in range(max(1, tokens // (TOKENS * FLOOD_BATCH))):
+        engine.generate(bench.prompts(TOKENS, FLOOD_BATCH), max_tokens=1)
+        engine.drain()
+
+
+def older_store(bench: Bench) -> Verdict:
+    """An engine with an older version of the connector has written the store; what it left is
+    loaded rightly, or not at all."""
+    case = "older-version"
+    older = bench.older or _older(bench.work / "older")
+    if not older:
+        return Verdict(case, NOT_RUN, detail="no older version: see --older")
+    wanted = bench.prompts()
+    reference = tokens_of(bench.alone().generate(wanted))
+    path = os.pathsep.join([older, os.environ.get("PYTHONPATH", "")])
+    bench.in_folder("o")
+    writer = bench.sharing("older", env={"PYTHONPATH": path})
+    writer.generate(wanted)
+    writer.drain()
+    writer.call("reset", connector=False)
+    kept = sum(one.cached_tokens for one in writer.generate(wanted))
+    if not kept:
+        return Verdict(case, NOT_RUN, detail="the older version loads nothing of its own")
+    asked = sum(map(len, wanted))
+    return judge(case, reference, bench.sharing("newer").generate(wanted), asked, apart=False)
+
+
+def _older(folder: Path) -> str:
+    """Return this project as it was once, unpacked; nothing where its history is not here."""
+    command = ["git", "-C", str(ROOT), "archive", OLDER, "connector", "kvstore"]
+    packed = subprocess.run(command, capture_output=True, check=False)
+    if packed.returncode:
+        return ""
+    with tarfile.open(fileobj=BytesIO(packed.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return str(folder)
+
+
+KINDS: dict[str, Callable[[Bench], Verdict]] = {
+    "adapters": adapters,
+    "reloaded-adapter": reloaded_adapter,
+    "pictures": pictures,
+    "revision": revision,
+    "sliding-windows": sliding_windows,
+    "states": states,
+    "evicted-before-load": evicted_before_load,
+    "older-version": older_store,
+}

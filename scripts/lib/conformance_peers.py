@@ -1,0 +1,80 @@
+"""Starts the stores of others for `scripts/conformance --peer`, as `scripts/bench serve` does."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from conformance_bench import ROOT
+
+Found = tuple[dict[str, Any], dict[str, Any]]
+"""A kv_transfer_config, and further fields of `Bench`."""
+LMCACHE_MIB = 128
+MOONCAKE_MIB = 16
+"""Of each engine: all of them together are the store."""
+MOONCAKE_ENGINES = 8
+
+
+def _example(venv: Path, folder: Path, closing: contextlib.ExitStack) -> Found:
+    """vLLM's connector that shows how to write one: a folder of files."""
+    extra = {"shared_storage_path": "{dir}"}
+    name = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    return {**name, "kv_connector_extra_config": extra}, {}
+
+
+def _nixl(venv: Path, folder: Path, closing: contextlib.ExitStack) -> Found:
+    """vLLM's connector over NIXL: the engine that decodes reads from the one that has computed."""
+    recompute = {"kv_load_failure_policy": "recompute", "kv_buffer_device": "cpu"}
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **recompute}, {
+        "hands_over": True
+    }
+
+
+def _server(name: str, mib: int, engines: int) -> Callable[..., Found]:
+    def started(venv: Path, folder: Path, closing: contextlib.ExitStack) -> Found:
+        sys.path.insert(0, str(ROOT))
+        from benchmarks.serving import stores
+
+        place = stores.Place(folder, folder, mib * engines << 20, engines, venv)
+        try:
+            store = stores.CONNECTORS[name](place)
+        except stores.StoreMissingError as e:
+            raise SystemExit(f"{name}: {e}") from e
+        closing.callback(store.close)
+        assert store.connector is not None
+        assert store.server is not None
+        print(f"{name} {store.version}", file=sys.stderr)
+        recompute = {"kv_load_failure_policy": "recompute"}
+        command = store.server.args
+        assert isinstance(command, list)
+        names = [command[i + 1] for i, word in enumerate(command) if word == "--shm-name"]
+        more = {
+            "python": store.python,
+            "env": store.env,
+            "pids": [store.server.pid],
+            "store_mib": mib * engines,
+            "payload": [path for name in names for path in Path("/dev/shm").glob(f"*{name}*")],
+        }
+        return {**store.connector, **recompute}, more
+
+    return started
+
+
+PEERS: dict[str, Callable[[Path, Path, contextlib.ExitStack], Found]] = {
+    "example": _example,
+    "lmcache": _server("LMCacheMPConnector", LMCACHE_MIB, 1),
+    "mooncake": _server("MooncakeStoreConnector", MOONCAKE_MIB, MOONCAKE_ENGINES),
+    "nixl": _nixl,
+}
+
+
+@contextlib.contextmanager
+def peer(name: str, venv: Path) -> Iterator[Found]:
+    """Start what a peer needs and end it afterwards; `venv` is what `scripts/bench serve
+    --install-peers` made."""
+    with tempfile.TemporaryDirectory(prefix="kvc") as folder, contextlib.ExitStack() as closing:
+        yield PEERS[name](venv, Path(folder), closing)
