@@ -400,7 +400,7 @@ def test_a_model_with_sliding_windows_shares_kv(
     start: Start, store: Store, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Two KV cache groups, with vLLM's hybrid KV cache manager."""
-    model = build_hybrid(tmp_path_factory.mktemp("hybrid"))
+    model = build_sliding(tmp_path_factory.mktemp("hybrid"))
     transfer = store.transfer(weights_id="hybrid")
     writer = start(transfer, path_of=model)
     wanted = prompts(3, seed=10)
@@ -412,31 +412,6 @@ def test_a_model_with_sliding_windows_shares_kv(
     loaded = reader.generate(wanted)
     assert [result.cached_tokens for result in loaded] == [T] * 3
     assert tokens_of(loaded) == tokens_of(computed)
-
-
-def build_hybrid(path: Path) -> Path:
-    """A Gemma 3 with random weights, every other layer with a window of 128 tokens."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    torch.manual_seed(3)
-    config = Gemma3TextConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        sliding_window=128,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    return path
 
 
 def test_a_stopped_redis_costs_nothing_here_a_dead_node_a_recompute(
