@@ -158,10 +158,7 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
             ids = list(run.block_ids[start : start + STAGED_BLOCKS])
             staged = self._staging(ids)
             part = found[start : start + STAGED_BLOCKS]
-            if not all(
-                self._pages.read(ref, parts)
-                for ref, parts in zip(part, self._parts(staged), strict=True)
-            ):
+            if not all(self._pages.read(part, self._parts(staged))):
                 return False
             self._rows[ids] = staged.to(self._rows.device)
         self._store.touch([ref.key for ref in found])

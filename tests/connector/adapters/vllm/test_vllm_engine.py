@@ -20,6 +20,7 @@ import pytest
 from connector_parts import wait_for
 from engines import EngineProcess, EngineSettings, Generated, build_model, kv_transfer
 from redis_servers import RedisServer, stopped, wait_until
+from tiny_models import build_sliding
 
 from kvstore import Limits
 from kvstore.index.open import open_guarded
