@@ -155,16 +155,12 @@ def test_a_segment_that_is_closed_meanwhile_is_no_mapping():
 
 def test_saves_go_elsewhere_only_where_there_is_no_node_here():
     session = session_of([])
-
-    def refused():
-        raise NodeUnavailableError("none here")
-
     session.remote_writer = SimpleNamespace(reserve=lambda *_: ["elsewhere"])
-    session.writer = SimpleNamespace(link=refused)
+    session.writer = SimpleNamespace(no_node=lambda: NodeUnavailableError("none here"))
     assert session.reserve([key_of(0)], 5, 1) == ["elsewhere"]
     wants = []
     session.writer = SimpleNamespace(
-        link=lambda: None, reserve=lambda asked, _: wants.extend(asked) or ["here"]
+        no_node=lambda: None, reserve=lambda asked, _: wants.extend(asked) or ["here"]
     )
     assert session.reserve([key_of(0)], 5, 1) == ["here"]
     assert [tuple(want)[:5] for want in wants] == [(key_of(0), 5, 0, 0, None)]
@@ -174,13 +170,10 @@ def test_saves_go_elsewhere_only_where_there_is_no_node_here():
 def test_where_no_host_takes_a_save_both_reasons_are_told():
     session = session_of([])
 
-    def refused(*_):
-        raise NodeUnavailableError("none here")
-
     def full(*_):
         raise NodeUnavailableError("all full")
 
-    session.writer = SimpleNamespace(link=refused)
+    session.writer = SimpleNamespace(no_node=lambda: NodeUnavailableError("none here"))
     session.remote_writer = SimpleNamespace(reserve=full)
     with pytest.raises(NodeUnavailableError, match="none here; elsewhere: all full"):
         session.reserve([key_of(0)], 5, 1)
