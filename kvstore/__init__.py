@@ -17,14 +17,14 @@ from kvstore.client.base import (
     PoolMapping,
     PrefixMatch,
     Reservation,
+    ResetResult,
 )
 from kvstore.client.client import Client
-from kvstore.client.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.health import Health
 from kvstore.client.local.vram_saver import VramSaver
 from kvstore.client.locator import Holder, Holders, Locator
+from kvstore.client.missing.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.pinned import Pinned, TokenMatch
-from kvstore.client.reset_result import ResetResult
 from kvstore.client.residency.listener import Residency
 from kvstore.client.session import BlockSession, Verify
 from kvstore.config_file import read_config
@@ -43,11 +43,11 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.keys import Namespace
-from kvstore.limit_table import LimitTable
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
-from kvstore.settings import (
+from kvstore.settings.limit_table import LimitTable
+from kvstore.settings.reader import (
     ItemsMax,
     NumberRange,
     check_settings,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.limits import MOVABLE, Limits
-from kvstore.settings import allowed_in, check_settings, known_names, read_settings
-from kvstore.toml_file import read_toml
+from kvstore.settings.reader import allowed_in, check_settings, known_names, read_settings
+from kvstore.settings.toml_file import read_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,33 @@ one of these.
 
 from __future__ import annotations
 
+import reprlib
+
+SHOWN_CHARS_MAX = 120
+"""Of a value, in a message."""
+
+
+class _Repr(reprlib.Repr):
+    """As `repr`, for what a peer may have sent: megabytes, or lists in lists without end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 64
+        self.maxstring = self.maxother = self.maxlong = 2048
+
+    def repr_bytes(self, raw: bytes, level: int) -> str:
+        return repr(raw[: self.maxstring])
+
+
+_repr = _Repr()
+
+
+def shown(value: object, chars_max: int = SHOWN_CHARS_MAX) -> str:
+    """`value` as a message shows it, in at most `chars_max` characters. It never fails, whatever
+    `value` is, and takes no longer than that deserves."""
+    text = _repr.repr(value)
+    return text if len(text) <= chars_max else text[: chars_max - 3] + "..."
+
 
 class KVStoreError(Exception):
     """Root of everything this project raises on purpose."""
@@ -19,10 +46,7 @@ class UsageError(KVStoreError, ValueError):
     """
 
     def __init__(self, field: str, value: object, must: str) -> None:
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{field}={shown}: {must}")
+        super().__init__(f"{field}={shown(value)}: {must}")
         self.field = field
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvstore.limit_table import LimitTable
-from kvstore.settings import NumberRange, check_settings
+from kvstore.settings.limit_table import LimitTable
+from kvstore.settings.reader import NumberRange, check_settings
 
 Count = Annotated[int, NumberRange(1)]
 Threads = Annotated[int, NumberRange(1, 1 << 16)]
@@ -43,7 +43,8 @@ MOVED_BYTES_MAX: Count = 16 << 20
 about 10 ms: beyond it blocks are evicted. A block counts 128 KiB more than it has."""
 LOCK_PART_BYTES = 64 << 20
 """What of a segment a process page-locks, or maps, in one call."""
-SLOTS_PER_SEGMENT_MAX = 1 << 32
+SLOTS_PER_SEGMENT_MAX = (1 << 32) - 1
+"""Slots, and how many there are, are 32 bits in records and headers."""
 
 MESSAGE_BYTES_MAX = 8 << 20
 """One control message, both ways."""
@@ -60,8 +61,8 @@ USER_KEY_BYTES_MAX = 4096
 TENSOR_DIMS_MAX = 16
 BLOCK_TOKENS_MAX = 1 << 20
 """Tokens in one block of a client."""
-SEGMENT_BYTES_MAX = 1 << 44
-"""Of one node: more is a mistyped size."""
+SEGMENT_BYTES_MAX = SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
+"""Of one node, a page less than 16 TiB: more is a mistyped size."""
 REPLACE_TRIES: Count = 3
 """How often a put that replaces tries again when others put another value meanwhile."""
 META_BYTES_MAX = 255
@@ -260,7 +261,8 @@ class Limits:
     """Limits of one node that an operator may move."""
 
     inline_bytes: Annotated[int, NumberRange(1, MESSAGE_BYTES_MAX // 2)] = 32 << 10
-    """A value up to this size travels in the reserve request itself."""
+    """A value up to this size travels in the reserve request itself, and one that is put alone up
+    to twice this size."""
     clients: Count = 1024
     """Clients on its host that a node serves at the same time."""
     reservations_per_client: Annotated[int, NumberRange(1, HELD_MAX)] = 8192

@@ -20,11 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from kvstore import filelock, host_clock, memory_files, nodedir
-from kvstore.host_clock import Moment
-from kvstore.memory_files import Room, UnmappedFile
+from kvstore import nodedir
 from kvstore.nodedir import NodeDir
-from kvstore.unix_peer import peer_uid
+from kvstore.system import filelock, host_clock, memory_files
+from kvstore.system.host_clock import Moment
+from kvstore.system.memory_files import Room, UnmappedFile
+from kvstore.system.unix_peer import peer_uid
 
 Clock = Callable[[], float]
 """Seconds."""

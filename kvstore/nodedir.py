@@ -28,13 +28,13 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstore import host_clock
 from kvstore.errors import UsageError
-from kvstore.filelock import is_locked, try_lock
-from kvstore.interruption import let_through
 from kvstore.limits import RESTART_WITHIN_S
-from kvstore.small_files import read_small, read_start
-from kvstore.small_json import parse_object
+from kvstore.system import host_clock
+from kvstore.system.filelock import is_locked, try_lock
+from kvstore.system.interruption import let_through
+from kvstore.system.small_files import read_small, read_start
+from kvstore.system.small_json import parse_object
 
 log = logging.getLogger("kvstore.node")
 
@@ -396,8 +396,7 @@ def sweep(run_dir: Path, *, kept: bool = False, names: Collection[str] | None = 
         try:
             # Who waited for the lock of a directory that another has removed has a lock
             # that says nothing about the one which is there now.
-            ours = os.fstat(lock.fd).st_ino == node_dir.lock.stat().st_ino
-            if ours and (kept or not node_dir.kept_for_s()):
+            if lock.is_at(node_dir.lock) and (kept or not node_dir.kept_for_s()):
                 node_dir.remove()
                 removed.append(node_dir.name)
         except OSError as e:

@@ -16,6 +16,7 @@ from kvstore.types import Key, Location
 RECORD_VERSION = 2
 _BODY = struct.Struct("<BBHIQQIIQ")
 _CRC = struct.Struct("<I")
+_NODE_START = slice(4, 16)
 RECORD_BYTES = _BODY.size + _CRC.size
 assert RECORD_BYTES == 44
 SIGNATURE_BYTES = 16
@@ -59,6 +60,15 @@ def unpack_record(key: Key, record: bytes) -> Location | None:
         return None
     _, granule, segment, epoch, node_id, generation, slot, length, checksum = _BODY.unpack(body)
     return Location(node_id, epoch, segment, slot, generation, granule, length, checksum)
+
+
+def node_start_of(key: Key, record: bytes) -> bytes | None:
+    """Node and epoch in `record`, as raw bytes to tell starts of nodes apart by; None when it is
+    damaged or not for `key`. It costs half of `unpack_record`: a router looks at thousands."""
+    if len(record) not in (RECORD_BYTES, SIGNED_RECORD_BYTES) or record[0] != RECORD_VERSION:
+        return None
+    right = crc32(record[: _BODY.size], crc32(key)).to_bytes(4, "little")
+    return record[_NODE_START] if record[_BODY.size : RECORD_BYTES] == right else None
 
 
 def slot_of(record: bytes) -> tuple[int, int]:

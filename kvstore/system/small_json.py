@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvstore.interruption import let_through
+from kvstore.system.interruption import let_through
 
 BRACKETS_MAX = 64
 """Lists and objects in what one process tells another; strings that have brackets count too."""

@@ -11,8 +11,8 @@ import threading
 import time
 from typing import Any
 
-from kvstore.interruption import let_through
 from kvstore.limits import NAMES_KEPT_MAX, NAMES_LOOKED_UP_MAX
+from kvstore.system.interruption import let_through
 
 NAME_KEPT_S = 6.0
 """How long an answer is good, longer than any pause between two tries (`retry_after_max_s`): a

@@ -1,5 +1,6 @@
 """Locks that prove life: each ends with its process, whoever else lives."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -12,7 +13,9 @@ import pytest
 from redis_servers import wait_until
 from warm_processes import WarmProcess
 
-from kvstore.filelock import FileLock, is_locked, try_lock
+from kvstore.system import filelock
+from kvstore.system.filelock import FileLock, is_locked, try_lock
+from kvstore.system.fork import in_each_child
 
 HOLD = """
 import fcntl, sys, time
@@ -111,3 +114,37 @@ def test_a_child_of_any_moment_has_no_descriptor_of_a_lock(tmp_path):
     finally:
         done.set()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOLCK, "no locks available"), KeyboardInterrupt()]
+)
+def test_a_lock_that_cannot_be_asked_for_leaves_no_file_open(tmp_path, monkeypatch, error):
+    def refused(*_):
+        raise error
+
+    before = set(filelock._open)
+    monkeypatch.setattr("fcntl.flock", refused)
+    with pytest.raises(type(error)):
+        try_lock(tmp_path / "lock")
+    monkeypatch.undo()
+    assert filelock._open == before
+
+
+class Failing:
+    def after_fork_in_child(self):
+        raise RuntimeError("one of the others")
+
+
+def test_one_that_fails_in_a_child_keeps_no_other_from_its_part(tmp_path):
+    """Else the child could go on writing to what is its parent's (rule 5)."""
+    locks = [FileLock(tmp_path / f"{i}", os.O_RDWR | os.O_CREAT) for i in range(3)]
+    failing = [Failing() for _ in range(20)]
+    for one in failing:
+        in_each_child(one)
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(lock.fd != -1 for lock in locks))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for lock in locks:
+        lock.release()

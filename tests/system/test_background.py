@@ -11,17 +11,17 @@ import pytest
 from redis_servers import gone, kill, wait_until
 
 from kvstore import Client
-from kvstore.background import start_in_background
 from kvstore.client.local.embedded_node import embedded_name
 from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.limits import Limits
 from kvstore.nodedir import NodeDir
+from kvstore.system.background import start_in_background
 
 PATIENT = Limits(redis_timeout_s=5.0, request_timeout_s=10.0)
 
 AT_A_TERMINAL = """
 import os, signal, subprocess, sys
-from kvstore.background import start_in_background
+from kvstore.system.background import start_in_background
 os.open(sys.argv[1], os.O_RDWR)  # the leader of a session gets it as its terminal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 behind = start_in_background(["sleep", "60"])

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.errors import NoSpaceError
-from kvstore.filelock import FileLock, try_lock
-from kvstore.fork import in_each_child, no_forks
+from kvstore.system.filelock import FileLock, try_lock
+from kvstore.system.fork import in_each_child, no_forks
 
 LOCK_WAIT_S = 1.0
 """For the lock of a file that is taken over: who looks whether it is free has it a moment."""
@@ -119,9 +119,9 @@ def create(path: Path, size_bytes: int) -> mmap.mmap:
     try:
         os.posix_fallocate(fd, 0, size_bytes)
         return WritableMap(fd, size_bytes)
-    except OSError as e:
+    except BaseException as e:  # Ctrl-C too: pages are taken for seconds
         path.unlink(missing_ok=True)
-        if e.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise NoSpaceError(f"{path.parent}: no room for {size_bytes} bytes ({e})") from e
         raise
     finally:

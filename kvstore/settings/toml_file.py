@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import UsageError
-from kvstore.settings import known_names
+from kvstore.settings.reader import known_names
 
 CONFIG = "KVSTORE_CONFIG"
 CONFIG_BYTES_MAX = 1 << 20

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import numa
 from kvstore.errors import NoSpaceError, UsageError
+from kvstore.system import numa
 
 KIB_PER_GIB = 1 << 20
 IN_A_PROCESS = """
 import mmap, os, sys, threading
-from kvstore.numa import place_memory
+from kvstore.system.numa import place_memory
 place_memory(sys.argv[1])
 def touch():
     fd = os.memfd_create("segment")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import memory_files
 from kvstore.errors import NoSpaceError
-from kvstore.memory_files import attach, create, own, reopen, room
 from kvstore.segment.attached import MADV_POPULATE_READ, MADV_POPULATE_WRITE
+from kvstore.system import memory_files
+from kvstore.system.memory_files import attach, create, own, reopen, room
 
 OTHER = os.geteuid() + 1
 
@@ -45,6 +45,21 @@ def test_a_file_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("stage", ["os.posix_fallocate", "kvstore.system.memory_files.WritableMap"])
+def test_who_is_interrupted_while_pages_are_taken_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """The kernel takes seconds for a large node, so Ctrl-C comes there."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        create(tmp_path / "s", 1 << 20)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_opened_again_has_the_bytes_and_the_size_that_it_had(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with create(path, 8192) as made:
@@ -58,7 +73,7 @@ def test_what_is_opened_again_has_the_bytes_and_the_size_that_it_had(tmp_path: P
 def test_a_file_has_one_owner_and_none_once_it_was_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.memory_files.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("kvstore.system.memory_files.LOCK_WAIT_S", 0.0)
     path = tmp_path / "s"
     with pytest.raises(FileNotFoundError):
         own(path)

@@ -13,8 +13,8 @@ from dataclasses import make_dataclass
 from typing import Any, get_type_hints
 
 from kvstore.errors import UsageError
-from kvstore.settings import check_settings, read_settings
-from kvstore.toml_file import CONFIG, read_toml
+from kvstore.settings.reader import check_settings, read_settings
+from kvstore.settings.toml_file import CONFIG, read_toml
 
 
 class LimitTable:

@@ -1,4 +1,4 @@
-"""kvstore/limit_table.py: constants that the operator's file moves, and what it may not move."""
+"""kvstore/settings/limit_table.py: constants that the operator's file moves, and may not move."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import kvstore.limits
 from connector.settings import ConnectorSettings
 from kvstore import UsageError
 from kvstore.config_file import read_config
-from kvstore.limit_table import LimitTable
-from kvstore.settings import allowed_in
-from kvstore.toml_file import CONFIG
+from kvstore.settings.limit_table import LimitTable
+from kvstore.settings.reader import allowed_in
+from kvstore.settings.toml_file import CONFIG
 
 MODULES = (kvstore.limits, connector.limits)
 

@@ -1,4 +1,4 @@
-"""kvstore/settings.py: what is wrong with a setting is said by field, value and what is allowed."""
+"""kvstore/settings/reader.py: an error of a setting says field, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from kvstore import UsageError
-from kvstore.settings import ItemsMax, NumberRange, check_settings, read_settings
+from kvstore.settings.reader import ItemsMax, NumberRange, check_settings, read_settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from kvstore.fork import in_each_child, no_forks
+from kvstore.system.fork import in_each_child, no_forks
 
 _AS_IT_IS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Another user may have put a link or a pipe where the file is to be: nobody waits for that."""
@@ -61,9 +61,11 @@ class FileLock:
         holds nothing."""
         with no_forks:
             if self._fd >= 0:
-                # At once, also where a child has just been forked and has yet to close it.
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-                self.close()
+                try:
+                    # At once, also where a child has just been forked and has yet to close it.
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+                finally:
+                    self.close()
 
     def close(self) -> None:
         """Close the file in this process; whoever else has the same open file keeps the lock."""
@@ -93,8 +95,12 @@ def try_lock(path: Path, *, create: bool = True) -> FileLock | None:
     when it cannot be opened for writing.
     """
     lock = FileLock(path, os.O_RDWR | (os.O_CREAT if create else 0))
-    if lock.take():
-        return lock
+    try:
+        if lock.take():
+            return lock
+    except BaseException:
+        lock.release()
+        raise
     lock.release()
     return None
 

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.interruption import let_through
+from kvstore.system.interruption import let_through
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOMENT = struct.Struct("<16sQQ")

@@ -23,7 +23,7 @@ from kvstore.index.memory import MemoryIndex
 from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.connection import Link
 from kvstore.index.redis.index import open_index
-from kvstore.interruption import Suppressed, interruption
+from kvstore.system.interruption import Suppressed, interruption
 
 KEY = os.urandom(32)
 

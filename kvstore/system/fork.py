@@ -8,6 +8,7 @@ may (memory_files.py, rule 5).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -32,11 +33,10 @@ def in_each_child(owner: Forgetful) -> None:
 
 
 def _after_fork_in_child() -> None:
-    try:
+    with contextlib.ExitStack() as each:  # one that raises keeps no other from its part
+        each.callback(no_forks.release)
         for owner in list(_all):
-            owner.after_fork_in_child()
-    finally:
-        no_forks.release()
+            each.callback(owner.after_fork_in_child)
 
 
 os.register_at_fork(

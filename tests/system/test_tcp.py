@@ -13,11 +13,11 @@ import pytest
 from redis_servers import RedisServer, free_port, wait_until
 from stores import announcement
 
-from kvstore import tcp
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 from kvstore.index.open import open_guarded
 from kvstore.index.redis.index import open_index
 from kvstore.limits import NAMES_LOOKED_UP_MAX, Limits
+from kvstore.system import tcp
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.transport.stream.transport import NAME as STREAM
