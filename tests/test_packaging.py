@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 
+import hatch_build
 import kvstore
 from kvstore.cli.checks.software import DISTRIBUTION, REQUIRED
+from kvstore.segment.batch_read import COMPILED
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("kvstore", "connector")
@@ -90,17 +93,70 @@ def test_platforms_without_a_server_wheel_install_without_it() -> None:
         assert server.marker.evaluate(place) is there, place
 
 
-@pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    out = tmp_path_factory.mktemp("wheel")
+def built(out: Path, compiled: str) -> Path:
+    """Build the wheel as pip does, with that in KVSTORE_COMPILED."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
         cwd=REPOSITORY,
+        env={**os.environ, COMPILED: compiled},
         check=True,
         timeout=60,
     )
     (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module", params=["no", ""], ids=["of Python alone", "compiled"])
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    if request.param != "no":
+        try:
+            hatch_build.build(REPOSITORY / hatch_build.SOURCE, out / "tried.so")
+        except hatch_build.CannotBuildError as e:
+            pytest.skip(f"nothing can be compiled here: {e}")
+    return built(out, request.param)
+
+
+@pytest.fixture
+def wheel_names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_a_wheels_name_says_where_it_can_be_installed(wheel: Path, wheel_names: set[str]) -> None:
+    """A compiled part for every Python from 3.11 on, on this kind of machine; or none."""
+    compiled = str(hatch_build.MODULE) in wheel_names
+    tags = wheel.stem.split("-", 2)[2]
+    assert tags == (hatch_build.wheel_tag() if compiled else "py3-none-any")
+    assert tags.startswith("cp311-abi3-") or not compiled
+    assert [name for name in wheel_names if name.endswith((".so", ".c"))] == (
+        [str(hatch_build.MODULE)] if compiled else []
+    )
+
+
+def test_both_kinds_of_wheel_are_built_where_both_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler there is still a wheel, unless the compiled part was asked for."""
+    monkeypatch.setenv("CC", "/bin/false")
+    assert built(tmp_path, "").name.endswith("-py3-none-any.whl")
+    with pytest.raises(subprocess.CalledProcessError):
+        built(tmp_path / "asked", "yes")
+
+
+def test_a_compiled_wheel_is_read_with(wheel: Path, wheel_names: set[str], tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "from kvstore.segment.batch_read import READER; print(READER.name)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, COMPILED: ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    compiled = str(hatch_build.MODULE) in wheel_names
+    assert ran.stdout == ("compiled\n" if compiled else "Python\n")
 
 
 def test_wheel_is_typed_and_licensed(wheel_names: set[str]) -> None:

@@ -30,14 +30,14 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore import host_clock
 from kvstore.errors import UsageError
-from kvstore.filelock import FileLock, is_locked, try_lock
 from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX, Limits
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.header import SUPERBLOCK_BYTES, home_of, life_of
 from kvstore.segment.shm import SHM_DIR
-from kvstore.small_files import read_start
+from kvstore.system import host_clock
+from kvstore.system.filelock import FileLock, is_locked, try_lock
+from kvstore.system.small_files import read_start
 
 HEAD, DATA = ".head", ".data"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvstore.limits import LOCK_PART_BYTES, SLOT_BYTES_MIN
 from kvstore.machine import REAL, Machine
-from kvstore.memory_files import UnmappedFile
+from kvstore.segment import batch_read
 from kvstore.segment.header import (
     HEADER_BYTES,
     HINT_BYTES,
@@ -29,6 +29,7 @@ from kvstore.segment.header import (
     newest_superblock,
 )
 from kvstore.segment.shm import header_file_bytes, hints_in
+from kvstore.system.memory_files import UnmappedFile
 from kvstore.types import Key
 
 _PLACE = struct.Struct("<8xI20x")
@@ -36,13 +37,17 @@ _PLACE = struct.Struct("<8xI20x")
 _SLOTS_BEFORE = SUPERBLOCK_BYTES // HEADER_BYTES
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
+_EHWPOISON = 133
+"""Of Linux; the module errno of Python 3.10 to 3.13 does not have it."""
+_GONE = (errno.EFAULT, _EHWPOISON)
+"""What the kernel says where a touch would be SIGBUS: a file was cut, or memory is broken."""
 POPULATE_BYTES_MIN = 64 << 10
 """A fault maps up to as much by itself."""
 POPULATE_AHEAD_BYTES = 16 << 30
 """Of one mapping; its page tables then take 32 MiB. What lies beyond is mapped when used."""
 POPULATE_STEP_BYTES = 1 << 20
 POPULATE_PAUSE_S = 1e-4
-"""The thread holds the GIL while it maps, 0.2 ms a step: others must get their turn."""
+"""Between two steps of the thread, which takes 0.2 ms of a processor for each."""
 
 
 class UnmappedHints:
@@ -135,9 +140,10 @@ class AttachedHeads:
             yield slot_id, image
 
     def close(self) -> None:
-        """Unmap the headers."""
+        """Unmap the headers, unless they are just being read: then they go with the reader."""
         self._hints.release()
-        self._head.close()
+        with contextlib.suppress(BufferError):
+            self._head.close()
 
 
 class AttachedShm(AttachedHeads):
@@ -168,6 +174,9 @@ class AttachedShm(AttachedHeads):
             self._data.close()
             raise ValueError(f"{data_path} does not have the size its header file says")
         self.payload = memoryview(self._data)
+        assert isinstance(self._head, mmap.mmap)
+        assert isinstance(self._hints, memoryview)
+        self._mapped = batch_read.MappedSegment(self._head, self._data, self._hints, self.payload)
         self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
         self._populated: set[int] = set()
         """Parts of `LOCK_PART_BYTES` whose pages are all mapped."""
@@ -180,22 +189,33 @@ class AttachedShm(AttachedHeads):
         """The bytes at each (offset, length), in place."""
         return [self.payload[offset : offset + length] for offset, length in places]
 
-    def populate(self, offset: int, size_bytes: int) -> None:
-        """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB."""
+    def read_batch(self, keys: list[Key], outs: list[Any], kinds: int) -> batch_read.Values:
+        """What is here of `keys`; see `BatchReader.read`."""
+        found = None if self.is_populated else self.populate
+        return batch_read.READER.read(self._mapped, keys, outs, kinds, found)
+
+    def populate(self, offset: int, size_bytes: int) -> bool:
+        """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB. False when
+        they were found to be gone: whoever touches them ends by SIGBUS."""
         if size_bytes < POPULATE_BYTES_MIN:
-            return
+            return True
         first, last = offset // LOCK_PART_BYTES, (offset + size_bytes - 1) // LOCK_PART_BYTES
         if first in self._populated and last in self._populated:
-            return
-        if self._populating:
-            # A whole part takes milliseconds, and that thread is about to do it.
-            start = offset & -mmap.PAGESIZE
-            self._advise(start, offset + size_bytes - start)
-            return
-        for part in range(first, last + 1):
-            if part not in self._populated:
-                self._populated.add(part)
-                self._advise(*self._part(part))
+            return True
+        # A whole part takes milliseconds, and where a thread is `populating` it is about to do it.
+        if not self._populating and all(self._populate_part(p) for p in range(first, last + 1)):
+            return True
+        start = offset & -mmap.PAGESIZE
+        return self._advise(start, offset + size_bytes - start)
+
+    def _populate_part(self, part: int) -> bool:
+        """Map a part of `LOCK_PART_BYTES` once; False when some of it is gone."""
+        if part not in self._populated:
+            self._populated.add(part)  # at once: other threads need not do the same
+            if not self._advise(*self._part(part)):
+                self._populated.discard(part)
+                return False
+        return True
 
     def _part(self, part: int) -> tuple[int, int]:
         """(start, bytes) of a part of `LOCK_PART_BYTES`; the segment's last one may be smaller."""
@@ -216,7 +236,9 @@ class AttachedShm(AttachedHeads):
             for part in range(-(-size_bytes // LOCK_PART_BYTES)):
                 first, part_bytes = self._part(part)
                 for start in range(first, first + part_bytes, POPULATE_STEP_BYTES):
-                    self._advise(start, min(POPULATE_STEP_BYTES, first + part_bytes - start))
+                    step_bytes = min(POPULATE_STEP_BYTES, first + part_bytes - start)
+                    if not self._advise(start, step_bytes):
+                        return
                     self._machine.sleep(POPULATE_PAUSE_S)
                 self._populated.add(part)
             self.is_populated = size_bytes == self.superblock.size_bytes
@@ -225,13 +247,13 @@ class AttachedShm(AttachedHeads):
         finally:
             self._populating = False
 
-    def _advise(self, start: int, size_bytes: int) -> None:
+    def _advise(self, start: int, size_bytes: int) -> bool:
         try:
             self._data.madvise(self._populate, start, size_bytes)
         except OSError as e:
-            # Linux before 5.14 has no such advice; pages then come one fault at a time.
-            if e.errno != errno.EINVAL:
-                raise
+            # With any other pages come one fault at a time: Linux before 5.14 has no such advice.
+            return e.errno not in _GONE
+        return True
 
     def close(self) -> None:
         """Unmap; views handed out keep the memory until they are gone."""
@@ -242,7 +264,7 @@ class AttachedShm(AttachedHeads):
             self._data.close()
 
 
-def private_pages(path: str, offset: int, size_bytes: int) -> Any:
+def private_pages(path: str, offset: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
     """A part of a segment as a ctypes array of this caller alone: nobody sees what it writes there.
 
     The pages that it has not written to are the segment's, as they are now. Raises `OSError` and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from kvstore.memory_files import PYBUF_SIMPLE, PyBuffer, get_buffer, release_buffer
+from kvstore.system.memory_files import PYBUF_SIMPLE, PyBuffer, get_buffer, release_buffer
 
 GIL_FREE_BYTES = 1 << 20
 """From this size a copy takes long enough (about 0.1 ms) to let other threads run."""

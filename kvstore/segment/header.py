@@ -10,7 +10,7 @@
     56  u32  namespace id
     60  u32  CRC-32 of bytes 0..60, with the word as it is when SEALED
 
-A header says one of three states, of those that core/slots.py knows:
+A header says one of three states, of those that core/memory/slots.py knows:
 
     FREE      readers miss; the body may still describe the block that was here last
     RESERVED  readers miss; one writer may write the payload (rule 5)
@@ -58,7 +58,7 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from kvstore.host_clock import MOMENT_BYTES, Moment
+from kvstore.system.host_clock import MOMENT_BYTES, Moment
 from kvstore.types import Key
 
 HEADER_BYTES = 64

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.core.granules import GRANULE_BYTES, PAGE
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.limits import SLOT_BYTES_MIN
-from kvstore.segment.attached import AttachedHeads
 from kvstore.segment.header import Fields, fields
 from kvstore.types import Key, Location
+
+if TYPE_CHECKING:
+    from kvstore.segment.attached import AttachedHeads
 
 
 class Spot(NamedTuple):

@@ -15,7 +15,7 @@ import re
 from functools import partial
 
 from kvstore.core.events import Bounds, Mark, Seal
-from kvstore.core.granules import PAGE, granules_of, within
+from kvstore.core.memory.granules import PAGE, granules_of, within
 from kvstore.core.recovery import HeldSlot, Seen, fits
 from kvstore.segment.header import (
     FREE,
@@ -31,6 +31,8 @@ from kvstore.segment.header import (
 GONE_MAX = 1 << 16
 """Blocks that had left before the end are looked for up to so many: the index takes out what it
 still has of them, and for what is left a look at the header does."""
+WORDS_AT_ONCE = 1 << 12
+"""As Python's numbers they take 40 bytes each."""
 _IN_USE = re.compile(rb"[^\0]")
 _make_seal = partial(tuple.__new__, Seal)
 """As `Seal(...)`, without taking its arguments apart."""
@@ -139,12 +141,12 @@ class _Scan:
     def _gone(self, first: int, last: int) -> None:
         """Note the blocks that left pages which are free now."""
         gone = self._found.gone
-        if first >= last or len(gone) >= GONE_MAX:
-            return
-        for page, word in enumerate(self._words[first:last].tolist(), first):
-            if word and len(gone) < GONE_MAX:
-                block = self._left(page)
-                if block is not None:
+        for start in range(first, last, WORDS_AT_ONCE):
+            words = self._words[start : min(start + WORDS_AT_ONCE, last)].tolist()
+            for page, word in enumerate(words, start):
+                if len(gone) >= GONE_MAX:
+                    return
+                if word and (block := self._left(page)) is not None:
                     gone.append(block)
 
     def _left(self, page: int) -> Seal | None:

@@ -128,20 +128,19 @@ class OwnedHeads:
         self._machine = machine
         self.head_path = base_path.with_suffix(".head")
         head_bytes = header_file_bytes(superblock.size_bytes)
-        if reopen:
+        with contextlib.ExitStack() as undo:
+            if not reopen:
+                self._head = machine.create_memory(self.head_path, head_bytes)
+                undo.callback(machine.remove_memory, self.head_path)
             self._lock = machine.own_memory(self.head_path)
-            try:
+            undo.callback(self._lock.release)
+            if reopen:
                 self._head = machine.reopen_memory(self.head_path, head_bytes)
-            except BaseException:
-                self._lock.release()
-                raise
-        else:
-            self._head = machine.create_memory(self.head_path, head_bytes)
-            self._lock = machine.own_memory(self.head_path)
-        self._words = memoryview(self._head).cast("Q")
-        self._hints = hints_in(self._head, superblock)
-        self._terms = _terms(self._head, superblock)
-        self._held = _held(self._head, superblock)
+            self._words = memoryview(self._head).cast("Q")
+            self._hints = hints_in(self._head, superblock)
+            self._terms = _terms(self._head, superblock)
+            self._held = _held(self._head, superblock)
+            undo.pop_all()
         self._apply: dict[type, Callable[..., None]] = {
             Mark: self._mark,
             Seal: self._seal,

@@ -1,10 +1,11 @@
 """Decides which files a client takes for a node's segment: what its directory says is not enough.
 
 In a run directory of this user everything is this user's own word. One that another user shares
-(node/permissions.py) may name any path, also a file of the reader's: so only what lies where
-segments lie and is called like one of that user's counts, and opening it must show a plain file
-of that user's (`attach` in memory_files.py). Nor is it mapped: its owner could end this process by
-making it shorter (segment/unmapped.py). Root's files are: root can end every process anyway.
+(node/control/permissions.py) may name any path, also a file of the reader's: so only what lies
+where segments lie and is called like one of that user's counts, and opening it must show a plain
+file of that user's (`attach` in memory_files.py). Nor is it mapped: its owner could end this
+process by making it shorter (segment/unmapped.py). Root's files are: root can end every process
+anyway.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from pathlib import Path
 README = Path(__file__).parents[2] / "README.md"
 INSTALL_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 60.0
+_PART = "from kvstore.segment.batch_read import READER; print(READER.name)"
 SIZE = "64MiB"
 """In place of the README's sizes, which a test machine may not have."""
 
@@ -143,6 +144,9 @@ def check(wheel: Path, python: str) -> None:
         bare = Bare(directory, python)
         bare.install(wheel)
         bare.run(["python", "-c", python_blocks(text)[0]])
+        part = bare.run(["python", "-c", _PART]).decode().strip()
+        if part != ("Python" if wheel.stem.endswith("-none-any") else "compiled"):
+            raise WheelError(f"{wheel.name}: blocks are read by the part called {part}")
         tokens = directory / "tokens.json"
         tokens.write_text(str(list(range(512))))
         run_commands(bare, commands(text), tokens)

@@ -9,13 +9,13 @@ import pytest
 from clocks import died_ago
 from stores import announcement
 
-from kvstore.filelock import is_locked
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import NodeDir
 from kvstore.segment import abandoned
 from kvstore.segment.abandoned import Sweeper, foreign_files, free_abandoned, segment_base, segments
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
+from kvstore.system.filelock import is_locked
 
 BLOCK = Superblock(7, 3, 0, 128 << 10)
 LONG_AGO_S = RESTART_WITHIN_S + 60
@@ -205,7 +205,7 @@ def test_what_cannot_be_removed_is_not_called_freed(node, shm_dir, monkeypatch):
 
 def test_a_node_that_comes_back_while_its_segment_is_freed_finds_none(node, shm_dir, monkeypatch):
     node.kill()
-    monkeypatch.setattr("kvstore.memory_files.LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("kvstore.system.memory_files.LOCK_WAIT_S", 0.05)
     unlink, refused = Path.unlink, []
 
     def unlink_while_it_comes_back(path, **options):

@@ -253,13 +253,51 @@ def test_where_nothing_is_mapped_ahead_a_block_has_its_part_mapped(
     assert pages.parts() == [(PART, PART)]
 
 
-def test_a_kernel_without_that_advice_is_no_failure_and_another_error_is(mapped: Mapped) -> None:
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM, errno.EAGAIN])
+def test_a_kernel_that_maps_nothing_in_one_go_is_no_failure(mapped: Mapped, number: int) -> None:
+    shm, pages, later = mapped
+    pages.fails = OSError(number, "not now")
+    assert shm.populate(0, PART)
+    shm.populate_ahead()
+    later.waiting[0]()
+    assert shm.is_populated
+
+
+@pytest.mark.parametrize("number", [errno.EFAULT, 133])
+def test_pages_that_are_gone_are_told_each_time(mapped: Mapped, number: int) -> None:
+    shm, pages, later = mapped
+    pages.fails = OSError(number, "away")
+    assert not shm.populate(PART, SMALLEST)
+    assert not shm.populate(PART, 2 * PART)
+    shm.populate_ahead()
+    assert not shm.populate(PART, SMALLEST), "while a thread is about to map"
+    later.waiting[0]()
+    assert (later.slept, shm.is_populated) == (0, False)
+    pages.fails = None
+    assert shm.populate(PART, SMALLEST)
+    assert pages.parts() == [(PART, PART)]
+
+
+class Cut(Pages):
+    """Pages of a file that ends there."""
+
+    end = 0
+
+    def madvise(self, advice: int, start: int, size_bytes: int) -> None:
+        super().madvise(advice, start, size_bytes)
+        if start + size_bytes > self.end:
+            raise OSError(errno.EFAULT, "beyond the end")
+
+
+def test_a_block_before_the_cut_of_its_part_is_there(mapped: Mapped) -> None:
     shm, pages, _ = mapped
-    pages.fails = OSError(errno.EINVAL, "no such advice")
-    shm.populate(0, PART)
-    pages.fails = OSError(errno.EFAULT, "away")
-    with pytest.raises(OSError, match="away"):
-        shm.populate(PART, PART)
+    shm._data = cut = Cut(pages)  # type: ignore[assignment]
+    cut.end = 2 * PART + SMALLEST
+    assert shm.populate(2 * PART, SMALLEST)
+    assert not shm.populate(2 * PART + 4096, SMALLEST)
+    assert shm.populate(PART, PART)
+    assert not shm.populate(PART, 2 * PART)
+    pages.asked.clear()
 
 
 # --- pages of one caller alone ----------------------------------------------------

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from kvstore.memory_files import address_of
 from kvstore.segment.copying import GIL_FREE_BYTES, copy
+from kvstore.system.memory_files import address_of
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, GIL_FREE_BYTES - 1, GIL_FREE_BYTES, 3 << 20])

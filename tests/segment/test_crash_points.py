@@ -6,9 +6,9 @@ import pytest
 
 from kvstore.core.answers import Grant
 from kvstore.core.events import Abort, Bounds, Commit, Drop, Mark, Pin, Reserve, Seal, Unpin
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
-from kvstore.core.slots import SlotState
 from kvstore.keys import Namespace
 from kvstore.segment.header import (
     HEADER_BYTES,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from kvstore.core.events import Bounds, Mark, Seal
@@ -203,6 +205,21 @@ def test_of_what_left_only_so_much_is_told(
     monkeypatch.setattr(scan_module, "GONE_MAX", 2)
     assert headers.left(seal(1), seal(2), seal(3)).seen().gone == [seal(1), seal(2)]
     assert headers.sealed(seal(6)).left(seal(8)).seen().gone == [seal(1), seal(2)]
+
+
+def test_a_segment_that_was_full_once_takes_little_memory_to_look_at() -> None:
+    """A node of a TiB has 268 million headers; as many numbers at once would be 10 GB."""
+    pages = 1 << 16
+    raw = bytearray(word(FREE, 9).to_bytes(8, "little").ljust(HEADER_BYTES, b"x")) * pages
+    headers, held = memoryview(raw), memoryview(bytearray(pages))
+    tracemalloc.start()
+    try:
+        seen = scan(pages * PAGE_BYTES, Bounds(LAST, pages, pages), headers, held)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert seen == Seen(Bounds(LAST, pages, pages), [], set(), [], [], [])
+    assert most < 8 * pages, "a byte or two for each page, and no number"
 
 
 # --- bounds -----------------------------------------------------------------------

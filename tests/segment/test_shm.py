@@ -1,3 +1,4 @@
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -7,12 +8,14 @@ import xxhash
 
 from kvstore.core.events import Bounds, Fill, Hold, Keep, Mark, Seal
 from kvstore.errors import NoSpaceError
+from kvstore.limits import SEGMENT_BYTES_MAX, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX
 from kvstore.machine import Machine
-from kvstore.memory_files import Room
 from kvstore.segment import shm
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import FREE, RESERVED, SEALED, Superblock, home_of, unpack
 from kvstore.segment.shm import OwnedShm, check_room, files_bytes, header_file_bytes, never_fits
+from kvstore.system import filelock
+from kvstore.system.memory_files import Room
 
 KEY = bytes(range(32))
 BLOCK = Superblock(7, 3, 0, 128 << 10)
@@ -276,6 +279,36 @@ def test_who_cannot_take_a_segment_over_leaves_it_to_others(tmp_path):
     assert held.value is not None
 
 
+class Unlockable(Machine):
+    """A process without a descriptor left for the lock on what it has just made."""
+
+    def own_memory(self, path):
+        raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_a_segment_that_cannot_be_locked_leaves_nothing(tmp_path):
+    """Else it lay there, owned by nobody, until somebody else freed it ten minutes later."""
+    with pytest.raises(OSError, match="too many open files"):
+        OwnedShm(tmp_path / "segment", BLOCK, machine=Unlockable())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_interrupted_while_a_segment_is_made_leaves_neither_files_nor_a_lock(
+    tmp_path, monkeypatch
+):
+    """Files whose lock this process keeps would be nobody's to free before it ends."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shm, "hints_in", interrupted)
+    before = set(filelock._open)
+    with pytest.raises(KeyboardInterrupt):
+        OwnedShm(tmp_path / "segment", BLOCK)
+    assert list(tmp_path.iterdir()) == []
+    assert filelock._open == before
+
+
 # --- taking over what a former start left -----------------------------------------
 
 
@@ -333,6 +366,17 @@ def test_the_segment_of_another_node_or_of_no_former_start_is_not_believed(tmp_p
     with pytest.raises(ValueError, match="not of one before"):
         again.seen()
     again.close()
+
+
+def test_the_largest_segment_there_may_be_has_bounds_that_fit_their_words(owned):
+    last = SLOTS_PER_SEGMENT_MAX
+    for bounds in (Bounds(0, 0, last), Bounds(1, last, last)):
+        owned.apply(bounds)
+    assert (
+        owned.head_path.read_bytes()[3072:3088]
+        == bytes([1, *[0] * 7]) + last.to_bytes(4, "little") * 2
+    )
+    assert last * SLOT_BYTES_MIN >= SEGMENT_BYTES_MAX, "what a client may ask for, a node can have"
 
 
 def test_a_segment_whose_superblock_is_damaged_is_not_believed(tmp_path):

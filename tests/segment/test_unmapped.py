@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.events import Fill, Seal
-from kvstore.memory_files import UnmappedFile
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import SUPERBLOCK_BYTES, Superblock
 from kvstore.segment.shm import OwnedShm
 from kvstore.segment.trusted_files import SegmentFiles
 from kvstore.segment.unmapped import UnmappedShm, attach
+from kvstore.system.memory_files import UnmappedFile
 
 SIZE = 128 << 10
 ME = os.geteuid()

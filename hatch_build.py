@@ -1,0 +1,107 @@
+"""Builds the compiled part (kvstore/segment/batch_read.c) into a wheel, where that can be done.
+
+hatchling calls `CustomBuildHook` for each wheel and each editable install. Without a C compiler,
+without Python's headers, or with `KVSTORE_COMPILED=no`, the wheel is one of Python alone, and the
+store works all the same. `KVSTORE_COMPILED=yes` makes it an error.
+
+`python hatch_build.py` builds it into this checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ROOT = Path(__file__).parent
+SOURCE = Path("kvstore/segment/batch_read.c")
+MODULE = Path("kvstore/segment/_batch_read.abi3.so")
+COMPILE_TIMEOUT_S = 120.0
+FLAGS = ("-O2", "-std=c11", "-Wall", "-Wextra", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+class CannotBuildError(Exception):
+    """Says why there is no compiled part."""
+
+
+def compiler() -> list[str]:
+    """The words that call a C compiler. Raises `CannotBuildError` when there is none."""
+    named = [os.environ.get("CC", ""), sysconfig.get_config_var("CC") or "", "cc", "gcc", "clang"]
+    for words in map(shlex.split, named):
+        if words and shutil.which(words[0]):
+            return words
+    raise CannotBuildError("there is no C compiler (CC, cc, gcc, clang)")
+
+
+def build(source: Path, target: Path) -> None:
+    """Compile `source` into the module `target`. Raises `CannotBuildError`."""
+    if sys.platform != "linux" or sys.implementation.name != "cpython":
+        raise CannotBuildError(f"it is for CPython on Linux, not {sys.implementation.name} here")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise CannotBuildError("CPython without a GIL has no stable ABI")
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise CannotBuildError(f"Python's headers are not in {include}")
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        crc = crc32(source.read_bytes())
+        command = [*compiler(), *FLAGS, f"-DSOURCE_CRC32={crc}u", f"-I{include}"]
+        command += [*shlex.split(os.environ.get("CFLAGS", "")), str(source), "-o", str(made)]
+        command += shlex.split(os.environ.get("LDFLAGS", ""))
+        try:
+            ran = subprocess.run(
+                command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as e:
+            raise CannotBuildError(f"{shlex.join(command)}: {e}") from e
+        if ran.returncode:
+            raise CannotBuildError(f"{shlex.join(command)}: {ran.stderr[-2000:]}")
+        made.replace(target)  # whoever has the former one loaded keeps that
+
+
+def wheel_tag() -> str:
+    """One wheel is for every CPython from 3.11 on, on this kind of machine."""
+    return f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg,misc]
+    """Adds the compiled part to wheels."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile before the files are gathered."""
+        wanted = os.environ.get("KVSTORE_COMPILED", "")
+        if self.target_name != "wheel" or wanted == "no":
+            return
+        root = Path(self.root)
+        try:
+            if version == "editable":
+                build(root / SOURCE, root / MODULE)
+                return
+            self._scratch = tempfile.TemporaryDirectory(prefix="kvb-")
+            made = Path(self._scratch.name) / MODULE.name
+            build(root / SOURCE, made)
+        except (CannotBuildError, OSError) as e:
+            if wanted == "yes":
+                raise
+            self.app.display_warning(f"without the compiled part: {e}")
+            return
+        build_data["force_include"][str(made)] = str(MODULE)
+        build_data["pure_python"] = False
+        build_data["tag"] = wheel_tag()
+
+
+if __name__ == "__main__":
+    try:
+        build(ROOT / SOURCE, ROOT / MODULE)
+    except CannotBuildError as e:
+        sys.exit(f"hatch_build.py: {e}")
+    print(MODULE)

@@ -1,0 +1,328 @@
+/* Reads a batch of blocks out of one mapped segment: finds them by the table of hints, checks their
+ * headers, copies, and looks at the headers again (rule 4). `kvstore/segment/batch_read.py` has the
+ * contract, and the same in Python; `kvstore/segment/header.py` says what a header looks like.
+ *
+ * Whatever is not plainly a hit is left to the caller: no key is a miss here.
+ */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "headers are read in place: they are little-endian"
+#endif
+
+enum {
+    SUPERBLOCK_BYTES = 4096,
+    SLOT_BYTES = 4096,
+    GRANULE_BYTES = 1024,
+    GRANULES = 4,
+    HEADER_BYTES = 64,
+    WORDS = HEADER_BYTES / 8,
+    KEY_BYTES = 32,
+    HINT_BYTES = 4,
+    HINTS_PER_SLOT = 4,
+    SEALED = 2,
+};
+#ifndef SOURCE_CRC32
+#define SOURCE_CRC32 0 /* of this file: the build says it (hatch_build.py) */
+#endif
+#define GIL_FREE_BYTES (1 << 20)
+#define WHOLE 0x2144DF1Cu
+
+static uint32_t crc_tables[8][256];
+
+static void fill_crc_tables(void) {
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t crc = i;
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xEDB88320u : 0);
+        crc_tables[0][i] = crc;
+    }
+    for (int table = 1; table < 8; table++)
+        for (int i = 0; i < 256; i++) {
+            uint32_t before = crc_tables[table - 1][i];
+            crc_tables[table][i] = before >> 8 ^ crc_tables[0][before & 0xFF];
+        }
+}
+
+static uint32_t crc32_of(const uint64_t image[WORDS]) {
+    uint32_t crc = ~0u;
+    for (int i = 0; i < WORDS; i++) {
+        uint64_t w = image[i] ^ crc;
+        crc = crc_tables[7][w & 0xFF] ^ crc_tables[6][w >> 8 & 0xFF] ^
+              crc_tables[5][w >> 16 & 0xFF] ^ crc_tables[4][w >> 24 & 0xFF] ^
+              crc_tables[3][w >> 32 & 0xFF] ^ crc_tables[2][w >> 40 & 0xFF] ^
+              crc_tables[1][w >> 48 & 0xFF] ^ crc_tables[0][w >> 56];
+    }
+    return ~crc;
+}
+
+/* A segment as it is mapped here. */
+typedef struct {
+    const char *head, *data;
+    uint64_t size_bytes, slots, hint_mask;
+    const uint32_t *hints;
+} Segment;
+
+/* A block that was found, on its way to its target. */
+typedef struct {
+    const uint64_t *header;
+    uint64_t image[WORDS]; /* when it was found */
+    const char *from;
+    char *to;
+    uint64_t size_bytes;
+    Py_ssize_t number;
+    Py_buffer target; /* obj is NULL where the value is a new `bytes` */
+    PyObject *value;
+    int gone; /* its pages are: nobody may touch them */
+    int whole;
+} Block;
+
+static void look(const uint64_t *header, uint64_t image[WORDS]) {
+    image[0] = __atomic_load_n(&header[0], __ATOMIC_ACQUIRE);
+    for (int i = 1; i < WORDS; i++) image[i] = __atomic_load_n(&header[i], __ATOMIC_RELAXED);
+}
+
+static int unchanged(const uint64_t *header, const uint64_t image[WORDS]) {
+    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* what was copied was read before this */
+    for (int i = 0; i < WORDS; i++)
+        if (__atomic_load_n(&header[i], __ATOMIC_RELAXED) != image[i]) return 0;
+    return 1;
+}
+
+static uint64_t hinted(const Segment *segment, uint64_t place) {
+    return __atomic_load_n(&segment->hints[place], __ATOMIC_RELAXED);
+}
+
+/* Whether the slot's header says that it has the block of that key; then `block` has its place. */
+static int slot_has(const Segment *segment, uint64_t slot, const char *key, Block *block) {
+    if (slot >= segment->slots) return 0;
+    block->header = (const uint64_t *)(segment->head + SUPERBLOCK_BYTES + slot * HEADER_BYTES);
+    look(block->header, block->image);
+    return memcmp((const char *)block->image + 8, key, KEY_BYTES) == 0;
+}
+
+static int find(const Segment *segment, const char *key, Block *block) {
+    uint32_t bits;
+    memcpy(&bits, key + 8, sizeof bits);
+    uint64_t place = bits & segment->hint_mask;
+    uint64_t slot = hinted(segment, place);
+    if (!slot_has(segment, slot, key, block)) {
+        slot = hinted(segment, place ^ 1);
+        if (!slot_has(segment, slot, key, block)) return 0;
+    }
+    const uint64_t *image = block->image;
+    if ((image[0] & 0xFF) != SEALED || crc32_of(image) != WHOLE) return 0;
+    uint64_t length = image[5] & 0xFFFFFFFFu, granule = image[5] >> 32 & 0xFF;
+    uint64_t meta_length = image[5] >> 48;
+    uint64_t offset = slot * SLOT_BYTES + granule * GRANULE_BYTES;
+    if (granule >= GRANULES || meta_length > length) return 0;
+    if (offset + length > segment->size_bytes) return 0;
+    block->from = segment->data + offset;
+    block->size_bytes = length - meta_length;
+    return block->size_bytes > 0;
+}
+
+static unsigned kind_of(const Block *block) { return block->image[5] >> 40 & 0xFF; }
+
+/* 1 when the block has a target; 0 when it is the caller's; -1 with an exception. */
+static int aim(Block *block, PyObject *out, unsigned kinds) {
+    block->target.obj = NULL;
+    block->value = NULL;
+    if (out == Py_None) {
+        if (kind_of(block) > 31 || !(kinds >> kind_of(block) & 1)) return 0;
+        block->value = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)block->size_bytes);
+        if (block->value == NULL) return -1;
+        block->to = PyBytes_AsString(block->value);
+        return 1;
+    }
+    if (!PyMemoryView_Check(out)) return 0;
+    if (PyObject_GetBuffer(out, &block->target, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_ND) < 0) {
+        PyErr_Clear(); /* read-only, or released: the caller says so */
+        block->target.obj = NULL;
+        return 0;
+    }
+    const Py_buffer *target = &block->target;
+    if (target->ndim == 1 && target->format != NULL && strcmp(target->format, "B") == 0 &&
+        (uint64_t)target->len >= block->size_bytes) {
+        block->to = target->buf;
+        return 1;
+    }
+    PyBuffer_Release(&block->target);
+    return 0;
+}
+
+static void copy(Block *blocks, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Block *block = &blocks[i];
+        if (block->gone) continue;
+        memcpy(block->to, block->from, block->size_bytes);
+        block->whole = unchanged(block->header, block->image);
+    }
+}
+
+static int copy_watched(Block *blocks, Py_ssize_t count, PyObject *copied) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Block *block = &blocks[i];
+        if (block->gone) continue;
+        memcpy(block->to, block->from, block->size_bytes);
+        PyObject *said = PyObject_CallFunctionObjArgs(copied, NULL);
+        if (said == NULL) return -1;
+        Py_DECREF(said);
+        block->whole = unchanged(block->header, block->image);
+    }
+    return 0;
+}
+
+static int tell_found(const Segment *segment, Block *blocks, Py_ssize_t count, PyObject *found) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *said = PyObject_CallFunction(found, "LL", (long long)(blocks[i].from - segment->data),
+                                               (long long)blocks[i].size_bytes);
+        if (said == NULL) return -1;
+        blocks[i].gone = said == Py_False;
+        Py_DECREF(said);
+    }
+    return 0;
+}
+
+static int attach(Segment *segment, const Py_buffer *head, const Py_buffer *data) {
+    uint64_t size_bytes = (uint64_t)data->len, slots = size_bytes / SLOT_BYTES, hints = HINTS_PER_SLOT;
+    while (hints < HINTS_PER_SLOT * slots) hints <<= 1;
+    uint64_t needed = SUPERBLOCK_BYTES + slots * HEADER_BYTES + hints * HINT_BYTES;
+    if (slots == 0 || (uint64_t)head->len < needed || (uintptr_t)head->buf % 8) {
+        PyErr_SetString(PyExc_ValueError, "the header file is not of that segment");
+        return -1;
+    }
+    segment->head = head->buf;
+    segment->data = data->buf;
+    segment->size_bytes = size_bytes;
+    segment->slots = slots;
+    segment->hint_mask = hints - 1;
+    segment->hints = (const uint32_t *)(segment->head + SUPERBLOCK_BYTES + slots * HEADER_BYTES);
+    return 0;
+}
+
+/* Fills `values`; the bytes of the hits among them, or -1 with an exception. */
+static long long read_blocks(const Segment *segment, PyObject *keys, PyObject *outs, unsigned kinds,
+                             PyObject *found, PyObject *copied, Block *blocks, PyObject *values) {
+    Py_ssize_t count = 0, all = PyList_Size(keys);
+    long long bytes = -1, total = 0;
+    for (Py_ssize_t i = 0; i < all; i++) {
+        PyObject *key = PyList_GetItem(keys, i), *out = PyList_GetItem(outs, i);
+        char *raw;
+        Py_ssize_t length;
+        if (key == NULL || out == NULL || PyBytes_AsStringAndSize(key, &raw, &length) < 0) goto done;
+        if (length != KEY_BYTES) {
+            PyErr_SetString(PyExc_ValueError, "a key has 32 bytes");
+            goto done;
+        }
+        Block *block = &blocks[count];
+        if (!find(segment, raw, block)) continue;
+        int aimed = aim(block, out, kinds);
+        if (aimed < 0) goto done;
+        if (!aimed) continue;
+        block->number = i;
+        block->whole = 0;
+        block->gone = 0;
+        total += (long long)block->size_bytes;
+        count++;
+    }
+    if (found != Py_None && tell_found(segment, blocks, count, found) < 0) goto done;
+    if (copied != Py_None) {
+        if (copy_watched(blocks, count, copied) < 0) goto done;
+    } else if (total < GIL_FREE_BYTES) {
+        copy(blocks, count);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        copy(blocks, count);
+        Py_END_ALLOW_THREADS
+    }
+    bytes = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Block *block = &blocks[i];
+        if (!block->whole) continue;
+        PyObject *value = block->value;
+        if (value != NULL) {
+            block->value = NULL;
+        } else {
+            value = PySequence_GetSlice(PyList_GetItem(outs, block->number), 0,
+                                        (Py_ssize_t)block->size_bytes);
+            if (value == NULL) {
+                bytes = -1;
+                goto done;
+            }
+        }
+        bytes += (long long)block->size_bytes;
+        if (PyList_SetItem(values, block->number, value) < 0) {
+            bytes = -1;
+            goto done;
+        }
+    }
+done:
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_XDECREF(blocks[i].value);
+        if (blocks[i].target.obj != NULL) PyBuffer_Release(&blocks[i].target);
+    }
+    return bytes;
+}
+
+static PyObject *read_batch(PyObject *self, PyObject *args) {
+    PyObject *head_of, *data_of, *keys, *outs, *found, *copied, *values = NULL, *answer = NULL;
+    unsigned kinds;
+    Py_buffer head, data;
+    Segment segment;
+    if (!PyArg_ParseTuple(args, "OOO!O!IOO", &head_of, &data_of, &PyList_Type, &keys, &PyList_Type,
+                          &outs, &kinds, &found, &copied))
+        return NULL;
+    if (PyList_Size(keys) != PyList_Size(outs)) {
+        PyErr_SetString(PyExc_ValueError, "there must be an out, or None, for each key");
+        return NULL;
+    }
+    if (PyObject_GetBuffer(head_of, &head, PyBUF_SIMPLE) < 0) return NULL;
+    if (PyObject_GetBuffer(data_of, &data, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&head);
+        return NULL;
+    }
+    Py_ssize_t all = PyList_Size(keys);
+    Block few[32], *blocks = few;
+    if (attach(&segment, &head, &data) < 0) goto done;
+    if (all > 32) {
+        blocks = PyMem_Malloc((size_t)all * sizeof(Block));
+        if (blocks == NULL) {
+            PyErr_NoMemory();
+            goto done;
+        }
+    }
+    values = PyList_New(all);
+    if (values == NULL) goto done;
+    for (Py_ssize_t i = 0; i < all; i++) {
+        Py_INCREF(Py_None);
+        PyList_SetItem(values, i, Py_None);
+    }
+    long long bytes = read_blocks(&segment, keys, outs, kinds, found, copied, blocks, values);
+    if (bytes >= 0) answer = Py_BuildValue("OL", values, bytes);
+done:
+    Py_XDECREF(values);
+    if (blocks != few) PyMem_Free(blocks);
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&head);
+    return answer;
+}
+
+static PyMethodDef methods[] = {{"read", read_batch, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+/* PyModule_Add is not in the limited interface of 3.11. */
+static int add(PyObject *module, const char *name, PyObject *value) {
+    int failed = value == NULL ? -1 : PyModule_AddObjectRef(module, name, value);
+    Py_XDECREF(value);
+    return failed;
+}
+
+static int prepare(PyObject *module) {
+    fill_crc_tables();
+    return add(module, "SOURCE_CRC32", PyLong_FromUnsignedLong(SOURCE_CRC32));
+}
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_batch_read", NULL, 0, methods, slots, NULL, NULL, NULL};
+PyMODINIT_FUNC PyInit__batch_read(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,203 @@
+"""Reads many blocks out of one mapped segment at once: finds them by the table of hints, checks
+their headers, copies, and looks at the headers again (rule 4).
+
+There are two readers of one contract, `BatchReader`: one in Python, and one in C
+(batch_read.c, built into the wheel where there is a compiler), which spends a fifth of the time
+on what is not copying. `READER` is the one of this process, chosen at import: the compiled one
+where it is there and fits, unless `KVSTORE_COMPILED` is `no`.
+
+Neither says that a block is missing. What is not plainly a hit (another block in its place, a
+slot that is just being given out, a description to be read, an `out` that does not fit) is left to
+the caller, who looks for it one by one.
+
+Must never happen: a byte read outside of the segment, or written outside of the `out`, whatever a
+header or a hint says; bytes of another block, or half of one, given for a key.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from zlib import crc32
+
+from kvstore.segment.copying import copy
+from kvstore.segment.header import HEADER_BYTES, KEY_PART, SUPERBLOCK_BYTES, fields
+from kvstore.segment.locate import offset_of
+from kvstore.types import Key
+
+COMPILED = "KVSTORE_COMPILED"
+"""The variable that decides: `no` takes the reader in Python, `yes` fails where the compiled one
+cannot be had. Anything else takes it where it can."""
+SOURCE = Path(__file__).with_suffix(".c")
+
+Found = Callable[[int, int], object]
+"""Called with (offset, bytes) of each block that is about to be copied; one for which it returns
+False is left to the caller: its pages are gone."""
+Copied = Callable[[], object]
+"""Called after each copy, before the header is looked at again."""
+Values = tuple[list[Any], int]
+"""A value for each key, or None, and how many bytes they have together."""
+
+
+class MappedSegment(NamedTuple):
+    """A segment as this process has it mapped."""
+
+    head: mmap.mmap
+    data: mmap.mmap
+    hints: memoryview
+    payload: memoryview
+
+
+class BatchReader(Protocol):
+    """Reads blocks of one segment."""
+
+    name: str
+    suits_one: bool
+    """Whether a batch of one is read by it faster than by looking where it was before."""
+
+    def read(
+        self,
+        segment: MappedSegment,
+        keys: list[Key],
+        outs: list[Any],
+        kinds: int,
+        found: Found | None = None,
+        copied: Copied | None = None,
+    ) -> Values:
+        """The value of each of `keys` that is here, None for the others, whose `out` may have been
+        written to.
+
+        An `out` is None, for a value of its own: `bytes`, of a block whose kind is a bit of
+        `kinds`; or a writable, contiguous memoryview of plain bytes that has room: then the
+        part of it that was written. For any other `out` the answer is None. Both lists are of one
+        length, and are the reader's until it returns. Raises what `found` and `copied` raise,
+        and `ValueError` for a segment that is closed or whose files do not belong together.
+        """
+        ...
+
+
+class PythonReader:
+    """Implements `BatchReader` where there is no compiled part."""
+
+    name = "Python"
+    suits_one = False
+
+    def read(
+        self,
+        segment: MappedSegment,
+        keys: list[Key],
+        outs: list[Any],
+        kinds: int,
+        found: Found | None = None,
+        copied: Copied | None = None,
+    ) -> Values:
+        """See `BatchReader`."""
+        head, _, hints, payload = segment
+        values: list[Any] = [None] * len(keys)
+        mask, segment_bytes = len(hints) - 1, len(payload)
+        blocks: list[tuple[int, int, bytes, int, int]] = []
+        for i, (key, out) in enumerate(zip(keys, outs, strict=True)):
+            place = int.from_bytes(key[8:12], "little") & mask
+            slot_id = hints[place]
+            start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
+            image = head[start : start + HEADER_BYTES]
+            if image[KEY_PART] != key:
+                slot_id = hints[place ^ 1]
+                start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
+                image = head[start : start + HEADER_BYTES]
+                if image[KEY_PART] != key:
+                    continue
+            header = fields(image)
+            offset = None if header is None else offset_of(segment_bytes, slot_id, header)
+            if header is None or offset is None:
+                continue
+            size_bytes = header[2] - header[5]
+            takes = kinds >> header[4] & 1 if out is None else _takes(out, size_bytes)
+            if takes and size_bytes:
+                blocks.append((i, start, image, offset, size_bytes))
+        if found is not None:
+            blocks = [block for block in blocks if found(block[3], block[4]) is not False]
+        total = 0
+        for i, start, image, offset, size_bytes in blocks:
+            source, out = payload[offset : offset + size_bytes], outs[i]
+            if out is None:
+                value: Any = source.tobytes()
+            else:
+                value = out[:size_bytes]
+                copy(value, source)
+            if copied is not None:
+                copied()
+            if unchanged(head, start, image):
+                values[i] = value
+                total += size_bytes
+        return values, total
+
+
+def unchanged(head: mmap.mmap, start: int, image: bytes) -> bool:
+    """Whether the header at `start` is still what it was when the block was found (rule 4)."""
+    return head[start : start + HEADER_BYTES] == image
+
+
+def _takes(out: object, size_bytes: int) -> bool:
+    if type(out) is not memoryview:
+        return False
+    try:
+        plain = out.format == "B" and out.ndim == 1 and out.c_contiguous and not out.readonly
+        return plain and out.nbytes >= size_bytes
+    except ValueError:  # released
+        return False
+
+
+class CompiledReader:
+    """Implements `BatchReader` by the compiled part."""
+
+    name = "compiled"
+    suits_one = True
+
+    def __init__(self, module: Any) -> None:
+        self._read = module.read
+
+    def read(
+        self,
+        segment: MappedSegment,
+        keys: list[Key],
+        outs: list[Any],
+        kinds: int,
+        found: Found | None = None,
+        copied: Copied | None = None,
+    ) -> Values:
+        """See `BatchReader`."""
+        values: Values = self._read(segment.head, segment.data, keys, outs, kinds, found, copied)
+        return values
+
+
+def choose(wanted: str | None, module: str = "kvstore.segment._batch_read") -> BatchReader:
+    """The reader of this process, with `wanted` in `KVSTORE_COMPILED`. Raises `ImportError` when
+    that is `yes` and there is no compiled part that fits."""
+    if wanted == "no":
+        return PythonReader()
+    try:
+        compiled = importlib.import_module(module)
+        if not _is_of(compiled, SOURCE):
+            raise ImportError(f"{module} is not of {SOURCE.name} as it is now: build it again")
+    except ImportError:
+        if wanted == "yes":
+            raise
+        return PythonReader()
+    return CompiledReader(compiled)
+
+
+def _is_of(module: Any, source: Path) -> bool:
+    """Whether the source beside it, if there is one, is what was compiled: an editable install
+    keeps what was built when it was made."""
+    try:
+        return bool(crc32(source.read_bytes()) == module.SOURCE_CRC32)
+    except OSError:
+        return True
+
+
+READER = choose(os.environ.get(COMPILED))
