@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from kvstore.core.allocator import Allocator, move_cost
 from kvstore.core.bounded import NO_TENANT, Bounded
-from kvstore.core.changes import Changes
-from kvstore.core.departures import Departures, GoneWhy
 from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
-from kvstore.core.eviction import PolicyFactory
-from kvstore.core.granules import GRANULE_BYTES, PAGE
-from kvstore.core.listed import Listed
-from kvstore.core.outbox import KeyedRecord, Outbox
-from kvstore.core.retained import Retentions
-from kvstore.core.slots import Slot, SlotEvent, SlotState
+from kvstore.core.memory.allocator import Allocator, move_cost
+from kvstore.core.memory.eviction import PolicyFactory
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
+from kvstore.core.memory.listed import Listed
+from kvstore.core.memory.retained import Retentions
+from kvstore.core.memory.slots import Slot, SlotEvent, SlotState
+from kvstore.core.outgoing.changes import Changes
+from kvstore.core.outgoing.departures import Departures, GoneWhy
+from kvstore.core.outgoing.outbox import KeyedRecord, Outbox
 from kvstore.core.user_keys import Names
 from kvstore.keys import ttl_of
 from kvstore.limits import SLOT_BYTES_MIN, Limits

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
-from kvstore.core.slots import Slot
+from kvstore.core.memory.slots import Slot
 
 FOREVER = float("inf")
 NO_TENANT = (1 << 32) - 1

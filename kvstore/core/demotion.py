@@ -11,11 +11,11 @@ from heapq import nsmallest
 from typing import Any
 
 from kvstore.core.answers import ColdBlock
-from kvstore.core.departures import GoneWhy
 from kvstore.core.events import Coldest, Effects, Hold, Reply, Retain, Retire, Write
 from kvstore.core.holdings import Session
+from kvstore.core.memory.slots import Slot, SlotEvent, SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import Slot, SlotEvent, SlotState
+from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.keys import TTL_FIELD, ttl_of
 from kvstore.types import PutResult, Retained, rejected
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.core.answers import Answer
@@ -132,7 +132,7 @@ class Stat(NamedTuple):
 
 class Listing(NamedTuple):
     """A page of the sealed blocks: up to `at_most` behind the key `after`, which may be empty; an
-    empty one is the end. What a sequence of pages promises: core/listed.py."""
+    empty one is the end. What a sequence of pages promises: core/memory/listed.py."""
 
     session: int
     request: int
@@ -199,22 +199,27 @@ class Corrupt(NamedTuple):
 
 
 class SessionResumed(NamedTuple):
-    """The client is back on a new connection and holds only these: (slot, generation), and
-    (slot, generation, times) of what it has pinned.
+    """The client is back on a new connection and holds only these.
 
     Whatever else is reserved or pinned for it was granted in answers it never
     saw (or gave up on), so it cannot be writing there.
     """
 
     session: int
-    reserved: Sequence[tuple[int, int]]
-    pinned: Sequence[tuple[int, int, int]]
+    reserved: Mapping[int, int]
+    """By slot the generation."""
+    pinned: Mapping[int, int]
+    """By slot how many times."""
+    slots: Sequence[int] | None = None
+    """A part of it: of these slots alone; None for all."""
 
 
 class SessionDead(NamedTuple):
     """The client's process is known to be dead (rule 5), not merely disconnected."""
 
     session: int
+    slots: Sequence[int] | None = None
+    """A part of it: what it held of these slots alone; None for all, and then it is forgotten."""
 
 
 class Expire(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.slots import Slot
+from kvstore.core.memory.slots import Slot
 
 FORMER = -1
 """Session number of all clients of former starts of a node together: who of them holds what

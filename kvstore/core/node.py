@@ -3,7 +3,7 @@
 `NodeCore.handle(event, now) -> Effects` is the whole interface towards the outside, `outbox`
 the one towards the index. The daemon and the simulator drive the same code.
 
-What there is: slots, each in a state of slots.py, and sessions, each what one client holds:
+What there is: slots, each in a state of memory/slots.py, and sessions, each what one client holds:
 reservations (slots in RESERVED) and pins. blocks.py has every way from one state to the next;
 reservations.py and this file say who may ask for it. A reservation is of one session, and ends in
 one of these:
@@ -22,7 +22,7 @@ writer may still write, so the slot stays its own until one of the above. A pin 
 session's too, and ends by Unpin, SessionResumed or SessionDead.
 
 Changed by the thread of the daemon's event loop alone, one event at a time; an event from
-another thread goes through node/local_session.py.
+another thread goes through node/control/local_session.py.
 
 Must never happen:
 
@@ -45,7 +45,6 @@ from typing import Any
 
 from kvstore.core.answers import PinAnswer, ResetAnswer
 from kvstore.core.bounded import NO_TENANT
-from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
     NOBODY,
     Abort,
@@ -76,13 +75,14 @@ from kvstore.core.events import (
     Unpin,
     Write,
 )
-from kvstore.core.eviction import LRU, PolicyFactory
 from kvstore.core.holdings import Session
+from kvstore.core.memory.eviction import LRU, PolicyFactory
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.namespaces import Namespaces
+from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.core.report import explain, listing, stats
 from kvstore.core.reservations import Reservations
 from kvstore.core.resets import Resets
-from kvstore.core.slots import SlotState
 from kvstore.limits import (
     CHECKED_BYTES_PER_S_MAX,
     EXPIRED_AT_ONCE_BYTES,

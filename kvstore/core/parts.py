@@ -1,9 +1,12 @@
 """Cuts what a client asks about many blocks into parts, and joins the answers to them.
 
 A node's thread does one thing at a time: between two parts of one client's request those of
-others have their turn (node/turns.py). The parts of a request, in their order, leave the core as
-the whole would, as far as nobody else asks between them: what is used first and last among its
-blocks, too. So what the core goes through backwards is cut from its end.
+others have their turn (node/control/turns.py). The parts of a request, in their order, leave the
+core as the whole would, as far as nobody else asks between them: what is used first and last among
+its blocks, too. So what the core goes through backwards is cut from its end.
+
+Who comes back or dies may have thousands of slots: it is cut by those that it has, and they are
+free one part after the other (never before: rule 5).
 
 What drops whole namespaces goes through the keys that the node had when it began: all that was
 reserved before is gone when it is answered. What is saved meanwhile may be gone too.
@@ -30,6 +33,8 @@ from kvstore.core.events import (
     Reserve,
     Reset,
     Retain,
+    SessionDead,
+    SessionResumed,
     Suspect,
     Sweep,
     Touch,
@@ -55,9 +60,14 @@ _BACKWARDS: tuple[type[Any], ...] = (Commit, Unpin, Touch)
 _LISTED_ANSWERS: tuple[type[Any], ...] = (Reserve, Commit, Pin, Retain, Drop)
 
 
-def parts_of(event: Event, at_most: int, held: Collection[Key] = ()) -> Sequence[Event]:
+def parts_of(
+    event: Event, at_most: int, held: Collection[Key] = (), slots: Sequence[int] = ()
+) -> Sequence[Event]:
     """`event` in parts of at most so many blocks, in the order in which they are to be carried
-    out; only itself if it is no larger, or cannot be cut. `held` are all keys of the node."""
+    out; only itself if it is no larger, or cannot be cut. `held` are all keys of the node, `slots`
+    those that the event's session holds (reservations.py)."""
+    if isinstance(event, SessionResumed | SessionDead):
+        return _of_slots(event, at_most, slots)
     if isinstance(event, Clear | Reset):
         return (event,) if len(held) <= at_most else _sweeps(event, at_most, list(held))
     fields = _LISTS.get(type(event), ())
@@ -77,6 +87,16 @@ def parts_of(event: Event, at_most: int, held: Collection[Key] = ()) -> Sequence
         keys = event.keys
         parts += [Touch(event.session, keys[s : s + at_most]) for s in reversed(starts)]
     return parts
+
+
+def _of_slots(
+    event: SessionResumed | SessionDead, at_most: int, slots: Sequence[int]
+) -> Sequence[Event]:
+    if len(slots) <= at_most:
+        return (event,)
+    starts = range(0, len(slots), at_most)
+    parts: list[Event] = [event._replace(slots=slots[start : start + at_most]) for start in starts]
+    return [*parts, event] if isinstance(event, SessionDead) else parts
 
 
 def _sweeps(event: Clear | Reset, at_most: int, keys: Sequence[Key]) -> Sequence[Event]:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from kvstore.core.bounded import NO_TENANT
 from kvstore.core.events import Bounds, Keep, Mark, Seal, Write
-from kvstore.core.granules import PAGE, granules_of, within
+from kvstore.core.memory.granules import PAGE, granules_of, within
+from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import Slot, SlotState
 from kvstore.keys import ttl_of
 from kvstore.limits import RETAINED_S_MAX
 

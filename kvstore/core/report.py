@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.core.answers import BlockRow, Counters, Explained, Fate, NamespaceRow
-from kvstore.core.slots import SlotState
+from kvstore.core.memory.slots import SlotState
 from kvstore.types import Key, Kind
 
 if TYPE_CHECKING:

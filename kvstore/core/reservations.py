@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.core.answers import NOT_HELD, Grant, PutAnswer
 from kvstore.core.blocks import Blocks
-from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
     Abort,
     Commit,
@@ -22,9 +21,10 @@ from kvstore.core.events import (
     SessionResumed,
     Write,
 )
-from kvstore.core.granules import GRANULE_BYTES
 from kvstore.core.holdings import FORMER, Session
-from kvstore.core.slots import Slot, SlotState
+from kvstore.core.memory.granules import GRANULE_BYTES
+from kvstore.core.memory.slots import Slot, SlotState
+from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.limits import MOVED_BYTES_MAX
 from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, PutResult, rejected
 
@@ -39,6 +39,12 @@ class Reservations(Blocks):
         """Whether this session has reservations or pins that must outlive its connection."""
         state = self._sessions.get(session)
         return state is not None and bool(state.reserved or state.pins)
+
+    def held_slots(self, session: int) -> list[int]:
+        """The slots that this session has reserved or pinned, in the order in which they are let
+        go of when it ends."""
+        state = self._sessions.get(session)
+        return [] if state is None else [*state.reserved, *reversed(state.pins)]
 
     def former(self) -> Session:
         """What clients of former starts of this node may hold; `SessionDead(FORMER)` ends it."""
@@ -161,29 +167,36 @@ class Reservations(Blocks):
         session = self._sessions.get(event.session)
         if session is None:
             return
-        held = set(event.reserved)
-        for slot in list(session.reserved.values()):
-            if (slot.slot_id, slot.generation) not in held:
-                del session.reserved[slot.slot_id]
+        for slot_id in self.held_slots(event.session) if event.slots is None else event.slots:
+            slot = session.reserved.get(slot_id)
+            if slot is not None and event.reserved.get(slot_id) != slot.generation:
+                del session.reserved[slot_id]
                 self._release(slot, GoneWhy.ABORTED, effects.writes, now)
-        times = {slot_id: times for slot_id, _, times in event.pinned}
-        for slot_id, count in reversed(list(session.pins.items())):
-            kept = min(times.get(slot_id, 0), count)
-            session.pins[slot_id] = kept
-            if kept == 0:
-                del session.pins[slot_id]
-            if kept < count:
-                self._unpin_slot(self._pinned_slot(slot_id), count - kept, effects.writes)
+            self._unpin_to(session, slot_id, event.pinned.get(slot_id, 0), effects.writes)
+
+    def _unpin_to(self, session: Session, slot_id: int, times: int, writes: list[Write]) -> None:
+        """Have a session's pins of a slot be no more than so many."""
+        count = session.pins.get(slot_id, 0)
+        kept = min(times, count)
+        if kept == count:
+            return
+        session.pins[slot_id] = kept
+        if kept == 0:
+            del session.pins[slot_id]
+        self._unpin_slot(self._pinned_slot(slot_id), count - kept, writes)
 
     def _session_dead(self, event: SessionDead, effects: Effects, now: float) -> None:
-        session = self._sessions.pop(event.session, None)
+        session = self._sessions.get(event.session)
         if session is None:
             return
-        self.counts["writers_died"] += len(session.reserved)
-        for slot in session.reserved.values():
-            self._release(slot, GoneWhy.WRITER_DIED, effects.writes, now)
-        for slot_id, count in reversed(session.pins.items()):
-            self._unpin_slot(self._pinned_slot(slot_id), count, effects.writes)
+        for slot_id in self.held_slots(event.session) if event.slots is None else event.slots:
+            slot = session.reserved.pop(slot_id, None)
+            if slot is not None:
+                self.counts["writers_died"] += 1
+                self._release(slot, GoneWhy.WRITER_DIED, effects.writes, now)
+            self._unpin_to(session, slot_id, 0, effects.writes)
+        if event.slots is None:
+            del self._sessions[event.session]
 
     def _used(self, run: Sequence[Slot]) -> None:
         """Blocks of one message were used; they come in the order of their prefix.

@@ -17,6 +17,9 @@ EVERYTHING: tuple[int, ...] = ()
 """Namespaces of a reset that drops all blocks."""
 RANDOM_BITS = 20
 """Of a number; above them is the time in milliseconds."""
+TOLD_MAX = 1 << 62
+"""The largest number that is believed when others tell it, that of a time in 2109: a number is 64
+bits, and the next reset needs a larger one."""
 _HEAD = struct.Struct("<QH")
 
 
@@ -67,8 +70,8 @@ class Resets:
         is dropped then.
         """
         fresh = sorted((n, ids) for n, ids in told._known.items() if n not in self._known)
-        fresh = [one for one in fresh if one[0] > self.floor]
-        if told.floor > max(self.floor, max(self._known, default=0)):
+        fresh = [one for one in fresh if self.floor < one[0] <= TOLD_MAX]
+        if TOLD_MAX >= told.floor > max(self.floor, max(self._known, default=0)):
             return [(told.floor, EVERYTHING), *fresh]
         return fresh
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import SlotState
 from kvstore.record import unpack_record
 from kvstore.types import Key
 

@@ -18,9 +18,9 @@ from kvstore.core.events import (
     SessionDead,
     Unpin,
 )
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
-from kvstore.core.slots import SlotState
 from kvstore.errors import UsageError
 from kvstore.keys import Namespace, ttl_of
 from kvstore.segment.header import Superblock

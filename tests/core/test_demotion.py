@@ -5,7 +5,6 @@ import random
 import pytest
 
 from kvstore.core.demotion import DemotingCore
-from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
     Coldest,
     Commit,
@@ -19,7 +18,8 @@ from kvstore.core.events import (
     SessionDead,
     Touch,
 )
-from kvstore.core.slots import SlotState
+from kvstore.core.memory.slots import SlotState
+from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.types import NO_SPACE, STORED, Retained
 
 MIB = 1 << 20

@@ -23,9 +23,9 @@ from kvstore.core.events import (
     Touch,
     Unpin,
 )
-from kvstore.core.listed import place_of
+from kvstore.core.memory.listed import place_of
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import SlotState
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.record import slot_of, unpack_record
@@ -212,7 +212,7 @@ def test_a_dead_writer_loses_its_reservations_and_nothing_was_published(core):
 
 def test_a_client_that_is_back_keeps_what_it_holds_and_loses_what_it_never_heard_of(core):
     grants = body(reserve(core, KEYS[:2]))
-    core.handle(SessionResumed(A, [grants[0][:2]], []), 0.0)
+    core.handle(SessionResumed(A, dict([grants[0][:2]]), {}), 0.0)
     assert body(commit(core, grants))[0] is STORED
     assert body(commit(core, grants))[1] is NOT_HELD
 
@@ -223,7 +223,7 @@ def test_a_client_that_is_back_keeps_as_many_pins_of_a_block_as_it_says(core):
     (slot, generation, _) = grants[0]
     for _ in range(2):
         core.handle(Pin(A, 1, KEYS[:1]), 0.0)
-    core.handle(SessionResumed(A, [], [(slot, generation, 1)]), 0.0)
+    core.handle(SessionResumed(A, {}, {slot: 1}), 0.0)
     assert core.allocator.slot(slot).pins == 1
     core.handle(Unpin(A, 1, [(slot, generation)]), 0.0)
     assert core.allocator.slot(slot).pins == 0

@@ -17,8 +17,8 @@ from kvstore.core.events import (
     Touch,
     Unpin,
 )
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import SlotState
 from kvstore.keys import Namespace
 from kvstore.record import unpack_record
 

@@ -184,18 +184,18 @@ def test_a_suspect_is_checked_if_it_is_sealed_and_has_a_checksum(driven):
 
 def test_a_client_that_is_back_keeps_a_reservation_of_the_same_generation_alone(driven):
     ((one, generation, _), (other, _, _)) = driven.reserve(*KEYS[:2])
-    driven.ask(SessionResumed(A, [(one, generation), (other, 99)], []))
+    driven.ask(SessionResumed(A, {one: generation, other: 99}, {}))
     assert driven.core.counts["aborted"] == 1
     assert set(driven.core.by_key) == {KEYS[0]}
     driven.put(KEYS[3])
     block = driven.core.by_key[KEYS[3]]
     for _ in range(3):
         driven.ask(Pin(A, 1, [KEYS[3]]))
-    driven.ask(SessionResumed(A, [(one, generation)], [(block.slot_id, block.generation, 2)]))
+    driven.ask(SessionResumed(A, {one: generation}, {block.slot_id: 2}))
     assert block.pins == 2
-    driven.ask(SessionResumed(A, [(one, generation)], [(block.slot_id, block.generation, 5)]))
+    driven.ask(SessionResumed(A, {one: generation}, {block.slot_id: 5}))
     assert block.pins == 2, "no more than it had"
-    driven.ask(SessionResumed(A, [(one, generation)], []))
+    driven.ask(SessionResumed(A, {one: generation}, {}))
     assert block.pins == 0
     assert driven.core.holds(A)
 
@@ -229,9 +229,9 @@ def test_a_block_is_unpinned_as_often_as_it_was_pinned(driven):
         assert driven.core.holds(A) == bool(left)
         assert driven.ask(Stat(A, 1))["pinned"] == bool(left)
     driven.ask(Pin(A, 1, KEYS[:1]))
-    driven.ask(SessionResumed(A, [], []))
+    driven.ask(SessionResumed(A, {}, {}))
     assert driven.ask(Stat(A, 1))["pinned"] == 0
-    driven.ask(SessionResumed(B, [(1, 1)], [(1, 1, 1)]))
+    driven.ask(SessionResumed(B, {1: 1}, {1: 1}))
     assert not driven.core.holds(B)
 
 

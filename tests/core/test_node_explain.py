@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvstore.core.departures import GoneWhy
 from kvstore.core.events import (
     Abort,
     Clear,
@@ -15,6 +14,7 @@ from kvstore.core.events import (
     SessionResumed,
 )
 from kvstore.core.node import NodeCore
+from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
@@ -94,7 +94,7 @@ def test_a_block_cleared_while_it_was_written_is_told_as_cleared(core):
 def test_what_was_never_committed_is_told_with_how_it_ended(core):
     grants = reserve(core, KEYS[:3])
     core.handle(Abort(1, 3, [grants[0][:2]]), 1.0)
-    core.handle(SessionResumed(1, [grants[2][:2]], []), 1.0)
+    core.handle(SessionResumed(1, dict([grants[2][:2]]), {}), 1.0)
     core.handle(SessionDead(1), 1.0)
     assert fates(core, KEYS[:3], now=1.0) == [
         (GoneWhy.ABORTED, 0.0),

@@ -21,6 +21,8 @@ from kvstore.core.events import (
     Reserve,
     Reset,
     Retain,
+    SessionDead,
+    SessionResumed,
     Stat,
     Suspect,
     Touch,
@@ -53,21 +55,25 @@ def whole(core: NodeCore, event: Any, now: float) -> Any:
 
 
 def in_parts(core: NodeCore, event: Any, now: float) -> Any:
-    parts = parts_of(event, AT_MOST, core.by_key)
+    slots = core.held_slots(SESSION)
+    parts = parts_of(event, AT_MOST, core.by_key, slots)
     assert all(len(getattr(part, "keys", ())) <= AT_MOST for part in parts)
+    assert all(len(getattr(part, "slots", None) or ()) <= AT_MOST for part in parts)
     return joined(event, [r for part in parts for r in core.handle(part, now).replies])
 
 
 def state(core: NodeCore) -> object:
     blocks = {k: (s.state, s.length, s.pins, s.kept_until) for k, s in core.by_key.items()}
+    counts = {name: core.counts[name] for name in ("aborted", "writers_died", "evicted")}
     coldest = [core.allocator.slot(slot_id).key for slot_id in core.allocator._evictable.coldest()]
-    return blocks, coldest
+    return blocks, coldest, counts
 
 
 def requests(rng: random.Random, held: list[list[Any]]) -> Any:
     """The next request, and the same of each core's own slots."""
     keys = [key(n) for n in rng.sample(range(100), rng.randint(1, 14))]
-    kind = rng.choice(["reserve", "value", "commit", "abort", "pin", "unpin", "keys", "retain"])
+    kinds = ["reserve", "value", "commit", "abort", "pin", "unpin", "keys", "retain", "session"]
+    kind = rng.choice(kinds)
     if kind in ("reserve", "value"):
         return [reserve(keys, kind == "value", rng.choice([7, 8]))] * 2
     if kind == "commit":
@@ -76,8 +82,8 @@ def requests(rng: random.Random, held: list[list[Any]]) -> Any:
         return [Abort(SESSION, 1, grants[::2]) for grants in held]
     if kind == "pin":
         return [Pin(SESSION, 1, keys)] * 2
-    if kind == "unpin":
-        return None
+    if kind in ("unpin", "session"):
+        return kind
     if kind == "retain":
         return [Retain(SESSION, 1, keys, rng.choice([0, 5]), 1)] * 2
     made = [Touch(SESSION, keys), Drop(SESSION, 1, keys[:5]), Explain(SESSION, 1, keys)]
@@ -89,6 +95,16 @@ def requests(rng: random.Random, held: list[list[Any]]) -> Any:
 def unpins(core: NodeCore) -> Unpin:
     pins = core._sessions.setdefault(SESSION, Session()).pins
     return Unpin(SESSION, 1, [(i, core.allocator.slot(i).generation) for i in pins])
+
+
+def ended(core: NodeCore, share: float, seed: int) -> SessionResumed | SessionDead:
+    """The session comes back and holds that share of what it had, or it dies."""
+    if share < 0.1:
+        return SessionDead(SESSION)
+    rng, held = random.Random(seed), core._sessions.setdefault(SESSION, Session())
+    reserved = {s.slot_id: s.generation + (rng.random() > share) for s in held.reserved.values()}
+    pinned = {slot: rng.randrange(3) for slot in held.pins if rng.random() < share}
+    return SessionResumed(SESSION, {**reserved, 999: 1}, {**pinned, 998: 1})
 
 
 def comparable(answer: Any) -> Any:
@@ -107,9 +123,13 @@ def test_the_node_and_the_answers_are_the_same(seed: int) -> None:
     for step in range(ROUNDS):
         now = float(step)
         events = requests(rng, held)
-        if events is None:
+        if events == "unpin":
             events = [unpins(core) for core in cores]
-        cut += len(parts_of(events[0], AT_MOST, cores[0].by_key)) > 1
+        elif events == "session":
+            share = rng.random()
+            events = [ended(core, share, step) for core in cores]
+        slots = cores[0].held_slots(SESSION)
+        cut += len(parts_of(events[0], AT_MOST, cores[0].by_key, slots)) > 1
         answers = [whole(cores[0], events[0], now), in_parts(cores[1], events[1], now)]
         assert comparable(answers[0]) == comparable(answers[1]), (step, events[0])
         assert state(cores[0]) == state(cores[1]), (step, events[0])
@@ -125,6 +145,25 @@ def test_the_node_and_the_answers_are_the_same(seed: int) -> None:
 def test_what_names_no_blocks_is_one_part() -> None:
     for event in (Stat(SESSION, 1), Listing(SESSION, 1, b"", 256), Touch(SESSION, [])):
         assert parts_of(event, 1) == (event,)
+
+
+def test_what_is_left_of_a_session_that_has_ended_meanwhile_is_nothing() -> None:
+    core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
+    core.handle(reserve([key(n) for n in range(7)], values=False), 0.0)
+    slots = core.held_slots(SESSION)
+    back = parts_of(SessionResumed(SESSION, {}, {}), AT_MOST, (), slots)
+    dead = parts_of(SessionDead(SESSION), AT_MOST, (), slots)
+    assert (len(back), len(dead)) == (3, 4)
+    for event in (back[0], dead[0], back[1]):
+        core.handle(event, 1.0)
+        assert core.held_slots(SESSION)[:1] != slots[:1]
+    for event in dead[1:]:
+        assert list(core.sessions())
+        core.handle(event, 1.0)
+    assert not list(core.sessions())
+    core.handle(back[2], 1.0)
+    core.handle(dead[2], 1.0)
+    assert not list(core.sessions())
 
 
 def test_an_answer_waits_for_the_index_when_that_to_a_part_would() -> None:

@@ -28,9 +28,9 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.holdings import FORMER
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
-from kvstore.core.slots import SlotState
 from kvstore.errors import InternalError
 from kvstore.keys import Namespace
 from kvstore.limits import Limits

@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvstore.core.allocator import Allocator
 from kvstore.core.events import Bounds, Drop, Keep, Mark, Reserve, Seal, SessionDead
-from kvstore.core.granules import GRANULE_BYTES, PAGE
 from kvstore.core.holdings import FORMER
+from kvstore.core.memory.allocator import Allocator
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import HeldSlot, Seen, fits, recover
-from kvstore.core.slots import SlotState
 from kvstore.limits import RETAINED_S_MAX, Limits
 from kvstore.record import unpack_record
 

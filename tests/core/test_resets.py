@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.core.resets import EVERYTHING, RANDOM_BITS, Resets
+from kvstore.core.resets import EVERYTHING, RANDOM_BITS, TOLD_MAX, Resets
 from kvstore.limits import RESET_NAMESPACES_MAX, RESETS_IDS_MAX
 
 
@@ -148,3 +148,17 @@ def test_what_was_let_go_of_is_no_news() -> None:
     told = Resets()
     told.floor = 1
     assert Resets().news(told) == [(1, EVERYTHING)]
+
+
+def test_a_number_that_no_clock_says_is_nobodys_news() -> None:
+    """Who can write into the index could else say the largest there is, and no number be left for
+    the next reset: that would end the node."""
+    lie = of(2**64 - 1)
+    lie.floor = 2**64 - 2
+    honest = of(5)
+    assert honest.news(Resets.unpack(lie.pack())) == []
+    last = of(TOLD_MAX)
+    ((number, ids),) = honest.news(last)
+    honest.add(number, ids)
+    honest.add(honest.next_number(9), ids)
+    assert len(Resets.unpack(honest.pack())) == 3

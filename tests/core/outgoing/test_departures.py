@@ -5,7 +5,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.departures import Departure, Departures, GoneWhy
+from kvstore.core.outgoing.departures import Departure, Departures, GoneWhy
 
 
 def key(number: int) -> bytes:

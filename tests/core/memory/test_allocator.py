@@ -7,9 +7,9 @@ from allocator_pool import MIXES, Pool, lognormal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.allocator import Allocator
-from kvstore.core.granules import GRANULE_BYTES
-from kvstore.core.slots import SlotState
+from kvstore.core.memory.allocator import Allocator
+from kvstore.core.memory.granules import GRANULE_BYTES
+from kvstore.core.memory.slots import SlotState
 from kvstore.errors import UsageError
 from kvstore.limits import (
     SEGMENT_BYTES_MIN,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from kvstore.core.granules import GRANULE_BYTES, PAGE
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.errors import InternalError
 from kvstore.types import Key
 
@@ -75,7 +75,7 @@ class Slot:
     )
 
     def __init__(self, start: int, size: int) -> None:
-        """An extent of `size` granules (core/granules.py) from number `start` of its segment."""
+        """An extent of `size` granules (granules.py) from number `start` of its segment."""
         self.start = start
         self.size = size
         self.slot_id = start // PAGE

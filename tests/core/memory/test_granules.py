@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.granules import GRANULE_BYTES, PAGE, PAGED, aligned, granules_of, within
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE, PAGED, aligned, granules_of, within
 from kvstore.limits import SLOT_BYTES_MIN, VALUE_BYTES_MAX
 
 KIB, MIB = 1 << 10, 1 << 20

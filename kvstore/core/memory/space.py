@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from kvstore.core.granules import PAGE, aligned
+from kvstore.core.memory.granules import PAGE, aligned
 
 FITS_TRIED = 4
 """Extents of one size that are looked at: one may be too small only for where it begins, and

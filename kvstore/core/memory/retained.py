@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
-from kvstore.core.granules import GRANULE_BYTES
-from kvstore.core.slots import Slot
+from kvstore.core.memory.granules import GRANULE_BYTES
+from kvstore.core.memory.slots import Slot
 from kvstore.types import Retained
 
 FOREVER = float("inf")

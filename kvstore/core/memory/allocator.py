@@ -42,10 +42,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-from kvstore.core.eviction import LRU, PolicyFactory
-from kvstore.core.granules import GRANULE_BYTES, PAGE, aligned, granules_of
-from kvstore.core.slots import Slot, SlotState
-from kvstore.core.space import Space
+from kvstore.core.memory.eviction import LRU, PolicyFactory
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE, aligned, granules_of
+from kvstore.core.memory.slots import Slot, SlotState
+from kvstore.core.memory.space import Space
 from kvstore.errors import InternalError, UsageError
 from kvstore.limits import (
     SEGMENT_BYTES_MIN,

@@ -4,9 +4,9 @@ import itertools
 import math
 import random
 
-from kvstore.core.allocator import Allocator
-from kvstore.core.granules import GRANULE_BYTES, granules_of
-from kvstore.core.slots import SlotEvent, SlotState
+from kvstore.core.memory.allocator import Allocator
+from kvstore.core.memory.granules import GRANULE_BYTES, granules_of
+from kvstore.core.memory.slots import SlotEvent, SlotState
 from kvstore.limits import (
     MOVED_BYTES_MAX,
 )

@@ -7,9 +7,9 @@ from allocator_pool import Pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.allocator import Allocator
-from kvstore.core.granules import PAGE, PAGED
-from kvstore.core.space import Space
+from kvstore.core.memory.allocator import Allocator
+from kvstore.core.memory.granules import PAGE, PAGED
+from kvstore.core.memory.space import Space
 from kvstore.errors import InternalError, UsageError
 
 KIB, MIB = 1 << 10, 1 << 20

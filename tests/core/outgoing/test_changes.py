@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from kvstore.core.changes import Changes
 from kvstore.core.events import Clear, Commit, Drop, Reserve, Reset, Retain
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import SlotState
+from kvstore.core.outgoing.changes import Changes
 from kvstore.keys import Namespace
 
 KEYS = Namespace.named("test").block_keys(range(60), 1)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core import listed
 from kvstore.core.answers import Grant
 from kvstore.core.events import Commit, Drop, Explain, Listing, Reserve, Stat
-from kvstore.core.listed import Listed
+from kvstore.core.memory import listed
+from kvstore.core.memory.listed import Listed
+from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import Slot, SlotState
 from kvstore.keys import Namespace
 from kvstore.types import KEY_BYTES, TAG_BYTES, Key
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import chain, islice
 
-from kvstore.core.slots import Slot
+from kvstore.core.memory.slots import Slot
 from kvstore.types import Key
 
 KeyedRecord = tuple[Key, bytes]

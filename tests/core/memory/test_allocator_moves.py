@@ -5,8 +5,8 @@ import random
 import pytest
 from allocator_pool import MIXES, Pool
 
-from kvstore.core.allocator import Clearance, move_cost
-from kvstore.core.granules import GRANULE_BYTES, granules_of
+from kvstore.core.memory.allocator import Clearance, move_cost
+from kvstore.core.memory.granules import GRANULE_BYTES, granules_of
 
 KIB, MIB = 1 << 10, 1 << 20
 

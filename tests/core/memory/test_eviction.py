@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.eviction import LRU, POLICIES
+from kvstore.core.memory.eviction import LRU, POLICIES
 
 operations = st.lists(
     st.tuples(st.sampled_from(["insert", "touch", "remove"]), st.integers(0, 5)), max_size=60

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvstore.core import outbox as module
-from kvstore.core.outbox import Outbox
-from kvstore.core.slots import Slot
+from kvstore.core.memory.slots import Slot
+from kvstore.core.outgoing import outbox as module
+from kvstore.core.outgoing.outbox import Outbox
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 

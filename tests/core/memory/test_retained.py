@@ -4,8 +4,6 @@ import random
 
 import pytest
 
-from kvstore.core import retained
-from kvstore.core.allocator import move_cost
 from kvstore.core.answers import Grant
 from kvstore.core.events import (
     Clear,
@@ -22,10 +20,12 @@ from kvstore.core.events import (
     Touch,
     Unpin,
 )
-from kvstore.core.granules import GRANULE_BYTES, PAGE
+from kvstore.core.memory import retained
+from kvstore.core.memory.allocator import move_cost
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
+from kvstore.core.memory.retained import ENDS_SPARE, FOREVER, Retentions
+from kvstore.core.memory.slots import Slot
 from kvstore.core.node import NodeCore
-from kvstore.core.retained import ENDS_SPARE, FOREVER, Retentions
-from kvstore.core.slots import Slot
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.record import slot_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from kvstore.core.slots import Slot
+from kvstore.core.memory.slots import Slot
 from kvstore.types import TAG_BYTES, Key
 
 BUCKETS = 1 << 12

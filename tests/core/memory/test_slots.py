@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from kvstore.core.granules import GRANULE_BYTES, PAGE
-from kvstore.core.slots import TRANSITIONS, Slot, SlotEvent, SlotState
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
+from kvstore.core.memory.slots import TRANSITIONS, Slot, SlotEvent, SlotState
 from kvstore.errors import InternalError
 
 
