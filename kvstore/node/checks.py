@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvstore.core.events import CheckSlot
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.node.turns import Turns
+from kvstore.node.control.turns import Turns
 
 STEP_BYTES = 4 << 20
 """Of one turn: about 0.5 ms."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from kvstore.core.eviction import POLICIES
+from kvstore.core.memory.eviction import POLICIES
 from kvstore.errors import UsageError
 from kvstore.limits import SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX, Limits
 from kvstore.nodedir import Announcement

@@ -16,7 +16,7 @@ slots that the core gave to their session.
 `carry_out` carries one event out, and the order is what rule 3 rests on, hence one file: first what
 the core wants written, then a reset to disk, then a look at what was reported as damaged, then
 the removals that somebody waits for, then the answers. An answer that promises that a block can
-be found is held until its record is in the index, or the index is away (publisher.py).
+be found is held until its record is in the index, or the index is away (publishing/publisher.py).
 
 Must never happen:
 
@@ -50,9 +50,10 @@ from kvstore.core.events import (
     Reply,
     Reset,
     SessionDead,
+    SessionResumed,
 )
-from kvstore.core.eviction import POLICIES
 from kvstore.core.holdings import FORMER
+from kvstore.core.memory.eviction import POLICIES
 from kvstore.core.node import NodeCore
 from kvstore.core.parts import joined, parts_of
 from kvstore.core.report import counts, stats
@@ -63,31 +64,30 @@ from kvstore.errors import (
     NoSpaceError,
     UsageError,
 )
-from kvstore.filelock import FileLock
 from kvstore.index.base import Index
 from kvstore.machine import REAL, Machine
 from kvstore.node import takeover
 from kvstore.node.background_tasks import BackgroundTasks
-from kvstore.node.block_events import BlockEvents
 from kvstore.node.checks import Checks
-from kvstore.node.clients import Clients
 from kvstore.node.config import NodeConfig, node_id_of
-from kvstore.node.control_listener import ControlListener
+from kvstore.node.control.clients import Clients
+from kvstore.node.control.control_listener import ControlListener
+from kvstore.node.control.liveness import Sessions
+from kvstore.node.control.local_session import LocalSessions
+from kvstore.node.control.permissions import share_directory, share_files
+from kvstore.node.control.turns import Turns
 from kvstore.node.epoch import next_epoch
-from kvstore.node.heartbeat import Heartbeat
 from kvstore.node.idle_shutdown import wait_for_last_client
-from kvstore.node.liveness import Sessions
-from kvstore.node.local_session import LocalSessions
 from kvstore.node.name_lock import take_name
 from kvstore.node.nixl_sidecar import NixlSidecar
-from kvstore.node.permissions import share_directory, share_files
-from kvstore.node.publisher import STOP_TIMEOUT_S, Publisher
+from kvstore.node.publishing.block_events import BlockEvents
+from kvstore.node.publishing.heartbeat import Heartbeat
+from kvstore.node.publishing.publisher import STOP_TIMEOUT_S, Publisher
+from kvstore.node.publishing.resets import ResetNews
+from kvstore.node.publishing.scrubber import Scrubber
 from kvstore.node.readiness import Readiness, slot_works
-from kvstore.node.resets import ResetNews
-from kvstore.node.scrubber import Scrubber
 from kvstore.node.stream.server import StreamServer
 from kvstore.node.stream.service import ServedSegment
-from kvstore.node.turns import Turns
 from kvstore.node.upkeep import Parts, PutBack, Upkeep
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.block_events import Source
@@ -98,6 +98,7 @@ from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.seldom import Seldom
+from kvstore.system.filelock import FileLock
 from kvstore.types import Key
 
 log = logging.getLogger("kvstore.node")
@@ -160,8 +161,12 @@ class Node:
 
         self._thread = threading.Thread(target=run, name=f"kvstore-{self.config.name}", daemon=True)
         self._thread.start()
-        if not ready.wait(START_TIMEOUT_S):
-            raise DeadlineError(f"node {self.config.name} did not start in {START_TIMEOUT_S} s")
+        try:
+            if not ready.wait(START_TIMEOUT_S):
+                raise DeadlineError(f"node {self.config.name} did not start in {START_TIMEOUT_S} s")
+        except BaseException:  # Ctrl-C too: nobody will have it who could stop it
+            self.stop()
+            raise
         if self._failure is not None:
             raise self._failure
         return self
@@ -244,17 +249,28 @@ class Node:
         announcement = config.announcement(node_id, epoch, self.dir.socket, self.index.identity())
         started = self._begin(announcement, make_core)
         self.core, self.segment, self.announcement, self._former = started
-        self._share_files(self.announcement)
+        try:
+            self._share_files(self.announcement)
+            self._equip()
+        except BaseException:
+            self.segment.close()
+            self._former.close()
+            raise
+
+    def _equip(self) -> None:
+        """Make what serves the segment."""
+        config = self.config
         assert self._loop is not None
         self.publisher = Publisher(self.core, self.index, self._loop, machine=self.machine)
         self.dir.ready_path.unlink(missing_ok=True)
-        self.readiness = Readiness(self.index, self.dir, (node_id, epoch), self._try_slot)
+        start = (self.core.node_id, self.core.epoch)
+        self.readiness = Readiness(self.index, self.dir, start, self._try_slot)
         self.sessions = self._make_sessions(self.dir.leases, config.limits.clients)
         turns = Turns(self._loop)
         self._checks = Checks(self.segment, turns, self._damaged)
         self.clients = Clients(
             self.sessions,
-            (node_id, epoch),
+            start,
             self,
             self.core.holds,
             turns,
@@ -511,10 +527,10 @@ class Node:
     # --- events ---------------------------------------------------------
 
     def act(self, event: Event) -> None:
-        """Carry `event` out, and answer: at once, or, what drops more blocks than a turn may, in
+        """Carry `event` out, and answer: at once, or, what frees more blocks than a turn may, in
         turns with what clients ask."""
         parts: Sequence[Event] = (event,)
-        if isinstance(event, Clear | Reset):
+        if isinstance(event, Clear | Reset | SessionDead):
             parts = self.parts(event, self.clients.turns.turn_items)
         if len(parts) > 1:
             self._act_in_turns(event, parts)
@@ -524,7 +540,13 @@ class Node:
 
     def parts(self, event: Event, at_most: int) -> Sequence[Event]:
         """`event` in parts of at most so many blocks (core/parts.py)."""
-        return parts_of(event, at_most, self.core.by_key)
+        return parts_of(event, at_most, self.core.by_key, self._slots_of(event))
+
+    def _slots_of(self, event: Event) -> Sequence[int]:
+        """What the session holds that the event is about, where that tells how large it is."""
+        if isinstance(event, SessionResumed | SessionDead):
+            return self.core.held_slots(event.session)
+        return ()
 
     def _damaged(self, check: CheckSlot) -> None:
         log.warning("node %s: slot %d is damaged", self.config.name, check.slot_id)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvstore.node.liveness import Sessions
+from kvstore.node.control.liveness import Sessions
 
 FIRST_CLIENT_TIMEOUT_S = 20.0
 """Whoever started the node may have died before it could connect."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.errors import UsageError
-from kvstore.filelock import FileLock, try_lock
-from kvstore.node.publisher import STOP_TIMEOUT_S
+from kvstore.node.publishing.publisher import STOP_TIMEOUT_S
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.rundir import socket_path
+from kvstore.system.filelock import FileLock, try_lock
 
 NAME_TAKEN_TIMEOUT_S = 0.2
 """How long a node that serves may keep its name from us: it may be about to stop."""
@@ -31,13 +31,12 @@ async def take_name(directory: NodeDir, run_dir: Path, give_up: Callable[[], boo
     sweep(run_dir)
     started_at = time.monotonic()
     while True:
-        try:
+        lock = None
+        with suppress(FileNotFoundError):  # swept away between mkdir and lock
             directory.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = try_lock(directory.lock)
-            if lock is not None and os.fstat(lock.fd).st_ino == directory.lock.stat().st_ino:
-                return lock
-        except FileNotFoundError:
-            lock = None  # swept away between mkdir and lock
+        if lock is not None and lock.is_at(directory.lock):
+            return lock
         if lock is not None:
             lock.release()
         serving = directory.socket.exists()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
 
 from kvstore.cuda.base import Shared
 from kvstore.errors import PeerError
@@ -62,7 +61,7 @@ class NixlSidecar:
         process = self._process
         return process.pid if process is not None else None
 
-    def way(self) -> list[Any]:
+    def way(self) -> list[object]:
         """The endpoint, as `unpack_endpoint` of protocol/nixl.py takes it; empty while there is
         none. A process that does not answer within `ANSWER_TIMEOUT_S` is killed."""
         process = self._process
@@ -71,12 +70,12 @@ class NixlSidecar:
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         try:
             asked = process.ask(WAY, deadline=deadline)
-            way: list[Any] = wait_for(asked, deadline, "it does not answer")
+            way = wait_for(asked, deadline, "it does not answer")
         except PeerError as e:
             log.warning("node %s: its NIXL process %d: %s", self._word.name, process.pid, e)
             process.kill()
             return []
-        return way
+        return way if isinstance(way, list) else []
 
     def _run(self) -> None:
         wait_s = 0.0

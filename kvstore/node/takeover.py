@@ -6,7 +6,7 @@ same place; any doubt on the way makes it an empty one, which costs a recompute.
     reopen     the lock on the header file makes this process the segment's owner
     recover    headers become blocks (core/recovery.py); what a client of a former start may still
                write to, or has pinned, is held for all of them as session FORMER
-    catch up   what was reset while the node was down is dropped (resets.py)
+    catch up   what was reset while the node was down is dropped (publishing/resets.py)
     watch      `FormerClients` opens the leases that former starts granted
     adopt      the superblock gets the new epoch, then the directory announces it
 
@@ -39,7 +39,6 @@ from kvstore.core.events import Effects
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
-from kvstore.filelock import fd_is_locked
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.segment.abandoned import Sweeper, free_abandoned
@@ -47,6 +46,7 @@ from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm, check_room, never_fits
 from kvstore.seldom import Seldom
+from kvstore.system.filelock import fd_is_locked
 
 log = logging.getLogger("kvstore.node")
 

@@ -26,14 +26,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvstore import host_clock
-from kvstore.filelock import fd_is_locked
-from kvstore.node.control_listener import ControlListener
+from kvstore.node.control.control_listener import ControlListener
+from kvstore.node.control.liveness import Sessions
 from kvstore.node.epoch import record_of, remember
-from kvstore.node.liveness import Sessions
 from kvstore.node.readiness import Readiness
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.seldom import Seldom
+from kvstore.system import host_clock
+from kvstore.system.filelock import fd_is_locked
 
 log = logging.getLogger("kvstore.node")
 

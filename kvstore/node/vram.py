@@ -22,19 +22,19 @@ from kvstore.cuda.handover import hand_over
 from kvstore.errors import UsageError
 from kvstore.index.base import Index
 from kvstore.node.config import NodeConfig
+from kvstore.node.control.local_session import LocalSession, LocalSessions
+from kvstore.node.control.permissions import owns_node
 from kvstore.node.daemon import Node
-from kvstore.node.local_session import LocalSession, LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
-from kvstore.node.permissions import owns_node
 from kvstore.node.takeover import FormerClients, Started, superblock_of
 from kvstore.node.upkeep import PutBack
 from kvstore.nodedir import Announcement
 from kvstore.protocol.fabric import FabricMemory
 from kvstore.segment.cuda import OwnedCuda, ServedCuda
+from kvstore.system.unix_peer import peer_uid
 from kvstore.transport.cuda_fabric import NAME as FABRIC
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
 from kvstore.types import Key
-from kvstore.unix_peer import peer_uid
 
 log = logging.getLogger("kvstore.node")
 
@@ -100,7 +100,11 @@ class VramNode(Node):
         announcement = replace(announcement, inline_bytes=0, transports={NAME: self.device.uuid})
         # Whoever has the descriptor can write to the memory: this user's processes get it, by a
         # socket in this directory.
-        self._listen()
+        try:
+            self._listen()
+        except BaseException:
+            self._memory.close()
+            raise
         address = DeviceAddress(self.device.uuid, self._memory.shared.name, self.takes_saves)
         self._handed_over = {NAME: str(address)}
         self.dir.announce(replace(announcement, transports=self._handed_over))

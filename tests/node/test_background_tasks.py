@@ -8,9 +8,9 @@ from redis_servers import wait_until
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig, background_tasks
-from kvstore.node.heartbeat import Heartbeat
-from kvstore.node.publisher import Publisher
-from kvstore.node.scrubber import Scrubber
+from kvstore.node.publishing.heartbeat import Heartbeat
+from kvstore.node.publishing.publisher import Publisher
+from kvstore.node.publishing.scrubber import Scrubber
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ import xxhash
 from kvstore.core.events import CheckSlot
 from kvstore.node import checks
 from kvstore.node.checks import STEP_BYTES, WAITING_MAX, Checks
-from kvstore.node.turns import Turns
+from kvstore.node.control.turns import Turns
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
 
@@ -112,6 +112,30 @@ def test_beyond_a_limit_reports_are_passed_over_and_after_the_end_nothing_is_rea
     while loop.once():
         pass
     assert segment.read_bytes == 4 * STEP_BYTES
+
+
+def test_there_is_one_turn_for_all_reports_and_none_for_no_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "WAITING_MAX", 3)
+    loop, segment = Loop(), Segment()
+    all_of_them = Checks(segment, Turns(loop), lambda _: None)
+    all_of_them.add([])
+    assert loop.due == []
+    for _ in range(3):
+        all_of_them.add([check(i, 2 * STEP_BYTES) for i in range(2)])
+    turns = 0
+    while loop.once():
+        turns += 1
+    assert (turns, segment.read_bytes) == (2 * 3, 3 * 2 * STEP_BYTES)
+
+
+def test_a_turn_goes_on_while_anything_of_its_bytes_is_left() -> None:
+    loop, segment = Loop(), Segment()
+    all_of_them = Checks(segment, Turns(loop), lambda _: None)
+    all_of_them.add([check(0, STEP_BYTES - 1), check(1, KIB), check(2, KIB)])
+    assert loop.once()
+    assert segment.read_bytes == STEP_BYTES - 1 + KIB
 
 
 def test_a_checksum_in_steps_is_that_of_the_whole(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The daemon: sockets, sessions, heartbeat, refill. `Node` runs in a thread of this process."""
 
 import dataclasses
+import errno
 import socket
+import threading
 import time
 
 import msgpack
@@ -10,17 +12,20 @@ from redis_servers import wait_until
 from stores import announcement
 
 from kvstore.client.local.lease import Lease
-from kvstore.errors import IndexUnavailableError, UsageError
+from kvstore.errors import DeadlineError, IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.outage import GuardedIndex
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
-from kvstore.node import Node, NodeConfig
-from kvstore.node.heartbeat import Heartbeat
+from kvstore.node import Node, NodeConfig, daemon
+from kvstore.node.publishing.heartbeat import Heartbeat
+from kvstore.node.vram import VramNode
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import Op
+from kvstore.system import filelock
+from kvstore.testing.cuda import ModelCuda
 
 KEYS = Namespace.named("test").block_keys(range(64), 1)
 MIB = 1 << 20
@@ -344,7 +349,7 @@ def test_records_that_the_index_lost_without_a_word_are_published_again(talker, 
 
 
 def test_an_emptied_index_is_noticed_before_the_next_heartbeat(tmp_path, index, monkeypatch):
-    monkeypatch.setattr("kvstore.node.heartbeat.HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("kvstore.node.publishing.heartbeat.HEARTBEAT_S", 3600.0)
     with Node(NodeConfig(run_dir=tmp_path, size_bytes=MIB), index) as node:
         talker = Talker(node)
         for key in KEYS:
@@ -369,7 +374,7 @@ def test_a_block_dropped_while_the_index_is_away_does_not_end_the_looks_for_lost
 
 def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, talker, monkeypatch):
     """A refill goes batch by batch; what is asked in between, puts too, does not wait."""
-    monkeypatch.setattr("kvstore.node.publisher.PUBLISH_BATCH", 1)
+    monkeypatch.setattr("kvstore.node.publishing.publisher.PUBLISH_BATCH", 1)
     for key in KEYS[:-1]:
         talker.put(key)
     wait_until(index.nodes, "the first heartbeat")
@@ -388,3 +393,55 @@ def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, t
     assert talker.stat()["unpublished"] > 0
     assert index.lookup([KEYS[-1]]) != [None]
     wait_until(lambda: len(index) == len(KEYS), "the refill", 10)
+
+
+def test_a_node_that_takes_too_long_to_start_ends_by_itself(tmp_path, index, monkeypatch):
+    """Nobody has it who could stop it, and its name is taken as long as it lives."""
+    config = NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB)
+    create, begun, go_on = Node._create, threading.Event(), threading.Event()
+
+    def slow(node):
+        begun.set()
+        assert go_on.wait(10)
+        create(node)
+
+    monkeypatch.setattr(daemon, "START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(daemon, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(Node, "_create", slow)
+    late = Node(config, index)
+    with pytest.raises(DeadlineError, match="did not start"):
+        late.start()
+    assert begun.is_set()
+    go_on.set()
+    late._thread.join(10)
+    assert not late._thread.is_alive()
+    assert not late.dir.path.exists()
+    monkeypatch.undo()
+    Node(config, index).start().stop()
+
+
+def test_a_node_that_cannot_share_its_memory_keeps_none_of_it(tmp_path, index, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EPERM, "not this user's")
+
+    monkeypatch.setattr(Node, "_share_files", refused)
+    before = set(filelock._open)
+    node = Node(NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB), index)
+    with pytest.raises(UsageError, match="cannot be used"):
+        node.start()
+    assert filelock._open == before, "else whoever looks for memory of the dead takes it for alive"
+    assert not node.dir.path.exists()
+
+
+def test_a_node_in_vram_that_cannot_hand_it_over_keeps_no_files(tmp_path, index, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EPERM, "not this user's")
+
+    monkeypatch.setattr(VramNode, "_listen", refused)
+    before = set(filelock._open)
+    device = ModelCuda(tmp_path)
+    node = VramNode(NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB), index, device)
+    with pytest.raises(UsageError, match="cannot be used"):
+        node.start()
+    node.free()
+    assert filelock._open == before

@@ -13,7 +13,7 @@ from kvstore.errors import NodeUnavailableError, NoSpaceError
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import REAL
 from kvstore.node import Node, NodeConfig, epoch
-from kvstore.node.heartbeat import HEARTBEAT_S, Heartbeat
+from kvstore.node.publishing.heartbeat import HEARTBEAT_S, Heartbeat
 from kvstore.nodedir import NodeDir
 
 MIB = 1 << 20

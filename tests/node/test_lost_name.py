@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,10 @@ from redis_servers import wait_until
 
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.memory import MemoryIndex
-from kvstore.node import Node, NodeConfig
+from kvstore.node import Node, NodeConfig, name_lock
+from kvstore.nodedir import NodeDir
+from kvstore.system import filelock
+from kvstore.system.filelock import FileLock, try_lock
 
 
 def a_node(run_dir: Path) -> Node:
@@ -36,3 +41,23 @@ def test_a_node_that_lost_its_name_ends_and_leaves_the_next_one_alone(
         assert second.dir.socket.exists()
         assert second.dir.announcement() == second.announcement
         assert Path(second.announcement.data_path).exists()
+
+
+def test_a_directory_that_is_swept_as_its_name_is_taken_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, tries = NodeDir(tmp_path, "node"), []
+
+    def swept(path: Path) -> FileLock | None:
+        lock = try_lock(path)
+        tries.append(lock)
+        if len(tries) == 1:
+            shutil.rmtree(directory.path)
+        return lock
+
+    monkeypatch.setattr(name_lock, "try_lock", swept)
+    before = set(filelock._open)
+    lock = asyncio.run(name_lock.take_name(directory, tmp_path, lambda: False))
+    assert len(tries) == 2
+    lock.release()
+    assert filelock._open == before

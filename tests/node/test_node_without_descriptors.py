@@ -14,8 +14,8 @@ from stores import MIB, NodeProcess
 from warm_processes import WarmProcess, program
 
 from kvstore import Client
-from kvstore.host_clock import Moment
 from kvstore.segment.header import SUPERBLOCK_BYTES, life_of
+from kvstore.system.host_clock import Moment
 
 VALUE = b"v" * 100_000
 LOGGED = """

@@ -14,14 +14,14 @@ from other_users import ALICE, needs_root, run_as
 from stores import MIB, announcement
 
 from kvstore.client.local.lease import fresh_id
-from kvstore.filelock import try_lock
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import REAL
 from kvstore.node import Node, NodeConfig
 from kvstore.node import takeover as takeover_module
 from kvstore.node.takeover import FormerClients
 from kvstore.nodedir import ANNOUNCEMENT_BYTES_MAX, Announcement, NodeDir, stranger
-from kvstore.small_json import BRACKETS_MAX, parse_object
+from kvstore.system.filelock import try_lock
+from kvstore.system.small_json import BRACKETS_MAX, parse_object
 
 WORD = announcement()
 MANY = b"[" + b"[]," * 300_000 + b"[]]"

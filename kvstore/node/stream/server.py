@@ -21,7 +21,7 @@ from kvstore.limits import (
     STREAM_HANDSHAKE_TIMEOUT_S,
 )
 from kvstore.node.config import NodeConfig
-from kvstore.node.local_session import LocalSessions
+from kvstore.node.control.local_session import LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.stream.service import ServedSegment, StreamService
 from kvstore.node.stream.unproven import Guest, Unproven
@@ -69,33 +69,14 @@ class StreamServer:
 
         Raises `UsageError` when the address cannot be used.
         """
-        assert config.listen is not None
-        if nixl is not None and not installed():
-            segment.close()
-            raise UsageError("nixl", config.nixl, f"is not installed: {INSTALL}")
-        host, port = config.listen
-        self._node = (announcement.node_id, announcement.epoch)
-        self._name = announcement.name
-        self._secret = config.security.secret
-        self._tls = config.security.server_context()
-        self._segment = segment
         try:
-            v6 = ":" in host
-            self._listener = socket.create_server(
-                (host, port),
-                family=socket.AF_INET6 if v6 else socket.AF_INET,
-                backlog=128,
-                dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-            )
-        except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
+            if nixl is not None and not installed():
+                raise UsageError("nixl", config.nixl, f"is not installed: {INSTALL}")
+            self._open(config, announcement)
+        except BaseException:
             segment.close()
-            raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
-        self._listener.settimeout(ACCEPT_POLL_S)
-        shown = config.advertise or (own_address(v6=v6) if host in WILDCARDS else host)
-        scheme = "tcp" if self._tls is None else "tls"
-        self.address = Address(scheme, shown, self._listener.getsockname()[1])
-        self.transports = {STREAM: str(self.address)}
-        """What the node announces."""
+            raise
+        self._segment = segment
         self.nixl = nixl
         if self.nixl is not None:
             self.transports[NIXL] = agent_prefix(*self._node)
@@ -107,6 +88,31 @@ class StreamServer:
         self._threads: set[threading.Thread] = set()
         self._stopping = False
         self._say = Seldom(log)
+
+    def _open(self, config: NodeConfig, announcement: Announcement) -> None:
+        """Listen where `config` says. Raises `UsageError`."""
+        assert config.listen is not None
+        host, port = config.listen
+        self._node = (announcement.node_id, announcement.epoch)
+        self._name = announcement.name
+        self._secret = config.security.secret
+        self._tls = config.security.server_context()
+        try:
+            v6 = ":" in host
+            self._listener = socket.create_server(
+                (host, port),
+                family=socket.AF_INET6 if v6 else socket.AF_INET,
+                backlog=128,
+                dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+            )
+        except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
+            raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
+        self._listener.settimeout(ACCEPT_POLL_S)
+        shown = config.advertise or (own_address(v6=v6) if host in WILDCARDS else host)
+        scheme = "tcp" if self._tls is None else "tls"
+        self.address = Address(scheme, shown, self._listener.getsockname()[1])
+        self.transports = {STREAM: str(self.address)}
+        """What the node announces."""
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="kvstore-accept", daemon=True).start()

@@ -34,10 +34,10 @@ from kvstore.limits import (
     STREAM_RESERVED_SHARE,
     STREAM_SLOW_BYTES_PER_S,
 )
-from kvstore.node.local_session import LocalSession, LocalSessions
+from kvstore.node.control.local_session import LocalSession, LocalSessions
+from kvstore.node.control.turns import TURN_ITEMS
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.stream.shares import Shares
-from kvstore.node.turns import TURN_ITEMS
 from kvstore.protocol import control
 from kvstore.protocol.control_replies import encoded, encoded_outcome
 from kvstore.protocol.fabric import FabricMemory

@@ -4,13 +4,16 @@ import dataclasses
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from contract.transport import SECURITY, Place, far
 from redis_servers import wait_until
+from stores import announcement
 from tls_certificate import certificate
 
 from kvstore.errors import NodeUnavailableError, UsageError
+from kvstore.node import NodeConfig
 from kvstore.node.stream import server, service, unproven
 from kvstore.protocol import stream_handshake as sh
 from kvstore.protocol.stream import SaveOffer, pack_put
@@ -351,3 +354,15 @@ def test_who_does_not_know_the_secret_pushes_nobody_out(served, monkeypatch):
         )
         assert "secret" in read_by(place, stranger, block).reason
     assert not any(transport.hung_up(place.word) for transport in clients)
+
+
+def test_a_node_whose_certificate_cannot_be_used_lets_go_of_its_segment(tmp_path):
+    """A second mapping of VRAM would stay for as long as the process."""
+    files = tmp_path / "cert.pem", tmp_path / "key.pem"
+    security = dataclasses.replace(SECURITY, tls_cert=files[0], tls_key=files[1])
+    config = NodeConfig(run_dir=tmp_path, listen=("127.0.0.1", 0), security=security)
+    closed = []
+    segment = SimpleNamespace(close=lambda: closed.append(True))
+    with pytest.raises(UsageError, match="tls"):
+        server.StreamServer(config, announcement(), None, segment, None)
+    assert closed == [True]

@@ -6,8 +6,10 @@ import itertools
 import os
 import select
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ from redis_servers import RedisServer, wait_until
 from stores import NodeThread
 
 from kvstore.client.local.control import ControlChannel
-from kvstore.core.events import Explain, Listing, Reserve, Stat
+from kvstore.core.events import Explain, Listing, Reserve, SessionDead, Stat
+from kvstore.errors import NodeUnavailableError
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.node.turns import MESSAGE_ITEMS, TURN_ITEMS
+from kvstore.node.control.turns import MESSAGE_ITEMS, TURN_ITEMS, Turns
 from kvstore.nodedir import NodeDir
+from kvstore.protocol import control
 from kvstore.protocol.control import Op, packed
 from kvstore.types import KEY_BYTES
 
@@ -58,7 +62,8 @@ class Handled:
 
         def noted(event: Any, now: float) -> Any:
             self.kinds.append(type(event))
-            self.items.append(len(getattr(event, "keys", ())))
+            named = getattr(event, "keys", None) or getattr(event, "slots", None) or ()
+            self.items.append(len(named))
             self.begun.set()
             self.go_on.wait(10)
             return handle(event, now)
@@ -133,6 +138,118 @@ def test_a_small_request_waits_for_one_turn_of_who_drops_all_that_a_node_has(
         assert other.request(Op.STAT)["blocks"] == 0
 
 
+def reserve(client: ControlChannel, count: int = HELD) -> None:
+    raw = os.urandom(count * KEY_BYTES)
+    client.request(Op.RESERVE, NAMESPACE, raw, 4096, 0, 0, None, 0)
+
+
+def came_back(client: ControlChannel) -> dict[str, int]:
+    """What the node says after another HELLO."""
+    client._disconnect()
+    answer: dict[str, int] = client.request(Op.STAT)
+    return answer
+
+
+def test_a_small_request_waits_for_one_turn_of_who_comes_back_without_what_it_held(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(channel(node)) as greedy, closing(channel(node)) as other:
+        reserve(greedy)
+        handled = Handled(node, monkeypatch)
+        back: list[dict[str, int]] = []
+        returns = threading.Thread(target=lambda: back.append(came_back(greedy)))
+        returns.start()
+        assert handled.begun.wait(10)
+        small = other.post(Op.STAT)
+        handled.go_on.set()
+        assert other.collect(small)["reserved"] >= HELD - 2 * TURN_ITEMS
+        returns.join()
+        assert [said["reserved"] for said in back] == [0], "welcomed when all of it is free"
+        assert max(handled.items) <= TURN_ITEMS
+        assert sum(handled.items) == HELD
+
+
+def test_a_small_request_waits_for_one_turn_of_who_leaves_with_thousands_of_slots(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(channel(node)) as other:
+        greedy = channel(node)
+        reserve(greedy)
+        handled = Handled(node, monkeypatch)
+        greedy.close()
+        assert handled.begun.wait(10)
+        small = other.post(Op.STAT)
+        handled.go_on.set()
+        assert other.collect(small)["reserved"] >= HELD - 2 * TURN_ITEMS
+        ended = HELD // TURN_ITEMS + 1
+        wait_until(lambda: handled.kinds.count(SessionDead) == ended, "it is forgotten")
+        assert other.request(Op.STAT)["reserved"] == 0
+        assert max(handled.items) <= TURN_ITEMS
+
+
+def test_who_claims_thousands_of_slots_is_read_in_turns(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    rows = control._tuples
+
+    def counted(field: str, raw: list[object], width: int) -> list[object]:
+        read.append(len(raw))
+        return rows(field, raw, width)
+
+    with closing(channel(node)) as greedy, closing(channel(node)) as other:
+        monkeypatch.setattr(control, "_tuples", counted)
+        turns: list[int] = []
+        next_turn = Turns._next
+        monkeypatch.setattr(Turns, "_next", lambda self: (turns.append(len(read)), next_turn(self)))
+        claimed = [(slot, 1) for slot in range(HELD)], [(slot, 1, 1) for slot in range(HELD)]
+        greedy._held = lambda: claimed
+        assert came_back(greedy)["reserved"] == 0
+        assert read == [TURN_ITEMS] * (2 * HELD // TURN_ITEMS)
+        assert max(b - a for a, b in itertools.pairwise(turns)) <= 2
+        assert other.request(Op.STAT)["reserved"] == 0
+
+
+def test_a_claim_that_is_refused_in_a_later_turn_ends_its_connection_with_the_reason(
+    node: NodeThread,
+) -> None:
+    with closing(channel(node)) as other:
+        client = channel(node)
+        wrong = [(slot, 1) for slot in range(HELD)] + [(1, -1)]
+        client._held = lambda: (wrong, ())
+        with pytest.raises(NodeUnavailableError, match="reserved="):
+            came_back(client)
+        client.close()
+        assert other.request(Op.STAT)["reserved"] == 0
+
+
+def test_who_says_hello_anew_in_the_middle_of_its_own_keeps_what_it_claims_then(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older HELLO frees nothing any more: it did not know of what the later one claims."""
+    with closing(channel(node)) as client, closing(channel(node)) as newer:
+        reserve(client, BATCH_KEYS_MAX)
+        kept = [(s.slot_id, s.generation) for s in node._node.core.by_key.values()][-TURN_ITEMS:]
+        newer._disconnect()
+        newer._client_id, newer._last_request = client._client_id, 1000
+        newer._held = lambda: (kept, ())
+        handled = Handled(node, monkeypatch)
+
+        def comes_back() -> None:
+            with suppress(NodeUnavailableError):
+                came_back(client)
+
+        with ThreadPoolExecutor(2) as threads:
+            older = threads.submit(comes_back)
+            assert handled.begun.wait(10)
+            said = threads.submit(newer.request, Op.STAT)
+            time.sleep(0.1)  # it is connected, and waits for the node
+            handled.go_on.set()
+            assert said.result()["reserved"] == TURN_ITEMS
+            older.result()
+        assert newer.request(Op.STAT)["reserved"] == TURN_ITEMS
+
+
 def test_what_others_tell_was_reset_is_dropped_in_turns_and_once(
     node: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +318,7 @@ def test_all_that_came_in_one_piece_is_answered_in_its_order(node: NodeThread) -
 def test_nothing_more_is_carried_out_for_who_lets_answers_pile_up(
     node: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.node.control_server.MESSAGE_BYTES_MAX", 1000)
+    monkeypatch.setattr("kvstore.node.control.control_server.MESSAGE_BYTES_MAX", 1000)
     with closing(channel(node)) as greedy, closing(channel(node)) as other:
         handled = Handled(node, monkeypatch)
         handled.go_on.set()

@@ -4,13 +4,15 @@ import asyncio
 
 import pytest
 
-from kvstore.core.events import Commit, Drop, Reserve
+from kvstore.core.events import Commit, Drop, Reply, Reserve
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.keys import Namespace
-from kvstore.node import publisher as module
-from kvstore.node.publisher import Publisher
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.node.publishing import publisher as module
+from kvstore.node.publishing.publisher import Publisher
+from kvstore.types import STORED
 
 KEYS = Namespace.named("test").block_keys(range(6), 1)
 SIZE = 4096
@@ -100,11 +102,52 @@ def test_answers_do_not_wait_for_a_shard_that_is_away(loop, parts):
     heard = Heard()
     index.away = frozenset(KEYS[:1])
     put(core, KEYS)
-    publisher.answer(heard, [1])
+    publisher.answer(heard, Reply(1, 1, [STORED], True))
     assert heard.answers == []
     publisher.schedule()
     turn(loop, lambda: heard.answers)
     assert core.outbox.publications_pending == 1
+
+
+class Steps:
+    """A loop that goes on by one call at a time."""
+
+    def __init__(self):
+        self.due = []
+
+    def call_soon(self, call):
+        self.due.append(call)
+
+    def call_later(self, delay_s, call):
+        self.due.append(call)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_large_answers_that_waited_go_out_a_turn_each_and_small_ones_before_them(gone):
+    core, index, steps = NodeCore(node_id=5, epoch=9, size_bytes=64 << 10), Sharded(), Steps()
+    index.gone = gone
+    publisher, heard = Publisher(core, index, steps), Heard()
+    put(core, KEYS)
+    large = [Reply(1, number, [STORED] * BATCH_KEYS_MAX, True) for number in range(16)]
+    middle = [Reply(1, number, [STORED] * 100, True) for number in range(16, 22)]
+    small = [Reply(1, number, [STORED], True) for number in range(22, 40)]
+    named = [Reply(1, 40, {"dropped": 1}, True), Reply(1, 41, None, True)]
+    for reply in (*large, *middle, *small, *named):
+        publisher.answer(heard, reply)
+    publisher.schedule()
+    sent = []
+    while steps.due and len(sent) < 40:
+        before = len(heard.answers)
+        steps.due.pop(0)()
+        sent.append(heard.answers[before:])
+    assert sent[0] == [*small, *named], "with the index's answer"
+    assert [len(once) for once in sent[1:] if once] == [1] * 16 + [3, 3]
+    assert [reply for once in sent[1:] for reply in once] == [*large, *middle]
+    late = Reply(1, 42, [STORED] * BATCH_KEYS_MAX, True)
+    publisher.answer(heard, late)
+    publisher.schedule()
+    while late not in heard.answers:
+        steps.due.pop(0)()
 
 
 def test_what_a_dead_index_did_not_take_goes_out_when_it_is_back(loop, parts):
@@ -121,3 +164,25 @@ def test_what_a_dead_index_did_not_take_goes_out_when_it_is_back(loop, parts):
     index.gone = False
     turn(loop, lambda: present(index) == [False, True, True, True, False, False])
     turn(loop, lambda: not core.outbox.removals_pending)
+
+
+def test_however_often_something_is_dropped_while_the_index_is_away_one_timer_tries_again():
+    """Each drop tells the index at once; with a timer for each the node would do nothing else."""
+    core, index, steps = NodeCore(node_id=5, epoch=9, size_bytes=64 << 10), Sharded(), Steps()
+    publisher = Publisher(core, index, steps)
+    put(core, KEYS)
+    publisher.schedule()
+    steps.due.pop(0)()
+    index.gone = True
+    for number, key in enumerate(KEYS):
+        core.handle(Drop(1, 10 + number, [key]), 0.0)
+        publisher.remove()
+        publisher.schedule()
+    assert len(steps.due) == 1
+    for _ in range(5):
+        steps.due.pop(0)()
+        assert len(steps.due) == 1
+    index.gone = False
+    steps.due.pop(0)()
+    assert not any(present(index))
+    assert steps.due == []

@@ -1,7 +1,7 @@
 """Gives those who have much for a node's thread to do their turns: so much work each, in a row.
 
 Work is counted in items: a block that a request names is one, the request itself
-`MESSAGE_ITEMS`. What is small is carried out as it comes (node/control_server.py); whoever has
+`MESSAGE_ITEMS`. What is small is carried out as it comes (control_server.py); whoever has
 sent more stands here. Between two turns the loop reads what has come from others, so a small
 request waits for one turn and not for a message of thousands of keys, and the large ones of
 several clients go on side by side. Who took more than a turn's work at once, because it could not

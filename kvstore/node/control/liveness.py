@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvstore.core.events import Reply
 from kvstore.errors import UsageError
-from kvstore.filelock import fd_is_locked
+from kvstore.system.filelock import fd_is_locked
 
 
 class Speaker(Protocol):

@@ -17,15 +17,15 @@ from kvstore.core.events import NOBODY, Effects, Reset
 from kvstore.core.node import NodeCore
 from kvstore.core.resets import Resets
 from kvstore.errors import IndexUnavailableError
-from kvstore.host_clock import Moment, passed_s
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import RESETS_KEPT_S, RESETS_SETTLE_S
 from kvstore.machine import REAL, Machine
-from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S
+from kvstore.node.publishing.heartbeat import ANNOUNCEMENT_TTL_S
 from kvstore.nodedir import ANNOUNCEMENT_BYTES_MAX, Announcement, NodeDir
 from kvstore.record import RecordSigner
-from kvstore.small_json import parse_object
+from kvstore.system.host_clock import Moment, passed_s
+from kvstore.system.small_json import parse_object
 
 log = logging.getLogger("kvstore.node")
 

@@ -8,7 +8,7 @@ import pytest
 from kvstore.core.events import Abort, Reply, Stat, Touch
 from kvstore.errors import DeadlineError
 from kvstore.limits import TOLD_MAX
-from kvstore.node.local_session import LocalSessions
+from kvstore.node.control.local_session import LocalSessions
 
 
 class Loop:

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from kvstore.core.changes import Changes
 from kvstore.core.node import NodeCore
+from kvstore.core.outgoing.changes import Changes
 from kvstore.errors import PeerError, UsageError
 from kvstore.limits import (
     EVENT_BACKLOG_MAX,

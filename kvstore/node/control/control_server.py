@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import cast
 
 import msgpack
 
 from kvstore.core.events import Reply
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.limits import MESSAGE_BYTES_MAX
-from kvstore.node.liveness import ClientSession
-from kvstore.node.turns import MESSAGE_ITEMS, Turns
+from kvstore.node.control.liveness import ClientSession
+from kvstore.node.control.turns import MESSAGE_ITEMS, Turns
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello
 from kvstore.protocol.control_replies import encoded
-from kvstore.protocol.unpacking import readers_unpacker
-from kvstore.unix_peer import peer_uid
+from kvstore.protocol.unpacking import Messages, readers_unpacker
+from kvstore.system.unix_peer import peer_uid
 
 Work = Iterator[int]
 """A request under way: each step carries a part of it out and tells how many items that was."""
@@ -38,7 +38,7 @@ class Connection(asyncio.Protocol):
     def __init__(
         self,
         on_made: Callable[[Connection], None],
-        on_hello: Callable[[Connection, Hello], None],
+        on_hello: Callable[[Connection, Hello], Work | None],
         on_request: Callable[[Connection, object], Work | None],
         on_gone: Callable[[Connection], None],
         turns: Turns,
@@ -54,9 +54,11 @@ class Connection(asyncio.Protocol):
         """The message that is to be carried out next, where it was read already."""
         self._rest: Work | None = None
         """The parts of a request that are still to be carried out."""
+        self._begun = 0
+        """The client's number for the last message that was begun."""
         self._owed = 0
         """Items that it had beyond its turns."""
-        self._unpacker: Any = control.unpacker()
+        self._unpacker: Messages = control.unpacker()
         self._transport: asyncio.Transport | None = None
         self._last_request = 0
         self.session: ClientSession | None = None
@@ -133,17 +135,16 @@ class Connection(asyncio.Protocol):
     def _begin(self) -> int:
         """Carry the next message out, unless it is for several turns; tells its cost in items."""
         message = self._next.pop()
+        self._begun = _number(message)
         if self._carried_out(message):
             return MESSAGE_ITEMS
         try:
             if self.session is None:
-                self._on_hello(self, Hello(message))
+                self._rest = self._on_hello(self, Hello(message))
             else:
                 self._rest = self._on_request(self, message)
         except UsageError as e:
-            self._refuse(message, e)
-            if self.session is None:
-                self.hang_up()
+            self._refuse(self._begun, e)
         if self._rest is not None:
             return MESSAGE_ITEMS
         return MESSAGE_ITEMS + control.items_of(message)
@@ -151,8 +152,11 @@ class Connection(asyncio.Protocol):
     def _step(self) -> int:
         """Carry the next part of the request out; tells its cost."""
         assert self._rest is not None
-        for items in self._rest:
-            return items
+        try:
+            for items in self._rest:
+                return items
+        except UsageError as e:
+            self._refuse(self._begun, e)
         self._rest = None
         return 0
 
@@ -169,10 +173,11 @@ class Connection(asyncio.Protocol):
         self._last_request = request
         return False
 
-    def _refuse(self, message: object, error: KVStoreError) -> None:
-        request = _number(message)
+    def _refuse(self, request: int, error: KVStoreError) -> None:
         if request:
             self._send([request, False, str(error)])
+        if self.session is None:
+            self.hang_up()
 
     def welcome(self, request: int, node_id: int, epoch: int) -> None:
         """Answer the client's HELLO, which was `request`, with who this node is."""

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvstore.core.events import Event, Reply, SessionDead, SessionResumed
 from kvstore.core.parts import joined
 from kvstore.errors import UsageError
-from kvstore.node.control_server import Connection, Work
-from kvstore.node.liveness import ClientSession, Sessions
-from kvstore.node.permissions import owns_node
-from kvstore.node.turns import Turns
-from kvstore.node.unheard import UnheardReaders
+from kvstore.node.control.control_server import Connection, Work
+from kvstore.node.control.liveness import ClientSession, Sessions
+from kvstore.node.control.permissions import owns_node
+from kvstore.node.control.turns import Turns
+from kvstore.node.control.unheard import UnheardReaders
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello, Op
 
@@ -87,7 +87,14 @@ class Clients:
             connection.may_only_read()
             self._unheard.enter(connection)
 
-    def _said_hello(self, connection: Connection, hello: Hello) -> None:
+    def _said_hello(self, connection: Connection, hello: Hello) -> Work | None:
+        """Let its client in; what is left to do when it holds, or says it holds, many slots."""
+        work = self._let_in(connection, hello)
+        return None if next(work, None) is None else work
+
+    def _let_in(self, connection: Connection, hello: Hello) -> Work:
+        at_most = self.turns.turn_items
+        yield from hello.claims(at_most)
         self._unheard.leave(connection)
         uid = connection.peer_uid()
         ours = owns_node(uid)
@@ -100,7 +107,14 @@ class Clients:
             raise UsageError("user", uid, must)
         connection.session = session
         if known:
-            self._node.act(SessionResumed(session.number, hello.reserved, hello.pinned))
+            back = SessionResumed(session.number, hello.reserved, hello.pinned)
+            for i, part in enumerate(self._node.parts(back, at_most)):
+                if i:
+                    yield at_most
+                if session.transport is not connection:  # it has said a later HELLO meanwhile
+                    connection.hang_up()
+                    return
+                self._node.carry_out(part)
         connection.welcome(hello.request, *self._start)
 
     def _asked(self, connection: Connection, message: object) -> Work | None:
@@ -112,13 +126,14 @@ class Clients:
             # (which reservations it holds) must not be undone by older words.
             connection.hang_up()
             return None
-        op: Any = message[0] if isinstance(message, list) and message else None
+        op: object = message[0] if isinstance(message, list) and message else None
         if op == Op.BYE:
             self._end(session)
             connection.session = None
             connection.hang_up()
             return None
         event = control.decode(session.number, message)
+        assert isinstance(op, int)
         if session.reads_only and op not in control.READER_OPS:
             raise UsageError("op", Op(op).name, "this user may only read")
         self._node.check(event)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from kvstore.core.events import Reply
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, KeyRecord
 from kvstore.machine import REAL, Machine
-from kvstore.node.liveness import Speaker
+from kvstore.node.control.liveness import Speaker
+from kvstore.node.control.turns import AT_ONCE_ITEMS, TURN_ITEMS
 
 log = logging.getLogger("kvstore.node")
 
@@ -49,6 +51,8 @@ class Publisher:
         self.error: IndexUnavailableError | None = None
         """Why it did, where all of it failed."""
         self._held: list[tuple[Speaker, Reply]] = []
+        self._large: deque[tuple[Speaker, Reply]] = deque()
+        """What no longer waits for the index, and is sent in turns of the loop."""
         self._flush_due = False
         self._remove_due = False
 
@@ -69,8 +73,7 @@ class Publisher:
             self._flush_due = True
             self._loop.call_soon(self._flush)
         if self._core.outbox.removals_pending and not self._remove_due:
-            self._remove_due = True
-            self._loop.call_later(REMOVE_DELAY_S, self.remove)
+            self._remove_later(REMOVE_DELAY_S)
 
     def _flush(self) -> None:
         outbox = self._core.outbox
@@ -93,19 +96,38 @@ class Publisher:
             self.away, self.error = True, e
             again_s = INDEX_RETRY_S
         if again_s or not outbox.awaited:
-            held, self._held = self._held, []
-            for to, reply in held:
-                to.send(reply)
+            self._release()
         if outbox.publications_pending:
             self._loop.call_later(again_s, self._flush)
         else:
             self._flush_due = False
 
+    def _release(self) -> None:
+        """Send what was held. To encode what became of 4,096 blocks takes a millisecond, and many
+        clients may wait for as much: such answers go out a turn's worth at a time."""
+        held, self._held = self._held, []
+        begins = not self._large
+        for to, reply in held:
+            if _items(reply) > AT_ONCE_ITEMS:
+                self._large.append((to, reply))
+            else:
+                to.send(reply)
+        if begins and self._large:
+            self._loop.call_later(0.0, self._send_large)
+
+    def _send_large(self) -> None:
+        left = TURN_ITEMS
+        while left > 0 and self._large:
+            to, reply = self._large.popleft()
+            to.send(reply)
+            left -= _items(reply)
+        if self._large:
+            self._loop.call_later(0.0, self._send_large)
+
     def remove(self) -> None:
         """Remove a batch of records that are due from the index now, and the rest later."""
         work = self._core.outbox.take_removals(REMOVE_BATCH)
         if not work:
-            self._remove_due = False
             return
         again_s = REMOVE_DELAY_S
         try:
@@ -113,9 +135,17 @@ class Publisher:
             self._core.outbox.removed(work)
         except IndexUnavailableError:
             again_s = INDEX_RETRY_S
-        self._remove_due = self._core.outbox.removals_pending > 0
-        if self._remove_due:
-            self._loop.call_later(again_s, self.remove)
+        if self._core.outbox.removals_pending and not self._remove_due:
+            self._remove_later(again_s)
+
+    def _remove_later(self, wait_s: float) -> None:
+        """Once, however many ask for it meanwhile."""
+        self._remove_due = True
+        self._loop.call_later(wait_s, self._remove_due_now)
+
+    def _remove_due_now(self) -> None:
+        self._remove_due = False
+        self.remove()
 
     def refill(self) -> None:
         """Publish every block anew: the index lost keys."""
@@ -132,3 +162,7 @@ class Publisher:
             if not batch:
                 return
             self._index.remove([KeyRecord(*item) for item in batch])
+
+
+def _items(reply: Reply) -> int:
+    return len(reply.body) if isinstance(reply.body, list) else 1

@@ -27,7 +27,7 @@ from kvstore.core.events import (
 )
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.limits import TOLD_MAX
-from kvstore.node.liveness import ClientSession, Sessions
+from kvstore.node.control.liveness import ClientSession, Sessions
 from kvstore.types import PutResult
 
 TakeBack = Callable[[Answer], Request]

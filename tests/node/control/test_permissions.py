@@ -19,8 +19,8 @@ from stores import MIB, PATIENT
 from kvstore import Client, UsageError
 from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
-from kvstore.node.permissions import group_id
-from kvstore.node.unheard import UNHEARD_PER_USER_MAX
+from kvstore.node.control.permissions import group_id
+from kvstore.node.control.unheard import UNHEARD_PER_USER_MAX
 from kvstore.protocol.unpacking import READER_BUFFER_BYTES_MAX
 from kvstore.rundir import run_dir as checked_run_dir
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.node.permissions import give
+from kvstore.node.control.permissions import give
 from kvstore.seldom import Seldom
 
 log = logging.getLogger("kvstore.node")

@@ -13,7 +13,7 @@ from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_node
 from kvstore.index.base import Index
 from kvstore.limits import SCRUB_KEYS_MAX
-from kvstore.node.publisher import Publisher
+from kvstore.node.publishing.publisher import Publisher
 from kvstore.record import RecordSigner
 
 log = logging.getLogger("kvstore.node")
