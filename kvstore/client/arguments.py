@@ -66,7 +66,8 @@ def _encodes(value: str) -> bool:
 
 
 def tenant_id(tenant: Any) -> int:
-    """The 32 bits by which nodes know a tenant. Raises `UsageError` for what cannot be its name."""
+    """Return the 32 bits by which nodes know a tenant. Raises `UsageError` for what cannot be its
+    name."""
     is_a("tenant", tenant, str, "must be text")
     raw = tenant.encode("utf-8", "surrogatepass")
     if len(raw) > TENANT_BYTES_MAX:
@@ -81,7 +82,7 @@ def flag(field: str, value: Any) -> None:
 
 
 def several(field: str, value: Any, of: str) -> Sequence[Any]:
-    """What has a length and an order, and is no text: a list, a tuple, an array."""
+    """Return what has a length and an order, and is no text: a list, a tuple, an array."""
     ordered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     if not ordered or isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set):
         raise UsageError(field, value, f"must be a list of {of}")
@@ -93,7 +94,7 @@ def several(field: str, value: Any, of: str) -> Sequence[Any]:
 
 
 def pairs(items: Any) -> list[tuple[Any, Any]]:
-    """Keys with values, of a mapping or as they come."""
+    """Return keys with values, of a mapping or as they come."""
     if isinstance(items, Mapping):
         return list(items.items())
     must = "must be a mapping, or (key, value) pairs"

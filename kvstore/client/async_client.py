@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvstore.client import arguments
+from kvstore.client.base import ResetResult
 from kvstore.client.client import Client, Items
-from kvstore.client.explanation import Explanation, Missing
 from kvstore.client.health import Health
+from kvstore.client.missing.explanation import Explanation, Missing
 from kvstore.client.pinned import Pinned, TokenMatch
-from kvstore.client.put_pipeline import unless
-from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import Verify
+from kvstore.client.values.put_pipeline import unless
 from kvstore.errors import PeerError, UsageError
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
@@ -148,7 +148,7 @@ class AsyncClient:
         return await self._use(lambda c: c.put_blocks(tokens, blocks))
 
     async def get(self, key: str | bytes, out: Any = None) -> Any:
-        """The value as it was put, None on a miss; see `Client.get`."""
+        """Return the value as it was put, None on a miss; see `Client.get`."""
         return await self._use(lambda c: c.get(key, out))
 
     async def get_many(
@@ -163,15 +163,16 @@ class AsyncClient:
         return await self._use(lambda c: c.get_blocks(tokens, out))
 
     async def exists(self, key: str | bytes) -> bool:
-        """Whether a get would have hit a moment ago."""
+        """Return whether a get would have hit a moment ago."""
         return await self._run(lambda c: c.exists(key))
 
     async def match_prefix(self, tokens: Sequence[int]) -> TokenMatch:
-        """The longest leading run of full blocks of `tokens` in the store."""
+        """Return the longest leading run of full blocks of `tokens` in the store."""
         return await self._run(lambda c: c.match_prefix(tokens))
 
     async def pin(self, key: str | bytes) -> Pinned | None:
-        """A zero-copy view of a value that cannot be evicted while it is open; None on a miss.
+        """Return a zero-copy view of a value that cannot be evicted while it is open; None on a
+        miss.
 
         Use it in a plain `with`, which ends without waiting for the node. A pin that
         comes after the call was cancelled is closed at once.
@@ -203,11 +204,11 @@ class AsyncClient:
         return await self._run(lambda c: c.clear(timeout_s))
 
     async def explain(self, tokens: Sequence[int]) -> Explanation:
-        """How much of `tokens` could be read now, and why not the next block."""
+        """Return how much of `tokens` could be read now, and why not the next block."""
         return await self._run(lambda c: c.explain(tokens))
 
     async def explain_key(self, key: str | bytes) -> Missing | None:
-        """Why a get of `key` would miss now; None when it would hit."""
+        """Return why a get of `key` would miss now; None when it would hit."""
         return await self._run(lambda c: c.explain_key(key))
 
     async def ping(self) -> None:

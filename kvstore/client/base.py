@@ -7,10 +7,10 @@ implements it over Redis and the memory node of this host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from kvstore.client.explanation import FieldDifference, Missing, MissReason
-from kvstore.client.reset_result import ResetResult
+from kvstore.client.missing.explanation import FieldDifference, Missing, MissReason
 from kvstore.cuda.base import Buffer, DeviceRange
 from kvstore.index.base import Record
 from kvstore.keys import Namespace
@@ -45,6 +45,36 @@ class LookupResult(list[BlockRef | None]):
 
     short: MissReason | None = None
     """None when the index answered: a None among the answers is then an absent block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetResult:
+    """What came of a reset; true when it is complete.
+
+    Complete: nothing that was saved before it began is found by anybody any more. Else that
+    holds for the nodes that have confirmed it. The others drop it as soon as they hear of
+    it, within a heartbeat of when they reach the index again or start anew, and until then
+    clients that can read them may find it.
+    """
+
+    confirmed: tuple[str, ...]
+    """Nodes that have dropped it, as NAME@HOST."""
+    unconfirmed: tuple[str, ...]
+    """Nodes that live, or did a moment ago, and have not said so in time."""
+    index_answered: bool
+    """All the time, and long enough for all nodes to be heard of. Without the index nobody knows
+    of nodes on other hosts; they hear of it later."""
+
+    def __bool__(self) -> bool:
+        return self.index_answered and not self.unconfirmed
+
+    def __str__(self) -> str:
+        if self:
+            return f"complete: confirmed by {', '.join(self.confirmed) or 'nobody, no node lives'}"
+        missing = list(self.unconfirmed)
+        if not self.index_answered:
+            missing.append("nodes of other hosts (the index did not answer all the time)")
+        return f"not confirmed by {', '.join(missing)}; they drop it when they hear of it"
 
 
 class MissQuery(NamedTuple):
@@ -155,7 +185,8 @@ class BlockStore(Protocol):
     """Safe to call from several threads. Every call ends within its deadline."""
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
-        """The longest leading run of `keys` that can be read from here, as far as it was found.
+        """Return the longest leading run of `keys` that can be read from here, as far as it was
+        found.
 
         This host's memory is looked through first, without a wait or a deadline; the index is
         asked from the first key that is missing there, in at most one round trip.
@@ -172,7 +203,7 @@ class BlockStore(Protocol):
         ...
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
-        """Each of `keys` that can be read from here, None for the others.
+        """Return each of `keys` that can be read from here, None for the others.
 
         For questions that are no single run, such as which of several writers
         has a block. Promises what `match` does, and asks the index for the missing keys alone.
@@ -180,12 +211,12 @@ class BlockStore(Protocol):
         ...
 
     def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
-        """Where each of `found` lies, by its record and by what is mapped here. Asks nobody and
-        waits for nothing: for metrics."""
+        """Return where each of `found` lies, by its record and by what is mapped here. Asks nobody
+        and waits for nothing: for metrics."""
         ...
 
     def view(self, found: BlockRef) -> BlockView | None:
-        """The block in place, or None when it is not there (any more): a miss."""
+        """Return the block in place, or None when it is not there (any more): a miss."""
         ...
 
     def views(
@@ -287,7 +318,7 @@ class BlockStore(Protocol):
         ...
 
     def mappings(self) -> Sequence[PoolMapping]:
-        """What of this host's memory blocks are read from and written to in place, now.
+        """Return what of this host's memory blocks are read from and written to in place, now.
 
         Finds the nodes of this host if nobody has yet, but starts none. Never raises for a peer's
         fault: what is not there is not among them.

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from kvstore.batches import in_batches
 from kvstore.client.base import BlockRef, LookupResult, PrefixMatch
-from kvstore.client.explanation import MissReason, reason_of
 from kvstore.client.local.nodes import Attached, LocalNodes
+from kvstore.client.missing.explanation import MissReason, reason_of
 from kvstore.client.reader import Reader
 from kvstore.client.remote.peers import Peers
 from kvstore.errors import IndexUnavailableError
@@ -47,7 +47,8 @@ def found_here(
     keys: Sequence[Key],
     give_up_at: float | None = None,
 ) -> Iterator[BlockRef | None]:
-    """Each of `keys` with the record that its node would publish; None when it is not found here.
+    """Yield each of `keys` with the record that its node would publish; None when it is not found
+    here.
 
     Without `give_up_at`, of nodes of the client's own index alone; then nobody is waited for, and
     a starved reader finds what lies here. With it, of all that serve the same keys, and it ends
@@ -82,7 +83,8 @@ def found_here(
 def _made_of(
     attached: Attached, signer: RecordSigner | None, slot_id: int, image: bytes
 ) -> tuple[bytes, BlockRef] | None:
-    """The header and the block that it describes, None unless that is whole and in the segment."""
+    """Return the header and the block that it describes, None unless that is whole and in the
+    segment."""
     header = fields(image)
     if header is None or offset_of(attached.shm.superblock.size_bytes, slot_id, header) is None:
         return None
@@ -99,7 +101,7 @@ def _made_of(
 
 
 def _leading(found: Iterable[BlockRef | None]) -> Iterator[BlockRef]:
-    """The leading blocks, up to the first that is missing."""
+    """Yield the leading blocks, up to the first that is missing."""
     for one in found:
         if one is None:
             return
@@ -220,8 +222,8 @@ class BlockLookup:
 
     @staticmethod
     def _indexed(ask: Callable[[Sequence[Key]], list[T]], keys: Sequence[Key]) -> list[T]:
-        """What the index answers, asked for as many keys at a time as it takes. The first answer
-        that is shorter than its question ends a run."""
+        """Return what the index answers, asked for as many keys at a time as it takes. The first
+        answer that is shorter than its question ends a run."""
         if len(keys) <= BATCH_KEYS_MAX:
             return ask(keys)
         records: list[T] = []
@@ -239,8 +241,9 @@ class BlockLookup:
         started: float,
         timeout_s: float | None,
     ) -> list[BlockRef | None]:
-        """Each record whose node can be read from here. The index has one record for a key: where
-        that is of a node that cannot, such as one in VRAM, this host's memory may have another."""
+        """Return each record whose node can be read from here. The index has one record for a key:
+        where that is of a node that cannot, such as one in VRAM, this host's memory may have
+        another."""
         reached = self._reached(records)
         refs = [None if r is None else BlockRef(k, r) for k, r in zip(keys, reached, strict=False)]
         away = [i for i, r in enumerate(records) if r is not None and refs[i] is None]
@@ -251,7 +254,7 @@ class BlockLookup:
         return refs
 
     def _reached(self, records: Sequence[Record | None]) -> list[Record | None]:
-        """The records of nodes that can be read from here, None in place of the others.
+        """Return the records of nodes that can be read from here, None in place of the others.
 
         Headers are looked at when the block is read; here only who owns it matters, so a long
         run costs little.
@@ -291,7 +294,7 @@ class BlockLookup:
     def _in_time(
         self, keys: Sequence[Key], started: float, timeout_s: float | None
     ) -> Iterator[BlockRef | None]:
-        """What can be found without the index, in what is left of the time."""
+        """Return what can be found without the index, in what is left of the time."""
         if timeout_s is None:
             give_up_at = self._now() + self._index_timeout_s
         else:
@@ -299,6 +302,6 @@ class BlockLookup:
         return found_here(self._nodes, self._signer, keys, give_up_at)
 
     def _short(self, error: IndexUnavailableError, *, missed: bool) -> MissReason | None:
-        """Why not all was found: the index was not there to be asked."""
+        """Return why not all was found: the index was not there to be asked."""
         self._reader.index_failed(error, missed=missed)
         return reason_of(error) if missed else None

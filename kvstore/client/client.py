@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvstore.client import arguments
-from kvstore.client.explanation import Explanation, Missing, MissReason
+from kvstore.client.base import ResetResult
 from kvstore.client.health import Health, ask_index
-from kvstore.client.miss_query import about_block, about_value
+from kvstore.client.missing.explanation import Explanation, Missing, MissReason
+from kvstore.client.missing.miss_query import about_block, about_value
 from kvstore.client.pinned import Pinned, TokenMatch
-from kvstore.client.reset_result import ResetResult
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.values import tensors
 from kvstore.client.values.existing import node_of
@@ -197,7 +197,8 @@ class Client:
     # --- getting ----------------------------------------------------------
 
     def get(self, key: str | bytes, out: Any = None) -> Any:
-        """The value as it was put (bytes, array, tensor with dtype and shape), None on a miss.
+        """Return the value as it was put (bytes, array, tensor with dtype and shape), None on a
+        miss.
 
         With `out`, a writable contiguous buffer, array or CPU tensor, the bytes go there.
         One of plain bytes (a bytearray, a one-dimensional array or tensor of uint8) takes
@@ -233,16 +234,18 @@ class Client:
         return next((i for i, value in enumerate(got) if value is None), len(got))
 
     def exists(self, key: str | bytes) -> bool:
-        """Whether a get would have hit a moment ago."""
+        """Return whether a get would have hit a moment ago."""
         return self._reader.search((self._value_key(key),)) != [None]
 
     def match_prefix(self, tokens: Sequence[int]) -> TokenMatch:
-        """The longest leading run of full blocks of `tokens` in the store; one round trip."""
+        """Return the longest leading run of full blocks of `tokens` in the store; one round
+        trip."""
         found = self.session.match(self._block_keys(tokens))
         return TokenMatch(len(found) * self.block_tokens, len(found), found)
 
     def pin(self, key: str | bytes) -> Pinned | None:
-        """A zero-copy view of a value that cannot be evicted while it is open; None on a miss.
+        """Return a zero-copy view of a value that cannot be evicted while it is open; None on a
+        miss.
 
         Close it, or use it in a `with`. Of another user's node it is a copy, and a miss while
         such pins and views have taken `ANOTHERS_BYTES_MAX`. Raises `UsageError` for a value that
@@ -321,7 +324,7 @@ class Client:
     # --- telling ----------------------------------------------------------
 
     def explain(self, tokens: Sequence[int]) -> Explanation:
-        """How much of `tokens` `get_blocks` could read now, and why not the next block.
+        """Return how much of `tokens` `get_blocks` could read now, and why not the next block.
 
         For people and logs: it asks the index and the nodes of this host, and takes
         milliseconds; at most twice the deadline of a request when some of them hang.
@@ -339,7 +342,7 @@ class Client:
     def _first_missing(
         self, tokens: Sequence[int], keys: Sequence[Key]
     ) -> tuple[int, Missing | None]:
-        """How many leading blocks are there, and why not the next one."""
+        """Return how many leading blocks are there, and why not the next one."""
         if not keys:
             detail = f"{len(tokens)} tokens do not fill one block of {self.block_tokens}"
             return 0, Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
@@ -351,7 +354,8 @@ class Client:
         return hit, self.session.why_missing(question)
 
     def explain_key(self, key: str | bytes) -> Missing | None:
-        """Why a get of `key` would miss now; None when it would hit. As `explain` otherwise."""
+        """Return why a get of `key` would miss now; None when it would hit. As `explain`
+        otherwise."""
         raw_key = self._value_key(key)
         if self._reader.search((raw_key,)) != [None]:
             return None

@@ -35,7 +35,7 @@ class Copies:
         self._claims = itertools.count(1)
 
     def claim(self) -> int:
-        """The number of a copy that may be made."""
+        """Return the number of a copy that may be made."""
         return next(self._claims)
 
     def take(self, claim: int, size_bytes: int) -> bool:
@@ -56,8 +56,8 @@ class Copies:
         self._bytes.pop(claim, None)
 
     def room(self, size_bytes: int) -> memoryview | None:
-        """Memory for a copy, counted as long as anybody has a view of it; None when there is no
-        room left."""
+        """Return memory for a copy, counted as long as anybody has a view of it; None when there is
+        no room left."""
         claim = self.claim()
         try:
             if not self.take(claim, size_bytes):

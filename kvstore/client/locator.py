@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvstore.batches import in_batches
-from kvstore.client.explanation import MissReason, reason_of
+from kvstore.client.missing.explanation import MissReason, reason_of
 from kvstore.client.remote.node_directory import NodeDirectory
 from kvstore.config_file import read_config
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.limits import BATCH_KEYS_MAX, Limits
-from kvstore.record import RecordSigner, unpack_record
+from kvstore.record import RecordSigner, node_start_of, unpack_record
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.transport.select import TRANSPORTS
@@ -69,17 +69,25 @@ class Locator:
         """Whether a node can be reached is not for this one to know."""
 
     def leading(self, keys: Sequence[Key]) -> Holders:
-        """The holders of the longest leading run of `keys`, one each.
+        """Return the holders of the longest leading run of `keys`, one each.
 
         One round trip for every `BATCH_KEYS_MAX` keys, and one for each node not heard of
         for `NODE_BELIEVED_S`. Never raises for a peer's fault: the run is shorter then.
         """
         holders = Holders()
+        known: dict[bytes, Holder | None] = {}
+        """By node and start of it, as records have them: a prompt's blocks are on few."""
         try:
             for batch in in_batches(keys, BATCH_KEYS_MAX):
                 run = self._index.match(batch)
                 for key, record in zip(batch, run, strict=False):
-                    holder = self._holder(key, record)
+                    start = node_start_of(key, record)
+                    if start is None or (self._signer and not self._signer.right(key, record)):
+                        holders.short = MissReason.NODE_DEAD
+                        return holders
+                    if start not in known:
+                        known[start] = self._holder(key, record)
+                    holder = known[start]
                     if holder is None:
                         holders.short = MissReason.NODE_DEAD
                         return holders
@@ -92,10 +100,7 @@ class Locator:
         return holders
 
     def _holder(self, key: Key, record: bytes) -> Holder | None:
-        """None when the record is damaged or not signed as it must be, or of a node, or a start of
-        one, that is over."""
-        if self._signer is not None and not self._signer.right(key, record):
-            return None
+        """None when the record is of a node, or a start of one, that is over."""
         location = unpack_record(key, record)
         if location is None:
             return None

@@ -13,9 +13,9 @@ from kvstore.client.reader import Place
 from kvstore.client.values.dtypes import Described, described
 from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
-from kvstore.memory_files import address_of
 from kvstore.segment.attached import private_pages
 from kvstore.segment.unmapped import UnmappedShm
+from kvstore.system.memory_files import address_of
 from kvstore.types import Key, Kind
 
 
@@ -52,7 +52,7 @@ class Pinned:
         return self._view()
 
     def numpy(self) -> Any:
-        """The value as a read-only numpy array of its dtype and shape, no copy.
+        """Return the value as a read-only numpy array of its dtype and shape, no copy.
 
         What was put as bytes is a row of uint8. Raises `UsageError` when numpy, or
         ml_dtypes for bfloat16 and its like, is missing.
@@ -64,7 +64,7 @@ class Pinned:
         return numpy.ndarray(numbers.shape, dtype, buffer=view)
 
     def tensor(self) -> Any:
-        """The value as a torch tensor in CPU memory, of its dtype and shape, no copy.
+        """Return the value as a torch tensor in CPU memory, of its dtype and shape, no copy.
 
         What was put as bytes is a row of uint8. It is for reading: an inference tensor, to
         which torch lets nobody write outside `torch.inference_mode()`, and what is
@@ -83,8 +83,8 @@ class Pinned:
             return raw.view(dtype).reshape(numbers.shape)
 
     def _own_pages(self) -> Any:
-        """The value's bytes as a buffer that may be written to: torch has no read-only tensors,
-        and who writes to pages that are mapped read-only ends his process."""
+        """Return the value's bytes as a buffer that may be written to: torch has no read-only
+        tensors, and who writes to pages that are mapped read-only ends his process."""
         view = self._view()
         attached = self._attached
         shm = attached.shm
@@ -97,7 +97,7 @@ class Pinned:
             return bytearray(view)
         if not attached.directory.lives_as(attached.announcement):
             return bytearray(view)  # that path may be of another start by now
-        pages.pin = self._memory
+        pages.pin = self._memory  # type: ignore[attr-defined]  # it keeps the pin as long
         return pages
 
     def _whole(self) -> memoryview:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any
 
-from kvstore.fork import in_each_child
 from kvstore.machine import REAL, Machine
-from kvstore.memory_files import address_of
+from kvstore.system.fork import in_each_child
+from kvstore.system.memory_files import address_of
 from kvstore.types import Key
 
 IDLE_S = 1.0
@@ -47,8 +47,8 @@ class Pins:
         in_each_child(self)
 
     def hold(self, pin: Pin, payload: memoryview) -> Any:
-        """All of `payload` as a ctypes array: the pin ends when nobody holds it, or a buffer,
-        array, tensor or slice made of it. `payload` stays mapped as long."""
+        """Return all of `payload` as a ctypes array: the pin ends when nobody holds it, or a
+        buffer, array, tensor or slice made of it. `payload` stays mapped as long."""
         memory: Any = (ctypes.c_ubyte * payload.nbytes).from_address(address_of(payload))
         memory.payload = payload
         with self._lock:

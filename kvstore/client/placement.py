@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
 
 
 def two_choices(candidates: Sequence[Candidate], random: Random) -> Candidate:
-    """Who takes the next save; `candidates` is not empty.
+    """Return who takes the next save; `candidates` is not empty.
 
     Two are drawn, each node by its bytes, and the one of which a larger share is free takes
     it. So an empty node gets at most twice its share however many writers see it, where the
@@ -62,7 +62,8 @@ class Home(NamedTuple):
 def homes_of(
     blocks: Sequence[tuple[Key, int]], holders: Mapping[Key, int], homes: Sequence[Home]
 ) -> list[int]:
-    """The node id for each of `blocks`, which are (key, size in bytes); `homes` is not empty.
+    """Return the node id for each of `blocks`, which are (key, size in bytes); `homes` is not
+    empty.
 
     A block that a node holds already goes there: it exists, and is to be used rather than
     stored again. The others go by the run tag of their key, so that all writers agree, the

@@ -15,10 +15,10 @@ from typing import Any
 import xxhash
 
 from kvstore.batches import in_batches
-from kvstore.client.explanation import MissReason, reason_of
 from kvstore.client.health import IndexWatch
 from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.nodes import Attached, LocalNodes
+from kvstore.client.missing.explanation import MissReason, reason_of
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock, fetch
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.out import Out
@@ -57,7 +57,7 @@ class LocalBlock:
         return not attached.gone and attached.shm.header(self.slot_id) == self.image
 
     def _has_checksum_of(self, value: memoryview | bytes, meta: memoryview | bytes) -> bool:
-        """Whether its payload's checksum was saved, and these have it."""
+        """Return whether its payload's checksum was saved, and these have it."""
         if self.checksum == 0:
             return False
         state = xxhash.xxh3_64(value)
@@ -85,7 +85,7 @@ class Place(LocalBlock):
         return self.buffer[len(self.data) :]
 
     def value(self) -> bytes:
-        """A copy of the value."""
+        """Return a copy of the value."""
         return self.data.tobytes()
 
     def copy_to(self, target: memoryview) -> None:
@@ -93,7 +93,7 @@ class Place(LocalBlock):
         copy(target, self.data)
 
     def verified(self, copied: memoryview | bytes | None = None) -> bool:
-        """Whether the payload's checksum was saved and is right; with `copied`, that of the
+        """Return whether the payload's checksum was saved and is right; with `copied`, that of the
         value as it was copied rather than as it lies here."""
         return self._has_checksum_of(self.data if copied is None else copied, self.meta)
 
@@ -122,7 +122,7 @@ class UnmappedPlace(LocalBlock):
         return self._read(self.offset + self.size_bytes, self.meta_length)
 
     def value(self) -> bytes:
-        """A copy of the value."""
+        """Return a copy of the value."""
         return self._read(self.offset, self.size_bytes)
 
     def copy_to(self, target: memoryview) -> None:
@@ -131,7 +131,7 @@ class UnmappedPlace(LocalBlock):
             self.torn = True
 
     def copied(self, room: memoryview | None = None) -> Place | None:
-        """A copy of all of it, in `room` where it fits there; None when it is gone."""
+        """Return a copy of all of it, in `room` where it fits there; None when it is gone."""
         length = self.length
         memory = memoryview(bytearray(length)) if room is None else room[:length]
         if len(memory) < length or not self._shm.read_into(self.offset, memory):
@@ -147,7 +147,7 @@ class UnmappedPlace(LocalBlock):
         return not self.torn and super().valid()
 
     def verified(self, copied: memoryview | bytes | None = None) -> bool:
-        """Whether `copied`, or what is there now, has the checksum that was saved."""
+        """Return whether `copied`, or what is there now, has the checksum that was saved."""
         with suppress(ValueError):
             return self._has_checksum_of(self.value() if copied is None else copied, self.meta)
         return False
@@ -259,7 +259,7 @@ class Reader:
     def search(
         self, keys: Sequence[Key], *, remembered: bool = False, give_up_at: float = math.inf
     ) -> Search:
-        """Where each of `keys` is, here or on other hosts.
+        """Return where each of `keys` is, here or on other hosts.
 
         This host's segments are searched first; the index is asked for the rest, unless it is
         `give_up_at` by then, in seconds of the machine's clock. With
@@ -303,8 +303,8 @@ class Reader:
         return found
 
     def resolve(self, key: Key, record: Record) -> AnyPlace | RemoteBlock | None:
-        """Where a record says that the block is: in this host's memory, where its header is SEALED
-        and says the same, or on another host that can be reached."""
+        """Return where a record says that the block is: in this host's memory, where its header is
+        SEALED and says the same, or on another host that can be reached."""
         if not self.genuine(key, record):
             return None
         location = unpack_record(key, record)
@@ -325,7 +325,7 @@ class Reader:
         deadline: float | None = None,
         rooms: Sequence[DeviceRange | None] | None = None,
     ) -> list[AnyPlace | FetchedBlock | None]:
-        """Each of `refs` as it can be read now, None for what cannot.
+        """Return each of `refs` as it can be read now, None for what cannot.
 
         What is on this host is read where it is. Blocks of other hosts come in one batch per node,
         into `into` as far as it has room, else into memory of their own; `deadline`, in seconds
@@ -346,7 +346,8 @@ class Reader:
         return views
 
     def remote_location(self, key: Key, record: Record) -> Location | None:
-        """Where a record says that a node on another host has the block, when it can be reached."""
+        """Return where a record says that a node on another host has the block, when it can be
+        reached."""
         if self._signer is not None and not self._signer.right(key, record):
             return None  # `resolve` has counted it
         location, now = unpack_record(key, record), self._now()
@@ -411,7 +412,8 @@ class Reader:
             place = UnmappedPlace()
             place.offset, place.length, place.torn = offset, length, False
         else:
-            shm.populate(offset, length)
+            if not shm.populate(offset, length):
+                return None
             place = Place()
             place.buffer = shm.payload[offset : offset + length]
             place.data = place.buffer[: length - meta_length] if meta_length else place.buffer
@@ -425,7 +427,8 @@ class Reader:
         return place
 
     def genuine(self, key: Key, record: Record) -> bool:
-        """Whether a record is from one of our nodes, as far as that can be told; else counted."""
+        """Return whether a record is from one of our nodes, as far as that can be told; else
+        counted."""
         if self._signer is None or self._signer.right(key, record):
             return True
         self.missed(MissReason.BAD_SIGNATURE)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvstore.batches import in_batches
+from kvstore.client.base import ResetResult
 from kvstore.client.local.deadlines import until
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.remote.writer import RemoteWriter
-from kvstore.client.reset_result import ResetResult
 from kvstore.core.resets import RANDOM_BITS, Resets
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
 from kvstore.index.announced import announced_nodes
@@ -90,7 +90,7 @@ class _Seen(ResetResult):
 def _tell_all(
     tell: Callable[[int, Sequence[int]], int], namespace_ids: Sequence[int], machine: Machine
 ) -> list[int]:
-    """The numbers that the resets got."""
+    """Return the numbers that the resets got."""
     numbers: list[int] = []
     for batch in in_batches(namespace_ids, RESET_NAMESPACES_MAX):
         wanted = int(machine.wall() * 1000) << RANDOM_BITS | machine.random_bits(RANDOM_BITS)
@@ -132,7 +132,7 @@ class _Listening:
 
 
 def _look(where: _Where, numbers: Sequence[int]) -> _Seen:
-    """Who knows of all the resets by now."""
+    """Return who knows of all the resets by now."""
     known: dict[int, tuple[str, bool]] = {}
     answered, vram = True, False
 

@@ -101,7 +101,8 @@ def answered(call: Callable[[], list[T]]) -> Later[T]:
 def device_items(
     reservations: Sequence[DeviceReservation], checksums: DeviceChecksums | None
 ) -> list[tuple[int, int, int]]:
-    """What a commit says of slots in VRAM: (slot, generation, checksum), without `checksums` 0.
+    """Return what a commit says of slots in VRAM: (slot, generation, checksum), without `checksums`
+    0.
 
     Raises `DeviceError` when the bytes cannot be looked at.
     """

@@ -49,29 +49,29 @@ from kvstore.client.base import (
     PoolMapping,
     PrefixMatch,
     ReserveAnswer,
+    ResetResult,
 )
 from kvstore.client.block_lookup import BlockLookup
 from kvstore.client.copies import Copies
-from kvstore.client.explain import Explainer
-from kvstore.client.explanation import Missing
 from kvstore.client.health import Health, IndexWatch, ask_index
 from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.embedded_node import start_embedded_node
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.reaper import Reaper
+from kvstore.client.missing.explain import Explainer
+from kvstore.client.missing.explanation import Missing
 from kvstore.client.reader import AnyPlace, Place, Reader, UnmappedPlace
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.remote.reader import NIXL_TO_VRAM, RemoteNodes
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_everywhere import reset_everywhere
-from kvstore.client.reset_result import ResetResult
 from kvstore.client.values.dropping import drop_everywhere
 from kvstore.client.values.names import ValueNames
 from kvstore.client.values.out import Out
-from kvstore.client.vram import VramNodes
-from kvstore.client.vram_landing import ArrivedInVram, VramLanding, divided
+from kvstore.client.vram.landing import ArrivedInVram, VramLanding, divided
+from kvstore.client.vram.nodes import VramNodes
 from kvstore.config_file import read_config
 from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.errors import IndexUnavailableError, InternalError, NodeUnavailableError
@@ -323,7 +323,7 @@ class BlockSession:
             raise
 
     def _copied(self, place: AnyPlace | None, out: Out | None) -> Place | None:
-        """The block in place, or a copy of it where it lies in memory that is not mapped: in
+        """Return the block in place, or a copy of it where it lies in memory that is not mapped: in
         `out`, or in memory of its own, if this client has room for it."""
         if not isinstance(place, UnmappedPlace):
             return place
@@ -368,8 +368,8 @@ class BlockSession:
         return vram.opened()
 
     def device_view(self, found: BlockRef) -> DeviceBlock | None:
-        """A block of this host's VRAM in place, for kernels of the caller's; close it. None for
-        one that is elsewhere, or is not there any more."""
+        """Return a block of this host's VRAM in place, for kernels of the caller's; close it. None
+        for one that is elsewhere, or is not there any more."""
         location, vram = self.reader.remote_location(found.key, found.record), self.remote.vram
         if location is None or vram is None:
             return None
@@ -389,7 +389,7 @@ class BlockSession:
             raise NodeUnavailableError(f"{here}; elsewhere: {e}") from e
 
     def no_local_node(self) -> NodeUnavailableError | None:
-        """Why saves have to go to another host; None while there is a node on this one."""
+        """Return why saves have to go to another host; None while there is a node on this one."""
         return self.writer.no_node()
 
     def commit(self, reservations: Sequence[AnyReservation]) -> list[PutResult]:

@@ -11,8 +11,9 @@ import pytest
 from two_hosts import PATIENT, SECURITY, client_of
 
 from kvstore import AsyncClient, Client, UsageError
-from kvstore.client import async_client, put_pipeline, reader
+from kvstore.client import async_client, reader
 from kvstore.client.local.control import ControlChannel
+from kvstore.client.values import put_pipeline
 
 MIB = 1 << 20
 

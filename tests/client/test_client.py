@@ -4,10 +4,12 @@ import asyncio
 import os
 
 import pytest
+from batch_readers import READERS, LeavesAll, Meddled, reader_of
 from redis_servers import wait_until
 
 from kvstore import AsyncClient, Client, Namespace, PutStatus, UsageError
 from kvstore.client.reader import Place
+from kvstore.segment import batch_read
 
 MIB = 1 << 20
 
@@ -273,7 +275,27 @@ def test_a_block_that_changes_while_it_is_copied_is_a_miss(node, client, monkeyp
             return valid(place)
 
         monkeypatch.setattr(Place, "valid", reused)
+        monkeypatch.setattr(batch_read, "READER", LeavesAll())
         assert reader.get("k", out) is None
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("name", READERS)
+def test_a_block_that_changes_while_a_batch_is_copied_is_a_miss(
+    node, client, monkeypatch, name, into
+):
+    with fresh(node) as reader:
+        values = {f"k{i}": bytes([i]) * 1000 for i in range(3)}
+        assert all(client.put_many(values))
+        monkeypatch.setattr(batch_read, "READER", reader_of(name))
+        outs = [bytearray(1000) for _ in values] if into else None
+        assert list(map(bytes, reader.get_many(list(values), outs))) == list(values.values())
+        monkeypatch.setattr(batch_read, "READER", Meddled(lambda: client.delete("k1")))
+        got = reader.get_many(list(values), outs)
+        assert got[1] is None
+        assert [bytes(got[0]), bytes(got[2])] == [values["k0"], values["k2"]]
+        assert reader.stats()["client"]["misses"] == 1
+        assert reader.stats()["client"]["hits"] == 5
 
 
 def test_reads_keep_a_block_from_being_evicted(node, client):

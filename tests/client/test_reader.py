@@ -13,13 +13,13 @@ from stores import announcement
 
 from kvstore.client.block_lookup import BlockLookup, found_here
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.filelock import try_lock
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import NodeDir
 from kvstore.record import pack_record
 from kvstore.segment.shm import OwnedShm
+from kvstore.system.filelock import try_lock
 from kvstore.types import Key
 
 

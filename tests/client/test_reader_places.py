@@ -151,7 +151,7 @@ def test_a_place_is_the_value_and_its_description_read_only_with_its_pages_mappe
     owned: OwnedShm, nodes: Nodes, reader_of: ReaderOf, meta_length: int
 ) -> None:
     asked: list[tuple[int, int]] = []
-    nodes.attached.shm.populate = lambda *part: asked.append(part)  # type: ignore[method-assign]
+    nodes.attached.shm.populate = lambda *part: asked.append(part) or True  # type: ignore[method-assign]
     save(owned, granule=1, meta_length=meta_length)
     place = found_by(reader_of(MemoryIndex()))
     offset = 3 * 4096 + 1024

@@ -29,8 +29,6 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.fork import in_each_child
-from kvstore.interruption import interruption, let_through
 from kvstore.limits import FIRST_ANSWER_WAIT_S
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import NodeDir
@@ -38,6 +36,8 @@ from kvstore.protocol import control
 from kvstore.protocol.control import PROTOCOL_VERSION, Op
 from kvstore.protocol.control_replies import InvalidReplyError
 from kvstore.protocol.unpacking import answers_unpacker
+from kvstore.system.fork import in_each_child
+from kvstore.system.interruption import interruption, let_through
 
 GOODBYE_TIMEOUT_S = 1.0
 SAY_CONNECT_TIMEOUT_S = 0.05
@@ -160,7 +160,7 @@ class ControlChannel:
         accept: Accept = as_it_is,
         before: Callable[[], None] | None = None,
     ) -> Any:
-        """The node's answer, as `accept` makes it."""
+        """Return the node's answer, as `accept` makes it."""
         return self.collect(self.post(op, *args, accept=accept, before=before))
 
     def post(
@@ -212,7 +212,8 @@ class ControlChannel:
                 pass
 
     def collect(self, ticket: Ticket) -> Any:
-        """The answer to a posted request, within the deadline that began when it was posted."""
+        """Return the answer to a posted request, within the deadline that began when it was
+        posted."""
         if not ticket.done:
             self._check_outside()
             try:
@@ -267,21 +268,22 @@ class ControlChannel:
         return DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
 
     def _has_all_the_time(self, now: float) -> bool:
-        """Whether a starved node is waited for now: not when others are to be asked as well."""
+        """Return whether a starved node is waited for now: not when others are to be asked as
+        well."""
         if self._patient_until == NEVER or deadlines.call.give_up_at != math.inf:
             return False
         return deadlines.call.connected_by - now > self._timeout_s * ALONE_SHARE
 
     def _step_s(self) -> float:
-        """How often a node that is late with its first answer is looked at; infinity for one that
-        is not waited for beyond its deadline."""
+        """Return how often a node that is late with its first answer is looked at; infinity for one
+        that is not waited for beyond its deadline."""
         if self._now() >= self._patient_until or deadlines.call.give_up_at != math.inf:
             return math.inf
         return min(self._timeout_s, deadlines.call.each_s) * STARVED_STEP
 
     def _is_starved(self, connection: socket.socket, step_s: float) -> bool:
-        """Whether the node is worth waiting for beyond its deadline: as long as it runs or stands
-        in line for a processor."""
+        """Return whether the node is worth waiting for beyond its deadline: as long as it runs or
+        stands in line for a processor."""
         wanted_s, before_s = processor_wanted_s(connection), self._wanted_s
         if wanted_s is None:
             return False
@@ -521,7 +523,7 @@ class ControlChannel:
             raise self._invalid_reply(e) from e
 
     def _messages(self, data: bytes) -> list[tuple[int, Any, Any]]:
-        """The answers that are whole with `data`. Raises `InvalidReplyError`."""
+        """Return the answers that are whole with `data`. Raises `InvalidReplyError`."""
         try:
             self._unpacker.feed(data)
             found = list(self._unpacker)

@@ -55,7 +55,7 @@ def _at_most(bound: str, value: float) -> Iterator[None]:
 
 
 def in_turn(nodes: Sequence[T], timeout_s: float, now: Clock) -> Iterator[tuple[T, float]]:
-    """Each of `nodes`, and until when it may be asked: one that hangs leaves the others their
+    """Yield each of `nodes`, and until when it may be asked: one that hangs leaves the others their
     equal part of `timeout_s`, one that answers leaves them what it did not need."""
     over_at = now() + timeout_s
     for i, node in enumerate(nodes):

@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-from kvstore.background import start_in_background
 from kvstore.client.local.starved import wanted_by_s
 from kvstore.errors import (
     NO_DESCRIPTORS,
@@ -29,6 +28,7 @@ from kvstore.rundir import listens
 from kvstore.secret import SIGNING_KEY
 from kvstore.segment.cgroup import memory_limit, size_within
 from kvstore.segment.shm import SHM_DIR, files_bytes, free_bytes
+from kvstore.system.background import start_in_background
 
 log = logging.getLogger("kvstore.client")
 
@@ -65,8 +65,8 @@ def fitting_bytes(where: Path, size_bytes: int) -> int:
 
 
 def embedded_name(key_prefix: str) -> str:
-    """What the embedded node of `key_prefix` is called: those of other key prefixes, and of other
-    versions, run beside it."""
+    """Return what the embedded node of `key_prefix` is called: those of other key prefixes, and of
+    other versions, run beside it."""
     digest = hashlib.sha256(f"{VERSION} {key_prefix}".encode()).hexdigest()
     return f"embedded-{digest[:8]}"
 

@@ -24,7 +24,7 @@ from kvstore.client.pins import Pin, Pins
 from kvstore.client.placement import Home, homes_of
 from kvstore.client.savers import abort, ask_all
 from kvstore.core.answers import BlockRow
-from kvstore.core.listed import place_of
+from kvstore.core.memory.listed import place_of
 from kvstore.errors import (
     DeadlineError,
     IndexUnavailableError,
@@ -61,8 +61,8 @@ class HostWriter(HostWriters):
     def plan(
         self, blocks: Sequence[tuple[Key, int]], without: Collection[NodeLink] = ()
     ) -> list[Share]:
-        """Who takes which of `blocks`, (key, size in bytes); nodes that do not answer, and those
-        `without`, take none while there are others."""
+        """Return who takes which of `blocks`, (key, size in bytes); nodes that do not answer, and
+        those `without`, take none while there are others."""
         targets = [one for one in self._targets(start=True) if one[1] not in without]
         if not targets:
             raise NodeUnavailableError(nobody_here(self._name))
@@ -128,8 +128,8 @@ class HostWriter(HostWriters):
                 self.introductions[namespace.id] = raw
 
     def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
-        """A slot, or what became of it, for each of `wants`. Raises `NodeUnavailableError` or
-        `DeadlineError` when no node answered: then nothing is reserved."""
+        """Return a slot, or what became of it, for each of `wants`. Raises `NodeUnavailableError`
+        or `DeadlineError` when no node answered: then nothing is reserved."""
         if not wants:
             return []
         answers: list[ReserveAnswer | None] = [None] * len(wants)
@@ -175,7 +175,7 @@ class HostWriter(HostWriters):
     # --- pins, touches, deletions -------------------------------------------------
 
     def pin(self, key: Key) -> bytes | None:
-        """The record of a block that now stays until `unpin(key, record)`."""
+        """Return the record of a block that now stays until `unpin(key, record)`."""
         failures: list[PeerError] = []
         writers = self._likely_first((key,))
         for writer, by in in_turn(writers, self.timeout_s, self._now):
@@ -206,8 +206,8 @@ class HostWriter(HostWriters):
         self.unpin_many([(key, record)])
 
     def view(self, pin: Pin, payload: memoryview) -> tuple[Any, Pins]:
-        """The memory of what was just pinned; the pin ends with it (`Pins`), whoever closes this
-        meanwhile."""
+        """Return the memory of what was just pinned; the pin ends with it (`Pins`), whoever closes
+        this meanwhile."""
         location = unpack_record(*pin)
         writer = None if location is None else self._of(location.node_id)
         if writer is None:
@@ -215,20 +215,26 @@ class HostWriter(HostWriters):
         return writer.view(pin, payload), writer.pins
 
     def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
-        """The record of each block that now stays until `unpin_many`; None for the others."""
+        """Return the record of each block that now stays until `unpin_many`; None for the
+        others."""
         records: list[bytes | None] = [None] * len(keys)
         failures: list[PeerError] = []
         writers = self._likely_first(keys)
-        for writer, by in in_turn(writers, self.timeout_s, self._now):
-            which = [i for i, record in enumerate(records) if record is None]
-            try:
-                with until(by):
-                    pinned = writer.pin_many([keys[i] for i in which])
-            except _GONE as e:
-                failures.append(e)
-            else:
-                for i, record in zip(which, pinned, strict=True):
-                    records[i] = record
+        try:
+            for writer, by in in_turn(writers, self.timeout_s, self._now):
+                which = [i for i, record in enumerate(records) if record is None]
+                try:
+                    with until(by):
+                        pinned = writer.pin_many([keys[i] for i in which])
+                except _GONE as e:
+                    failures.append(e)
+                else:
+                    for i, record in zip(which, pinned, strict=True):
+                        records[i] = record
+        except BaseException:  # interrupted: nobody has those of the nodes before
+            pairs = zip(keys, records, strict=True)
+            self.unpin_many([(key, record) for key, record in pairs if record is not None])
+            raise
         if len(failures) == len(writers):
             raise failures[0]
         return records
@@ -279,8 +285,8 @@ class HostWriter(HostWriters):
                 writer.touch(list(touched)[:BATCH_KEYS_MAX])
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of `keys` some node had and has not any more. Raises what kept nodes from saying
-        of the others."""
+        """Return which of `keys` some node had and has not any more. Raises what kept nodes from
+        saying of the others."""
         dropped = [False] * len(keys)
         failure: PeerError | None = None
         for writer, by in in_turn(self.writers(), self.timeout_s, self._now):
@@ -323,7 +329,7 @@ class HostWriter(HostWriters):
     # --- telling ------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float]:
-        """The counters of those nodes that this client saves to, added up."""
+        """Return the counters of those nodes that this client saves to, added up."""
         total: dict[str, int | float] = {}
         failure: PeerError | None = None
         for (writer, _), by in in_turn(self._targets(), self.timeout_s, self._now):
@@ -341,7 +347,7 @@ class HostWriter(HostWriters):
         return total
 
     def health(self) -> dict[str, str]:
-        """What is wrong with each node, by name; nothing, when it answers and is ready."""
+        """Return what is wrong with each node, by name; nothing, when it answers and is ready."""
         found = {other.name: str(other) for other in self._nodes.strangers()}
         try:
             # One whose memory cannot be mapped is nobody to write to, and has its reason.
@@ -368,7 +374,7 @@ class HostWriter(HostWriters):
         return found
 
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
-        """A page of at most `LIST_ROWS_MAX` of all nodes together (core/listed.py)."""
+        """Return a page of at most `LIST_ROWS_MAX` rows of all nodes (core/memory/listed.py)."""
         rows = []
         for writer, by in in_turn(self.writers(), self.timeout_s, self._now):
             with until(by):

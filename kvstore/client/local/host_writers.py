@@ -15,9 +15,9 @@ from kvstore.errors import (
     NoSpaceError,
     PeerError,
 )
-from kvstore.fork import in_each_child
 from kvstore.limits import FIRST_NODE_WAIT_S, FIRST_QUESTION_WAIT_S
 from kvstore.nodedir import Announcement, NodeDir
+from kvstore.system.fork import in_each_child
 from kvstore.types import Key
 
 ROUNDS = 3
@@ -82,7 +82,7 @@ class HostWriters:
         self._touched_at = 0.0
 
     def writers(self, *, start: bool = False) -> tuple[Writer, ...]:
-        """One for each living node of this index on this host, by name: at least one.
+        """Return one for each living node of this index on this host, by name: at least one.
 
         With `start`, the embedded node is started when this client may do that.
         """
@@ -95,7 +95,7 @@ class HostWriters:
             return self._unless_closed(self._known() or self._look(start))
 
     def _unless_closed(self, found: tuple[Writer, ...]) -> tuple[Writer, ...]:
-        """What was just found; a handler of signals may have closed this meanwhile."""
+        """Return what was just found; a handler of signals may have closed this meanwhile."""
         if self._closed:
             self.close()
             raise NodeUnavailableError("this client is closed")
@@ -200,7 +200,7 @@ class HostWriters:
                     writer.close()
 
     def _targets(self, *, start: bool = False) -> list[tuple[Writer, NodeLink]]:
-        """Those that may be saved to."""
+        """Return those that may be saved to."""
         found = [
             (writer, link)
             for writer in self.writers(start=start)
@@ -211,7 +211,7 @@ class HostWriters:
         return found
 
     def each_s(self) -> float:
-        """How long a request to save may take, so that there is time to ask another node."""
+        """Return how long a request to save may take, so that there is time to ask another node."""
         links = [w.linked for w in self._found if w.linked is not None]
         healthy = sum(
             self._name in (None, link.announcement.name) and not link.control.silent
@@ -220,11 +220,11 @@ class HostWriters:
         return self.timeout_s / max(1, min(ROUNDS, healthy))
 
     def link(self, *, start: bool = True) -> NodeLink:
-        """The link to one of the nodes that may be saved to."""
+        """Return the link to one of the nodes that may be saved to."""
         return self._targets(start=start)[0][1]
 
     def no_node(self) -> NodeUnavailableError | None:
-        """Why nothing can be saved on this host; None while there is a node."""
+        """Return why nothing can be saved on this host; None while there is a node."""
         try:
             self._targets(start=True)
         except NodeUnavailableError as e:
@@ -232,7 +232,7 @@ class HostWriters:
         return None
 
     def links(self) -> list[NodeLink]:
-        """All links, those to nodes that are gone too while something is held there."""
+        """Return all links, those to nodes that are gone too while something is held there."""
         return [link for writer in self._every() for link in writer.links()]
 
     def _every(self) -> list[Writer]:

@@ -23,12 +23,12 @@ from kvstore.machine import REAL, HeldFile, Machine
 
 
 def fresh_id(machine: Machine) -> str:
-    """A name that no other client has, and that nobody can guess."""
+    """Return a name that no other client has, and that nobody can guess."""
     return f"{machine.random_bits(128):032x}"
 
 
 def lease_at(leases: Path, machine: Machine = REAL) -> Lease | None:
-    """A lease, None for a user who may only read there: who cannot write needs none.
+    """Return a lease, None for a user who may only read there: who cannot write needs none.
 
     Raises `NodeUnavailableError`.
     """

@@ -110,7 +110,7 @@ class GrantedPins:
 def _less(
     counts: dict[tuple[int, int], int], handles: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], int]:
-    """What is to be changed of `counts`."""
+    """Return what is to be changed of `counts`."""
     changed: dict[tuple[int, int], int] = {}
     for handle in handles:
         changed[handle] = max(changed.get(handle, counts.get(handle, 0)) - 1, 0)
@@ -144,7 +144,7 @@ class NodeLink:
         self.held = held
         files = files_of(control.directory, announcement)
         self.reads_only = not (files.may_write and machine.may_write(files.data))
-        """This user is of the node's group (node/permissions.py)."""
+        """This user is of the node's group (node/control/permissions.py)."""
         self.shm: AttachedShm | UnmappedShm | None = attach(
             files, machine, writable=not self.reads_only
         )
@@ -162,19 +162,21 @@ class NodeLink:
         """No answer that comes can make anything held any more."""
 
     def buffer(self, slot: int, generation: int, offset: int, size_bytes: int) -> memoryview | None:
-        """Where to write to what the node has reserved; None for what is not in its segment."""
+        """Return where to write to what the node has reserved; None for what is not in its segment,
+        or is not there any more."""
         shm = self.shm
         if shm is None or offset + size_bytes > shm.superblock.size_bytes:
             return None
         if isinstance(shm, AttachedShm):
-            if not shm.is_populated:
-                shm.populate(offset, size_bytes)
+            if not shm.is_populated and not shm.populate(offset, size_bytes):
+                return None
             return self.payload[offset : offset + size_bytes]
         self._aside[slot] = (generation, offset, os.getpid())
         return memoryview(bytearray(size_bytes))
 
     def filled(self, reservations: Sequence[Reservation]) -> bool:
-        """Whether what was written to these buffers is in their slots now, which are still held."""
+        """Return whether what was written to these buffers is in their slots now, which are still
+        held."""
         shm = self.shm
         if not isinstance(shm, UnmappedShm):
             return True

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from kvstore.client.base import BlockRef
 from kvstore.errors import IndexUnavailableError
-from kvstore.fork import in_each_child
 from kvstore.index.base import Index
-from kvstore.interruption import let_through
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement, NodeDir, Stranger, announced, strangers
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.trusted_files import files_of
 from kvstore.segment.unmapped import UnmappedShm, attach
+from kvstore.system.fork import in_each_child
+from kvstore.system.interruption import let_through
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
 ALIVE_CHECK_S = 0.5
@@ -89,7 +89,8 @@ class LocalNodes:
         """How many segments were dropped because their node died."""
 
     def segment(self, node_id: int, epoch: int, now: float) -> Attached | None:
-        """The mapped segment of that start of that node, None when it is not on this host."""
+        """Return the mapped segment of that start of that node, None when it is not on this
+        host."""
         found = self._attached.get((node_id, epoch))
         if found is not None:
             found.ours = True  # whoever asks for it has a record that names it
@@ -100,7 +101,7 @@ class LocalNodes:
             return self._attached.get((node_id, epoch)) or self._attach(node_id, epoch, now)
 
     def mapped_start(self, node_id: int, epoch: int) -> bool:
-        """Whether the segment of that start of that node is mapped; maps none."""
+        """Return whether the segment of that start of that node is mapped; maps none."""
         return (node_id, epoch) in self._attached
 
     def _attach(self, node_id: int, epoch: int, now: float) -> Attached | None:
@@ -120,8 +121,8 @@ class LocalNodes:
         return None
 
     def ours(self, now: float, *, find: bool) -> list[Attached]:
-        """The mapped segments of the client's own index. With `find`, of every living node here
-        that is of it without a question; waits for nobody."""
+        """Return the mapped segments of the client's own index. With `find`, of every living node
+        here that is of it without a question; waits for nobody."""
         self.check(now)
         if find:
             self.map_ours(now)
@@ -133,8 +134,8 @@ class LocalNodes:
         return now >= self._look_around_at[True] and self._map_around(now, ours_only=True)
 
     def every(self, now: float) -> tuple[Attached, ...]:
-        """The segments of every living node here that serves our keys, of whichever index: for
-        when the index cannot say who has a block."""
+        """Return the segments of every living node here that serves our keys, of whichever index:
+        for when the index cannot say who has a block."""
         self.check(now)
         self.map_all(now)
         return self.mapped
@@ -227,14 +228,14 @@ class LocalNodes:
             pass
 
     def writable(self, name: str | None) -> tuple[Announcement, NodeDir] | None:
-        """The first of `writables`, or the one called `name`; raises as they do."""
+        """Return the first of `writables`, or the one called `name`; raises as they do."""
         for found in self.writables():
             if name is None or found[1].name == name:
                 return found
         return None
 
     def writables(self) -> list[tuple[Announcement, NodeDir]]:
-        """The nodes on this host to write to, by name: alive, and of the same index.
+        """Return the nodes on this host to write to, by name: alive, and of the same index.
 
         Raises `IndexUnavailableError` when there may be one that names its index otherwise,
         and the index cannot say whether any is one of its own.
@@ -257,7 +258,7 @@ class LocalNodes:
         return found
 
     def _announced(self) -> Iterator[tuple[Announcement, NodeDir]]:
-        """The nodes of this host that serve our keys, living or dead."""
+        """Return the nodes of this host that serve our keys, living or dead."""
         return announced(self.machine.node_dirs(self._run_dir), self._key_prefix)
 
     def strangers(self) -> list[Stranger]:
@@ -265,9 +266,10 @@ class LocalNodes:
         return strangers(self._run_dir, self._key_prefix) if self._use else []
 
     def _is_ours(self, announcement: Announcement) -> bool:
-        """Whether the node publishes to this client's index. When both call it the same nobody
-        is asked: a node that is starved, or cut off from Redis, is no stranger. Else the index
-        is asked, once for each start of the node: it does not change its index while it lives."""
+        """Return whether the node publishes to this client's index. When both call it the same
+        nobody is asked: a node that is starved, or cut off from Redis, is no stranger. Else the
+        index is asked, once for each start of the node: it does not change its index while it
+        lives."""
         if self._is_named_ours(announcement):
             return True
         start = (announcement.node_id, announcement.epoch)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from kvstore.interruption import let_through
-from kvstore.unix_peer import peer_pid
+from kvstore.system.interruption import let_through
+from kvstore.system.unix_peer import peer_pid
 
 
 def processor_wanted_s(connection: socket.socket) -> float | None:
-    """How long the peer's first thread has run or stood in line for a processor, in seconds.
+    """Return how long the peer's first thread has run or stood in line for a processor, in seconds.
 
     It grows while the peer is starved, and stands still while it is stopped or waits for
     something else. None where nobody can tell: in a container that does not see the peer's

@@ -20,13 +20,13 @@ from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.cuda.handover import take_over
 from kvstore.errors import DeviceError, KVStoreError, PeerError
-from kvstore.fork import in_each_child
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, CUDA_IPC_OPEN_S, NAMESPACE_BYTES_MAX
 from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.protocol.control import Op, join_keys
 from kvstore.protocol.control_replies import InvalidReplyError, grants, outcomes, whole
 from kvstore.protocol.control_requests import Want, reserve_arguments
+from kvstore.system.fork import in_each_child
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
 from kvstore.types import Key, Kind, PutResult, rejected
 
@@ -67,7 +67,7 @@ class VramSaver:
         self._namespaces: dict[int, bytes] = {}
 
     def found(self) -> bool:
-        """Whether there is such a node now."""
+        """Return whether there is such a node now."""
         return self._found() is not None
 
     def _found(self) -> _Start | None:
@@ -104,7 +104,7 @@ class VramSaver:
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[DeviceReservation | PutResult]:
-        """A slot per key, or why there is none to be written: exists, in progress, rejected.
+        """Return a slot per key, or why there is none to be written: exists, in progress, rejected.
 
         Never raises for a peer's fault: then all are rejected.
         """
@@ -230,7 +230,7 @@ class _Start:
     def _granted(
         self, granted: Granted, keys: Sequence[Key], size_bytes: int, raw: object
     ) -> list[DeviceReservation | PutResult]:
-        """What the node's answer means; from here on the slots count as held."""
+        """Return what the node's answer means; from here on the slots count as held."""
         answers: list[DeviceReservation | PutResult] = []
         address, room = self._address, self._announcement.size_bytes
         if address is None:

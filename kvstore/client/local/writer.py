@@ -30,8 +30,6 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.fork import in_each_child
-from kvstore.interruption import let_through
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.control import Op, join_keys
@@ -49,6 +47,8 @@ from kvstore.protocol.control_replies import (
 )
 from kvstore.protocol.control_requests import Want, reserve_arguments
 from kvstore.record import slot_of, unpack_record
+from kvstore.system.fork import in_each_child
+from kvstore.system.interruption import let_through
 from kvstore.types import Key, Location, PutResult, Retained
 
 NODE_SEARCH_S = 0.5
@@ -102,7 +102,8 @@ class Writer:
     # --- the link ---------------------------------------------------------
 
     def link(self) -> NodeLink:
-        """The link to the node. Raises `NodeUnavailableError` when none of this index runs here."""
+        """Return the link to the node. Raises `NodeUnavailableError` when none of this index runs
+        here."""
         link = self.linked
         if link is not None:
             return link
@@ -126,7 +127,8 @@ class Writer:
             return self._unless_closed()
 
     def _unless_closed(self) -> NodeLink:
-        """The link that was just made; a handler of signals may have closed this meanwhile."""
+        """Return the link that was just made; a handler of signals may have closed this
+        meanwhile."""
         link = self.linked
         if self._closed and link is not None:
             self.linked = None
@@ -212,7 +214,8 @@ class Writer:
     # --- saving -----------------------------------------------------------
 
     def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
-        """A slot, or what became of it, for each of `wants`; one request per `BATCH_KEYS_MAX`."""
+        """Return a slot, or what became of it, for each of `wants`; one request per
+        `BATCH_KEYS_MAX`."""
         answers: list[ReserveAnswer] = []
         try:
             for batch in in_batches(wants, BATCH_KEYS_MAX):
@@ -294,7 +297,7 @@ class Writer:
     def _granted(
         self, granted: Granted, wants: Sequence[Want], link: NodeLink, raw: object
     ) -> list[ReserveAnswer]:
-        """What the node's answer means; from here on the slots count as held."""
+        """Return what the node's answer means; from here on the slots count as held."""
         node_id, epoch = link.announcement.node_id, link.announcement.epoch
         if link.shm is None:
             raise InvalidReplyError("an answer of a node that is gone")
@@ -304,7 +307,9 @@ class Writer:
                 slot, generation, offset = answer
                 buffer = link.buffer(slot, generation, offset, want.size_bytes)
                 if buffer is None:
-                    raise InvalidReplyError("a slot outside the segment")
+                    raise InvalidReplyError(
+                        "a slot outside the segment, whose file may have been cut"
+                    )
                 answers.append(
                     Reservation(want.key, buffer, self, node_id, epoch, slot, generation)
                 )
@@ -374,14 +379,16 @@ class Writer:
         self._settle()
 
     def links(self) -> list[NodeLink]:
-        """The link to the node, and those to its former starts while something there is in use."""
+        """Return the link to the node, and those to its former starts while something there is in
+        use."""
         link = self.linked
         return [*self._former, link] if link is not None else list(self._former)
 
     # --- pins, touches, deletions -------------------------------------------
 
     def pin(self, key: Key) -> bytes | None:
-        """The record of a block that now stays until `unpin`, or until its `view` is gone."""
+        """Return the record of a block that now stays until `unpin`, or until its `view` is
+        gone."""
         granted = GrantedPins()
         try:
             answers = self._ask(Op.PIN, key, accept=partial(self._pinned_now, [key], granted))
@@ -396,8 +403,8 @@ class Writer:
     def _pinned_now(
         self, keys: Sequence[Key], granted: GrantedPins, link: NodeLink, raw: object
     ) -> list[PinAnswer]:
-        """The node's answers as they are; from here on the records among them count as held, and
-        are in `granted`, unless that is refused."""
+        """Return the node's answers as they are; from here on the records among them count as held,
+        and are in `granted`, unless that is refused."""
         answers = pins(raw)
         pinned: list[Pin] = [
             (key, record)
@@ -422,7 +429,8 @@ class Writer:
         self.unpin_many([(key, record)])
 
     def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
-        """The record of each block that now stays until `unpin_many`; None for the others."""
+        """Return the record of each block that now stays until `unpin_many`; None for the
+        others."""
         records: list[bytes | None] = []
         granted = GrantedPins()
         try:
@@ -437,8 +445,8 @@ class Writer:
         return records
 
     def view(self, pin: Pin, payload: memoryview) -> Any:
-        """The memory of what was just pinned (`Pins.hold`): the pin ends with it, whoever closes
-        this meanwhile."""
+        """Return the memory of what was just pinned (`Pins.hold`): the pin ends with it, whoever
+        closes this meanwhile."""
         location = unpack_record(*pin)
         with self._lock:
             link = None if self._closed or location is None else self._link_of(location)
@@ -504,7 +512,7 @@ class Writer:
                 forget()
 
     def _link_of(self, location: Location) -> NodeLink | None:
-        """The connection to the start of the node that a location is of."""
+        """Return the connection to the start of the node that a location is of."""
         node = (location.node_id, location.epoch)
         links = self.links()
         return next(
@@ -546,11 +554,11 @@ class Writer:
         return self._ask(Op.RESET, *told, accept=lambda _, body: reset_number(body))
 
     def stats(self) -> Counters:
-        """The node's counters (core/report.py)."""
+        """Return the node's counters (core/report.py)."""
         return self._ask(Op.STAT, accept=lambda _, body: counters(body))
 
     def listing(self, after: bytes, at_most: int) -> list[BlockRow]:
-        """A page of at most `LIST_ROWS_MAX` (core/listed.py)."""
+        """Return a page of at most `LIST_ROWS_MAX` (core/memory/listed.py)."""
         return self._ask(Op.LIST, after, at_most, accept=lambda _, body: block_rows(body))
 
     def after_fork_in_child(self) -> None:
@@ -578,7 +586,7 @@ def _retained(count: int, _link: NodeLink, raw: object) -> list[Retained]:
 
 
 def nobody_here(name: str | None) -> str:
-    """Why there is no link to the node called `name`, or to any."""
+    """Return why there is no link to the node called `name`, or to any."""
     which = f"named {name!r} " if name else ""
     return f"no memory node {which}on this host: start one with `kvstore node`"
 

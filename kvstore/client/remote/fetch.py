@@ -66,7 +66,7 @@ class FetchedBlock(NamedTuple):
         return self.aside[self.aside.nbytes - self.meta_length :]
 
     def value(self) -> bytes:
-        """A copy of the value; where nothing of it was read into the caller's memory."""
+        """Return a copy of the value; where nothing of it was read into the caller's memory."""
         return self.data.tobytes()
 
     def copy_to(self, target: memoryview) -> None:
@@ -86,15 +86,16 @@ def fetch(
     deadline: float | None,
     rooms: Sequence[DeviceRange | None] | None = None,
 ) -> dict[int, FetchedBlock]:
-    """The blocks that could be read, by the same numbers, all in one batch per node: into
-    `outs`, by these numbers too, as far as that can be, the rest into memory of their own.
-    With `rooms`, by these numbers too, those that come by RDMA may be there, on a device, instead.
+    """Return the blocks that could be read, by the same numbers, all in one batch per node: into
+    `outs`, by these numbers too, as far as that can be, the rest into memory of their own. With
+    `rooms`, by these numbers too, those that come by RDMA may be there, on a device, instead.
 
     Raises `UsageError` for an `out` that is too small; nothing is then written into any.
     """
     began = time.monotonic()
     its = {i: None if outs is None else outs[i] for i in blocks}
-    parts = {i: _parts(blocks[i].location, its[i]) for i in _believed(remote, blocks, its)}
+    believed = _believed(remote, blocks, its, deadline)
+    parts = {i: _parts(blocks[i].location, its[i]) for i in believed}
     wanted = [
         Wanted(
             blocks[i].key,
@@ -122,9 +123,12 @@ def fetch(
 
 
 def _believed(
-    remote: RemoteNodes, blocks: Mapping[int, RemoteBlock], outs: Mapping[int, Out | None]
+    remote: RemoteNodes,
+    blocks: Mapping[int, RemoteBlock],
+    outs: Mapping[int, Out | None],
+    deadline: float | None,
 ) -> list[int]:
-    """The numbers of the `blocks` that are worth memory of their own.
+    """Return the numbers of the `blocks` that are worth memory of their own.
 
     A record can lie about a length, and neither memory nor time nor an error is due to a lie:
     the nodes are asked about those that fit no `out`, and about all that claim too much.
@@ -137,15 +141,15 @@ def _believed(
         doubted = list(blocks)
     else:
         doubted = [i for i in blocks if outs[i] is not None and beyond[i] > META_BYTES_MAX]
-    there = remote.there([blocks[i][:2] for i in doubted]) if doubted else []
+    there = remote.there([blocks[i][:2] for i in doubted], deadline) if doubted else []
     lies = {i for i, answer in zip(doubted, there, strict=True) if not answer}
     return [i for i in blocks if i not in lies]
 
 
 def _parts(location: Location, out: Out | None) -> tuple[memoryview, memoryview]:
-    """The caller's memory when all of it fits there. The last bytes may be the value's description,
-    for which a larger `out` is no place; and what is not plain bytes must not be written before
-    the description was seen."""
+    """Return the caller's memory when all of it fits there. The last bytes may be the value's
+    description, for which a larger `out` is no place; and what is not plain bytes must not be
+    written before the description was seen."""
     length = location.length
     sure = 0
     room = memoryview(b"")

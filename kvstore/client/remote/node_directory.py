@@ -20,13 +20,13 @@ from collections.abc import Callable, Collection
 
 from kvstore.circuit_breaker import Breaker
 from kvstore.errors import IndexUnavailableError
-from kvstore.fork import in_each_child
 from kvstore.index.announced import announced_node, nodes_among, strangers_among
 from kvstore.index.base import Index
 from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement, Stranger
 from kvstore.record import RecordSigner
+from kvstore.system.fork import in_each_child
 
 NODES_KNOWN_MAX = 4096
 LOOK_AROUND_S = 5.0
@@ -116,16 +116,16 @@ class NodeDirectory:
         """Of the one that asks the index which nodes there are."""
 
     def get(self, node_id: int) -> KnownNode | None:
-        """What is known of it; asks nobody."""
+        """Return what is known of it; asks nobody."""
         return self._nodes.get(node_id)
 
     def all(self) -> list[tuple[KnownNode, Announcement]]:
-        """The nodes that are there; asks nobody."""
+        """Return the nodes that are there; asks nobody."""
         nodes = [*self._nodes.values()]
         return [(known, known.announcement) for known in nodes if known.announcement]
 
     def node(self, node_id: int, now: float) -> KnownNode:
-        """What is believed of it; the index is asked for what is not."""
+        """Return what is believed of it; the index is asked for what is not."""
         known = self._nodes.get(node_id)
         if known is not None and now < known.believed_until:
             return known

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.remote.node_directory import KnownNode, NodeDirectory
 from kvstore.client.remote.silenced import Silenced
-from kvstore.client.vram import VramNodes
+from kvstore.client.vram.nodes import VramNodes
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
-from kvstore.fork import in_each_child
 from kvstore.index.base import Index
 from kvstore.limits import (
     STREAM_NODES_AT_ONCE,
@@ -24,6 +23,7 @@ from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.record import RecordSigner
 from kvstore.segment.layout import Layout
+from kvstore.system.fork import in_each_child
 from kvstore.transport.cuda_fabric import NAME as FABRIC
 from kvstore.transport.cuda_fabric import FabricTransport
 from kvstore.transport.nixl.transport import NAME as NIXL
@@ -178,13 +178,13 @@ class Peers:
     # --- asking its event loop: saves, questions ----------------------------------
 
     def healthy(self, node_id: int) -> bool:
-        """Whether the node's event loop answered what it was asked last."""
+        """Return whether the node's event loop answered what it was asked last."""
         known = self.directory.get(node_id)
         return known is not None and known.loop.state is BreakerState.CLOSED
 
     def allows(self, node_id: int) -> bool:
-        """Whether to ask it for something now. What becomes of that must be told: `succeeded` or
-        `failed`."""
+        """Return whether to ask it for something now. What becomes of that must be told:
+        `succeeded` or `failed`."""
         with self._lock:
             known = self.directory.get(node_id)
             return known is not None and known.loop.allows(time.monotonic())
@@ -207,8 +207,8 @@ class Peers:
                 self._broke(known, hung=True)
 
     def answering(self, words: Sequence[Announcement], deadline: float) -> Iterator[Announcement]:
-        """Those of `words` that answer a question now, in the order in which they do; all are asked
-        at the same time, unless their breakers say no."""
+        """Yield those of `words` that answer a question now, in the order in which they do; all are
+        asked at the same time, unless their breakers say no."""
         answers: queue.SimpleQueue[Announcement | None] = queue.SimpleQueue()
         asked = sum(
             self._probe(announcement, deadline, answers.put, loop=True, waits=True)
@@ -237,8 +237,8 @@ class Peers:
         loop: bool,
         waits: bool = False,
     ) -> bool:
-        """Whether another thread asks it now; that one tells the breaker, and the word or None.
-        Where there are no threads, this one does, if it `waits` for the answer anyway."""
+        """Return whether another thread asks it now; that one tells the breaker, and the word or
+        None. Where there are no threads, this one does, if it `waits` for the answer anyway."""
         with self._lock:
             known = self.directory.get(announcement.node_id)
             if known is None or self._asking >= STREAM_NODES_AT_ONCE:
@@ -288,7 +288,7 @@ class Peers:
             self._fabric.sweep()
 
     def timeout_s(self, size_bytes: int) -> float:
-        """What a batch of `size_bytes` may take."""
+        """Return what a batch of `size_bytes` may take."""
         return self._timeout_s + size_bytes / STREAM_SLOW_BYTES_PER_S
 
     def after_fork_in_child(self) -> None:

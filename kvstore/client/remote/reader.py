@@ -12,7 +12,7 @@ from kvstore.batches import in_batches
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.remote.peers import HURRIED_SHARE, Peers
 from kvstore.client.remote.silenced import Silenced
-from kvstore.client.vram import VramNodes
+from kvstore.client.vram.nodes import VramNodes
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
 from kvstore.index.base import Index
@@ -102,8 +102,8 @@ class RemoteNodes(Peers):
     # --- reading ------------------------------------------------------------
 
     def read(self, wanted: Sequence[Wanted], deadline: float | None = None) -> list[Outcome]:
-        """One outcome per block; all nodes at the same time, each in batches with deadlines, and
-        all of it by one deadline, whatever is asked for."""
+        """Return one outcome per block; all nodes at the same time, each in batches with deadlines,
+        and all of it by one deadline, whatever is asked for."""
         total_bytes = sum(one.location.length for one in wanted)
         give_up_at = time.monotonic() + self.timeout_s(total_bytes)
         deadline = give_up_at if deadline is None else min(deadline, give_up_at)
@@ -117,10 +117,14 @@ class RemoteNodes(Peers):
         self._at_every_node([one.location for one in wanted], read_node)
         return outcomes
 
-    def there(self, blocks: Sequence[tuple[Key, Location]]) -> list[bool]:
-        """Which of `blocks` their nodes have, as long as the locations say, as far as is known by
-        one deadline, which does not depend on what they claim."""
-        deadline = time.monotonic() + self.timeout_s(0)
+    def there(
+        self, blocks: Sequence[tuple[Key, Location]], deadline: float | None = None
+    ) -> list[bool]:
+        """Return which of `blocks` their nodes have, as long as the locations say, as far as is
+        known by one deadline: that of a question, which does not depend on what they claim, or
+        `deadline`, in seconds of the machine's clock, if that is earlier."""
+        give_up_at = time.monotonic() + self.timeout_s(0)
+        deadline = give_up_at if deadline is None else min(deadline, give_up_at)
         found = [False] * len(blocks)
 
         def look_at_node(which: list[int]) -> None:
@@ -141,13 +145,13 @@ class RemoteNodes(Peers):
                 return self.vram.there(here, blocks)
         announcement = self.node(at.node_id, at.epoch, now)
         known = self.directory.get(at.node_id)
-        if announcement is None or known is None:
+        if announcement is None or known is None or now >= deadline:
             return [False] * len(blocks)
         try:
             answers = look(self.stream, announcement, blocks, deadline)
         except PeerError:
             with self._lock:
-                self._broke(known, hung=True)
+                self._broke(known, hung=not self._hurried(now, deadline))
             return [False] * len(blocks)
         with self._lock:
             self._answered(known)
@@ -235,9 +239,7 @@ class RemoteNodes(Peers):
             )
         with self._lock:
             if failed is not None:
-                ended_at = time.monotonic()
-                hurried = left_s < self._timeout_s * HURRIED_SHARE and ended_at >= give_up_at
-                self._broke(known, hung=not hurried)
+                self._broke(known, hung=not self._hurried(now, give_up_at))
             else:
                 self._answered(known)
         damaged = [
@@ -248,6 +250,12 @@ class RemoteNodes(Peers):
         if damaged:
             self._report(announcement, damaged, give_up_at)
         return outcomes
+
+    def _hurried(self, began: float, deadline: float) -> bool:
+        """Return whether what was asked then and has just failed did so for want of time: it had
+        little, and used it up."""
+        had_little = deadline - began < self._timeout_s * HURRIED_SHARE
+        return had_little and time.monotonic() >= deadline
 
     def _read_by(
         self,
@@ -343,7 +351,7 @@ class RemoteNodes(Peers):
 
 
 def _batches(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
-    """Runs that fit one request; a block larger than that travels alone."""
+    """Return runs that fit one request; a block larger than that travels alone."""
     return in_batches(
         wanted, STREAM_BLOCKS_MAX, lambda one: one.location.length, STREAM_BATCH_BYTES_MAX
     )

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstore.interruption import Suppressed
 from kvstore.limits import NODE_TTL_S, SILENCED_MAX
+from kvstore.system.interruption import Suppressed
 
 DIRECTORY = "silent"
 LISTEN_EVERY_S = 0.05

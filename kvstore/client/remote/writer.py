@@ -18,7 +18,6 @@ from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.savers import answered
 from kvstore.core.answers import NOT_HELD
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
-from kvstore.fork import in_each_child
 from kvstore.index.base import Record
 from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX
 from kvstore.machine import REAL, Machine
@@ -26,6 +25,7 @@ from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import InvalidReplyError, reset_number
 from kvstore.record import unpack_record
+from kvstore.system.fork import in_each_child
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.stream.requests import SavePayload, ask, put
 from kvstore.transport.stream.transport import NAME as STREAM
@@ -120,7 +120,7 @@ class RemoteWriter:
     # --- saving -------------------------------------------------------------
 
     def save(self, payloads: Sequence[SavePayload], namespace_id: int) -> list[PutResult]:
-        """What became of each. Raises `NodeUnavailableError` when no node can be reached."""
+        """Return what became of each. Raises `NodeUnavailableError` when no node can be reached."""
         namespace = namespace_id, self._introductions.get(namespace_id, b"")
         results: list[PutResult] = []
         for batch in in_batches(
@@ -171,13 +171,13 @@ class RemoteWriter:
         return [results[i] for i in range(len(batch))]
 
     def _nobody(self) -> str:
-        """Why there is none to save to: nodes of another version are told by name."""
+        """Return why there is none to save to: nodes of another version are told by name."""
         others = self._directory.strangers[:STRANGERS_NAMED_MAX]
         return "; ".join([NOBODY, *(f"{other} (on {other.host})" for other in others)])
 
     def _in_turn(self, deadline: float) -> Iterator[Announcement]:
-        """Who may take a save: a healthy node (client/placement.py); when it fails or is full,
-        whichever of all the others answers first."""
+        """Yield who may take a save: a healthy node (client/placement.py); when it fails or is
+        full, whichever of all the others answers first."""
         targets = self._targets(deadline)
         healthy = [
             announcement for announcement in targets if self._remote.healthy(announcement.node_id)
@@ -209,7 +209,7 @@ class RemoteWriter:
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[ReserveAnswer]:
-        """Memory for each of `keys` that cannot be read from here: a record that a dead node
+        """Return memory for each of `keys` that cannot be read from here: a record that a dead node
         left would keep its block away for ever.
 
         Raises `NodeUnavailableError` when no node can be reached.

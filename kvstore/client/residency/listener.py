@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice, takewhile
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Self
 
-from kvstore.client.explanation import MissReason
 from kvstore.client.locator import Holder, Holders
+from kvstore.client.missing.explanation import MissReason
 from kvstore.client.residency.view import NodeView, message_of
 from kvstore.errors import PeerError, UsageError
 from kvstore.limits import EVENT_MESSAGE_BYTES_MAX, EVENT_MESSAGES_WAITING_MAX, EVENT_SOURCES_MAX
@@ -27,9 +29,9 @@ from kvstore.types import Key
 log = logging.getLogger("kvstore.client")
 
 POLL_S = 0.25
+"""How often it looks whose answer is overdue."""
 CLOSE_TIMEOUT_S = 2.0
 """How long `close` waits for the thread, which ends with the process."""
-"""How often it looks whose answer is overdue."""
 AT_ONCE = 64
 """Messages of one node that are read before it is another's turn."""
 
@@ -67,19 +69,19 @@ class Residency:
         return all(node.view.in_sync(now) for node in self._nodes)
 
     def blocks(self) -> int:
-        """How many blocks are on all nodes together."""
+        """Return how many blocks are on all nodes together."""
         now = time.monotonic()
         return sum(len(node.view.keys) for node in self._nodes if node.view.alive(now))
 
     def keys(self) -> list[Key]:
-        """The keys of all blocks that are known, of each node that has one."""
+        """Return the keys of all blocks that are known, of each node that has one."""
         now = time.monotonic()
         nodes = [node.view for node in self._nodes if node.view.alive(now)]
         return [key for view in nodes for key in view.keys.copy()]
 
     def leading(self, keys: Sequence[Key]) -> Holders:
-        """The holders of the longest leading run of `keys`, one each, as `Locator.leading`: the
-        node that has most of the run first."""
+        """Return the holders of the longest leading run of `keys`, one each, as `Locator.leading`:
+        the node that has most of the run first."""
         holders = Holders()
         now = time.monotonic()
         there = [
@@ -91,12 +93,14 @@ class Residency:
             holders.short = MissReason.NODE_DEAD
             return holders
         while len(holders) < len(keys):
-            longest = max(there, key=lambda one: _run(one[0], keys, len(holders)))
-            run = _run(longest[0], keys, len(holders))
+            run, holder = max(
+                ((_run(held, keys, len(holders)), one) for held, one in there),
+                key=itemgetter(0),
+            )
             if not run:
                 holders.short = MissReason.ABSENT
                 break
-            holders += [longest[1]] * run
+            holders += [holder] * run
         return holders
 
     def counts(self) -> dict[str, int]:
@@ -152,10 +156,7 @@ class Residency:
 
 def _run(keys: set[Key], wanted: Sequence[Key], start: int) -> int:
     """How many of `wanted` from `start` on are leading ones among `keys`."""
-    end = start
-    while end < len(wanted) and wanted[end] in keys:
-        end += 1
-    return end - start
+    return len(list(takewhile(keys.__contains__, islice(wanted, start, None))))
 
 
 class _Node:

@@ -71,16 +71,16 @@ class NodeView:
         self._later: deque[Message] = deque(maxlen=EVENT_MESSAGES_WAITING_MAX)
 
     def in_sync(self, now: float) -> bool:
-        """Whether `keys` are what the node has, as far as it has been heard."""
+        """Return whether `keys` are what the node has, as far as it has been heard."""
         return self.source is not None and not self._asking and self.alive(now)
 
     def alive(self, now: float) -> bool:
-        """Whether the node was heard lately. One that was not holds nothing."""
+        """Return whether the node was heard lately. One that was not holds nothing."""
         return now - self._heard_at <= EVENTS_SILENT_S
 
     def overdue(self, now: float) -> int | None:
-        """The number to ask for, on a new connection, because nothing is known or the answer does
-        not come; None while there is no need."""
+        """Return the number to ask for, on a new connection, because nothing is known or the answer
+        does not come; None while there is no need."""
         if self.source is not None and not self._asking:
             return None
         if now - self._asked_at < EVENTS_ANSWER_S:

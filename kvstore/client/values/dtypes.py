@@ -29,7 +29,7 @@ class Described(NamedTuple):
 
 
 def described(meta: bytes) -> Described:
-    """What a value's description says. Raises `ValueError` when it is none."""
+    """Return what a value's description says. Raises `ValueError` when it is none."""
     name, shape = read_meta(meta)
     return Described(_common(name), tuple(shape))
 
@@ -60,7 +60,7 @@ def numpy_name(dtype: Any) -> str:
 
 
 def of_format(code: str, itemsize: int) -> str:
-    """The dtype of a `memoryview.format`."""
+    """Return the dtype of a `memoryview.format`."""
     letter = code.lstrip("@=" + _NATIVE)
     if letter == "?":
         return "bool"

@@ -81,7 +81,7 @@ def others_elsewhere(
     blocks: Sequence[tuple[Key, Location, Payload]],
     give_up_at: float = math.inf,
 ) -> list[bool]:
-    """Whether each is another value, by length and checksum; those that have no checksum are
+    """Return whether each is another value, by length and checksum; those that have no checksum are
     read, all by one deadline, which costs what saving them would have, and none after
     `give_up_at`."""
     others = [False] * len(blocks)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.client.explanation import MissReason
+from kvstore.client.local.nodes import Attached
+from kvstore.client.missing.explanation import MissReason
 from kvstore.client.reader import AnyPlace, UnmappedPlace
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.session import BlockSession
 from kvstore.client.values import tensors
 from kvstore.client.values.out import Out
 from kvstore.errors import UsageError
-from kvstore.interruption import let_through
 from kvstore.limits import ANOTHERS_BYTES_MAX
+from kvstore.segment import batch_read
+from kvstore.segment.attached import AttachedShm
+from kvstore.segment.unmapped import UnmappedShm
+from kvstore.system.interruption import let_through
 from kvstore.types import Key, Kind
 
 _PLAIN = (int(Kind.BYTES), int(Kind.BLOCK))
 """What needs no description to be a value again."""
+_PLAIN_BITS = sum(1 << kind for kind in _PLAIN)
 
 
 class ValueGetter:
@@ -36,10 +41,13 @@ class ValueGetter:
         """As `get_many` for one key; a value seen in this host's memory before asks nobody."""
         now = self._now()
         value = None
-        place = self._reader.remembered.get(key)
-        if place is not None:
-            self._session.nodes.check(now)
-            value = self._value(key, place, None if out is None else Out(out))
+        if batch_read.READER.suits_one and not self._verify:
+            (value,) = self._here([key], [out], now)
+        if value is None:
+            place = self._reader.remembered.get(key)
+            if place is not None:
+                self._session.nodes.check(now)
+                value = self._value(key, place, None if out is None else Out(out))
         if value is None:
             (value,) = self._look((key,), (out,))
         if value is None:
@@ -49,17 +57,62 @@ class ValueGetter:
         return value
 
     def get_many(self, keys: Sequence[Key], outs: Sequence[Any]) -> list[Any]:
-        """The values, None for each that is missing; `outs` has None where there is no `out`.
+        """Return the values, None for each that is missing; `outs` has None where there is no
+        `out`.
 
         Raises `UsageError` for an `out` that does not fit; it is then unchanged.
         """
         now = self._now()
-        values = self._look(keys, outs)
+        values = self._values(keys, outs, now)
         missed = sum(value is None for value in values)
         self.counts["misses"] += missed
         if missed < len(values):
             got = [key for key, value in zip(keys, values, strict=True) if value is not None]
             self._session.writer.touch(got, now)
+        return values
+
+    def _values(self, keys: Sequence[Key], outs: Sequence[Any], now: float) -> list[Any]:
+        """What lies plainly in this host's memory in one call, the rest one by one."""
+        if self._verify:
+            return self._look(keys, outs)
+        values = self._here(list(keys), outs, now)
+        rest = [i for i, value in enumerate(values) if value is None]
+        if not rest:
+            return values
+        if len(rest) == len(keys):
+            return self._look(keys, outs)
+        looked = self._look([keys[i] for i in rest], [outs[i] for i in rest])
+        for i, value in zip(rest, looked, strict=True):
+            values[i] = value
+        return values
+
+    def _here(self, keys: list[Key], outs: Sequence[Any], now: float) -> list[Any]:
+        """What `read_batch` finds in the segments that are mapped, None for the rest."""
+        nodes = self._session.nodes
+        nodes.check(now)
+        values: list[Any] = []
+        targets = [memoryview(out) if type(out) is bytearray else out for out in outs]
+        for attached in nodes.mapped:
+            shm = attached.shm
+            if isinstance(shm, UnmappedShm):
+                continue
+            if not values:
+                values = self._read(attached, shm, keys, targets)
+            elif rest := [i for i, value in enumerate(values) if value is None]:
+                wanted, into = [keys[i] for i in rest], [targets[i] for i in rest]
+                found = self._read(attached, shm, wanted, into)
+                for i, value in zip(rest, found, strict=True):
+                    values[i] = value
+        return values or [None] * len(keys)
+
+    def _read(
+        self, attached: Attached, shm: AttachedShm, keys: list[Key], targets: list[Any]
+    ) -> list[Any]:
+        values, size_bytes = shm.read_batch(keys, targets, _PLAIN_BITS)
+        if attached.gone:  # meanwhile
+            return [None] * len(keys)
+        self.counts["hits"] += len(values) - values.count(None)
+        self.counts["hit_bytes"] += size_bytes
         return values
 
     def _look(self, keys: Sequence[Key], outs: Sequence[Any], *, again: bool = True) -> list[Any]:
@@ -149,7 +202,7 @@ def _with_room(
 
 
 def _made(view: AnyPlace | FetchedBlock, out: Out | None) -> tuple[Any, memoryview]:
-    """The value, and its bytes as they were copied: in `out`, or an array or tensor.
+    """Return the value, and its bytes as they were copied: in `out`, or an array or tensor.
 
     Raises `UsageError` when it does not fit `out`, which is then unchanged, or when the library
     that it needs is missing, `ValueError` when its description is none.
@@ -169,6 +222,6 @@ def _made(view: AnyPlace | FetchedBlock, out: Out | None) -> tuple[Any, memoryvi
 
 
 def _is_stale(ref: AnyPlace | RemoteBlock | None) -> bool:
-    """Whether what could not be read may be elsewhere: it left while it was read, or nobody was
-    asked where it is."""
+    """Return whether what could not be read may be elsewhere: it left while it was read, or nobody
+    was asked where it is."""
     return ref.remembered if isinstance(ref, RemoteBlock) else ref is not None and not ref.valid()

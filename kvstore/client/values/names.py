@@ -8,9 +8,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.batches import in_batches
-from kvstore.fork import in_each_child
 from kvstore.limits import NAME_BYTES_MAX, NAMES_MESSAGE_BYTES_MAX, NAMES_WAITING_MAX
 from kvstore.protocol.control import Op, join_keys
+from kvstore.system.fork import in_each_child
 from kvstore.types import KEY_BYTES, Key
 
 if TYPE_CHECKING:

@@ -93,8 +93,8 @@ class Out:
             )
 
     def answer(self, size_bytes: int) -> Any:
-        """What a get gives back when it wrote `size_bytes`: the array or tensor, or the part of it
-        that was written; of a buffer always a view."""
+        """Return what a get gives back when it wrote `size_bytes`: the array or tensor, or the part
+        of it that was written; of a buffer always a view."""
         if not self._array:
             return self.room[:size_bytes]
         return self._out if self._is is not None else self._out[:size_bytes]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvstore.client.put_pipeline import check_wanted, save
 from kvstore.client.session import BlockSession
 from kvstore.client.values.existing import drop_remote, others_elsewhere, told_apart
+from kvstore.client.values.put_pipeline import check_wanted, save
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import NoSpaceError, PeerError
 from kvstore.limits import REPLACE_TRIES
@@ -102,7 +102,7 @@ class ValueSaver:
         return self._session.drop([key])[0]
 
     def _drop_each(self, there: Mapping[Key, Location | None]) -> dict[Key, PutResult]:
-        """Why it could not be done, of those that could not be dropped where they are."""
+        """Return why it could not be done, of those that could not be dropped where they are."""
         undropped: dict[Key, PutResult] = {}
         nodes = {location.node_id for location in there.values() if location is not None}
         left_s = self._session.remote.timeout_s(0)

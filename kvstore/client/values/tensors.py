@@ -37,7 +37,7 @@ class Payload(NamedTuple):
 
 
 def encode(value: Any) -> Payload:
-    """A value as what is saved of it. Raises `UsageError` for what has no plain bytes."""
+    """Return a value as what is saved of it. Raises `UsageError` for what has no plain bytes."""
     if type(value) in _PLAIN_TYPES:
         data = as_bytes("value", value)
         return Payload(data, b"" if data.nbytes else EMPTY, Kind.BYTES)
@@ -77,7 +77,7 @@ def _meta(dtype: str, shape: Any) -> bytes:
 
 
 def tensor_bytes(field: str, tensor: Any, *, own: bool = False) -> memoryview:
-    """Bytes of a tensor: in place when it is contiguous in CPU memory, or with `own`. Raises
+    """Return bytes of a tensor: in place when it is contiguous in CPU memory, or with `own`. Raises
     `UsageError` for one whose numbers are not its bytes (sparse, quantised, without memory)."""
     import torch
 
@@ -105,7 +105,8 @@ def tensor_bytes(field: str, tensor: Any, *, own: bool = False) -> memoryview:
 
 
 def as_bytes(field: str, value: Any) -> memoryview:
-    """A flat byte view of anything with the buffer protocol; copies only what is not contiguous."""
+    """Return a flat byte view of anything with the buffer protocol; copies only what is not
+    contiguous."""
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError) as e:
@@ -118,7 +119,7 @@ def as_bytes(field: str, value: Any) -> memoryview:
 
 
 def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
-    """A fresh value of that kind and the memory to copy its `size_bytes` into.
+    """Return a fresh value of that kind and the memory to copy its `size_bytes` into.
 
     Raises `UsageError` when the library it needs is not installed, `ValueError`
     when `meta` does not describe `size_bytes` bytes.
@@ -132,8 +133,8 @@ def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
 
 
 def numpy_dtype(name: str) -> Any:
-    """The numpy dtype of that name. Raises `UsageError` when the library that knows it is missing,
-    `ValueError` when none does."""
+    """Return the numpy dtype of that name. Raises `UsageError` when the library that knows it is
+    missing, `ValueError` when none does."""
     try:
         import numpy
     except ImportError as e:
@@ -147,7 +148,8 @@ def numpy_dtype(name: str) -> Any:
 
 
 def torch_dtype(name: str) -> Any:
-    """The torch dtype of that name. Raises `UsageError` without torch, and for one it has not."""
+    """Return the torch dtype of that name. Raises `UsageError` without torch, and for one it has
+    not."""
     try:
         import torch
     except ImportError as e:

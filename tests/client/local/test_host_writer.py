@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from stores import PATIENT, NodeProcess
 from kvstore import BlockSession, Client, Limits
 from kvstore.client.base import Reservation
 from kvstore.client.local import host_writers
+from kvstore.client.local.writer import Writer
 from kvstore.client.placement import Home, homes_of
 from kvstore.errors import NodeUnavailableError
 from kvstore.protocol.control import Op
+from kvstore.types import Key
 
 MIB = 1 << 20
 NODE_BYTES = 32 * MIB
@@ -380,3 +382,29 @@ def test_who_tells_a_node_something_where_there_is_none_holds_back_no_save(
         assert len(looks) == 2, "a save looks once more, and the next one not so soon"
         session.writer.touch([], session.machine.monotonic(), at_once=True)
         assert len(looks) == 2
+
+
+def test_pins_of_one_node_end_when_the_next_is_interrupted(
+    pair: tuple[NodeProcess, NodeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["one", "two"]
+    for node, name in zip(pair, names, strict=True):
+        with Client(**node.client_options, node=node.name) as client:
+            assert client.put(name, b"v" * 50_000)
+    pin_many, asked = Writer.pin_many, []
+
+    def interrupted(writer: Writer, keys: Sequence[Key]) -> list[bytes | None]:
+        asked.append(writer)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return pin_many(writer, keys)
+
+    with Client(**pair[0].client_options) as client:
+        keys = [client.namespace.value_key(name) for name in names]
+        with monkeypatch.context() as patched:
+            patched.setattr(Writer, "pin_many", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.session.pin(keys)
+        assert [stats_of(node)["pinned"] for node in pair] == [0, 0]
+        pinned = client.session.pin(keys)
+        assert None not in pinned

@@ -20,12 +20,12 @@ from stores import announcement
 from kvstore.client.local import nodes as nodes_module
 from kvstore.client.local.nodes import ABSENT_S, ALIVE_CHECK_S, LocalNodes
 from kvstore.errors import IndexUnavailableError
-from kvstore.filelock import FileLock, try_lock
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import REAL
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
+from kvstore.system.filelock import FileLock, try_lock
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 
 OURS = "redis://ours"

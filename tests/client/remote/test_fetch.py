@@ -34,6 +34,7 @@ class Far(RemoteNodes):
         self.wanted: list[Wanted] = []
         self.reads: list[float | None] = []
         self.doubted: list[list[Key]] = []
+        self.looks: list[float | None] = []
 
     def read(self, wanted: Sequence[Wanted], deadline: float | None = None) -> list[Outcome]:
         self.reads.append(deadline)
@@ -43,8 +44,11 @@ class Far(RemoteNodes):
                 part[:] = bytes([65 + len(part) % 26]) * part.nbytes
         return [self.outcomes.get(one.key, Outcome(Read.HIT)) for one in wanted]
 
-    def there(self, blocks: Sequence[tuple[Key, Location]]) -> list[bool]:
+    def there(
+        self, blocks: Sequence[tuple[Key, Location]], deadline: float | None = None
+    ) -> list[bool]:
         self.doubted.append([key for key, _ in blocks])
+        self.looks.append(deadline)
         return [key not in self.lies for key, _ in blocks]
 
 
@@ -166,6 +170,12 @@ def test_the_time_of_a_call_is_that_of_its_bytes_or_less(
     fetch(far, {0: block(1), 1: block(2)}, None, None if given is None else NOW + given)
     of_the_bytes_s = far.timeout_s(2 * LENGTH) - far.timeout_s(0)
     assert far.reads == [NOW + left_s + (of_the_bytes_s if given != left_s else 0)]
+
+
+def test_what_is_asked_about_lengths_is_part_of_the_callers_time(far: Far) -> None:
+    claims = {0: block(1, CLAIMED_BYTES_MAX), 1: block(2, CLAIMED_BYTES_MAX)}
+    fetch(far, claims, None, NOW + 0.25)
+    assert far.looks == [NOW + 0.25]
 
 
 # --- records that claim too much --------------------------------------------

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 from signal_handlers import ERRORS, SAID, handling, raising, signals_in
 
-from kvstore import Client, tcp
+from kvstore import Client
 from kvstore.client.remote.silenced import LISTEN_EVERY_S, Silenced
+from kvstore.system import tcp
 from kvstore.transport.stream.channel import Channel
 
 

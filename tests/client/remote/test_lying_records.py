@@ -139,8 +139,10 @@ def test_what_the_nodes_are_asked_before_is_part_of_the_same_deadline(
     told: list[float] = []
     there, read = remote.there, remote.read
 
-    def slow_there(blocks: Sequence[tuple[bytes, Location]]) -> list[bool]:
-        answer = there(blocks)
+    def slow_there(
+        blocks: Sequence[tuple[bytes, Location]], deadline: float | None = None
+    ) -> list[bool]:
+        answer = there(blocks, deadline)
         told.append(time.monotonic())
         time.sleep(0.3)
         return answer

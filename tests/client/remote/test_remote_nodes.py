@@ -11,7 +11,7 @@ from kvstore.client.remote.reader import RemoteNodes
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import NODE_BELIEVED_S, NODE_TTL_S
-from kvstore.node.heartbeat import ANNOUNCEMENT_TTL_S, HEARTBEAT_S, JITTER
+from kvstore.node.publishing.heartbeat import ANNOUNCEMENT_TTL_S, HEARTBEAT_S, JITTER
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.transport.stream.transport import NAME as STREAM

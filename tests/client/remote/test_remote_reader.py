@@ -27,6 +27,7 @@ from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.transport.base import Outcome, Read, Wanted
+from kvstore.transport.cuda_fabric import NAME as FABRIC
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.stream.security import StreamSecurity
@@ -292,6 +293,39 @@ def test_nixl_comes_first_where_it_is_ready_and_alone_where_it_is_all_there_is(
     assert [way for name, way in found if name == STREAM] == [nodes.stream] * (STREAM in ways)
 
 
+@pytest.mark.parametrize("offered", [False, True])
+@pytest.mark.parametrize("usable", [False, True])
+@pytest.mark.parametrize("nixl", [False, True])
+def test_nvlink_comes_before_nixl_where_both_ends_have_it(
+    nodes: RemoteNodes, offered: bool, usable: bool, nixl: bool
+) -> None:
+    def way(usable: bool) -> Any:
+        return SimpleNamespace(usable=lambda _: usable, ready=lambda _: True, close=lambda: None)
+
+    nodes._allowed = (STREAM, NIXL, FABRIC)
+    nodes._nixl = way(True) if nixl else None
+    transports = {STREAM: "", **({FABRIC: ""} if offered else {}), **({NIXL: ""} if nixl else {})}
+    word = replace(WORDS[7], transports=transports)
+    others = [NIXL, STREAM] if nixl else [STREAM]
+    assert [name for name, _ in nodes._ways(word)] == others, "it is not there"
+    nodes._fabric = way(usable)
+    by_nvlink = [FABRIC] if offered and usable else []
+    assert [name for name, _ in nodes._ways(word)] == [*by_nvlink, *others]
+
+
+@pytest.mark.parametrize("way", [NIXL, STREAM])
+@pytest.mark.parametrize("in_vram", [False, True])
+def test_what_nixl_wrote_into_vram_is_counted_apart(
+    nodes: RemoteNodes, told: Told, way: str, in_vram: bool
+) -> None:
+    counts = dict(nodes.counts)
+    assert set(counts) >= {"nixl_vram_hits", "nixl_vram_bytes"}
+    by(nodes, (way, Way({1: HIT._replace(in_vram=in_vram)})))
+    nodes.read([wanted(1)])
+    took = "nixl_vram" if in_vram and way == NIXL else way
+    assert nodes.counts == {**counts, f"{took}_hits": 1, f"{took}_bytes": 100}
+
+
 def test_a_node_that_does_not_offer_nixl_is_not_tried_by_it(nodes: RemoteNodes) -> None:
     def usable(_: object) -> bool:
         raise AssertionError("asked of a node that offers none")
@@ -422,6 +456,36 @@ def test_each_node_says_which_blocks_it_has_by_a_deadline_that_claims_do_not_mov
     its = nodes.directory.get(8)
     assert its is not None
     assert its.breaker.state is BreakerState.OPEN
+
+
+@pytest.mark.parametrize(
+    ("left_s", "state"), [(0.25, BreakerState.CLOSED), (0.75, BreakerState.OPEN)]
+)
+def test_a_question_that_failed_for_want_of_time_is_not_the_nodes_fault(
+    nodes: RemoteNodes,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    left_s: float,
+    state: BreakerState,
+) -> None:
+    its = known(nodes, 8)
+
+    def look(*_: object) -> list[bool]:
+        clock.now = NOW + left_s
+        raise NodeUnavailableError("silent")
+
+    monkeypatch.setattr(reader_module, "look", look)
+    asked = wanted(1, node_id=8)
+    assert nodes.there([(asked.key, asked.location)], NOW + left_s) == [False]
+    assert its.breaker.state is state
+
+
+def test_nobody_is_asked_when_the_time_is_over(
+    nodes: RemoteNodes, looks: list[tuple[list[int], float]]
+) -> None:
+    asked = wanted(1)
+    assert nodes.there([(asked.key, asked.location)], NOW) == [False]
+    assert looks == []
 
 
 def test_of_a_node_that_is_not_there_nothing_is_known(

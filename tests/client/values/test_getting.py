@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from batch_readers import LeavesAll
 from stores import NodeProcess  # noqa: TC002  # as in every other test
 
 from kvstore import Client, MissReason
@@ -33,6 +34,7 @@ def moving(
             return read(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(reader, "read", late)
+        monkeypatch.setattr("kvstore.segment.batch_read.READER", LeavesAll())
         return values
 
     return move

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from batch_readers import LeavesAll
 from reader_parts import AWAY, KEY, VALUE, Counting, Nodes, Remote, key_of, save
 
 from kvstore import UsageError
@@ -90,6 +91,12 @@ class Place:
 
 
 @pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read by the batch (kvstore/segment/batch_read.py)."""
+    monkeypatch.setattr("kvstore.segment.batch_read.READER", LeavesAll())
+
+
+@pytest.fixture
 def place(nodes: Nodes) -> Place:
     return Place(nodes)
 
@@ -137,6 +144,7 @@ def test_of_several_those_that_are_there_are_touched(owned: OwnedShm, place: Pla
     assert place.touched[1:] == [([KEY], NOW)]
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_place_seen_before_is_used_again_of_nodes_that_live(
     owned: OwnedShm, place: Place
 ) -> None:
@@ -170,6 +178,7 @@ def test_a_hit_of_another_host_is_remembered_there(place: Place) -> None:
     assert len(place.index.asked) == 2, "it may be elsewhere by now"
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_what_a_node_does_not_have_although_the_index_just_said_so_is_asked_for_once(
     place: Place,
 ) -> None:
@@ -178,7 +187,7 @@ def test_what_a_node_does_not_have_although_the_index_just_said_so_is_asked_for_
     assert place.getter.get_many([KEY, ABSENT], [None, None]) == [None, None]
     assert place.far.reads == [[KEY]]
     assert place.reader.miss_reasons == {"load-failed": 1}
-    assert place.nodes.checks == 1
+    assert place.nodes.checks == 2
 
 
 def test_a_value_that_grew_meanwhile_does_not_make_a_right_out_wrong(place: Place) -> None:
@@ -208,6 +217,7 @@ def test_an_out_that_is_too_small_is_so_after_two_looks_however_often_others_rem
     assert len(looks) == 2
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_an_out_that_is_too_small_for_what_is_here_is_refused_at_once(
     owned: OwnedShm, place: Place
 ) -> None:
@@ -216,7 +226,7 @@ def test_an_out_that_is_too_small_for_what_is_here_is_refused_at_once(
     with pytest.raises(UsageError, match="1000 bytes"):
         place.getter.get_many([KEY], [out])
     assert not any(out)
-    assert place.nodes.checks == 1
+    assert place.nodes.checks == 2
 
 
 # --- values that leave while they are read ----------------------------------
@@ -232,6 +242,7 @@ def leaves_while_read(place: Place, owned: OwnedShm, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(place.reader, "read", late)
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("room", [None, 1000, 10])
 def test_what_left_while_it_was_read_is_looked_for_once_more_and_lost(
     owned: OwnedShm, place: Place, monkeypatch: pytest.MonkeyPatch, room: int | None
@@ -242,11 +253,12 @@ def test_what_left_while_it_was_read_is_looked_for_once_more_and_lost(
     assert place.getter.get_many([KEY, ABSENT], [out, None]) == [None, None]
     assert place.counted(0, 2, 0)
     assert place.reader.miss_reasons == {"load-failed": 1}
-    assert place.nodes.checks == 2
+    assert place.nodes.checks == 3
     assert place.touched == []
     assert place.reader.remembered == {}
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_what_left_is_read_where_it_is_now(
     owned: OwnedShm, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +271,7 @@ def test_what_left_is_read_where_it_is_now(
     assert got == [VALUE, b"2" * 500, None]
     assert bytes(out) == b"2" * 500
     assert place.counted(2, 1, 1500)
-    assert place.nodes.checks == 2
+    assert place.nodes.checks == 3
     assert place.index.asked == [[ABSENT], [KEY]]
 
 
@@ -274,6 +286,7 @@ def described(owned: OwnedShm, *, checksum: int = 0, kind: Kind = Kind.NUMPY) ->
     return value
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_what_cannot_be_made_of_its_description_is_lost(owned: OwnedShm, place: Place) -> None:
     pytest.importorskip("numpy")
     described(owned)  # 248 numbers of 4 bytes are not 991 bytes

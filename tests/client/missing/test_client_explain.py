@@ -16,7 +16,7 @@ from redis_servers import wait_until
 from stores import MIB, PATIENT, NodeProcess
 
 from kvstore import Explanation, MissReason, Namespace
-from kvstore.client.explanation import ABSENT_FIELD, FieldDifference, ago
+from kvstore.client.missing.explanation import ABSENT_FIELD, FieldDifference, ago
 from kvstore.index.open import open_guarded
 from kvstore.index.redis.key_space import KeySpace
 from kvstore.node import Node, NodeConfig

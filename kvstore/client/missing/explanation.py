@@ -146,7 +146,7 @@ def missing_as_dict(missing: Missing) -> dict[str, Any]:
 def differences(
     asked: Mapping[str, Field], there: Mapping[str, Field]
 ) -> tuple[FieldDifference, ...]:
-    """The fields in which two namespaces differ, in name order."""
+    """Return the fields in which two namespaces differ, in name order."""
     return tuple(
         FieldDifference(name, asked.get(name, ABSENT_FIELD), there.get(name, ABSENT_FIELD))
         for name in sorted({*asked, *there})
@@ -155,7 +155,7 @@ def differences(
 
 
 def listed(fields: tuple[FieldDifference, ...]) -> str:
-    """The differences as text, the first few of many."""
+    """Return the differences as text, the first few of many."""
     shown = "; ".join(map(str, fields[:_FIELDS_SHOWN_MAX]))
     more = len(fields) - _FIELDS_SHOWN_MAX
     return f"{shown}; and {more} more" if more > 0 else shown
@@ -170,7 +170,7 @@ def ago(age_s: float) -> str:
 
 
 def reason_of(error: IndexUnavailableError) -> MissReason:
-    """What an index that cannot be asked means for a lookup."""
+    """Return what an index that cannot be asked means for a lookup."""
     if isinstance(error, IndexBreakerOpenError):
         return MissReason.BREAKER_OPEN
     late = (IndexDeadlineError, TimeoutError)

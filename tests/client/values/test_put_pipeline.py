@@ -3,12 +3,14 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from kvstore.client import put_pipeline, savers
+from kvstore.client import savers
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.reader import Reader
+from kvstore.client.values import put_pipeline
 from kvstore.client.values.tensors import encode
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.index.memory import MemoryIndex
@@ -71,6 +73,32 @@ def test_a_batch_of_any_sizes_is_stored_whole_and_in_order(writer, nodes, index)
     assert all(r.status is PutStatus.STORED for r in save(writer, values))
     places = Reader(index, nodes).search([key(i) for i in range(len(values))])
     assert [bytes(place.data) for place in places] == values
+
+
+@pytest.mark.parametrize(
+    ("values", "asked"),
+    [
+        ([np.ones(64 << 10, np.uint8)], [Op.RESERVE]),
+        ([np.ones((64 << 10) + 1, np.uint8)], [Op.RESERVE, Op.COMMIT]),
+        ([bytes(33 << 10), bytes(33 << 10)], [Op.RESERVE, Op.COMMIT]),
+        ([bytes(32 << 10), bytes(32 << 10)], [Op.RESERVE]),
+    ],
+    ids=["64 KiB alone", "more alone", "33 KiB beside another", "32 KiB beside another"],
+)
+def test_a_value_saved_alone_travels_in_the_request_when_twice_as_large(
+    writer, nodes, index, monkeypatch, values, asked
+):
+    (link,) = [link for one in writer.writers() for link in [one.link()]]
+    posted, post = [], link.control.post
+    monkeypatch.setattr(
+        link.control, "post", lambda op, *args, **more: posted.append(op) or post(op, *args, **more)
+    )
+    assert [r.status for r in save(writer, values)] == [PutStatus.STORED] * len(values)
+    assert posted == asked
+    places = Reader(index, nodes).search([key(i) for i in range(len(values))])
+    assert [bytes(place.data[: len(v)]) for place, v in zip(places, values, strict=True)] == [
+        bytes(v) for v in values
+    ]
 
 
 def test_a_batch_larger_than_a_window_is_stored(writer, monkeypatch):

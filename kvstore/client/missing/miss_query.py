@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.client.base import MissQuery
-from kvstore.client.explanation import FieldDifference
+from kvstore.client.missing.explanation import FieldDifference
 from kvstore.keys import Namespace
 from kvstore.types import Key
 
@@ -14,14 +14,14 @@ BLOCK_TOKENS_TRIED = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def about_value(key: str | bytes, namespace: Namespace) -> MissQuery:
-    """Why `key` misses in `namespace`."""
+    """Return why `key` misses in `namespace`."""
     return MissQuery(0, namespace.value_key(key), namespace, lambda other: other.value_key(key))
 
 
 def about_block(
     block: int, key: Key, tokens: Sequence[int], namespace: Namespace, block_tokens: int
 ) -> MissQuery:
-    """Why block number `block` of `tokens`, which is kept under `key`, misses.
+    """Return why block number `block` of `tokens`, which is kept under `key`, misses.
 
     The first one may be there as clients with another block size name it; where
     earlier blocks are there, the size was right.

@@ -1,8 +1,8 @@
 """What is looked for in place of a missing block or value."""
 
 from kvstore import Namespace
-from kvstore.client.explanation import FieldDifference
-from kvstore.client.miss_query import BLOCK_TOKENS_TRIED, about_block, about_value
+from kvstore.client.missing.explanation import FieldDifference
+from kvstore.client.missing.miss_query import BLOCK_TOKENS_TRIED, about_block, about_value
 
 HERE, THERE = Namespace({"model": "m", "layers": 4}), Namespace({"model": "m", "layers": 5})
 TOKENS = range(100)

@@ -29,6 +29,10 @@ WINDOW_BYTES = 128 << 20
 """Bytes reserved at a time by one put_many: a large batch must not hold all slots at once."""
 INLINE_WINDOW_BYTES = 1 << 20
 """Bytes that travel inside the reserve requests of a window at most."""
+LONE_INLINE_FACTOR = 2
+"""A value that is saved alone travels in the request up to so many times the size that the node
+says: what that saves, a request and a wake-up, is worth copying it more often. In a batch it saves
+no request, and from about three times on it costs both sides more than it saves."""
 PARTS = 2
 """Of a window: half of the node's work is then done while a client copies. More parts are
 more messages, and on a busy machine each may cost the sender its core for a while."""
@@ -209,11 +213,13 @@ def _wants(
 ) -> list[Want]:
     wants: list[Want] = []
     inline_room = INLINE_WINDOW_BYTES
+    lone_max = inline_max * LONE_INLINE_FACTOR if len(keys) == 1 else 0
     for key, payload in zip(keys, payloads, strict=True):
         value, checksum = None, 0
         data, meta, kind = payload
         size_bytes = data.nbytes + len(meta)
-        if size_bytes <= inline_max and size_bytes <= inline_room:
+        small = size_bytes <= inline_max or 0 < data.nbytes <= lone_max
+        if small and size_bytes <= inline_room:
             inline_room -= size_bytes
             value = data.tobytes() + meta
             checksum = xxhash.xxh3_64_intdigest(value) if checksums else 0
@@ -243,7 +249,7 @@ class _Window:
         """The answer to what was asked for and is not written yet."""
 
     def of(self, which: Sequence[int]) -> _Window:
-        """A new window, of some of the values of this one."""
+        """Return a new window, of some of the values of this one."""
         wants = [self._wants[i] for i in which]
         return _Window(self._writer, self._namespace_id, wants, [self._payloads[i] for i in which])
 
@@ -262,8 +268,8 @@ class _Window:
         self._ahead = self._writer.reserve_later(self._wants[self._parts[0]], self._namespace_id)
 
     def finish(self) -> list[PutResult | None]:
-        """What became of each; None where the node went away or hangs: what it may still take is
-        saved elsewhere too."""
+        """Return what became of each; None where the node went away or hangs: what it may still
+        take is saved elsewhere too."""
         try:
             for i, part in enumerate(self._parts):
                 assert self._ahead is not None

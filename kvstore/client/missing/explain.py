@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.client.base import MissQuery
-from kvstore.client.explanation import (
+from kvstore.client.local.control import ControlChannel
+from kvstore.client.local.deadlines import in_turn, until
+from kvstore.client.missing.explanation import (
     FieldDifference,
     Missing,
     MissReason,
@@ -22,15 +24,11 @@ from kvstore.client.explanation import (
     listed,
     reason_of,
 )
-from kvstore.client.local.control import ControlChannel
-from kvstore.client.local.deadlines import in_turn, until
 from kvstore.client.remote.reader import RemoteNodes
-from kvstore.core.departures import GoneWhy
 from kvstore.core.namespaces import namespace_of
+from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.errors import IndexUnavailableError, PeerError, UsageError
-from kvstore.filelock import is_locked
-from kvstore.fork import in_each_child
 from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.base import Index, Record
 from kvstore.keys import SALT_FIELD, Namespace
@@ -39,6 +37,8 @@ from kvstore.nodedir import LOCK, Announcement, NodeDir, announced, node_dirs, s
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import InvalidReplyError, explained
 from kvstore.record import RecordSigner, unpack_record
+from kvstore.system.filelock import is_locked
+from kvstore.system.fork import in_each_child
 from kvstore.transport.stream.requests import ask
 from kvstore.types import Key, Location
 
@@ -164,7 +164,7 @@ class Explainer:
                 yield directory, announcement
 
     def _ask(self, key: Key) -> tuple[list[_Answer], list[str]]:
-        """What each node of this host says, and the names of those that did not answer."""
+        """Return what each node of this host says, and the names of those that did not answer."""
         give_up_at = self._now() + self._timeout_s
         answers: list[_Answer] = []
         silent: list[str] = []
@@ -212,7 +212,7 @@ class Explainer:
     def _channels_of(
         self, living: Sequence[tuple[NodeDir, Announcement]]
     ) -> Iterable[ControlChannel]:
-        """A channel to each of `living`; those to nodes that are gone are closed."""
+        """Return a channel to each of `living`; those to nodes that are gone are closed."""
         with self._lock:
             if self._closed:
                 raise UsageError("client", "closed", "must be open")
@@ -232,7 +232,7 @@ class Explainer:
         return channels
 
     def _unreadable(self, question: MissQuery, record: Record) -> Missing | None:
-        """Why the node that a record names cannot be read; None when it can."""
+        """Return why the node that a record names cannot be read; None when it can."""
         block = question.block
         if self._signer is not None and not self._signer.right(question.key, record):
             detail = "its record in the index is not signed, or with another key than ours"
@@ -285,7 +285,7 @@ class Explainer:
     # --- other fields -------------------------------------------------------
 
     def _under_other_fields(self, question: MissQuery, answers: list[_Answer]) -> Missing | None:
-        """The same tokens in another namespace, or the nearest one when ours has nothing."""
+        """Return the same tokens in another namespace, or the nearest one when ours has nothing."""
         ours = question.namespace
         candidates = [_Candidate((field,), key, "") for field, key in question.others]
         near: list[_Candidate] = []
@@ -320,7 +320,7 @@ class Explainer:
 
 
 def _namespaces(answers: Iterable[_Answer]) -> Iterator[tuple[Namespace, str]]:
-    """Those with blocks whose fields are known, each with one node that has some."""
+    """Yield those with blocks whose fields are known, each with one node that has some."""
     seen: set[int] = set()
     for answer in answers:
         for namespace_id, _, raw in answer.namespaces:
@@ -331,7 +331,7 @@ def _namespaces(answers: Iterable[_Answer]) -> Iterator[tuple[Namespace, str]]:
 
 
 def _told(block: int, answers: Sequence[_Answer], *, indexed: bool) -> Missing | None:
-    """What a node knows about the block itself: what is there now before what is gone."""
+    """Return what a node knows about the block itself: what is there now before what is gone."""
     for answer in answers:
         if answer.code == SEALED_CODE and indexed:
             return Missing(

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvstore import Explanation, Missing, MissReason
-from kvstore.client.explanation import ABSENT_FIELD, FieldDifference, ago, differences, listed
+from kvstore.client.missing.explanation import (
+    ABSENT_FIELD,
+    FieldDifference,
+    ago,
+    differences,
+    listed,
+)
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,13 @@ class CudaHeads:
         return DevicePlace(spot.offset, kind, meta_length, (spot.slot_id, spot.image), checksum)
 
     def same(self, place: DevicePlace) -> bool:
+        assert place.token is not None
         slot_id, image = place.token
-        return bool(self._segment.header(slot_id) == image)
+        return self._segment.header(slot_id) == image
 
 
 def attach(run_dir: Path, announcement: Announcement) -> CudaHeads | None:
-    """The headers of a node in VRAM; None when it is not on this host (any more)."""
+    """Return the headers of a node in VRAM; None when it is not on this host (any more)."""
     try:
         directory = NodeDir(run_dir, announcement.name)
         files = files_of(directory, announcement)
@@ -139,8 +140,8 @@ class VramNodes:
         return announcement
 
     def known(self, node_id: int, epoch: int) -> bool:
-        """Whether that start of that node was one whose blocks can be read from here, at the last
-        look; asks nobody."""
+        """Return whether that start of that node was one whose blocks can be read from here, at the
+        last look; asks nobody."""
         return self._known.get((node_id, epoch), (0.0, None))[1] is not None
 
     def _find(self, node_id: int, epoch: int) -> Announcement | None:
@@ -198,7 +199,7 @@ class VramNodes:
     def there(
         self, announcement: Announcement, blocks: Sequence[tuple[Key, Location]]
     ) -> list[bool]:
-        """Whether each of `blocks` is there and as long as its location says."""
+        """Return whether each of `blocks` is there and as long as its location says."""
         heads = attach(self._run_dir, announcement)
         if heads is None:
             return [False] * len(blocks)
@@ -210,7 +211,7 @@ class VramNodes:
     def read(
         self, announcement: Announcement, wanted: Sequence[Wanted | WantedAnywhere], deadline: float
     ) -> list[Outcome]:
-        """One outcome for each block, into memory of the host or of a device."""
+        """Return one outcome for each block, into memory of the host or of a device."""
         outcomes: list[Outcome] = []
         for batch in in_batches(wanted, STREAM_BLOCKS_MAX):
             if self.transport is None:
@@ -234,8 +235,8 @@ class VramNodes:
             self._report(NodeDir(self._run_dir, announcement.name), announcement, key)
 
     def view(self, announcement: Announcement, key: Key, location: Location) -> DeviceBlock | None:
-        """The block in place; None when it is not there (any more), is damaged where all is to be
-        verified, or out of reach."""
+        """Return the block in place; None when it is not there (any more), is damaged where all is
+        to be verified, or out of reach."""
         if self.transport is None:
             return None
         try:
@@ -254,7 +255,7 @@ class VramNodes:
 
     @staticmethod
     def _right(block: DeviceBlock, location: Location, checksums: DeviceChecksums) -> bool:
-        """Whether the bytes in place have the checksum that header and location name. Raises
+        """Return whether the bytes in place have the checksum that header and location name. Raises
         `DeviceError`."""
         known = {block.checksum, location.checksum} - {0}
         if not known:

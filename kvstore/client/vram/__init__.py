@@ -1,0 +1,1 @@
+"""Reads blocks that lie in VRAM of this host, and keeps VRAM in which those of others arrive."""
