@@ -34,10 +34,10 @@ from kvstore.errors import (
     IndexUnavailableError,
     KVStoreError,
 )
-from kvstore.fork import in_each_child
 from kvstore.index.base import Index, KeyRecord, Record
-from kvstore.interruption import let_through
 from kvstore.machine import REAL, Machine
+from kvstore.system.fork import in_each_child
+from kvstore.system.interruption import let_through
 from kvstore.types import Key
 
 log = logging.getLogger("kvstore.index")
@@ -89,7 +89,7 @@ class GuardedIndex:
     `IndexUnavailableError` at once, and a daemon thread pings with growing delays;
     the first answer closes it. `IndexUnavailableError` counts as a failure, and what is
     none of our errors becomes one; what a handler of signals raises does not
-    (`kvstore/interruption.py`).
+    (`kvstore/system/interruption.py`).
     `ping` and `close` always go through.
     """
 

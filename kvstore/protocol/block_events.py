@@ -20,11 +20,11 @@ all with the number of the message that it includes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 
-from kvstore.errors import PeerError, UsageError
+from kvstore.errors import PeerError, UsageError, shown
 from kvstore.limits import EVENT_KEYS_MAX, EVENT_MESSAGE_BYTES_MAX
 from kvstore.types import KEY_BYTES, Key
 
@@ -84,7 +84,7 @@ def sequence_of(raw: bytes) -> int:
 
 def pack_changes(time_s: float, changes: BlockChanges, medium: str) -> bytes:
     """`medium` is vLLM's word for the kind of memory: "CPU" or "GPU"."""
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     if changes.cleared:
         events.append({"type": "AllBlocksCleared"})
     if changes.removed:
@@ -120,11 +120,13 @@ def unpack_changes(raw: bytes) -> list[BlockChanges]:
             raise ValueError(f"{len(raw)} bytes")
         _, events, *_ = msgpack.unpackb(raw, strict_map_key=True)
         return [_changes_of(event) for event in events]
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as e:
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as e:
         raise PeerError(f"a message of {len(raw)} bytes is none of a node's events: {e}") from e
 
 
-def _changes_of(event: Any) -> BlockChanges:
+def _changes_of(event: object) -> BlockChanges:
+    if not isinstance(event, dict):
+        raise ValueError("an event that is no map")
     kind = event["type"]
     if kind == "AllBlocksCleared":
         return BlockChanges(True, [], [])
@@ -138,7 +140,7 @@ def _changes_of(event: Any) -> BlockChanges:
         return BlockChanges(False, keys, [])
     if kind == "BlockStored":
         return BlockChanges(False, [], keys)
-    raise ValueError(f"an event of type {kind!r:.80}")
+    raise ValueError(f"an event of type {shown(kind, 80)}")
 
 
 def endpoints_of(setting: str) -> tuple[str, str]:

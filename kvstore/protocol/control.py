@@ -5,7 +5,7 @@ is the client's number for it; 0 asks for no answer. Per-key lists travel as one
 binary (keys) or as one integer where all entries are equal, so that a batch
 costs little more than a single key.
 
-States of a connection, at the node (node/control_server.py, node/clients.py):
+States of a connection, at the node (node/control/control_server.py, node/control/clients.py):
 
     new        takes HELLO and nothing else; anything else, or a HELLO that is refused, ends it
     known      takes every other request; of a user who may only read, `READER_OPS`.
@@ -33,9 +33,10 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from operator import gt
+from typing import Any, TypeGuard, cast
 
 import msgpack
 
@@ -70,6 +71,7 @@ from kvstore.limits import (
     RESET_NAMESPACES_MAX,
     RETAINED_S_MAX,
 )
+from kvstore.protocol.unpacking import Messages
 from kvstore.types import KEY_BYTES, Key, Kind
 
 PROTOCOL_VERSION = 2
@@ -111,14 +113,15 @@ def packed(message: Sequence[object]) -> bytes:
     return raw
 
 
-def unpacker() -> Any:
+def unpacker() -> Messages:
     """Splits a byte stream into messages; refuses what is over the limits."""
-    return msgpack.Unpacker(
+    messages: Messages = msgpack.Unpacker(
         use_list=True,
         max_buffer_size=MESSAGE_BYTES_MAX,
         max_ext_len=0,
         strict_map_key=True,
     )
+    return messages
 
 
 def items_of(message: object) -> int:
@@ -167,11 +170,14 @@ def _ints(field: str, raw: object, count: int, below: int) -> Sequence[int]:
     return values
 
 
-def _whole_below(values: list[Any], below: int) -> bool:
+def _whole_below(values: Sequence[object], below: int) -> TypeGuard[Sequence[int]]:
     """Whether all are integers from 0 to below - 1. Looked at in C: a batch has hundreds."""
     if not values:
         return True
-    return set(map(type, values)) == _INTEGERS and 0 <= min(values) <= max(values) < below
+    if set(map(type, values)) != _INTEGERS:
+        return False
+    whole = cast("Sequence[int]", values)
+    return 0 <= min(whole) <= max(whole) < below
 
 
 def _int(field: str, raw: object, below: int) -> int:
@@ -179,22 +185,28 @@ def _int(field: str, raw: object, below: int) -> int:
     return raw if type(raw) is int and 0 <= raw < below else _ints(field, [raw], 1, below)[0]
 
 
-def _tuples(field: str, raw: object, width: int, at_most: int = BATCH_KEYS_MAX) -> list[Any]:
-    """A list of integer tuples of one width."""
+def _rows(field: str, raw: object, at_most: int) -> list[object]:
     if not isinstance(raw, list) or len(raw) > at_most:
         raise _fail(field, type(raw).__name__, f"must be a list of at most {at_most}")
-    if not _are_rows(raw, width):
-        wrong = next(item for item in raw if not _are_rows([item], width))
+    return raw
+
+
+def _tuples(field: str, raw: object, width: int) -> list[Any]:
+    """A list of integer tuples of one width."""
+    rows = _rows(field, raw, BATCH_KEYS_MAX)
+    if not _are_rows(rows, width):
+        wrong = next(item for item in rows if not _are_rows([item], width))
         raise _fail(field, wrong, f"must be {width} integers from 0 to 2**64 - 1")
-    return list(map(tuple, raw))
+    return list(map(tuple, rows))
 
 
-def _are_rows(raw: list[Any], width: int) -> bool:
+def _are_rows(raw: Sequence[object], width: int) -> TypeGuard[Sequence[list[int]]]:
     if not raw:
         return True
-    if set(map(type, raw)) != _LISTS or set(map(len, raw)) != {width}:
+    if set(map(type, raw)) != _LISTS:
         return False
-    return _whole_below(list(chain.from_iterable(raw)), 1 << 64)
+    rows = cast("Sequence[list[object]]", raw)
+    return set(map(len, rows)) == {width} and _whole_below(list(chain.from_iterable(rows)), 1 << 64)
 
 
 def _values(raw: object, sizes: Sequence[int]) -> Sequence[bytes | None]:
@@ -240,6 +252,10 @@ def _reserve(
 ) -> Reserve:
     keys = _split_keys(raw_keys)
     sizes = _ints("size_bytes", raw_sizes, len(keys), 1 << 32)
+    metas = _ints("meta_length", raw_metas, len(keys), META_BYTES_MAX + 1)
+    if any(map(gt, metas, sizes)):
+        longer = next(meta for meta, size in zip(metas, sizes, strict=True) if meta > size)
+        raise _fail("meta_length", longer, "must be at most the block's size_bytes")
     return Reserve(
         session,
         request,
@@ -247,7 +263,7 @@ def _reserve(
         sizes,
         _int("namespace_id", namespace_id, 1 << 32),
         _ints("kind", raw_kinds, len(keys), len(Kind)),
-        _ints("meta_length", raw_metas, len(keys), META_BYTES_MAX + 1),
+        metas,
         _values(raw_values, sizes),
         _ints("checksum", raw_checksums, len(keys), 1 << 64),
     )
@@ -319,10 +335,10 @@ class Hello:
     """The first message of a connection: `[HELLO, request, version, client_id, reserved, pinned]`.
 
     `client_id` names the lease file whose lock says that the process lives. What it holds is
-    said as (slot, generation) and, of pins, how many times.
+    said as (slot, generation) and, of pins, how many times; `claims` reads it.
     """
 
-    __slots__ = ("client_id", "pinned", "request", "reserved")
+    __slots__ = ("_rows", "client_id", "pinned", "request", "reserved")
 
     def __init__(self, message: object) -> None:
         if not isinstance(message, list) or len(message) != 6 or message[0] != Op.HELLO:
@@ -334,5 +350,22 @@ class Hello:
             raise _fail("client_id", client_id, "must be 32 hexadecimal digits")
         self.request = _int("request", request, 1 << 63)
         self.client_id = client_id
-        self.reserved = _tuples("reserved", reserved, 2, HELD_MAX)
-        self.pinned = _tuples("pinned", pinned, 3, HELD_MAX)
+        self._rows = _rows("reserved", reserved, HELD_MAX), _rows("pinned", pinned, HELD_MAX)
+        self.reserved: dict[int, int] = {}
+        """By slot its generation."""
+        self.pinned: dict[int, int] = {}
+        """By slot how many times."""
+
+    def claims(self, at_most: int) -> Iterator[int]:
+        """Read what it says it holds, so many at a time: yields how many were read while there is
+        more. Raises `UsageError`."""
+        reserved, pinned = self._rows
+        for start in range(0, len(reserved), at_most):
+            self.reserved.update(_tuples("reserved", reserved[start : start + at_most], 2))
+            if pinned or start + at_most < len(reserved):
+                yield at_most
+        for start in range(0, len(pinned), at_most):
+            rows = _tuples("pinned", pinned[start : start + at_most], 3)
+            self.pinned.update((slot, times) for slot, _, times in rows)
+            if start + at_most < len(pinned):
+                yield at_most

@@ -16,6 +16,7 @@ from kvstore.core.answers import (
     PinAnswer,
     PutAnswer,
 )
+from kvstore.errors import shown
 from kvstore.protocol.stream import KINDS
 from kvstore.record import RECORD_BYTES, SIGNED_RECORD_BYTES
 from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Kind, PutResult, Retained, rejected
@@ -49,14 +50,14 @@ def outcome(answer: object) -> PutResult:
     if type(answer) is int and 0 <= answer < len(OUTCOMES):
         return OUTCOMES[answer]
     if type(answer) is not str:
-        raise InvalidReplyError(f"expected an outcome, got {str(answer)[:40]!r}")
+        raise InvalidReplyError(f"expected an outcome, got {shown(answer, 40)}")
     return rejected(answer)
 
 
 def _items(body: object, count: int | None = None, what: str = "items") -> list[object]:
     """A list, of `count` when that is known."""
     if type(body) is not list:
-        raise InvalidReplyError(f"expected a list, got {str(body)[:40]!r}")
+        raise InvalidReplyError(f"expected a list, got {shown(body, 40)}")
     if count is not None and len(body) != count:
         raise InvalidReplyError(f"expected {count} {what}, got {len(body)}")
     return body
@@ -65,19 +66,19 @@ def _items(body: object, count: int | None = None, what: str = "items") -> list[
 def whole(value: object) -> int:
     """A whole number of at least 0; CLEAR is answered by one."""
     if type(value) is not int or value < 0:
-        raise InvalidReplyError(f"expected a number, got {str(value)[:40]!r}")
+        raise InvalidReplyError(f"expected a number, got {shown(value, 40)}")
     return value
 
 
 def _kind(value: object) -> Kind:
     if type(value) is not int or value not in KINDS:
-        raise InvalidReplyError(f"expected a kind, got {str(value)[:40]!r}")
+        raise InvalidReplyError(f"expected a kind, got {shown(value, 40)}")
     return Kind(value)
 
 
 def _seconds(value: object) -> float:
     if type(value) is not int and type(value) is not float:
-        raise InvalidReplyError(f"expected a time, got {str(value)[:40]!r}")
+        raise InvalidReplyError(f"expected a time, got {shown(value, 40)}")
     return float(value)
 
 

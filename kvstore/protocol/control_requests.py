@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvstore.protocol.control import join_keys
 from kvstore.types import Key
@@ -22,7 +22,7 @@ class Want(NamedTuple):
 
 def reserve_arguments(
     wants: Sequence[Want], namespace_id: int, *, checksums: bool
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """The arguments of a RESERVE request, column by column; empty columns are left out, and of
     one whose entries are all equal one stands for all."""
     keys, sizes, kinds, meta_lengths, values, sums = zip(*wants, strict=True)

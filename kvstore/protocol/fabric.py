@@ -7,8 +7,9 @@ it is given to clients that proved the secret, and never to the index.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from kvstore.errors import shown
 from kvstore.protocol.stream import WireError
 
 NAME_BYTES = 16
@@ -24,7 +25,7 @@ class FabricMemory(NamedTuple):
     handle: bytes
 
 
-def unpack_fabric(answers: Sequence[Any]) -> FabricMemory | None:
+def unpack_fabric(answers: Sequence[object]) -> FabricMemory | None:
     """None when the node has none to give (it says so by an empty list).
 
     Raises `WireError`.
@@ -33,15 +34,11 @@ def unpack_fabric(answers: Sequence[Any]) -> FabricMemory | None:
         return None
     if len(answers) != len(FabricMemory._fields):
         raise WireError(f"memory of a fabric in {len(answers)} fields")
-    memory = FabricMemory(*answers)
-    right = (
-        isinstance(memory.name, bytes)
-        and len(memory.name) == NAME_BYTES
-        and type(memory.size_bytes) is int
-        and 0 < memory.size_bytes <= _SIZE_MAX
-        and isinstance(memory.handle, bytes)
-        and len(memory.handle) == HANDLE_BYTES
-    )
-    if not right:
-        raise WireError("invalid memory of a fabric")
-    return memory
+    name, size_bytes, handle = answers
+    if not isinstance(name, bytes) or len(name) != NAME_BYTES:
+        raise WireError(f"memory of a fabric whose name is not {NAME_BYTES} bytes")
+    if type(size_bytes) is not int or not 0 < size_bytes <= _SIZE_MAX:
+        raise WireError(f"memory of a fabric of size_bytes={shown(size_bytes, 40)}")
+    if not isinstance(handle, bytes) or len(handle) != HANDLE_BYTES:
+        raise WireError(f"memory of a fabric whose handle is not {HANDLE_BYTES} bytes")
+    return FabricMemory(name, size_bytes, handle)

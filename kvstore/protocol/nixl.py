@@ -7,8 +7,9 @@ mapped so): it is given to clients that proved the secret, and never to the inde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from kvstore.errors import shown
 from kvstore.protocol.stream import WireError
 
 NAME_CHARS_MAX = 128
@@ -36,7 +37,7 @@ class Endpoint(NamedTuple):
     """Which of the owner's devices payload and probe are on; -1: they are in host memory."""
 
 
-def unpack_endpoint(answers: Sequence[Any]) -> Endpoint | None:
+def unpack_endpoint(answers: Sequence[object]) -> Endpoint | None:
     """None when the node has none to give now (it says so by an empty list).
 
     Raises `WireError`.
@@ -45,19 +46,27 @@ def unpack_endpoint(answers: Sequence[Any]) -> Endpoint | None:
         return None
     if len(answers) not in (len(Endpoint._fields) - 1, len(Endpoint._fields)):
         raise WireError(f"a NIXL endpoint of {len(answers)} fields")
-    way = Endpoint(*answers)
-    addresses = way.head_at, way.data_at, way.probe_at
-    right = (
-        isinstance(way.agent, str)
-        and 0 < len(way.agent) <= NAME_CHARS_MAX
-        and isinstance(way.metadata, bytes)
-        and 0 < len(way.metadata) <= METADATA_BYTES_MAX
-        and all(type(at) is int and 0 < at < _ADDRESS_MAX for at in addresses)
-        and isinstance(way.probe, bytes)
-        and len(way.probe) == PROBE_BYTES
-        and type(way.device) is int
-        and -1 <= way.device < DEVICES_MAX
+    agent, metadata, head_at, data_at, probe_at, probe, device, *_ = (*answers, -1)
+    if not isinstance(agent, str) or not 0 < len(agent) <= NAME_CHARS_MAX:
+        raise WireError("a NIXL endpoint whose agent has no name")
+    return Endpoint(
+        agent,
+        _bytes("metadata", metadata, 1, METADATA_BYTES_MAX),
+        _number("head_at", head_at, 1, _ADDRESS_MAX),
+        _number("data_at", data_at, 1, _ADDRESS_MAX),
+        _number("probe_at", probe_at, 1, _ADDRESS_MAX),
+        _bytes("probe", probe, PROBE_BYTES, PROBE_BYTES),
+        _number("device", device, -1, DEVICES_MAX),
     )
-    if not right:
-        raise WireError("an invalid NIXL endpoint")
-    return way
+
+
+def _number(field: str, value: object, least: int, below: int) -> int:
+    if type(value) is not int or not least <= value < below:
+        raise WireError(f"a NIXL endpoint with {field}={shown(value, 40)}")
+    return value
+
+
+def _bytes(field: str, value: object, least: int, most: int) -> bytes:
+    if not isinstance(value, bytes) or not least <= len(value) <= most:
+        raise WireError(f"a NIXL endpoint whose {field} is not {least} to {most} bytes")
+    return value

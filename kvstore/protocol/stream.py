@@ -205,26 +205,26 @@ GRANTED = 255
 or a reason."""
 
 
-def pack_answers(answers: Sequence[Any]) -> Message:
+def pack_answers(answers: Sequence[object]) -> Message:
     return Frame.ANSWERS, msgpack.packb(list(answers))
 
 
-def pack_control(message: Sequence[Any]) -> Message:
+def pack_control(message: Sequence[object]) -> Message:
     """A CONTROL frame around one message of protocol/control.py."""
     return Frame.CONTROL, msgpack.packb(list(message))
 
 
-def unpack_answers(body: bytes) -> list[Any]:
+def unpack_answers(body: bytes) -> list[object]:
     """The list in an ANSWERS frame's body; its items are for the caller to check."""
     return _listed(body, unpacked_answers)
 
 
-def unpack_control(body: bytes) -> list[Any]:
+def unpack_control(body: bytes) -> list[object]:
     """The list in a CONTROL frame's body; its items are for the caller to check."""
     return _listed(body, unpacked_request)
 
 
-def _listed(body: bytes, unpacked: Callable[[bytes], Any]) -> list[Any]:
+def _listed(body: bytes, unpacked: Callable[[bytes], object]) -> list[object]:
     try:
         items = unpacked(body)
     except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as e:

@@ -16,10 +16,13 @@ import hmac
 import struct
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from zlib import crc32
 
 from blake3 import blake3
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext
 
 TAG_BYTES = 16
 KEY_BYTES = 32
@@ -72,9 +75,9 @@ class Blake3Seal:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._number = 0
-        self._payload: Any = None
+        self._payload: blake3 | None = None
 
-    def _next(self) -> Any:
+    def _next(self) -> blake3:
         self._number += 1
         return blake3(_NUMBER.pack(self._number), key=self._key)
 
@@ -103,7 +106,7 @@ class GmacSeal:
         self._short = AESGCM(key)
         self._aes, self._cipher, self._gcm = algorithms.AES(key), Cipher, modes.GCM
         self._number = 0
-        self._payload: Any = None
+        self._payload: AEADEncryptionContext | None = None
 
     def _nonce(self) -> bytes:
         self._number += 1

@@ -7,7 +7,8 @@ they are made, and a message that has more than any of ours is none.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
 import msgpack
 
@@ -28,17 +29,30 @@ ANSWER_LISTS_MAX: Final = 4 * BATCH_KEYS_MAX
 """Lists and maps in an answer: one for each block, or each namespace, and a few."""
 
 
+class Messages(Protocol):
+    """Splits a stream of bytes into messages: an iteration gives those that are whole by now."""
+
+    def feed(self, data: bytes, /) -> None: ...
+
+    def __iter__(self) -> Iterator[object]: ...
+
+    def __next__(self) -> object: ...
+
+
 class _Counted:
     """The options of msgpack that count lists and maps."""
 
     def __init__(self, at_most: int) -> None:
         self._at_most = self.left = at_most
-        self.options: dict[str, Any] = {"list_hook": self._made, "object_hook": self._made}
+        self.options: dict[str, Callable[[object], object]] = {
+            "list_hook": self._made,
+            "object_hook": self._made,
+        }
 
     def begin(self) -> None:
         self.left = self._at_most
 
-    def _made(self, made: Any) -> Any:
+    def _made(self, made: object) -> object:
         self.left -= 1
         if self.left < 0:
             raise ValueError(f"a message of more than {self._at_most} lists")
@@ -48,7 +62,7 @@ class _Counted:
 class CountingUnpacker:
     """As `msgpack.Unpacker`, for a stream of messages, of so many lists and maps each."""
 
-    def __init__(self, lists_max: int, **options: Any) -> None:
+    def __init__(self, lists_max: int, **options: int) -> None:
         self._counted = _Counted(lists_max)
         self._unpacker = msgpack.Unpacker(
             use_list=True, max_ext_len=0, strict_map_key=True, **options, **self._counted.options
@@ -60,11 +74,12 @@ class CountingUnpacker:
     def __iter__(self) -> CountingUnpacker:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         # What is whole only with the next data begins anew then: who sends it byte by byte pays
         # for that himself.
         self._counted.begin()
-        return next(self._unpacker)
+        message: object = next(self._unpacker)
+        return message
 
 
 def readers_unpacker() -> CountingUnpacker:
@@ -86,19 +101,19 @@ def answers_unpacker() -> CountingUnpacker:
     )
 
 
-def unpacked_request(body: bytes) -> Any:
+def unpacked_request(body: bytes) -> object:
     """The request of a client on another host. Raises what msgpack does."""
     return _unpacked(body, REQUEST_LISTS_MAX, max(REQUEST_ITEMS_MAX, RESET_NAMESPACES_MAX))
 
 
-def unpacked_answers(body: bytes) -> Any:
+def unpacked_answers(body: bytes) -> object:
     """The answers of a node on another host. Raises what msgpack does."""
     return _unpacked(body, ANSWER_LISTS_MAX, ANSWER_LISTS_MAX)
 
 
-def _unpacked(body: bytes, lists_max: int, items_max: int) -> Any:
+def _unpacked(body: bytes, lists_max: int, items_max: int) -> object:
     counted = _Counted(lists_max)
-    return msgpack.unpackb(
+    message: object = msgpack.unpackb(
         body,
         use_list=True,
         max_ext_len=0,
@@ -106,3 +121,4 @@ def _unpacked(body: bytes, lists_max: int, items_max: int) -> Any:
         strict_map_key=False,
         **counted.options,
     )
+    return message

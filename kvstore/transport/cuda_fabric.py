@@ -22,10 +22,10 @@ from typing import Protocol
 from kvstore.cuda.base import CudaDevice, Shared
 from kvstore.cuda.probe import PROBE_BYTES
 from kvstore.errors import NodeUnavailableError, PeerError
-from kvstore.fork import in_each_child
 from kvstore.limits import CUDA_IPC_NODES_MAX
 from kvstore.nodedir import Announcement
 from kvstore.protocol.stream import WireError
+from kvstore.system.fork import in_each_child
 from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.cuda_ipc import CudaIpcTransport, WantedAnywhere
 from kvstore.transport.cuda_memory import DeviceAddress, DevicePlace

@@ -123,7 +123,7 @@ class CudaIpcTransport:
                 with contextlib.suppress(DeviceError):
                     if not wait(self._stream.record(), time.monotonic() + CUDA_IPC_DRAIN_S):
                         return
-                self._stream.close()
+                    self._stream.close()
                 self._stream = None
             for batch in self._hanging:
                 self.memory.done_with(batch.opened)

@@ -7,15 +7,16 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.cuda.base import SHARED_NAME_BYTES, CudaDevice, DeviceRange, Shared, Stream
 from kvstore.cuda.probe import PROBE_EVERY_S, read_probe
 from kvstore.errors import DeviceError
-from kvstore.interruption import let_through
 from kvstore.limits import CUDA_IPC_NODES_MAX, CUDA_IPC_OPEN_S
 from kvstore.nodedir import Announcement
+from kvstore.system.interruption import let_through
 from kvstore.types import Key, Location
 
 NAME = "cuda_ipc"
@@ -53,8 +54,9 @@ class DevicePlace(NamedTuple):
     offset: int
     kind: int
     meta_length: int
-    token: Any
-    """What `Heads.same` compares the header with."""
+    token: tuple[int, bytes] | None
+    """What `Heads.same` compares the header with: the slot and its header as it was located; None
+    where no header can be read here."""
     checksum: int = 0
     """As its header says; 0: it was saved without one."""
 
@@ -99,8 +101,8 @@ class Opened:
 class DeviceBlock:
     """A block in VRAM, in place: for kernels and copies of the caller's own.
 
-    Queue them, wait until they are done, then ask `valid` (rule 4). Until it is closed, or
-    forgotten, the node's memory stays open here.
+    Queue them, wait until they are done, then ask `valid` (rule 4). Until it is closed the node's
+    memory stays open here; when it is forgotten, until memory of a node is next opened or swept.
     """
 
     def __init__(self, memory: OpenMemory, opened: Opened, place: DevicePlace, size: int) -> None:
@@ -124,7 +126,8 @@ class DeviceBlock:
             self._open.done_with(opened)
 
     def __del__(self) -> None:
-        self.close()
+        if self._opened is not None:
+            self._open.forgotten.append(self._opened)
 
     def __enter__(self) -> DeviceBlock:
         return self
@@ -152,6 +155,9 @@ class OpenMemory:
         self._lock = threading.Lock()
         self._opened: dict[tuple[int, int], Opened] = {}
         """By node id and epoch, that used last at the end."""
+        self.forgotten: deque[Opened] = deque()
+        """Whose users ended without a word. The garbage collector adds to it, which may run inside
+        the lock; the next one who has the lock takes off it."""
         self._closed = False
         self._stream: Stream | None = None
         """For probes."""
@@ -167,6 +173,7 @@ class OpenMemory:
         """
         address = DeviceAddress.parse(node.transports.get(self._way, ""))
         with self._lock:
+            self._recall()
             if self._closed or address is None:
                 return None
             known = (node.node_id, node.epoch)
@@ -222,10 +229,20 @@ class OpenMemory:
                 os.close(shared.fd)
 
     def done_with(self, opened: Opened) -> None:
+        """End one `use` of it."""
         with self._lock:
-            opened.users -= 1
-            if opened.gone and opened.users == 0:
-                self._let_go(opened)
+            self._ended(opened)
+
+    def _ended(self, opened: Opened) -> None:
+        opened.users -= 1
+        if opened.gone and opened.users == 0:
+            self._let_go(opened)
+
+    def _recall(self) -> None:
+        """End the uses that were forgotten."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._ended(self.forgotten.popleft())
 
     def starts(self) -> frozenset[tuple[int, int]]:
         """The (node id, epoch) of each node whose memory is open here."""
@@ -235,6 +252,7 @@ class OpenMemory:
     def sweep(self) -> None:
         """Close the memory of nodes that have ended."""
         with self._lock:
+            self._recall()
             dead = [known for known, opened in self._opened.items() if not opened.heads.alive()]
             for known in dead:
                 self._retire(self._opened.pop(known))
@@ -274,6 +292,7 @@ class OpenMemory:
         """Open nothing any more, and close each memory once nobody uses it."""
         self.shut()
         with self._lock:
+            self._recall()
             for known in list(self._opened):
                 self._retire(self._opened.pop(known))
             stream, self._stream = self._stream, None

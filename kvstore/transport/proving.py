@@ -16,6 +16,8 @@ from kvstore.circuit_breaker import Breaker
 from kvstore.errors import DeviceError, PeerError
 from kvstore.nodedir import Announcement
 
+log = logging.getLogger("kvstore.client")
+
 RETRY_AFTER_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 
@@ -41,7 +43,8 @@ class ProvedPeer:
         """The attempt that is under way; a new one when it is time; else None.
 
         `prove` runs in a thread called `name`, raises `PeerError` or `DeviceError` where it fails,
-        and ends by deadlines of its own; `give_up` is told why. The caller has the lock.
+        and ends by deadlines of its own; `give_up` is told why and calls `failed`. The caller has
+        the lock.
         """
         if self._proving is not None:
             return self._proving
@@ -65,6 +68,10 @@ class ProvedPeer:
             prove()
         except (PeerError, DeviceError) as e:
             give_up(str(e))
+        except Exception as e:
+            # Our bug, but without a pause every read would start the next attempt.
+            log.error("an attempt to read from a node raised an unexpected error", exc_info=e)
+            give_up(repr(e))
         finally:
             with self._lock:
                 self._proving = None

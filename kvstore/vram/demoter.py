@@ -25,7 +25,7 @@ from kvstore.limits import (
     LOCK_PART_BYTES,
     SLOT_BYTES_MIN,
 )
-from kvstore.node.local_session import LocalSession
+from kvstore.node.control.local_session import LocalSession
 from kvstore.types import PutStatus
 
 log = logging.getLogger("kvstore.vram")
@@ -43,7 +43,7 @@ Holding = Callable[[Iterable[memoryview]], AbstractContextManager[None]]
 
 
 def nothing_held(buffers: Iterable[memoryview]) -> AbstractContextManager[None]:
-    """The `Holding` of a process that page-locks nothing."""
+    """Return the `Holding` of a process that page-locks nothing."""
     return nullcontext()
 
 
@@ -111,7 +111,10 @@ class Demoter:
 
     def _step(self, free_bytes: int) -> bool:
         """Move some of the coldest blocks, unless `free_bytes` are free. Returns False when that is
-        enough for now: enough is free, or nothing can go."""
+        enough for now: enough is free, or nothing can go.
+
+        The node has pinned all that it has named: each is let go or unpinned here.
+        """
         if self._session.busy:
             return False
         try:
@@ -123,12 +126,12 @@ class Demoter:
         except DeadlineError as e:
             log.debug("blocks stay in VRAM for now: %s", e)
             return False
+        moved = False
         for batch in _batches(cold):
             stay = self._move(batch)
             self._let_go([block for block in batch if block not in stay], stay)
-            if stay:
-                return False
-        return bool(cold)
+            moved = moved or len(stay) < len(batch)
+        return moved
 
     def _let_go(self, gone: Sequence[ColdBlock], stay: Sequence[ColdBlock]) -> None:
         free = [(block.slot, block.generation) for block in gone]
@@ -211,8 +214,8 @@ class Demoter:
 
 
 def _copies(reservation: Reservation, source: int, size_bytes: int) -> Iterator[Copy]:
-    """The copies of one block, cut where memory below may be page-locked in parts: no copy may
-    cross from one part into the next."""
+    """Yield the copies of one block, cut where memory below may be page-locked in parts: no copy
+    may cross from one part into the next."""
     target = address_of(reservation.buffer)
     at = reservation.slot * SLOT_BYTES_MIN + target % SLOT_BYTES_MIN
     done = 0
@@ -232,7 +235,7 @@ def _unpin_late(answer: Answer) -> Unpin:
 
 
 def _batches(cold: Sequence[ColdBlock]) -> Iterator[Sequence[ColdBlock]]:
-    """Blocks of one size and one namespace, in the order of their coldness."""
+    """Yield blocks of one size and one namespace, in the order of their coldness."""
     for _, alike in groupby(cold, lambda block: (block.length, block.namespace_id)):
         blocks = list(alike)
         yield from in_batches(blocks, len(blocks), lambda block: block.length, DEMOTE_BYTES_MAX)

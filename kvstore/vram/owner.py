@@ -13,8 +13,8 @@ from kvstore.vram.pool import VramPool
 def vram_for_saves(
     store: BlockSession, device: CudaDevice, size_bytes: int, **options: Any
 ) -> VramPool | VramSaver:
-    """A saver to the node of this host that owns VRAM of `device`, where there is one: what is
-    saved there outlives this process. Else a pool of `size_bytes` inside this process, made with
+    """Return a saver to the node of this host that owns VRAM of `device`, where there is one: what
+    is saved there outlives this process. Else a pool of `size_bytes` inside this process, made with
     `options`.
 
     Raises what `VramPool` raises.

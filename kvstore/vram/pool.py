@@ -34,7 +34,7 @@ from kvstore.index.open import open_guarded
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, SEGMENT_BYTES_MIN
 from kvstore.node.config import NodeConfig
-from kvstore.node.local_session import LocalSession
+from kvstore.node.control.local_session import LocalSession
 from kvstore.node.vram import VramNode
 from kvstore.types import NO_SPACE, Key, Kind, PutResult, rejected
 from kvstore.vram.demoter import Demoter, Holding, nothing_held
@@ -154,7 +154,7 @@ class VramPool:
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[DeviceReservation | PutResult]:
-        """A slot per key, or why there is none to be written: exists, in progress, rejected.
+        """Return a slot per key, or why there is none to be written: exists, in progress, rejected.
 
         Never raises for a peer's fault: then all are rejected.
         """
@@ -232,7 +232,8 @@ class VramPool:
             self._tell(Introduce(0, namespace))
 
     def stats(self) -> dict[str, int | float]:
-        """The counters of the node and of the demoter; sizes in bytes. Raises `PeerError`."""
+        """Return the counters of the node and of the demoter; sizes in bytes. Raises
+        `PeerError`."""
         with self._asking() as (session, deadline):
             counters = session.ask(Stat(0, 0), deadline)
         return {**counters, **self.demoter.counts}

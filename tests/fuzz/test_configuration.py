@@ -20,7 +20,6 @@ from kvstore.cli.explain import _namespace, _tokens
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import KVStoreError, UsageError
-from kvstore.filelock import try_lock
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis.acl import AclRole, acl_rules, check_user
 from kvstore.index.redis.url import parse_url, redacted
@@ -30,6 +29,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
+from kvstore.system.filelock import try_lock
 
 SECRET = "s3cret"
 DEEP = b"[" * 100_000

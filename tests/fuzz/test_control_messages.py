@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from seeds import fuzz
 
 from kvstore.core.events import Stat
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import SlotState
 from kvstore.errors import UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.keys import Namespace
@@ -100,7 +100,7 @@ def test_what_these_tests_call_sensible_is_taken(message: object) -> None:
 @fuzz(400)
 @given(message=hostile.map(over_the_wire))
 def test_any_message_is_an_event_or_a_usage_error(message: object) -> None:
-    for read in (lambda: control.decode(1, message), lambda: Hello(message)):
+    for read in (lambda: control.decode(1, message), lambda: list(Hello(message).claims(3))):
         try:
             read()
         except UsageError:

@@ -15,12 +15,11 @@ from seeds import fuzz
 
 from kvstore import KVStoreError, Namespace, NodeUnavailableError
 from kvstore.client.base import MissQuery, Reservation
-from kvstore.client.explain import Explainer
-from kvstore.client.explanation import Missing
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.writer import Writer
+from kvstore.client.missing.explain import Explainer
+from kvstore.client.missing.explanation import Missing
 from kvstore.client.remote.reader import RemoteNodes
-from kvstore.filelock import try_lock
 from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol import control
@@ -28,6 +27,7 @@ from kvstore.protocol.control import Op
 from kvstore.protocol.control_requests import Want
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
+from kvstore.system.filelock import try_lock
 from kvstore.transport.stream.security import StreamSecurity
 
 KEYS = [bytes([i]) * 32 for i in range(2)]

@@ -135,3 +135,11 @@ def test_a_port_is_of_this_host_alone_and_replays_come_from_the_next():
 def test_what_is_no_endpoint_is_refused_by_name(setting):
     with pytest.raises(UsageError, match="events="):
         endpoints_of(setting)
+
+
+def test_an_event_whose_type_is_lists_in_lists_is_refused():
+    """As deep as msgpack takes it, which is deeper than `repr` does."""
+    event = b"\x82\xactype".replace(b"\xac", b"\xa4") + b"\x91" * 1000 + b"\x00"
+    event += b"\xacblock_hashes\x90"
+    with pytest.raises(PeerError, match="type"):
+        unpack_changes(b"\x93\x00\x91" + event + b"\xc0")

@@ -150,3 +150,18 @@ def test_what_is_no_list_is_said_as_it_is(answer):
 def test_a_single_wrong_part_makes_an_answer_invalid(name, body):
     with pytest.raises(InvalidReplyError):
         DECODERS[name](body)
+
+
+def nested(levels):
+    """As deep as msgpack takes it; deeper than `repr` does."""
+    return msgpack.unpackb(b"\x91" * levels + b"\x00")
+
+
+@pytest.mark.parametrize("levels", [10, 1000])
+@pytest.mark.parametrize("decode", [replies.outcome, replies.whole, replies.block_rows])
+def test_an_answer_of_lists_in_lists_is_an_invalid_reply(decode, levels):
+    """A node of another user, or on another host, may say anything."""
+    with pytest.raises(InvalidReplyError, match="expected"):
+        decode({"not": nested(levels)})
+    with pytest.raises(InvalidReplyError, match="expected"):
+        decode(nested(levels))

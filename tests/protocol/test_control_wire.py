@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections import deque
 
 import msgpack
 import pytest
@@ -36,6 +37,12 @@ anything = st.recursive(
 )
 
 
+def read_hello(message):
+    hello = Hello(message)
+    deque(hello.claims(100), maxlen=0)
+    return hello
+
+
 def decoded(message):
     """What a node makes of `message` once it has crossed the wire."""
     return control.decode(1, msgpack.unpackb(control.packed(message)))
@@ -56,7 +63,7 @@ def test_any_arguments_of_any_op_are_an_event_or_a_usage_error(op, args):
 @given(anything)
 def test_any_first_message_is_a_hello_or_a_usage_error(message):
     with contextlib.suppress(UsageError):
-        Hello(message)
+        read_hello(message)
 
 
 def test_a_reserve_survives_the_wire():
@@ -167,12 +174,12 @@ def test_of_many_entries_the_wrong_one_is_named():
 @pytest.mark.parametrize("client_id", ["", "../../etc/passwd", "g" * 32, "a" * 31, 5, None])
 def test_a_client_id_that_could_be_a_path_is_refused(client_id):
     with pytest.raises(UsageError, match=r"^client_id="):
-        Hello([Op.HELLO, 1, control.PROTOCOL_VERSION, client_id, [], []])
+        read_hello([Op.HELLO, 1, control.PROTOCOL_VERSION, client_id, [], []])
 
 
 def test_another_protocol_version_is_refused_with_ours():
     with pytest.raises(UsageError, match=f"version {control.PROTOCOL_VERSION}"):
-        Hello([Op.HELLO, 1, 99, "a" * 32, [], []])
+        read_hello([Op.HELLO, 1, 99, "a" * 32, [], []])
 
 
 def test_a_client_can_say_all_that_it_may_hold():
@@ -181,8 +188,27 @@ def test_a_client_can_say_all_that_it_may_hold():
     pinned = [[i, 1 << 40, 3] for i in range(most.pins_per_client)]
     message = [Op.HELLO, 1, control.PROTOCOL_VERSION, "a" * 32, reserved, pinned]
     assert len(control.packed(message)) < MESSAGE_BYTES_MAX
-    said = Hello(message)
+    said = read_hello(message)
     assert (len(said.reserved), len(said.pinned)) == (HELD_MAX, HELD_MAX)
+
+
+@pytest.mark.parametrize("reserved", [0, 1, 3, 4])
+@pytest.mark.parametrize("pinned", [0, 1, 3, 4])
+def test_what_is_held_is_read_in_parts_and_the_last_is_the_end(reserved, pinned):
+    rows = [[i, 10 + i] for i in range(reserved)]
+    pins = [[i, 5, 1 + i] for i in range(pinned)]
+    said = Hello([Op.HELLO, 1, control.PROTOCOL_VERSION, "a" * 32, rows, pins])
+    assert (said.reserved, said.pinned) == ({}, {})
+    seen = []
+    for count in said.claims(3):
+        assert count == 3
+        seen.append(len(said.reserved) + len(said.pinned))
+    parts = (-(-reserved // 3)) + (-(-pinned // 3))
+    assert len(seen) == max(parts - 1, 0)
+    assert (said.reserved, said.pinned) == (
+        {i: 10 + i for i in range(reserved)},
+        {i: 1 + i for i in range(pinned)},
+    )
 
 
 def test_a_message_over_the_limit_is_never_buffered():

@@ -1,5 +1,7 @@
 """Every number and every list of a control message: the largest that is taken, and not one more."""
 
+from collections import deque
+
 import msgpack
 import pytest
 
@@ -31,11 +33,11 @@ def hello(request=1, reserved=(), pinned=()):
 
 def read(message):
     """As a node reads it."""
-    return (
-        Hello(message)
-        if message[0] == Op.HELLO
-        else control.decode(1, [int(message[0]), *message[1:]])
-    )
+    if message[0] != Op.HELLO:
+        return control.decode(1, [int(message[0]), *message[1:]])
+    hello = Hello(message)
+    deque(hello.claims(2), maxlen=0)
+    return hello
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def read(message):
         ("namespace_id", 2**32 - 1, lambda n: reserve(space=n)),
         ("size_bytes", 2**32 - 1, lambda n: reserve(size=n)),
         ("kind", len(Kind) - 1, lambda n: reserve(kind=n)),
-        ("meta_length", META_BYTES_MAX, lambda n: reserve(meta=n)),
+        ("meta_length", META_BYTES_MAX, lambda n: reserve(size=META_BYTES_MAX, meta=n)),
         ("checksum", 2**64 - 1, lambda n: reserve(checksum=n)),
         ("items", 2**64 - 1, lambda n: [Op.COMMIT, 1, [[0, 0, n]]]),
         ("items", 2**64 - 1, lambda n: [Op.UNPIN, 1, [[n, 0]]]),
@@ -117,6 +119,35 @@ def test_what_is_only_like_the_right_kind_is_refused(message, field):
         read(message)
 
 
+def test_lists_for_no_keys_are_empty_and_a_single_wrong_number_is_named_with_its_range():
+    assert read([Op.RESERVE, 1, 7, b"", [], [], [], None, []]).sizes == []
+    with pytest.raises(UsageError, match=r"^request=-1: must be an integer from 0 to \d+$"):
+        read(hello(request=-1))
+
+
+@pytest.mark.parametrize(
+    ("message", "items"),
+    [
+        (None, 0),
+        ({1: 2, 3: 4, 5: 6}, 0),
+        ([], 0),
+        ([Op.STAT, 1], 0),
+        ([Op.CLEAR, 1, 7], 0),
+        ([Op.PIN, 1, KEY * 5], 5),
+        ([Op.PIN, 1, b""], 0),
+        ([Op.COMMIT, 1, [[1, 2, 3]] * 4], 4),
+        ([Op.RESERVE, 1, 7, KEY * 3, 1, 0, 0, [b"v"] * 3, 0], 3),
+        ([Op.HELLO, 1, 1, "a" * 32, [[1, 2]] * 6, [[1, 2, 3]] * 9], 9),
+        ([Op.LIST, 1, KEY * 9, 17], 17),
+        ([Op.LIST, 1, b"", 1 << 40], LIST_ROWS_MAX),
+        ([Op.LIST, 1, b"", "17"], 0),
+        ([Op.LIST, 1, b"", True], 0),
+    ],
+)
+def test_a_message_costs_as_many_items_as_it_names_blocks(message, items):
+    assert control.items_of(message) == items
+
+
 def test_another_message_of_as_many_parts_is_no_hello():
     message = hello()
     message[0] = Op.STAT
@@ -142,3 +173,25 @@ def test_a_message_is_read_as_it_comes_out_of_the_byte_stream():
     unpacker = control.unpacker()
     unpacker.feed(control.packed([Op.COMMIT, 1, [[0, 1, 2]]]))
     assert [read(message) for message in unpacker] == [Commit(1, 1, [(0, 1, 2)])]
+
+
+@pytest.mark.parametrize("field", ["op", "request", "after"])
+def test_a_request_of_lists_in_lists_is_refused_by_name(field):
+    """As deep as msgpack takes it, which is deeper than `repr` does."""
+    nested = msgpack.unpackb(b"\x91" * 1000 + b"\x00")
+    message = [int(Op.LIST), 1, b"", 5]
+    message[["op", "request", "after"].index(field)] = nested
+    with pytest.raises(UsageError, match=field) as refused:
+        control.decode(1, message)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("metas", [5, [0, 5]])
+def test_a_description_is_no_longer_than_the_value_that_it_ends(metas):
+    """Else the block would exist, and be a miss to everybody."""
+    keys = bytes(range(2 * KEY_BYTES))
+    message = [int(Op.RESERVE), 1, 3, keys, [5, 4], 0, metas, None, 0]
+    with pytest.raises(UsageError, match="meta_length=5"):
+        control.decode(1, message)
+    message[4] = [5, 5]
+    assert control.decode(1, message).sizes == [5, 5]

@@ -1,5 +1,6 @@
 """Reading from VRAM, over the model of a device whose copies are late."""
 
+import gc
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from vram_parts import MIB, VramPlace
 from kvstore.core.events import Drop
 from kvstore.cuda.base import DeviceRange
 from kvstore.errors import DeviceError, InternalError, UsageError
-from kvstore.testing.cuda import ModelCuda
+from kvstore.testing.cuda import ModelCuda, ModelStream
 from kvstore.transport import cuda_ipc, cuda_memory
 from kvstore.transport.base import Read, Wanted
 from kvstore.transport.cuda_ipc import WantedAnywhere
@@ -379,3 +380,37 @@ def test_reading_others_memory_cannot_change_it(place, reader):
 def test_an_address_says_whether_others_may_save_there():
     for address in (DeviceAddress("a/b", bytes(16), True), DeviceAddress("a/b", bytes(16))):
         assert DeviceAddress.parse(str(address)) == address
+
+
+def test_a_view_may_be_forgotten_while_memory_is_opened(place, reader, monkeypatch):
+    """The garbage collector runs wherever something is made, so inside the lock too."""
+    key, location = place.save(b"x" * 100)
+    memory = place.transport.memory
+    ring = [memory.view(place.word, key, location)]
+    ring.append(ring)
+    del ring
+    monkeypatch.setattr(cuda_memory, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(cuda_memory, "read_probe", lambda *_: gc.collect())
+    asking = threading.Thread(target=memory.view, args=(place.word, key, location), daemon=True)
+    asking.start()
+    asking.join(PATIENCE_S)
+    assert not asking.is_alive(), "it waits for itself"
+    monkeypatch.undo()
+    opened = memory.use(place.word)
+    assert opened.users == 1, "and nobody else's"
+    memory.done_with(opened)
+
+
+def test_a_stream_that_cannot_be_given_back_keeps_nothing_else(place, monkeypatch):
+    """As when the context of the device is lost."""
+    payload = os.urandom(100)
+    key, location = place.save(payload)
+    wanted = Wanted(key, location, (room(location),))
+    assert reads(place.transport.read(place.word, [wanted], far())) == [Read.HIT]
+
+    def lost(_):
+        raise DeviceError("the context is lost")
+
+    monkeypatch.setattr(ModelStream, "close", lost)
+    place.transport.close()
+    assert place.transport.memory.starts() == frozenset()

@@ -85,10 +85,47 @@ def test_the_same_reason_once_more_is_no_warning(tried: Tried) -> None:
 def test_a_host_without_threads_to_give_is_told_and_tried_later(
     tried: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        refused.append(thread.daemon)
         raise RuntimeError("can't start new thread")
 
+    refused: list[bool] = []
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert tried.soon() is None
+    assert refused == [True], "it does not keep the process alive"
     assert tried.peer.reason == "can't start new thread"
-    assert tried.soon() is None, "not at once again"
+    assert tried.soon() is None
+    assert len(refused) == 1, "not at once again"
+
+
+def test_an_attempt_that_our_own_bug_ends_is_not_tried_again_at_once(
+    tried: Tried, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else each read would start a thread for the next one."""
+    tried.failure = KeyError("a bug")
+    tried.go_on.set()
+    first = tried.soon()
+    assert first is not None
+    assert first.wait(WAIT_S)
+    assert tried.soon() is None
+    assert (tried.begun, tried.given_up) == (1, ["KeyError('a bug')"])
+    assert "unexpected" in caplog.text
+
+
+def test_after_a_success_it_is_left_alone_no_longer_than_at_first(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(proving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried.go_on.set()
+    for failure in (NodeUnavailableError("no"), NodeUnavailableError("no"), None):
+        tried.failure = failure
+        now[0] += 10 * proving.RETRY_AFTER_S
+        attempt = tried.soon()
+        assert attempt is not None
+        assert attempt.wait(WAIT_S)
+    tried.peer.failed("it broke")
+    now[0] += proving.RETRY_AFTER_S
+    again = tried.soon()
+    assert again is not None
+    assert again.wait(WAIT_S)

@@ -120,3 +120,18 @@ def test_hints_to_the_node_in_vram_share_one_limit(producer, monkeypatch):
     assert len(told) == TOLD_MAX
     for one in told:
         node._loop.call_soon_threadsafe(one)
+
+
+def test_a_block_that_stays_for_now_keeps_no_other_pinned(producer, node, monkeypatch):
+    """Somebody else is saving it below, and may die: what was chosen beside it goes down."""
+    monkeypatch.setattr(demoter, "DEMOTE_BYTES_MAX", BLOCK_BYTES)  # each block is a batch
+    other = BlockSession(**node.client_options)
+    (reserved,) = other.reserve([key_of(3)], BLOCK_BYTES, NAMESPACE)  # the coldest of a run
+    assert producer.save(*range(4)) == ["vram"] * 4
+    producer.pool.demoter._reserve_bytes = 2 * MIB
+    producer.pool.demoter.wake()
+    demoted(producer, 3)
+    other.abort([reserved])
+    other.close()
+    producer.pool.demoter.wake()
+    wait_until(lambda: producer.pool.stats()["blocks"] == 0, "nothing stays pinned")

@@ -25,11 +25,11 @@ from time import monotonic, sleep
 from typing import Literal
 from urllib.parse import quote
 
-from kvstore.background import start_in_background
 from kvstore.errors import NO_DESCRIPTORS, IndexUnavailableError, KVStoreError, UsageError
 from kvstore.index.embedded_redis import supervisor as supervisor
 from kvstore.rundir import listens, private_dir, socket_path
 from kvstore.rundir import run_dir as default_run_dir
+from kvstore.system.background import start_in_background
 
 URL_ENV = "KVSTORE_URL"
 MAXMEMORY_BYTES = 256 << 20

@@ -29,6 +29,7 @@ from kvstore.index.redis.connection import (
 from kvstore.index.redis.key_space import command
 from kvstore.index.redis.route import Request, Shard, host_dial
 from kvstore.index.redis.url import Host, Target
+from kvstore.system.fork import in_each_child
 
 CLUSTER_ATTEMPTS_MAX = 3
 """How often a request is sent again after MOVED, each time with a new slot map."""
@@ -66,6 +67,11 @@ class ClusterRoute:
         whole: other threads look into it."""
         self._owner: list[Links | None] = []
         """By slot; empty when it must be fetched."""
+        in_each_child(self)
+
+    def after_fork_in_child(self) -> None:
+        """A thread of the parent may have been fetching the slot map."""
+        self._lock = threading.RLock()
 
     def run(self, requests: Sequence[Request]) -> list[Reply]:
         deadline = monotonic() + self._timeout_s
@@ -190,7 +196,10 @@ class ClusterRoute:
         if shard is None:
             self.mistaken()
             return reply
-        return shard.links.run(command(b"ASKING") + request.packed, 2, deadline)[1]
+        try:
+            return shard.links.run(command(b"ASKING") + request.packed, 2, deadline)[1]
+        except IndexUnavailableError as e:
+            return LostReply(e)
 
     def _links_of(self, slot: int, deadline: float) -> Links:
         owner = self._owner or self._slot_map(deadline)

@@ -22,7 +22,7 @@ from redis.connection import AbstractConnection
 from redis.exceptions import RedisError
 
 from kvstore.errors import IndexDeadlineError, IndexRefusedError, IndexUnavailableError
-from kvstore.fork import in_each_child
+from kvstore.system.fork import in_each_child
 
 READ_BYTES = 64 << 10
 """Read at once; a reply to `REDIS_ARGS_MAX` keys fits."""

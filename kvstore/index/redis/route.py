@@ -20,7 +20,6 @@ from redis.connection import (
 )
 from redis.retry import Retry
 
-from kvstore import tcp
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.embedded_redis.supervisor import given_up
 from kvstore.index.redis.connection import (
@@ -34,6 +33,7 @@ from kvstore.index.redis.connection import (
 )
 from kvstore.index.redis.key_space import command
 from kvstore.index.redis.url import Host, Target
+from kvstore.system import tcp
 
 
 class Request(NamedTuple):

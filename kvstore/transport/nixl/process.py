@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 
-from kvstore.background import start_in_background
 from kvstore.errors import DeadlineError, NodeUnavailableError
-from kvstore.interruption import let_through
+from kvstore.system.background import start_in_background
+from kvstore.system.interruption import let_through
 from kvstore.transport.nixl.child import ERROR, HELLO, LATE, MODULES, OK, PACKET_BYTES_MAX
 
 log = logging.getLogger("kvstore.nixl")
@@ -42,7 +42,7 @@ def installed() -> bool:
 class ChildAnswer(NamedTuple):
     status: int
     """`OK`, `ERROR` or `LATE` of child.py."""
-    body: Any
+    body: object
 
 
 class NixlProcess:
@@ -59,7 +59,11 @@ class NixlProcess:
         pass_fds: Sequence[int] = (),
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ended` is called when the process was reaped: by then it writes nowhere any more."""
+        """`ended` is called when the process was reaped: by then it writes nowhere any more.
+
+        Raises `OSError` when it cannot be started, and `NodeUnavailableError` when nobody could
+        listen to it.
+        """
         self._tell_ended = ended
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
@@ -73,7 +77,12 @@ class NixlProcess:
             )
         self.pid = self._process.pid
         self._ended = threading.Event()
-        threading.Thread(target=self._receive, name=f"kvstore-nixl-{role}", daemon=True).start()
+        thread = threading.Thread(target=self._receive, name=f"kvstore-nixl-{role}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as e:  # this host has no more threads to give
+            self._process.kill()
+            raise NodeUnavailableError(f"no thread for its NIXL process: {e}") from e
 
     @property
     def alive(self) -> bool:
@@ -83,7 +92,7 @@ class NixlProcess:
         """Wait until it serves. Raises `PeerError` when it does not."""
         wait_for(self._hello, deadline, "it did not start in time")
 
-    def ask(self, operation: int, *arguments: Any, deadline: float) -> Future[ChildAnswer]:
+    def ask(self, operation: int, *arguments: object, deadline: float) -> Future[ChildAnswer]:
         """Send a request; it is answered when the process answers or ends, and never if it hangs.
 
         Raises `PeerError` when it does not even take the request.
@@ -105,7 +114,10 @@ class NixlProcess:
 
     def _send(self, raw: bytes, deadline: float) -> None:
         poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
+        try:
+            poll.register(self._socket, select.POLLOUT)
+        except ValueError:  # the thread that saw its end has closed it
+            raise NodeUnavailableError("its NIXL process has ended") from None
         while True:
             try:
                 self._socket.send(raw, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -152,7 +164,7 @@ class NixlProcess:
             future.set_result(ChildAnswer(ERROR, f"its NIXL process ended with code {code}"))
 
 
-def wait_for(future: Future[ChildAnswer], deadline: float, late: str) -> Any:
+def wait_for(future: Future[ChildAnswer], deadline: float, late: str) -> object:
     """The body of an `OK` answer. Raises `DeadlineError` with `late`, or `NodeUnavailableError`."""
     try:
         status, body = future.result(max(deadline - time.monotonic(), 0.0))

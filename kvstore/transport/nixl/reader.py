@@ -188,7 +188,10 @@ class NixlReader:
             self._process.drain(time.monotonic() + DRAIN_S)
             self._process.kill()
 
-        threading.Thread(target=bury, name="kvstore-nixl-retire", daemon=True).start()
+        try:
+            threading.Thread(target=bury, name="kvstore-nixl-retire", daemon=True).start()
+        except RuntimeError:  # no more threads: nobody waits for what is under way
+            self._process.kill()
 
     def close(self) -> None:
         """Kill the process; what is under way fails."""

@@ -26,12 +26,12 @@ from kvstore.errors import (
     NodeUnavailableError,
     PeerError,
 )
-from kvstore.fork import in_each_child
-from kvstore.interruption import let_through
 from kvstore.limits import NIXL_PEERS_MAX, NIXL_QUARANTINED_MAX, NIXL_REQUEST_BYTES_MAX
 from kvstore.nodedir import Announcement
 from kvstore.protocol.nixl import PROBE_BYTES, Endpoint
 from kvstore.protocol.stream import WireError
+from kvstore.system.fork import in_each_child
+from kvstore.system.interruption import let_through
 from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.nixl.process import START_TIMEOUT_S, installed, wait_for
 from kvstore.transport.nixl.reader import NixlReader, Stage
@@ -83,7 +83,7 @@ class NixlTransport:
         self._stream = stream
         self._layout_of = layout_of
         self._installed = installed()
-        self.after_fork_in_child()
+        self._begin()
         in_each_child(self)
         self._starts = Breaker(
             failures_max=1,
@@ -105,7 +105,11 @@ class NixlTransport:
         return "it is not wanted" if self._vram is None else self._vram.reason
 
     def after_fork_in_child(self) -> None:
-        """Begin anew: the reader is the parent's, and so are its answers."""
+        """Begin anew: the reader is the parent's, and so are its answers and its device."""
+        self._begin()
+        self._vram = None
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._peers: dict[int, _Peer] = {}

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
-from kvstore.interruption import let_through
 from kvstore.protocol.stream import FRAME_HEAD_BYTES, Frame, Message, frame, frame_body, frame_head
 from kvstore.protocol.stream_seal import PLAIN_SEALS
+from kvstore.system.interruption import let_through
 
 IOV_MAX = 256
 """Buffers in one system call; Linux takes 1024."""

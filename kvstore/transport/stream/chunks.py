@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -45,7 +45,7 @@ class Digests:
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
         self._values: dict[int, int] = {}
-        self._hashers: dict[int, Any] = {}
+        self._hashers: dict[int, xxhash.xxh3_64] = {}
 
     def update(self, chunk: Chunk) -> None:
         for piece, number in zip(*chunk, strict=True):

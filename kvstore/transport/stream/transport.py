@@ -29,10 +29,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from kvstore import tcp
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
-from kvstore.fork import in_each_child
-from kvstore.interruption import let_through
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE
 from kvstore.nodedir import Announcement
 from kvstore.protocol.stream import Frame, WireError, pack_read
@@ -43,6 +40,9 @@ from kvstore.protocol.stream_handshake import (
     ClientHandshake,
 )
 from kvstore.protocol.stream_reply import ReadReply, heads_bytes, tails_bytes
+from kvstore.system import tcp
+from kvstore.system.fork import in_each_child
+from kvstore.system.interruption import let_through
 from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.stream.address import Address, parse
 from kvstore.transport.stream.channel import Channel
@@ -289,6 +289,7 @@ class Pool:
     def abandon(self) -> None:
         """Close this process's descriptors of connections that are another process's."""
         self._lock = threading.RLock()
+        self._returned = threading.Condition(self._lock)
         self._closed = True
         for channel in (*self._idle, *self._busy):
             channel.close()

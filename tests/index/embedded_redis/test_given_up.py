@@ -25,7 +25,7 @@ from kvstore.index.embedded_redis.server import (
 )
 from kvstore.index.open import open_guarded
 from kvstore.limits import Limits
-from kvstore.node.heartbeat import Heartbeat
+from kvstore.node.publishing.heartbeat import Heartbeat
 from kvstore.testing.stopping import stop
 
 

@@ -102,3 +102,48 @@ def test_a_shard_that_leaves_the_map_while_another_thread_asks_it_is_away(
         monkeypatch.undo()
         index._read.mistaken()
         assert len(index.lookup(KEYS)) == len(KEYS)
+
+
+def test_a_child_that_is_forked_while_the_map_is_fetched_can_fetch_one(
+    says: tuple[int, list[bytes]],
+) -> None:
+    """The thread that had the lock has not come along."""
+    port, said = says
+    said[0] = b"*1\r\n$-1\r\n"
+    held, done = threading.Event(), threading.Event()
+
+    def hold(route: ClusterRoute) -> None:
+        with route._lock:
+            held.set()
+            done.wait(10)
+
+    with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
+        assert isinstance(index._read, ClusterRoute)
+        thread = threading.Thread(target=hold, args=(index._read,))
+        thread.start()
+        assert held.wait(10)
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(index.lookup(KEYS[:1]) != [None])
+            except IndexUnavailableError:
+                os._exit(3)
+        done.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_shard_that_a_slot_is_on_its_way_to_is_away_like_any_other(
+    says: tuple[int, list[bytes]],
+) -> None:
+    port, said = says
+    with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
+        route = index._read
+        assert isinstance(route, ClusterRoute)
+        with closing(socket.create_server(("127.0.0.1", 0))) as other:
+            nobody = other.getsockname()[1]
+        slots = [(0, 8000, ("127.0.0.1", port)), (8001, SLOTS_MAX, ("127.0.0.1", nobody))]
+        route._owner = route._use(slots)
+        here = [key for key in KEYS if index._space.slot(key) <= 8000]
+        said[0] = b"-ASK 1 127.0.0.1:%d\r\n" % nobody
+        assert index.lookup(here[:1]) == [None]

@@ -50,3 +50,9 @@ def test_who_is_interrupted_while_it_takes_a_connection_keeps_no_place(pool, poi
     for channel in taken:
         pool.give(channel, in_step=True)
     assert pool.take(now) in taken
+
+
+def test_a_child_may_give_back_what_its_parent_took(pool):
+    channel = pool.take(time.monotonic())
+    pool.abandon()
+    pool.give(channel, in_step=False)
