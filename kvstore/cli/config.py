@@ -14,8 +14,8 @@ from kvstore.cli.options import no_password, use_config
 from kvstore.config_file import ConfigFile, SecurityFiles, read_config
 from kvstore.index.redis.url import redacted
 from kvstore.limits import MOVABLE
-from kvstore.settings import allowed_in
-from kvstore.toml_file import CONFIG
+from kvstore.settings.reader import allowed_in
+from kvstore.settings.toml_file import CONFIG
 
 FOR_ENGINES = ("connector", "connector_limits", "transfer")
 """Tables that an engine reads and checks when it starts."""

@@ -12,7 +12,7 @@ from kvstore.cli.options import NAMESPACE_DEFAULT, add_store, at_least_one, run_
 from kvstore.cli.output import as_json
 from kvstore.cli.store import LIMITS, store_url
 from kvstore.client.client import Client
-from kvstore.client.explanation import missing_as_dict
+from kvstore.client.missing.explanation import missing_as_dict
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import UsageError
 from kvstore.keys import Namespace

@@ -56,8 +56,8 @@ class Child:
     def wait_ready(
         self, stopped: Callable[[], bool], directory: NodeDir, say: Callable[[str], None]
     ) -> str:
-        """The line it says when it is ready, or nothing when `stopped` meanwhile. While it is
-        late, `say` is told why: once, and again when the reason is another one."""
+        """Return the line it says when it is ready, or nothing when `stopped` meanwhile. While it
+        is late, `say` is told why: once, and again when the reason is another one."""
         assert self.process is not None
         assert self.process.stdout is not None
         give_up_at = time.monotonic() + READY_TIMEOUT_S

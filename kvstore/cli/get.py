@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_raw(client: Client, key: str) -> tuple[bytes, str] | None:
-    """The bytes of a value and what they are if not plain bytes; None on a miss.
+    """Return the bytes of a value and what they are if not plain bytes; None on a miss.
 
     Not `Client.get`: that makes an array or a tensor, and needs numpy or torch for it.
     """

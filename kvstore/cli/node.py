@@ -10,7 +10,7 @@ import os
 import signal
 from pathlib import Path
 
-from kvstore import numa, rundir
+from kvstore import rundir
 from kvstore.cli.node_table import NodeTable, node_table
 from kvstore.cli.options import (
     STOP_SIGNALS,
@@ -24,16 +24,17 @@ from kvstore.cli.options import (
 from kvstore.cli.output import human_bytes
 from kvstore.cli.vram_node import serve_vram
 from kvstore.config_file import ConfigFile, read_config
-from kvstore.core.eviction import POLICIES
+from kvstore.core.memory.eviction import POLICIES
 from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
-from kvstore.node.permissions import group_id
+from kvstore.node.control.permissions import group_id
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.abandoned import free_abandoned, segments
 from kvstore.segment.cgroup import memory_limit, size_within
 from kvstore.segment.shm import SHM_DIR, files_bytes
-from kvstore.toml_file import CONFIG
+from kvstore.settings.toml_file import CONFIG
+from kvstore.system import numa
 from kvstore.transport.stream.address import parse_listen
 from kvstore.transport.stream.security import (
     SECRET,
@@ -126,7 +127,8 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def node_bytes(asked: int | None, *, nodes: int = 1) -> int:
-    """The size that was asked for, else the default as far as the container's limit allows it."""
+    """Return the size that was asked for, else the default as far as the container's limit allows
+    it."""
     if asked is not None:
         return asked
     return size_within(SIZE_BYTES_DEFAULT, memory_limit(), nodes=nodes)

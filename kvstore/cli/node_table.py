@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from kvstore import numa
 from kvstore.cli.options import KEY_PREFIX_DEFAULT, size_bytes
 from kvstore.config_file import ConfigFile
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.rundir import RUN_DIR_ENV
-from kvstore.settings import NumberRange, allowed_in, check_settings, read_settings
+from kvstore.settings.reader import NumberRange, allowed_in, check_settings, read_settings
+from kvstore.system import numa
 
 VARIABLES = {"url": URL_VARIABLE, "run_dir": RUN_DIR_ENV}
 """Which variable wins over which name of the table."""

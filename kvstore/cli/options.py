@@ -14,7 +14,7 @@ from kvstore import rundir
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import MOVABLE
-from kvstore.toml_file import CONFIG, read_toml
+from kvstore.settings.toml_file import CONFIG, read_toml
 
 KEY_PREFIX_DEFAULT = "kv:default"
 NAMESPACE_DEFAULT = "default"
@@ -24,7 +24,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 def size_bytes(text: str) -> int:
-    """Bytes of `1GiB`, `512MiB`, `1.5G` or a number. Units are powers of two, as memory is
+    """Return bytes of `1GiB`, `512MiB`, `1.5G` or a number. Units are powers of two, as memory is
     bought in them."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or (found[3] and not found[2]):

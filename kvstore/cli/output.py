@@ -12,7 +12,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def human_bytes(count: float) -> str:
-    """A size in three digits or so: `512 B`, `1.5 GiB`."""
+    """Return a size in three digits or so: `512 B`, `1.5 GiB`."""
     size = float(count)
     unit = 0
     while size >= 1024 and unit < len(_UNITS) - 1:
@@ -23,7 +23,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """A count as it is up to a million, then three digits or so: `12.3M`, `1.5G`."""
+    """Return a count as it is up to a million, then three digits or so: `12.3M`, `1.5G`."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -43,7 +43,8 @@ def table(
     elastic: Sequence[int] = (0,),
     columns: int | None = None,
 ) -> str:
-    """Text of columns as wide as their widest cell, the first `left` aligned left, the rest right.
+    """Return text of columns as wide as their widest cell, the first `left` aligned left, the rest
+    right.
 
     When that is wider than `columns` (None: the screen), the widest of the `elastic` ones are cut
     until it fits, down to their heads.
@@ -70,7 +71,8 @@ def _cut(cell: str, width: int) -> str:
 
 
 def human_age(seconds: float | None) -> str:
-    """An age in one number and its unit: `12s`, `3m`, `5h`, `9d`; `-` when it is not known."""
+    """Return an age in one number and its unit: `12s`, `3m`, `5h`, `9d`; `-` when it is not
+    known."""
     if seconds is None:
         return "-"
     for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):

@@ -180,7 +180,7 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def warm_start(node: dict[str, Any]) -> str:
-    """What the node found of its former start, empty when it started empty."""
+    """Return what the node found of its former start, empty when it started empty."""
     stats = node["stats"]
     if not node["local"] or not stats or not (stats["recovered"] or stats["recovery_dropped"]):
         return ""

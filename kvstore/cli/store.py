@@ -31,7 +31,7 @@ def embedded_url(run_dir: Path) -> str | None:
 
 
 def store_url(args: argparse.Namespace, run_dir: Path) -> str:
-    """The URL of Redis. Raises `NodeUnavailableError` when none is named and none runs."""
+    """Return the URL of Redis. Raises `NodeUnavailableError` when none is named and none runs."""
     url = args.url or os.environ.get(URL_VARIABLE) or embedded_url(run_dir)
     if not url:
         raise NodeUnavailableError(
@@ -42,7 +42,8 @@ def store_url(args: argparse.Namespace, run_dir: Path) -> str:
 
 
 def open_client(args: argparse.Namespace, run_dir: Path, *, node: str | None = None) -> Client:
-    """A client of the running store. Raises `IndexUnavailableError` when Redis does not answer."""
+    """Return a client of the running store. Raises `IndexUnavailableError` when Redis does not
+    answer."""
     client = Client(
         store_url(args, run_dir),
         namespace=args.namespace,
@@ -80,12 +81,13 @@ class LocalNode(NamedTuple):
             channel.close()
 
     def stats(self) -> dict[str, int | float]:
-        """What the node counts. Raises `NodeUnavailableError` or `DeadlineError`."""
+        """Return what the node counts. Raises `NodeUnavailableError` or `DeadlineError`."""
         with self.asked() as channel:
             return dict(channel.request(Op.STAT, accept=counters))
 
 
 def local_nodes(run_dir: Path, key_prefix: str | None) -> list[LocalNode]:
-    """The living nodes of this host, in name order; all of them when `key_prefix` is None."""
+    """Return the living nodes of this host, in name order; all of them when `key_prefix` is
+    None."""
     found = announced(node_dirs(run_dir), key_prefix)
     return [LocalNode(word, directory) for word, directory in found if directory.alive()]

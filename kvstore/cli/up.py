@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from kvstore import numa
 from kvstore.cli.fleet import Fleet, node_names
 from kvstore.cli.node import add_memory, node_bytes
 from kvstore.cli.node_table import NodeTable
@@ -34,6 +33,7 @@ from kvstore.nodedir import NodeDir
 from kvstore.rundir import RUN_DIR_ENV
 from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.segment.shm import SHM_DIR, check_room
+from kvstore.system import numa
 
 NODES_MAX = 64
 EACH = "each"
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _numa_of_each(value: str, nodes: int) -> list[str]:
-    """The `--numa` of each node: one NUMA node after another where `value` is `each`."""
+    """Return the `--numa` of each node: one NUMA node after another where `value` is `each`."""
     if value != EACH:
         numa.chosen(value)
         return [value] * nodes

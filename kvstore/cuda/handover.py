@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 from kvstore.cuda.base import SHARED_NAME_BYTES, Shared
-from kvstore.unix_peer import peer_uid
+from kvstore.system.unix_peer import peer_uid
 
 SIZE_BYTES = 8
 MESSAGE_BYTES = SHARED_NAME_BYTES + SIZE_BYTES

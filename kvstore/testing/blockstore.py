@@ -24,9 +24,9 @@ from kvstore.client.base import (
     PrefixMatch,
     Reservation,
     ReserveAnswer,
+    ResetResult,
 )
-from kvstore.client.explanation import Missing, MissReason
-from kvstore.client.reset_result import ResetResult
+from kvstore.client.missing.explanation import Missing, MissReason
 from kvstore.client.savers import answered
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.keys import Namespace

@@ -52,7 +52,7 @@ class Check(NamedTuple):
 
 
 def run_check(check: Check, context: Context) -> list[Finding]:
-    """What a check finds, or that it failed or took too long. Never raises, never hangs."""
+    """Return what a check finds, or that it failed or took too long. Never raises, never hangs."""
     found: list[Finding] = []
 
     def look() -> None:
@@ -71,7 +71,7 @@ def run_check(check: Check, context: Context) -> list[Finding]:
 
 
 def read_text(path: str) -> str:
-    """The text of a file of /proc or /sys; empty when it is not there."""
+    """Return the text of a file of /proc or /sys; empty when it is not there."""
     try:
         return Path(path).read_text().strip()
     except OSError:

@@ -186,8 +186,8 @@ def memlock(context: Context) -> list[Finding]:
 
 
 def huge_pages(context: Context) -> list[Finding]:
-    """What is in force for files in /dev/shm: the mount's option, unless the kernel's setting
-    overrides it, which else is for other shared memory."""
+    """Return what is in force for files in /dev/shm: the mount's option, unless the kernel's
+    setting overrides it, which else is for other shared memory."""
     setting = re.search(r"\[(\w+)\]", read_text(THP_FILE))
     if setting is None:
         return [Finding(Level.INFO, "this kernel has no huge pages for shared memory")]

@@ -13,6 +13,7 @@ from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_te
 from kvstore.config_file import read_config
 from kvstore.cuda.versions import install_command
 from kvstore.errors import UsageError
+from kvstore.segment import batch_read
 from kvstore.transport import select
 from kvstore.transport.nixl.child import INSTALL as NIXL_INSTALL
 from kvstore.transport.nixl.process import installed
@@ -86,7 +87,8 @@ print(f"NIXL takes VRAM of device {device.ordinal}; scripts/rdma-check tells whe
 
 
 def version_of(*names: str) -> str | None:
-    """The version of the first of these distributions that is installed; nothing is imported."""
+    """Return the version of the first of these distributions that is installed; nothing is
+    imported."""
     for name in names:
         try:
             return metadata.version(name)
@@ -128,7 +130,23 @@ def packages(context: Context) -> list[Finding]:
     there = ", ".join(f"{name} {version}" for name, version in optional.items() if version)
     absent = ", ".join(name for name, version in optional.items() if not version)
     found = f"optional: {there or 'none'}" + (f"; not installed: {absent}" if absent else "")
-    return [*_ourselves(), *findings, Finding(Level.INFO, found)]
+    return [*_ourselves(), *findings, Finding(Level.INFO, found), _compiled_part()]
+
+
+def _compiled_part() -> Finding:
+    """Which reader of blocks this host's processes have (segment/batch_read.py)."""
+    name = batch_read.READER.name
+    if isinstance(batch_read.READER, batch_read.CompiledReader):
+        return Finding(Level.OK, f"blocks of this host are read by the {name} part")
+    found = f"blocks of this host are read in {name}: right, and slower for many small ones"
+    if os.environ.get(batch_read.COMPILED) == "no":
+        return Finding(Level.INFO, found, f"{batch_read.COMPILED}=no asks for that")
+    try:
+        batch_read.choose("yes")
+    except ImportError as e:
+        found += f" ({e})"
+    do = f"with a C compiler and Python's headers: install {DISTRIBUTION} again, from its source"
+    return Finding(Level.INFO, found, do)
 
 
 def cuda(context: Context) -> list[Finding]:
@@ -155,7 +173,7 @@ def cuda(context: Context) -> list[Finding]:
 
 
 def _batches() -> list[Finding]:
-    """Whether the driver takes many copies in one call (kvstore/cuda/batch.py)."""
+    """Return whether the driver takes many copies in one call (kvstore/cuda/batch.py)."""
     if not version_of(*OPTIONAL["cuda bindings"]):
         return []
     well, said = ask_python(sys.executable, _TRY_BATCHES, TRY_TIMEOUT_S)
@@ -181,7 +199,7 @@ def nixl(context: Context) -> list[Finding]:
 
 
 def gpu_direct(context: Context) -> list[Finding]:
-    """Whether an RDMA device can reach VRAM: else it cannot be registered."""
+    """Return whether an RDMA device can reach VRAM: else it cannot be registered."""
     devices = [*(ROOT / "dev").glob("nvidia[0-9]*")]
     if not devices or not (ROOT / "dev/infiniband").exists():
         return [Finding(Level.INFO, "no CUDA and RDMA device together: VRAM is served by stream")]
@@ -194,7 +212,7 @@ def gpu_direct(context: Context) -> list[Finding]:
 
 
 def to_vram(context: Context) -> list[Finding]:
-    """Whether what comes by RDMA is wanted in VRAM, as far as the operator's file says, and
+    """Return whether what comes by RDMA is wanted in VRAM, as far as the operator's file says, and
     whether NIXL can read into it."""
     file = read_config()
     name, wanted = "nixl_destination", file.table("connector").get("nixl_destination", "host")
@@ -213,7 +231,7 @@ def to_vram(context: Context) -> list[Finding]:
 
 
 def transports(context: Context) -> list[Finding]:
-    """What clients in this environment may use; the nodes say what they offer."""
+    """Return what clients in this environment may use; the nodes say what they offer."""
     try:
         names = select.allowed(None)
     except UsageError as e:
@@ -255,7 +273,8 @@ def vllm(context: Context) -> list[Finding]:
 
 
 def _within(version: str, wanted: str) -> bool:
-    """Whether a version is one of `wanted`, which is `>=A,<B`; True where that cannot be told."""
+    """Return whether a version is one of `wanted`, which is `>=A,<B`; True where that cannot be
+    told."""
 
     def number(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
@@ -267,7 +286,7 @@ def _within(version: str, wanted: str) -> bool:
 
 
 def _wanted_vllm() -> str:
-    """The versions that this package names, empty when it is not installed."""
+    """Return the versions that this package names, empty when it is not installed."""
     try:
         wanted = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:

@@ -7,10 +7,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.core.events import Mark, Seal, Write
-from kvstore.core.granules import GRANULE_BYTES
+from kvstore.core.memory.granules import GRANULE_BYTES
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.report import stats
-from kvstore.core.slots import SlotState
 from kvstore.index.base import KeyRecord, Record
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.record import unpack_record

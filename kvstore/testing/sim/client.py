@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.base import Reservation
 from kvstore.client.client import Client
-from kvstore.client.put_pipeline import StoppedError, unless
+from kvstore.client.values.put_pipeline import StoppedError, unless
 from kvstore.errors import PeerError, UsageError
 from kvstore.index.base import KeyRecord
 from kvstore.keys import Namespace

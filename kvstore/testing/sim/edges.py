@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client import pins, put_pipeline, reader
+from kvstore.client import pins, reader
 from kvstore.client.remote import fetch
+from kvstore.client.values import put_pipeline
+from kvstore.segment import batch_read
 from kvstore.testing.sim import memory
 
 if TYPE_CHECKING:
@@ -32,8 +35,12 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     threads = SimpleNamespace(local=threading.local, Thread=lambda **_: no_thread)
     yield pins, "threading", threads
     yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
-    for module in (put_pipeline, reader, fetch):
+    for module in (put_pipeline, reader, fetch, batch_read):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
+    # In Python unless asked otherwise: a seed is the same run on every machine.
+    wanted = os.environ.get(batch_read.COMPILED)
+    chosen = batch_read.choose("yes" if wanted == "yes" else "no")
+    yield batch_read, "READER", memory.SimReader(world, chosen)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import UsageError
-from kvstore.node.liveness import ClientSession, Sessions
+from kvstore.node.control.liveness import ClientSession, Sessions
 from kvstore.node.takeover import FormerClients
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.testing.sim.scheduler import Process

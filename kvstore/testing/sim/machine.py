@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.host_clock import Moment
 from kvstore.machine import Machine
-from kvstore.memory_files import Room, UnmappedFile
 from kvstore.nodedir import NodeDir
+from kvstore.system.host_clock import Moment
+from kvstore.system.memory_files import Room, UnmappedFile
 from kvstore.testing.sim.hosts import SimLease
 from kvstore.testing.sim.network import SimSocket
 from kvstore.testing.sim.scheduler import FOREVER, Actor

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.core.events import Copy, Write
 from kvstore.errors import NoSpaceError
+from kvstore.segment.batch_read import BatchReader, Copied, Found, MappedSegment, Values
 from kvstore.segment.shm import OwnedShm
+from kvstore.types import Key
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.machine import SimMachine
@@ -82,6 +84,30 @@ class Files:
     def remove(self, *paths: str) -> None:
         for path in paths:
             self._maps.pop(path, None)
+
+
+class SimReader:
+    """Reads a batch of blocks as a real reader does, with others looking on before and after each
+    of its copies."""
+
+    def __init__(self, world: World, reader: BatchReader) -> None:
+        self._world = world
+        self._reader = reader
+        self.name, self.suits_one = reader.name, reader.suits_one
+
+    def read(
+        self,
+        segment: MappedSegment,
+        keys: list[Key],
+        outs: list[Any],
+        kinds: int,
+        found: Found | None = None,
+        copied: Copied | None = None,
+    ) -> Values:
+        pause = self._world.pause
+        values = self._reader.read(segment, keys, outs, kinds, lambda *_: pause(), pause)
+        self._world.count("read_in_batches", len(keys) - values[0].count(None))
+        return values
 
 
 class SimOwned(OwnedShm):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from kvstore.node.control_server import Connection
+from kvstore.node.control.control_server import Connection
 from kvstore.testing.sim.scheduler import Actor, Process
 from kvstore.types import KEY_BYTES
 

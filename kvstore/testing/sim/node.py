@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore.core.events import Write
+from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import Slot, SlotState
 from kvstore.limits import Limits
 from kvstore.node import takeover
 from kvstore.node.config import NodeConfig
-from kvstore.node.control_server import Connection
+from kvstore.node.control.control_server import Connection
+from kvstore.node.control.liveness import Sessions
+from kvstore.node.control.turns import MESSAGE_ITEMS
 from kvstore.node.daemon import LEASE_POLL_S, Node
-from kvstore.node.heartbeat import HEARTBEAT_S, JITTER
-from kvstore.node.liveness import Sessions
-from kvstore.node.scrubber import SCRUB_EVERY_S
+from kvstore.node.publishing.heartbeat import HEARTBEAT_S, JITTER
+from kvstore.node.publishing.scrubber import SCRUB_EVERY_S
 from kvstore.node.takeover import Started
-from kvstore.node.turns import MESSAGE_ITEMS
 from kvstore.nodedir import Announcement
 from kvstore.testing.sim.hosts import SimFormerClients, SimNodeDir, SimSessions
 from kvstore.testing.sim.memory import SimOwned
