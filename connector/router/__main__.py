@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 
 def main() -> int:
-    """The exit code. What only the router needs is not installed with the package."""
+    """Return the exit code. What only the router needs is not installed with the package."""
     if find_spec("aiohttp") is None:
         print("kvstore-router: needs aiohttp: pip install aiohttp", file=sys.stderr)
         return 1

@@ -7,21 +7,19 @@ ranges and hits, counted in that size, and for routers that look at places who h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from binascii import unhexlify
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
+from connector.layout.prompt_keys import KEY_BYTES
 from connector.limits import ROUTER_BLOCKS_ASKED_MAX
 from connector.router.prefix import INDEX_AWAY
 from kvstore import Key, UsageError
 
 if TYPE_CHECKING:
     from connector.router.prefix import Prefixes
-
-
-KEY_BYTES = 32
-"""Of a `kvstore.Key`."""
 
 
 class UnknownModelError(Exception):
@@ -39,33 +37,31 @@ class BlocksAsked:
     """Tokens of a block of the asking router; None: a block of the store's."""
 
     @classmethod
-    def of(cls, body: object) -> Self:
-        """From a request's JSON. Raises `UsageError`."""
-        if not isinstance(body, dict):
-            raise UsageError("body", type(body).__name__, "must be an object")
+    def of(cls, body: Mapping[str, object]) -> Self:
+        """Return the question in a request's JSON. Raises `UsageError`."""
         keys, tokens, size = (body.get(name) for name in ("keys", "tokens", "block_size"))
         if (keys is None) == (tokens is None):
             raise UsageError("body", sorted(map(str, body)), "must have one of keys and tokens")
         if size is not None and (type(size) is not int or size < 1 or keys is not None):
             raise UsageError("block_size", size, "must be an integer from 1, and is for tokens")
         if keys is None:
-            if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+            if not isinstance(tokens, list) or not {*map(type, tokens)} <= {int}:
                 raise UsageError("tokens", type(tokens).__name__, "must be a list of integers")
             return cls(None, str(body.get("model", "")), tokens, size)
         if not isinstance(keys, list) or len(keys) > ROUTER_BLOCKS_ASKED_MAX:
             rule = f"must be a list of at most {ROUTER_BLOCKS_ASKED_MAX}, in hexadecimal"
             raise UsageError("keys", type(keys).__name__, rule)
         try:
-            wanted = [bytes.fromhex(key) for key in keys]
+            wanted = [*map(unhexlify, keys)]
         except (TypeError, ValueError) as e:
             raise UsageError("keys", keys[:1], "must be text, in hexadecimal") from e
-        if any(len(key) != KEY_BYTES for key in wanted):
+        if not {*map(len, wanted)} <= {KEY_BYTES}:
             raise UsageError("keys", keys[:1], f"must be of {KEY_BYTES} bytes each")
         return cls(wanted)
 
 
-async def where_blocks(prefixes: Prefixes, asked: BlocksAsked) -> dict[str, Any]:
-    """The answer, plain values for JSON.
+async def where_blocks(prefixes: Prefixes, asked: BlocksAsked) -> dict[str, object]:
+    """Return the answer, plain values for JSON.
 
     Raises `UnknownModelError`, `UsageError`, and `TimeoutError` when the index is away.
     """

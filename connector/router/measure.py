@@ -58,7 +58,8 @@ class Round:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> MeasuredAnswer:
-    """One streamed completion. Raises `aiohttp.ClientError`, `TimeoutError`, `ValueError`."""
+    """Return one streamed completion. Raises `aiohttp.ClientError`, `TimeoutError`,
+    `ValueError`."""
     body = {
         "model": "demo",
         "prompt": prompt,
@@ -150,7 +151,7 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def _ways(done: Round) -> str:
-    """Who answered how many, when the router said so."""
+    """Return who answered how many, when the router said so."""
     answers = [a for a in done.answers if a is not None]
     parts = []
     for word, names in (
@@ -165,7 +166,7 @@ def _ways(done: Round) -> str:
 
 
 def _tell(rounds: list[Round], right: Round) -> int:
-    """The table and the summary; the exit status."""
+    """Return the table and the summary; the exit status."""
     first, again = rounds[0], rounds[min(1, len(rounds) - 1)]
     rows = []
     for i, computed in enumerate(right.answers):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from connector import PromptKeys
 from connector.router.routing import held_at
@@ -25,6 +25,8 @@ LOOKUP_TIMEOUT_S = 1.0
 INDEX_AWAY_S = 1.0
 """An index that tells nothing for so long is away: one late answer is not worth a prefill."""
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.05
+TOKENS_AT_ONCE = 4096
+"""Hashed on the event loop, in under a millisecond; more are hashed in a thread."""
 POLLS_PER_S_MAX = 2000
 """Of all requests that wait for blocks, together."""
 T = TypeVar("T")
@@ -68,7 +70,7 @@ class Prefixes:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="router-lookup")
 
     async def learn(
-        self, name: str, answer: Mapping[str, Any], tokens: Sequence[int] | None
+        self, name: str, answer: Mapping[str, object], tokens: Sequence[int] | None
     ) -> Key | None:
         """Take in what a prefill engine answered to a prompt of that model; the key of the
         prompt's last full block. `tokens` are what the prompt was taken for."""
@@ -95,7 +97,7 @@ class Prefixes:
         return last
 
     async def find(self, name: str, tokens: Sequence[int] | None) -> Prefix:
-        """What the store holds for that model; nothing when that cannot be told. One index
+        """Return what the store holds for that model; nothing when that cannot be told. One index
         round trip, or none."""
         model = self._models.get(name)
         if tokens is None or model is None:
@@ -116,17 +118,22 @@ class Prefixes:
     async def where(
         self, keys: Sequence[Key] | None, model: PromptKeys | None, tokens: Sequence[int]
     ) -> Holders:
-        """Who holds the leading blocks of `keys`, or without them of `tokens` in that model.
+        """Return who holds the leading blocks of `keys`, or without them of `tokens` in that model.
 
         Raises `TimeoutError`, and `UsageError` for what are no tokens.
         """
+
+        if keys is None and model:
+            keys = model.of(tokens) if len(tokens) <= TOKENS_AT_ONCE else None
+        if keys is not None and self._residency is not None and self._residency.in_sync:
+            return self._residency.leading(keys)  # a thread would cost more than the look
 
         def look() -> Holders:
             return self._leading(model.of(tokens) if keys is None and model else keys or ())
 
         return await self._look(look)
 
-    async def _look(self, look: Callable[..., T], *arguments: Any) -> T:
+    async def _look(self, look: Callable[..., T], *arguments: object) -> T:
         """In a thread. Raises `TimeoutError`."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
@@ -146,7 +153,7 @@ class Prefixes:
         return self._locator.leading(wanted)
 
     async def wait_for(self, key: Key, timeout_s: float) -> dict[str, int] | None:
-        """Who holds `key`, once it is published; nobody when that takes too long, None when
+        """Return who holds `key`, once it is published; nobody when that takes too long, None when
         the index cannot tell.
 
         An engine answers before its blocks are saved, so the decode engine would look too early.

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from connector.limits import ROUTER_LOAD_GAP_MAX
 from kvstore import Holder, UsageError
@@ -59,9 +60,15 @@ class Engine:
 
     @classmethod
     def parse(cls, role: Role, text: str) -> Engine:
-        """An engine from `URL` or `URL@NODE`. Raises `UsageError` for anything else."""
+        """Return an engine from `URL` or `URL@NODE`. Raises `UsageError` for anything else."""
         url, _, at = text.partition("@")
-        if not url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(url)
+            host, _port = parts.hostname or "", parts.port  # it raises for a port that is none
+            right = parts.scheme in ("http", "https") and host != "" and " " not in host
+        except ValueError:
+            right = False
+        if not right:
             raise UsageError(role.value, text, "must be http://HOST:PORT, or that and @NODE")
         return cls(url.rstrip("/"), role, at)
 
@@ -98,17 +105,22 @@ class EngineFleet:
         self._fixed = tuple(engines)
         if len(self._fixed) > ENGINES_MAX:
             raise UsageError("engines", len(self._fixed), f"must be at most {ENGINES_MAX}")
-        self.engines: list[Engine] = list(self._fixed)
+        self.engines: list[Engine] = []
+        self.replace(())
         self._turns = 0
 
     def replace(self, engines: Iterable[Engine]) -> None:
         """Have `engines` beside the fixed ones from now on, the first `ENGINES_MAX` of all.
 
-        One that is known already, by URL and role, keeps its state and counts.
+        One that is known already, by URL and role, keeps its state and counts; one that is
+        named twice is one.
         """
         known = {(e.url, e.role): e for e in self.engines}
-        found = [*self._fixed, *(known.get((e.url, e.role), e) for e in engines)]
-        self.engines = found[:ENGINES_MAX]
+        found: dict[tuple[str, Role], Engine] = {}
+        for one in (*self._fixed, *engines):
+            place = (one.url, one.role)
+            found.setdefault(place, known.get(place, one))
+        self.engines = list(found.values())[:ENGINES_MAX]
 
     def choose(
         self,
@@ -117,7 +129,8 @@ class EngineFleet:
         now: float,
         without: Collection[Engine] = (),
     ) -> Engine | None:
-        """The engine beside most of the prefix, then the least loaded, then whose turn it is.
+        """Return the engine beside most of the prefix, then the least loaded, then whose turn it
+        is.
 
         `held` says how many leading blocks are at each node, by name and by host. When all
         are down a decode engine is tried nevertheless, for somebody has to answer; a prefill
@@ -146,7 +159,8 @@ class EngineFleet:
         now: float,
         without: Collection[Engine] = (),
     ) -> Engine | None:
-        """The engine of `choose`, whose turn that was: it is counted and goes behind its equals."""
+        """Return the engine of `choose`, whose turn that was: it is counted and goes behind its
+        equals."""
         chosen = self.choose(role, held, now, without)
         if chosen is not None:
             self._turns += 1
@@ -156,7 +170,7 @@ class EngineFleet:
 
 
 def held_at(holders: Sequence[Holder]) -> dict[str, int]:
-    """How many of the leading blocks each node holds, by its name and by its host's."""
+    """Return how many of the leading blocks each node holds, by its name and by its host's."""
     held: dict[str, int] = {}
     for holder in holders:
         for name in {holder.name, holder.host}:
@@ -165,7 +179,7 @@ def held_at(holders: Sequence[Holder]) -> dict[str, int]:
 
 
 def needs_prefill(prompt_tokens: int | None, block_tokens: int | None, found_blocks: int) -> bool:
-    """Whether a prefill engine has anything to add: a full block that nobody holds.
+    """Return whether a prefill engine has anything to add: a full block that nobody holds.
 
     None is not known. What fills no block is computed where it is decoded.
     """

@@ -17,20 +17,30 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from aiohttp import web
 
-from connector import PromptKeys
 from connector.limits import (
     ROUTER_BODY_BYTES_MAX,
+    ROUTER_BODY_TIMEOUT_S,
     ROUTER_IN_FLIGHT_MAX,
+    ROUTER_LISTS_MAX,
     ROUTER_TOKENIZE_TIMEOUT_S,
 )
 from connector.router.blocks import BlocksAsked, UnknownModelError, where_blocks
+from connector.router.bodies import (
+    CHAT,
+    COMPLETIONS,
+    NOT_TOLD,
+    TOKENIZED,
+    decode_body,
+    if_tokens,
+    prefill_body,
+    text_only,
+)
 from connector.router.discovery import Name, keep_resolving, resolve
 from connector.router.metrics import exposition
 from connector.router.prefix import Prefix, Prefixes
@@ -46,24 +56,9 @@ COME_BACK_S = 1
 PREFILL_SHARE = 0.5
 """Of a request's time, for all attempts to have it prefilled: decoding needs some, too."""
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 2.0, 2.0
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_ID = "X-Request-Id"
 PASSED_HEADERS = ("Authorization", REQUEST_ID, "traceparent", "tracestate")
 PASSED_BACK = ("Content-Type", "Retry-After")
-TOKENIZED = {
-    COMPLETIONS: ("model", "prompt", "add_special_tokens"),
-    CHAT: (
-        *("model", "messages", "tools", "add_special_tokens", "add_generation_prompt"),
-        *("continue_final_message", "chat_template", "chat_template_kwargs"),
-    ),
-}
-"""Fields that decide which tokens a prompt is."""
-NOT_TOLD = ("cache_salt", "truncate_prompt_tokens", "documents", "reasoning_effort")
-"""Fields that decide what its keys are, and of which `/tokenize` knows nothing."""
-TO_BE_DECODED = {"do_remote_decode": True, "do_remote_prefill": False}
-"""Another engine goes on with the prompt, as vLLM's routers say it."""
-ANSWER_FIELDS = ("stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "echo")
-"""Fields about an answer that a prefill engine is not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +79,7 @@ class _Job:
     """Holds one request on its way."""
 
     path: str
-    body: dict[str, Any] | None
+    body: dict[str, object] | None
     """None: a GET."""
     headers: dict[str, str]
     deadline: float
@@ -171,47 +166,64 @@ class Router:
     # One request
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._handled(request, self._routed)
+
+    async def _handled(
+        self,
+        request: web.Request,
+        answer: Callable[[web.Request, _Job], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Return the `answer` to a request with a JSON object for its body, or why there is
+        none."""
         if self._in_flight >= ROUTER_IN_FLIGHT_MAX:
             come_back = {"Retry-After": str(COME_BACK_S)}
             return _error(503, f"{ROUTER_IN_FLIGHT_MAX} requests are in flight", come_back)
         self._in_flight += 1  # from here on: a body that is slow to come is memory, too
         try:
-            job = self._job(request, None)
+            job = self._job(request)
             try:
-                async with asyncio.timeout(job.left_s()):
-                    job.body = json.loads(await request.read())
+                async with asyncio.timeout(min(job.left_s(), ROUTER_BODY_TIMEOUT_S)):
+                    raw = await request.read()
+                if raw.count(b"[") + raw.count(b"{") > ROUTER_LISTS_MAX:
+                    return _error(413, f"more than {ROUTER_LISTS_MAX} lists and objects")
+                body = json.loads(raw)
             except web.HTTPRequestEntityTooLarge:
                 return _error(413, f"the body has more than {ROUTER_BODY_BYTES_MAX} bytes")
             except TimeoutError:
                 return _error(408, "the body has not come in time")
             except (ValueError, RecursionError):
                 return _error(400, "the body is not JSON")
-            if not isinstance(job.body, dict):
+            if not isinstance(body, dict):
                 return _error(400, "the body is not a JSON object")
-            job.prefix = await self._prefixes.find(job.model, await self._tokens(job))
-            await self._prefill(job)
-            return await self._decode(request, job)
+            job.body = body
+            return await answer(request, job)
         except ClientGoneError:
             return web.Response(status=499)  # to nobody
         finally:
             self._in_flight -= 1
 
-    def _job(self, request: web.Request, body: dict[str, Any] | None) -> _Job:
+    async def _routed(self, request: web.Request, job: _Job) -> web.StreamResponse:
+        job.prefix = await self._prefixes.find(job.model, await self._tokens(job))
+        await self._prefill(job)
+        return await self._decode(request, job)
+
+    def _job(self, request: web.Request) -> _Job:
         headers = {
             name: request.headers[name] for name in PASSED_HEADERS if name in request.headers
         }
         headers.setdefault(REQUEST_ID, uuid.uuid4().hex)
-        return _Job(request.path, body, headers, time.monotonic() + self._settings.timeout_s)
+        return _Job(request.path, None, headers, time.monotonic() + self._settings.timeout_s)
 
     async def _tokens(self, job: _Job) -> list[int] | None:
-        """The prompt's tokens; None where they are not all that makes its KV, or not known."""
+        """Return the prompt's tokens; None where they are not all that makes its KV, or not
+        known."""
         body = job.body or {}
         prompt = body.get("prompt") if job.path == COMPLETIONS else body.get("messages")
         if not prompt or any(body.get(name) for name in NOT_TOLD):
             return None
         if job.path == COMPLETIONS and isinstance(prompt, list):
-            return prompt if all(type(token) is int for token in prompt) else None
-        if not self._settings.tokenize or (job.path == CHAT and not _text_only(prompt)):
+            return if_tokens(prompt)
+        if not self._settings.tokenize or (job.path == CHAT and not text_only(prompt)):
             return None
         engine = self._fleet.choose(Role.DECODE, {}, time.monotonic())
         if engine is None:
@@ -223,8 +235,7 @@ class Router:
         except EngineFailedError as e:
             log.warning("the prompt's tokens are not known, its prefix is not looked up: %s", e)
             return None
-        tokens = (answer or {}).get("tokens")
-        return tokens if isinstance(tokens, list) else None
+        return if_tokens((answer or {}).get("tokens"))
 
     async def _prefill(self, job: _Job) -> None:
         """Have what is missing of the prompt computed and saved, if anybody can."""
@@ -310,10 +321,10 @@ class Router:
     # About the router
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        return await self._decode(request, self._job(request, None))
+        return await self._decode(request, self._job(request))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Whether anybody can answer: one decode engine is enough."""
+        """Return whether anybody can answer: one decode engine is enough."""
         now = time.monotonic()
         up = any(e.up(now) for e in self._fleet.engines if e.role is Role.DECODE)
         return web.Response(status=200 if up else 503)
@@ -322,13 +333,16 @@ class Router:
         now = time.monotonic()
         return web.json_response([asdict(e) | {"up": e.up(now)} for e in self._fleet.engines])
 
-    async def _blocks(self, request: web.Request) -> web.Response:
-        """Which leading blocks of a prompt are where, for routers of others."""
+    async def _blocks(self, request: web.Request) -> web.StreamResponse:
+        return await self._handled(request, self._where_blocks)
+
+    async def _where_blocks(self, request: web.Request, job: _Job) -> web.Response:
+        """Return which leading blocks of a prompt are where, for routers of others."""
         try:
-            asked = BlocksAsked.of(await request.json())
+            asked = BlocksAsked.of(job.body or {})
             return web.json_response(await where_blocks(self._prefixes, asked))
-        except (ValueError, RecursionError, UsageError) as e:
-            return _error(400, str(e) or "the body is not JSON")
+        except UsageError as e:
+            return _error(400, str(e))
         except UnknownModelError as e:
             return _error(404, str(e))
         except TimeoutError:
@@ -355,44 +369,6 @@ async def _to_client(request: web.Request, timeout_s: float) -> AsyncIterator[No
         raise ClientGoneError from e
     except ConnectionError as e:
         raise ClientGoneError from e
-
-
-def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for a prefill engine: the same prompt, handed over with all its tokens, one
-    token, no stream, and its keys."""
-    out = {name: value for name, value in body.items() if name not in ANSWER_FIELDS}
-    out |= {"stream": False, "max_tokens": 1, "n": 1}
-    if path == CHAT:
-        out["max_completion_tokens"] = 1
-    params = out.get("kv_transfer_params")
-    out["kv_transfer_params"] = {
-        **(params if isinstance(params, dict) else {}),
-        **TO_BE_DECODED,
-        PromptKeys.ASKED: True,
-    }
-    return out
-
-
-def decode_body(body: dict[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's request for a decode engine, with what the prefill engine wants it told."""
-    told = answer.get("kv_transfer_params")
-    if not isinstance(told, dict) or told.get("do_remote_prefill") is not True:
-        return body
-    told = {name: value for name, value in told.items() if name != PromptKeys.ASKED}
-    params = body.get("kv_transfer_params")
-    return {**body, "kv_transfer_params": {**(params if isinstance(params, dict) else {}), **told}}
-
-
-def _text_only(messages: Any) -> bool:
-    """Images and the like are part of the KV and not of the tokens."""
-    if not isinstance(messages, list):
-        return False
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        parts = content if isinstance(content, list) else []
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-            return False
-    return True
 
 
 def _head(job: _Job, engine: Engine | None = None, answer: Answer | None = None) -> dict[str, str]:

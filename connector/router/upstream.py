@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 
@@ -43,11 +43,13 @@ class Answer:
         self.headers = response.headers
 
     async def part(self) -> bytes:
-        """The bytes that came since the last call; empty at the end. Raises as `Upstream.send`."""
+        """Return the bytes that came since the last call; empty at the end. Raises as
+        `Upstream.send`."""
         return await _patiently(self._engine, self._deadline, self._response.content.readany)
 
     async def whole(self) -> bytes:
-        """The whole body. Raises like `part`, and `EngineFailedError` when it is too long."""
+        """Return the whole body. Raises like `part`, and `EngineFailedError` when it is too
+        long."""
         parts: list[bytes] = []
         size = 0
         while part := await self.part():
@@ -60,7 +62,7 @@ class Answer:
 
 
 async def _patiently(engine: Engine, deadline: float, wait: Callable[[], Awaitable[T]]) -> T:
-    """What `wait` returns; it is called again when it takes long and the engine is well.
+    """Return what `wait` returns; it is called again when it takes long and the engine is well.
 
     Raises `EngineFailedError`, and `TooLateError` at `deadline`.
     """
@@ -104,7 +106,7 @@ class Upstream:
         self,
         engine: Engine,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, object] | None,
         headers: Mapping[str, str],
         deadline: float,
     ) -> AsyncIterator[Answer]:
@@ -138,11 +140,12 @@ class Upstream:
         self,
         engine: Engine,
         path: str,
-        body: Mapping[str, Any],
+        body: Mapping[str, object],
         headers: Mapping[str, str],
         deadline: float,
-    ) -> dict[str, Any] | None:
-        """A JSON object; None when the engine refuses the question (4xx). Raises like `send`."""
+    ) -> dict[str, object] | None:
+        """Return a JSON object; None when the engine refuses the question (4xx). Raises like
+        `send`."""
         async with self.send(engine, path, body, headers, deadline) as answer:
             raw = await answer.whole()
             if answer.status >= CLIENT_ERROR:
@@ -150,7 +153,7 @@ class Upstream:
         try:
             # Off the loop: the answer to a long prompt may be long.
             found = await asyncio.to_thread(json.loads, raw)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise EngineFailedError(f"{engine.url}{path} answered no JSON") from e
         if not isinstance(found, dict):
             raise EngineFailedError(f"{engine.url}{path} answered no JSON object")

@@ -31,9 +31,9 @@ from fake_engines import (  # noqa: E402
 )
 from routed import DECODE, FOUND, PATIENCE_S, PREFILL, routed  # noqa: E402
 
+from connector.router.bodies import prefill_body  # noqa: E402
 from connector.router.discovery import Name  # noqa: E402
 from connector.router.routing import Role  # noqa: E402
-from connector.router.server import prefill_body  # noqa: E402
 
 
 def test_a_new_prompt_is_prefilled_once_and_decoded_where_its_blocks_are(

@@ -152,3 +152,12 @@ def test_an_engine_that_is_no_url_is_refused(text: str) -> None:
 def test_an_engine_may_say_where_it_is() -> None:
     found = Engine.parse(Role.DECODE, "http://host:8000/@node-a")
     assert (found.url, found.at) == ("http://host:8000", "node-a")
+
+
+def test_an_engine_that_is_named_twice_is_one_engine() -> None:
+    """Its address is given, and a name that is looked up leads there too; so do two names."""
+    a, b = engine("a"), engine("b")
+    fleet = EngineFleet([a, engine("a")])
+    fleet.replace([engine("a"), b, engine("b"), engine("a", Role.PREFILL)])
+    assert fleet.engines[:2] == [a, b]
+    assert [(e.url, e.role) for e in fleet.engines[2:]] == [("http://a", Role.PREFILL)]

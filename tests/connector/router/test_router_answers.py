@@ -1,0 +1,183 @@
+"""Engines and clients that say what nobody expects: it costs time, never a request of others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from kvstore import BlockSession, Locator, UsageError
+
+aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
+from aiohttp import web  # noqa: E402
+from fake_engines import FakeEngine, saver, talk  # noqa: E402
+from routed import FOUND, PATIENCE_S, routed  # noqa: E402
+
+from connector import PromptKeys  # noqa: E402
+from connector.limits import ROUTER_LISTS_MAX  # noqa: E402
+from connector.router import server  # noqa: E402
+from connector.router.routing import Engine, Role  # noqa: E402
+
+DEEP = b"[" * 100_000
+
+
+async def deep(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.Response(body=DEEP, content_type="application/json")
+
+
+def test_a_prefill_engine_whose_answer_cannot_be_read_costs_no_request(no_index: Locator) -> None:
+    async def scenario() -> None:
+        broken = FakeEngine(deep)
+        async with routed(no_index, [broken], [FakeEngine(talk)]) as router:
+            answer, _ = await router.ask()
+            assert (answer.status, broken.prompts) == (200, 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("told", [b'{"tokens": ["a"]}', b'{"tokens": [[1]]}', b"[]", DEEP])
+def test_what_an_engine_says_are_tokens_and_are_none_costs_no_request(
+    locator: Locator, store: BlockSession, told: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tokenize(self: FakeEngine, request: web.Request) -> web.Response:
+        return web.Response(body=told.replace(b'"a"', b'"a", ' * 40 + b'"a"'))
+
+    monkeypatch.setattr(FakeEngine, "_tokenize", tokenize)
+
+    async def scenario() -> None:
+        async with routed(locator, [FakeEngine(saver(store))], [FakeEngine(talk)]) as router:
+            for _ in range(2):  # the second knows how the model's blocks are named
+                answer, _ = await router.ask(prompt="some text")
+                assert (answer.status, answer.headers[FOUND]) == (200, "0")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("last", ["ab", "no hexadecimal", 7, [1], "00" * 33])
+def test_a_key_that_is_none_costs_no_request(
+    locator: Locator, store: BlockSession, last: object
+) -> None:
+    computes = saver(store)
+
+    async def lies(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        answer = await computes(request, body)
+        assert isinstance(answer, web.Response)
+        told = json.loads(answer.text or "")
+        told["kv_transfer_params"][PromptKeys.ASKED]["last_key"] = last
+        return web.json_response(told)
+
+    async def scenario() -> None:
+        async with routed(locator, [FakeEngine(lies)], [FakeEngine(talk)]) as router:
+            assert (await router.ask())[0].status == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])
+def test_a_body_that_does_not_come_is_not_waited_for_beyond_a_request(
+    no_index: Locator, path: str
+) -> None:
+    async def scenario() -> None:
+        async with routed(no_index, [], [FakeEngine(talk)], timeout_s=0.2) as router:
+            host, port = router.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{"
+            writer.write(head.encode())
+            status = await asyncio.wait_for(reader.readline(), PATIENCE_S)
+            assert status.split()[1] == b"408"
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])
+def test_a_body_that_is_slow_to_come_has_less_time_than_a_request(
+    no_index: Locator, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else 4096 slow senders would keep everybody out for as long as the longest answer takes."""
+    monkeypatch.setattr(server, "ROUTER_BODY_TIMEOUT_S", 0.2)
+
+    async def scenario() -> None:
+        async with routed(no_index, [], [FakeEngine(talk)], timeout_s=600.0) as router:
+            host, port = router.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n\r\n{{"
+            writer.write(head.encode())
+            status = await asyncio.wait_for(reader.readline(), PATIENCE_S)
+            assert status.split()[1] == b"408"
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])
+@pytest.mark.parametrize("element", ["[]", "{}", '{"a":[1]}'])
+def test_a_body_of_very_many_lists_is_refused_before_they_are_made(
+    no_index: Locator, path: str, element: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 MiB of empty lists are 6 million objects, and the loop makes them in one go."""
+    made: list[int] = []
+    loads = server.json.loads
+    monkeypatch.setattr(
+        server.json, "loads", lambda raw, **how: made.append(len(raw)) or loads(raw, **how)
+    )
+    raw = f'{{"model": "m", "tokens": [{",".join([element] * ROUTER_LISTS_MAX)}]}}'
+
+    async def scenario() -> None:
+        async with routed(no_index, [], []) as router, aiohttp.ClientSession() as session:
+            headers = {"Content-Type": "application/json"}
+            async with session.post(router.url + path, data=raw, headers=headers) as answer:
+                assert answer.status == 413
+            assert len(raw) not in made
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])
+def test_whoever_asks_for_blocks_is_in_flight_as_others_are(
+    no_index: Locator, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ROUTER_IN_FLIGHT_MAX", 0)
+
+    async def scenario() -> None:
+        async with routed(no_index, [], [FakeEngine(talk)]) as router:
+            answer, _ = await router.ask(path)
+            assert (answer.status, "Retry-After" in answer.headers) == (503, True)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (DEEP, "application/json", 400),
+        (b"\xff", "application/json", 400),
+        (b"{}", "application/json; charset=nonsense", 400),
+        (b" " * 2000, "application/json", 413),
+    ],
+    ids=["deep", "not utf-8", "charset", "large"],
+)
+def test_what_is_no_question_for_blocks_is_refused_as_openai_does(
+    no_index: Locator, body: bytes, kind: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if status == 413:
+        monkeypatch.setattr(server, "ROUTER_BODY_BYTES_MAX", 1000)
+
+    async def scenario() -> None:
+        async with routed(no_index, [], []) as router, aiohttp.ClientSession() as session:
+            headers = {"Content-Type": kind}
+            async with session.post(f"{router.url}/blocks", data=body, headers=headers) as answer:
+                assert answer.status == status
+                assert (await answer.json())["error"]["code"] == status
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "text", ["http://", "http://[::1", "http://a:99999", "http://a b:1", "a:1"]
+)
+def test_an_engine_that_cannot_be_anywhere_is_refused_at_start(text: str) -> None:
+    with pytest.raises(UsageError, match="must be http"):
+        Engine.parse(Role.DECODE, text)
