@@ -49,7 +49,8 @@ def open_store(
     nixl_device: CudaDevice | None = None,
     patient: bool = False,
 ) -> BlockSession:
-    """The store these settings name. Raises `UsageError` for bad settings; contacts nobody yet.
+    """Return the store these settings name. Raises `UsageError` for bad settings; contacts nobody
+    yet.
 
     The rest are those of `BlockSession`, `patient` true for callers that save on a thread of
     their own.
@@ -154,13 +155,15 @@ class EngineShape:
     def of_one_group(
         cls, geometry: KVGeometry, topology: TpKVTopology, model: dict[str, Field], **more: Any
     ) -> EngineShape:
-        """An engine whose layers all cache alike and which hashes every one of its blocks."""
+        """Return an engine whose layers all cache alike and which hashes every one of its
+        blocks."""
         more.setdefault("hash_block_tokens", geometry.engine_block_tokens)
         groups = (GroupShape(geometry=geometry, topology=topology),)
         return cls(groups=groups, workers=topology.workers, model=model, **more)
 
     def layout(self, config: ConnectorSettings) -> StoreLayout:
-        """The layout of this engine: the same on both sides, so that they agree on every key."""
+        """Return the layout of this engine: the same on both sides, so that they agree on every
+        key."""
         tokens = config.block_tokens or default_block_tokens(
             [
                 (
@@ -212,7 +215,7 @@ class EngineShape:
 
 
 def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCore:
-    """The scheduler side; the store is opened when it is first needed.
+    """Return the scheduler side; the store is opened when it is first needed.
 
     Raises `UsageError` for settings that cannot work.
     """
@@ -242,7 +245,7 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
 
 
 def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:
-    """The worker side of worker `rank` (pipeline-major)."""
+    """Return the worker side of worker `rank` (pipeline-major)."""
     _check_layerwise(config, shape)
     layout = shape.layout(config)
 

@@ -221,7 +221,7 @@ PIPE_MESSAGES_MAX: Count = 64
 LOOKUP_ENTRIES_MAX: Count = 64
 """Entries inserted and not yet dropped."""
 LOOKUP_PRODUCERS_MAX: Count = 16
-"""Producers of one lookup buffer; the consumer asks the store once for each at every look."""
+"""Producers of one lookup buffer; a consumer asks the store once for each at every look."""
 TRANSFER_TIMEOUT_S: Seconds = 30.0
 """How long a pipe or a lookup buffer waits unless told otherwise."""
 POLL_MIN_S: Seconds = 0.0005
@@ -232,6 +232,10 @@ ROUTER_IN_FLIGHT_MAX: Count = 4096
 """Requests that a router has at a time; one more is told to come back."""
 ROUTER_BODY_BYTES_MAX: Count = 16 << 20
 """One request's body."""
+ROUTER_LISTS_MAX: Count = 1 << 18
+"""Lists and objects in it, counted by their brackets, those in texts too."""
+ROUTER_BODY_TIMEOUT_S: Seconds = 30.0
+"""How long a body may take to come, of a request's time."""
 ROUTER_ANSWER_BYTES_MAX: Count = 64 << 20
 """One answer of an engine that is not streamed."""
 ROUTER_BLOCKS_ASKED_MAX: Count = 1 << 14

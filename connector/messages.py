@@ -166,7 +166,8 @@ class WorkerReport:
         return self
 
     def for_scheduler(self) -> WorkerReport | None:
-        """The part that only the connector's own scheduler side needs; None: there is none."""
+        """Return the part that only the connector's own scheduler side needs; None: there is
+        none."""
         if not (self.failed_blocks or self.ended_saves or self.ended_loads or self.vram):
             return None
         return WorkerReport(

@@ -165,7 +165,7 @@ class Counts:
                 self.add(READ_BYTES, total - before.get(transport, 0), transport)
 
     def take(self) -> CountStats | None:
-        """All that was counted since the last call; None: nothing."""
+        """Return all that was counted since the last call; None: nothing."""
         with self._lock:
             counts, self._counts = self._counts, {}
             samples, self._samples = self._samples, {}

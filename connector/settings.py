@@ -124,7 +124,7 @@ class ConnectorSettings:
         where: str = "kv_connector_extra_config",
         only: Collection[str] = (),
     ) -> ConnectorSettings:
-        """Settings from an engine's free-form mapping `where`; an unknown name is an error.
+        """Return settings from an engine's free-form mapping `where`; an unknown name is an error.
 
         With `only`, so is a name that is not among these: it would have no effect. What `extra`
         does not name is taken from `[connector]` and `[limits]` of the operator's file, which

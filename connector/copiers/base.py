@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore import Buffer
 
@@ -44,6 +44,15 @@ class Scatter(NamedTuple):
     part: HeadPart | None = None
 
 
+class Ready(Protocol):
+    """Stands for work that was submitted to a device: what of torch's events is used."""
+
+    def synchronize(self) -> object:
+        """Return when the work is done. No deadline: a device cannot be told to stop, and nobody
+        else waits for the calling thread for longer than a deadline of its own."""
+        ...
+
+
 class KVCopier(Protocol):
     """Copies between an engine's KV and payloads laid out `[layer][head][token][C]`.
 
@@ -59,11 +68,12 @@ class KVCopier(Protocol):
 
     def scatter_many(self, items: Sequence[Scatter], layer: int | None = None) -> None: ...
 
-    def mark_ready(self) -> Any:
-        """A token for "all that was submitted so far has written the KV"; see `wait_ready`."""
+    def mark_ready(self) -> Ready | None:
+        """Return a token for "all that was submitted so far has written the KV"; see
+        `wait_ready`."""
         ...
 
-    def wait_ready(self, token: Any) -> None:
+    def wait_ready(self, token: Ready | None) -> None:
         """Return when the work before `mark_ready` is done; None stands for none."""
         ...
 

@@ -6,9 +6,11 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from connector.copiers.base import Gather, HeadPart, Scatter
+from connector.copiers.base import Gather, HeadPart, Ready, Scatter
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.layout.geometry import KVGeometry
 
 
@@ -24,7 +26,9 @@ class HostCopier:
 
     batch_blocks = 1
 
-    def __init__(self, layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> None:
+    def __init__(
+        self, layers: Sequence[torch.Tensor], geometry: KVGeometry, block_tokens: int
+    ) -> None:
         import numpy as np
 
         self._np = np
@@ -101,11 +105,11 @@ class HostCopier:
     def mark_ready(self) -> None:
         return None
 
-    def wait_ready(self, token: Any) -> None:
+    def wait_ready(self, token: Ready | None) -> None:
         return None
 
 
-def _layer_runs(layers: Sequence[Any]) -> list[tuple[int, int]]:
+def _layer_runs(layers: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """(first, count) of maximal runs of layers alike and a constant distance apart.
 
     Engines lay all layers out in one allocation, so that usually one run
@@ -121,7 +125,7 @@ def _layer_runs(layers: Sequence[Any]) -> list[tuple[int, int]]:
     return runs
 
 
-def _continues(layers: Sequence[Any], first: int, i: int) -> bool:
+def _continues(layers: Sequence[torch.Tensor], first: int, i: int) -> bool:
     a, b = layers[first], layers[i]
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False

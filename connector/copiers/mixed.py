@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
+from connector.copiers.base import Gather, HeadPart, KVCopier, Ready, Scatter
 from kvstore import DeviceRange
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ class MixedCopier:
     def _check(self, layer: int | None) -> None:
         assert layer is None, "layer by layer is refused at start where layers have several shapes"
 
-    def mark_ready(self) -> Any:
+    def mark_ready(self) -> Ready | None:
         return self._copiers[0].mark_ready()
 
-    def wait_ready(self, token: Any) -> None:
+    def wait_ready(self, token: Ready | None) -> None:
         self._copiers[0].wait_ready(token)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.copiers.base import KVCopier, KVMemory
 from connector.copiers.host import HostCopier
@@ -14,16 +14,18 @@ from connector.copiers.mixed import MixedCopier
 from kvstore import PoolMapping, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.layout.geometry import KVGeometry
 
 
 def kv_memory(
-    groups: Sequence[tuple[Mapping[str, Any], KVGeometry]],
+    groups: Sequence[tuple[Mapping[str, torch.Tensor], KVGeometry]],
     block_tokens: int,
     mappings: Callable[[], Sequence[PoolMapping]] = tuple,
     count: Callable[[int, str], None] = lambda size_bytes, failure: None,
 ) -> KVMemory:
-    """Copiers over layer tensors, each a strided `[B, H, N, C]` view, all on one device.
+    """Return copiers over layer tensors, each a strided `[B, H, N, C]` view, all on one device.
 
     N may be a part of the engine's block (kernel blocks): B is then as many
     times larger. `mappings` says where the store's memory is, and `count` is told of
@@ -53,7 +55,7 @@ def kv_memory(
     return memory._replace(groups=by_group)
 
 
-def folded(layer: Any, geometry: KVGeometry) -> Any:
+def folded(layer: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
     """`[B, 1, N, H * C]` of a layer's `[B, H, N, C]`: the same memory, where it is such."""
     shape = tuple(layer.shape)
     if len(shape) == 4 and shape[1] == geometry.folded_heads:
@@ -68,8 +70,10 @@ def folded(layer: Any, geometry: KVGeometry) -> Any:
     )
 
 
-def _runs(layers: Sequence[Any], geometry: KVGeometry) -> Iterator[tuple[list[Any], KVGeometry]]:
-    """Layers of one shape each, with their own geometry."""
+def _runs(
+    layers: Sequence[torch.Tensor], geometry: KVGeometry
+) -> Iterator[tuple[list[torch.Tensor], KVGeometry]]:
+    """Yield layers of one shape each, with their own geometry."""
     if not geometry.runs:
         yield list(layers), geometry
         return
@@ -88,7 +92,7 @@ def _runs(layers: Sequence[Any], geometry: KVGeometry) -> Iterator[tuple[list[An
 
 
 def _copiers(
-    checked: Sequence[tuple[list[Any], KVGeometry, int]],
+    checked: Sequence[tuple[list[torch.Tensor], KVGeometry, int]],
     mappings: Callable[[], Sequence[PoolMapping]],
     count: Callable[[int, str], None],
 ) -> KVMemory:
@@ -99,7 +103,7 @@ def _copiers(
     return device_memory(checked, mappings, count)
 
 
-def _check(layers: Sequence[Any], geometry: KVGeometry) -> None:
+def _check(layers: Sequence[torch.Tensor], geometry: KVGeometry) -> None:
     if len(layers) != geometry.layers:
         raise UsageError("kv_caches", len(layers), f"must have {geometry.layers} layers")
     for layer in layers:

@@ -39,24 +39,37 @@ def extend(
     Raises `UsageError` for an extra that has no canonical bytes.
     """
     out = list(hashes)
-    for start in range(len(out) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
-        end = start + block_tokens
-        try:
-            words = array("I", tokens[start:end])
-        except OverflowError:
-            break
-        if sys.byteorder == "big":
-            words.byteswap()
-        h = sha256(out[-1] if out else _ROOT)
+    last = out[-1] if out else _ROOT
+    done = len(out) * block_tokens
+    words = _words(tokens, done, len(tokens) - len(tokens) % block_tokens)
+    raw = words.tobytes()
+    step = block_tokens * words.itemsize
+    nothing = canonical(None)
+    for i in range(len(words) // block_tokens):
+        start = done + i * block_tokens
+        other = extra(start, start + block_tokens)
+        more = nothing if other is None else canonical(other)
         # Hash and words have fixed lengths, so no two inputs run into one another.
-        h.update(words)
-        h.update(canonical(extra(start, end)))
-        out.append(h.digest())
+        last = sha256(last + raw[i * step : (i + 1) * step] + more).digest()
+        out.append(last)
     return out
 
 
+def _words(tokens: Sequence[int], first: int, end: int) -> array[int]:
+    """`tokens` from `first` to `end` as they are hashed, fewer when one is none."""
+    try:
+        words = array("I", tokens[first:end])
+    except OverflowError:
+        wrong = next(i for i in range(first, end) if not 0 <= tokens[i] < 1 << 32)
+        words = array("I", tokens[first:wrong])
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
 def part_hash(before: Sequence[bytes], tokens: Sequence[int], extra: object) -> bytes | None:
-    """Hash of the `tokens` that end a prompt within a block, after the blocks hashed in `before`.
+    """Return hash of the `tokens` that end a prompt within a block, after the blocks hashed in
+    `before`.
 
     Never that of a whole block, nor of a part with more or fewer tokens. None where a token is
     none, as `extend` has it. Raises `UsageError` for an extra that has no canonical bytes.
@@ -132,7 +145,7 @@ class BlockHashes:
 
 
 def canonical(value: object) -> bytes:
-    """Bytes that are the same for equal values and for no others, in every process."""
+    """Return bytes that are the same for equal values and for no others, in every process."""
     if value is None:
         return b"n"
     if isinstance(value, bool):

@@ -68,8 +68,8 @@ def usable_run(
 def covers(
     placement: Placement, barred: Mapping[Key, bytes], layout: StoreLayout, end_token: int
 ) -> bool:
-    """Whether every group has what the prefix of `end_token` tokens needs, which may end within a
-    block: for layouts that take parts."""
+    """Return whether every group has what the prefix of `end_token` tokens needs, which may end
+    within a block: for layouts that take parts."""
     last = (end_token - 1) // layout.block_tokens
     for group, row in zip(layout.groups, placement, strict=True):
         first = group.needed_from(end_token) // layout.block_tokens
@@ -86,7 +86,7 @@ def _barred(placed: Placed, barred: Mapping[Key, bytes]) -> bool:
 def offered_tokens(
     run: int, num_computed_tokens: int, layout: StoreLayout, part_end: int = 0
 ) -> int:
-    """Tokens of `run` store blocks, or up to `part_end`, beyond what the engine has.
+    """Return tokens of `run` store blocks, or up to `part_end`, beyond what the engine has.
 
     None of it when the engine stands within one of its own blocks: a load
     writes whole engine blocks and would overwrite what is there.

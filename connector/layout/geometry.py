@@ -94,8 +94,8 @@ class KVGeometry:
         return self.payload_bytes(1)
 
     def in_token_order(self) -> KVGeometry:
-        """The same KV with the heads within a token. With one head, as of a latent or a state, both
-        orders are the same bytes, and so is the geometry."""
+        """Return the same KV with the heads within a token. With one head, as of a latent or a
+        state, both orders are the same bytes, and so is the geometry."""
         if self.heads == 1:
             return self
         if self.runs:
@@ -112,25 +112,25 @@ class KVGeometry:
         )
 
     def each_shape(self) -> tuple[LayerRun, ...]:
-        """The runs; of layers that are all alike the one that they are."""
+        """Return the runs; of layers that are all alike the one that they are."""
         own = LayerRun(
             tuple(range(self.layers)), self.heads, self.channel_bytes, self.tokens_per_slot
         )
         return self.runs or (own,)
 
     def run_bytes(self, run: LayerRun, block_tokens: int) -> int:
-        """Bytes of one layer and head of `run` in a store block."""
+        """Return bytes of one layer and head of `run` in a store block."""
         return run.channel_bytes * self.payload_slots(block_tokens, run.tokens_per_slot)
 
     def payload_bytes(self, block_tokens: int) -> int:
-        """Bytes of `block_tokens` tokens, or of one state, in all layers and heads."""
+        """Return bytes of `block_tokens` tokens, or of one state, in all layers and heads."""
         return sum(
             len(run.layers) * run.heads * self.run_bytes(run, block_tokens)
             for run in self.each_shape()
         )
 
     def payload_slots(self, block_tokens: int, tokens_per_slot: Fraction | None = None) -> int:
-        """How many entries a store block has of each head: one a token, or the one state."""
+        """Return how many entries a store block has of each head: one a token, or the one state."""
         per_slot = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
         return 1 if self.recurrent else int(block_tokens / per_slot)
 
@@ -239,7 +239,8 @@ class StoreLayout:
         return self.block_tokens // self.groups[group].geometry.engine_block_tokens
 
     def all_namespaces(self) -> Iterable[Namespace]:
-        """The namespaces of all groups and shards that this engine may load, whoever saved them."""
+        """Return the namespaces of all groups and shards that this engine may load, whoever saved
+        them."""
         return (
             namespace
             for group in self.groups
@@ -251,7 +252,7 @@ class StoreLayout:
 def default_block_tokens(
     groups: Sequence[tuple[KVGeometry, TpKVTopology, int | None]], boundary_tokens: int = 1
 ) -> int:
-    """The smallest power-of-two multiple of the engine block with 1 MiB a shard.
+    """Return the smallest power-of-two multiple of the engine block with 1 MiB a shard.
 
     At most 64 tokens and at most a sliding window, but never less than one
     engine block. The shard is that of the largest usual tensor-parallel size,
@@ -296,7 +297,7 @@ def splits_of(
     hash_block_tokens: int | None = None,
     salt: bytes = b"",
 ) -> tuple[Split, ...]:
-    """The engine's own split, then those of writers with `tp_sizes` as far as heads allow.
+    """Return the engine's own split, then those of writers with `tp_sizes` as far as heads allow.
 
     States have no heads that could be told apart, nor has a payload in the order of tokens a range
     of heads in one piece: only engines of one size share them.

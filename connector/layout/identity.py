@@ -42,7 +42,7 @@ def digest_of(value: object) -> str:
 
 
 def forward_digest(config: Mapping[str, object], leave_out: Collection[str] = NAMES_ONLY) -> str:
-    """The digest of all that may shape the forward in a model's configuration, however deep.
+    """Return the digest of all that may shape the forward in a model's configuration, however deep.
 
     What is unknown counts: a field too many costs hits, one too few wrong KV.
     """
@@ -71,8 +71,8 @@ def config_digest(path: str | os.PathLike[str]) -> str:
 def files_of(
     name: str, revision: str | None = None, cache_dir: str | None = None
 ) -> tuple[Path | None, str]:
-    """Where the files of a model lie that is named by a path or by its place on the Hugging Face
-    Hub, or None and why they are nowhere on this host. Fetches nothing."""
+    """Return where the files of a model lie that is named by a path or by its place on the Hugging
+    Face Hub, or None and why they are nowhere on this host. Fetches nothing."""
     if Path(name).exists():
         return Path(name), ""
     if "://" in name:
@@ -102,7 +102,8 @@ def _fingerprint(path: str, seen: object) -> str:
 
 
 def _seen(path: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """What tells files from those that are put in their place, on this host and at this moment."""
+    """Return what tells files from those that are put in their place, on this host and at this
+    moment."""
     try:
         places = [path] if path.is_file() else sorted(path.iterdir())
         stats = [(place.name, place.stat()) for place in places]
@@ -112,7 +113,7 @@ def _seen(path: Path) -> tuple[tuple[str, int, int, int], ...]:
 
 
 def weights_or_unknown(path: str | os.PathLike[str] | None, why_not: str, unknown: str) -> str:
-    """The fingerprint of the weights in `path`, or `unknown`, which nobody else may use.
+    """Return the fingerprint of the weights in `path`, or `unknown`, which nobody else may use.
 
     `path` None: there is none to be had, because of `why_not`. Says so, once for each.
     """

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from connector.layout.block_hashes import ALGORITHM, extend
 from connector.layout.geometry import StoreLayout
 from connector.limits import BLOCK_TOKENS_MAX
 from kvstore import Key, Namespace, UsageError
+
+KEY_BYTES = 32
+"""Of a `kvstore.Key`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +46,16 @@ class PromptKeys:
         return cls(layout.block_tokens, namespace)
 
     def of(self, tokens: Sequence[int]) -> list[Key]:
-        """Keys of all full blocks of a prompt that tokens alone make up: no LoRA, image or salt."""
+        """Return keys of all full blocks of a prompt that tokens alone make up: no LoRA, image or
+        salt."""
         return self.of_hashes(extend([], tokens, self.block_tokens, lambda first, end: None))
 
     def of_hashes(self, hashes: Sequence[bytes]) -> list[Key]:
-        """Keys from the hashes that the engine's connector has made, whatever is in them."""
+        """Return keys from the hashes that the engine's connector has made, whatever is in them."""
         return self.namespace.engine_keys(hashes)
 
-    def answer(self, hashes: Sequence[bytes]) -> dict[str, Any]:
-        """What an engine answers a request with `ASKED`: plain values, for JSON."""
+    def answer(self, hashes: Sequence[bytes]) -> dict[str, object]:
+        """Return what an engine answers a request with `ASKED`: plain values, for JSON."""
         keys = self.of_hashes(hashes)
         return {
             "block_tokens": self.block_tokens,
@@ -60,8 +64,8 @@ class PromptKeys:
         }
 
     @classmethod
-    def from_answer(cls, answer: Mapping[str, Any]) -> tuple[Self, Key | None]:
-        """The same, and the key of the last full block of the request that asked.
+    def from_answer(cls, answer: Mapping[str, object]) -> tuple[Self, Key | None]:
+        """Return the same, and the key of the last full block of the request that asked.
 
         Raises `UsageError` for what no engine answers.
         """
@@ -74,8 +78,15 @@ class PromptKeys:
             raise UsageError(f"{cls.ASKED}.namespace", fields, "must be plain fields")
         if type(tokens) is not int:
             raise UsageError(f"{cls.ASKED}.block_tokens", tokens, "must be an integer")
-        try:
-            key = None if last is None else bytes.fromhex(last)
-        except (TypeError, ValueError) as e:
-            raise UsageError(f"{cls.ASKED}.last_key", last, "must be hexadecimal") from e
-        return cls(tokens, Namespace(fields)), key
+        return cls(tokens, Namespace(fields)), None if last is None else _key_of(last)
+
+
+def _key_of(last: object) -> Key:
+    try:
+        key = bytes.fromhex(last) if isinstance(last, str) else b""
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        must = f"must be {2 * KEY_BYTES} hexadecimal digits"
+        raise UsageError(f"{PromptKeys.ASKED}.last_key", last, must)
+    return key

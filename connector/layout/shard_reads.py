@@ -64,12 +64,12 @@ class GroupReads:
         """Payload of all the pieces of one block."""
 
     def pieces(self, split: int) -> tuple[ShardRead, ...]:
-        """All heads of this worker, each once, from shards of `split`."""
+        """Return all heads of this worker, each once, from shards of `split`."""
         return self._by_split[split]
 
 
 def found_in(groups: Sequence[GroupReads], blocks: Iterable[LoadBlock]) -> list[BlockRef]:
-    """The shards that have some of this worker's heads, in the order of their blocks."""
+    """Return the shards that have some of this worker's heads, in the order of their blocks."""
     return [
         block.found[piece.shard]
         for block in blocks
@@ -81,7 +81,7 @@ def found_in(groups: Sequence[GroupReads], blocks: Iterable[LoadBlock]) -> list[
 def windows(
     groups: Sequence[GroupReads], blocks: Sequence[LoadBlock], size_bytes_max: int
 ) -> Iterator[Sequence[LoadBlock]]:
-    """Runs of `blocks` that fit this much memory should all of them be on other hosts."""
+    """Return runs of `blocks` that fit this much memory should all of them be on other hosts."""
 
     def size_of(block: LoadBlock) -> int:
         return sum(piece.payload_bytes for piece in groups[block.group].pieces(block.split))
@@ -90,6 +90,6 @@ def windows(
 
 
 def alike(blocks: Iterable[LoadBlock], count_max: int) -> Iterator[Sequence[LoadBlock]]:
-    """Runs of at most `count_max` blocks of one group."""
+    """Yield runs of at most `count_max` blocks of one group."""
     for _, run in itertools.groupby(blocks, lambda block: block.group):
         yield from in_batches(list(run), count_max)

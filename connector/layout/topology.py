@@ -236,11 +236,11 @@ class TpKVTopology:
         return self.block_size_ratio(self.remote_block_size[remote_engine_id])
 
     def is_kv_replicated(self, engine_id: str) -> bool:
-        """Whether that engine has more workers than the model has KV heads."""
+        """Return whether that engine has more workers than the model has KV heads."""
         return self.remote_tp_size[engine_id] > self.total_num_kv_heads
 
     def replicates_kv_cache(self, remote_engine_id: str) -> bool:
-        """Whether workers of that engine hold the same KV; with `is_mla` always."""
+        """Return whether workers of that engine hold the same KV; with `is_mla` always."""
         return self.is_mla or self.is_kv_replicated(remote_engine_id)
 
     def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:

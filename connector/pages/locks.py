@@ -54,7 +54,7 @@ class Locks:
         return key in self._locks
 
     def lock(self, keys: Sequence[Key]) -> list[bool]:
-        """Whether each block is in the store and locked now.
+        """Return whether each block is in the store and locked now.
 
         At most one request to the nodes of this host, and one to the index for what they do not
         have. Never raises for a peer's fault. Beyond the number of locks there may be, and with
@@ -110,7 +110,7 @@ class Locks:
             self._end([lock])
 
     def borrow(self, keys: Sequence[Key]) -> tuple[list[BlockRef | None], list[BlockRef]]:
-        """Where each block is, and what of it to give to `give_back` after reading.
+        """Return where each block is, and what of it to give to `give_back` after reading.
 
         What is not locked is pinned for the moment, or looked for elsewhere, so
         that a load that was never looked up works too.
@@ -144,7 +144,7 @@ class Locks:
         self._end(ended)
 
     def _find(self, keys: Sequence[Key]) -> tuple[dict[Key, BlockRef], dict[Key, BlockRef]]:
-        """What is pinned now, and what else can be read from here."""
+        """Return what is pinned now, and what else can be read from here."""
         if not keys:
             return {}, {}
         try:

@@ -68,7 +68,7 @@ def pages_at(addresses: Sequence[int], sizes_bytes: Sequence[int], pages: int) -
 
 
 def size_of(parts: Parts) -> int:
-    """Bytes of all parts together."""
+    """Return bytes of all parts together."""
     return sum(part.nbytes for part in parts)
 
 
@@ -101,16 +101,16 @@ class Pages:
         store.register_namespaces([namespace])
 
     def keys(self, names: Sequence[bytes]) -> list[Key]:
-        """One key per name. It depends on nothing else: an engine asks for the same page
+        """Return one key per name. It depends on nothing else: an engine asks for the same page
         alone and in the middle of a batch."""
         return [self.namespace.value_key(name) for name in names]
 
     def run_length(self, names: Sequence[bytes]) -> int:
-        """How many leading pages the index knows; one round trip."""
+        """Return how many leading pages the index knows; one round trip."""
         return len(self.store.match(self.keys(names)))
 
     def save(self, names: Sequence[bytes], pages: Sequence[Parts]) -> list[PutResult]:
-        """What became of each page; see `is_there`.
+        """Return what became of each page; see `is_there`.
 
         After the first failure of the node the rest is given up: an engine's
         thread waits for one deadline, not for one for each batch.
@@ -170,7 +170,7 @@ class Pages:
 
 
 def is_there(result: PutResult) -> bool:
-    """Whether the engine need not save this page: it is in the store, or somebody else is
+    """Return whether the engine need not save this page: it is in the store, or somebody else is
     saving it. To say no to the latter would make an engine give up the pages after it."""
     return bool(result) or result.status is PutStatus.IN_PROGRESS
 

@@ -231,7 +231,7 @@ class RequestHistory:
     # Asked by people
 
     def explain(self, request_id: str) -> Explanation | None:
-        """What became of a request so far; None when it is not known (any more)."""
+        """Return what became of a request so far; None when it is not known (any more)."""
         trace = self._traces.get(request_id) or self._ending.get(request_id)
         return self._told.get(request_id) if trace is None else self._explanation(trace)
 
@@ -295,7 +295,7 @@ class RequestHistory:
         return None
 
     def _first_key_in(self, lookup: Lookup, namespace: Namespace) -> Key | None:
-        """The key of the prompt's first block in a namespace whose blocks may be longer."""
+        """Return the key of the prompt's first block in a namespace whose blocks may be longer."""
         layout = self._layout
         size = namespace.fields.get("block_tokens", layout.block_tokens)
         if not isinstance(size, int) or size < 1 or size % layout.hash_block_tokens:

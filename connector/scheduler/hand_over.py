@@ -27,7 +27,7 @@ def part_wanted(
     layout: StoreLayout,
     settings: SchedulerSettings,
 ) -> bytes | None:
-    """Hash of the part block to look for; None: for none.
+    """Return hash of the part block to look for; None: for none.
 
     Only while no full block reaches beyond the prompt: its place is behind the last one.
     """
@@ -45,8 +45,8 @@ def part_found(
     layout: StoreLayout,
     settings: SchedulerSettings,
 ) -> int:
-    """Tokens of a load that goes on to the end of the prompt, all but one of its tokens if there
-    are no others; 0: not all of it is there."""
+    """Return tokens of a load that goes on to the end of the prompt, all but one of its tokens if
+    there are no others; 0: not all of it is there."""
     if not _looks(state.settings, settings) or not layout.takes_parts:
         return 0
     end_token = min(request.num_prompt_tokens, request.num_tokens - 1)
@@ -56,7 +56,7 @@ def part_found(
 
 
 def awaited(state: RequestState, request: EngineRequest, layout: StoreLayout) -> int:
-    """Tokens that are worth waiting for, of those that another engine says to be saving."""
+    """Return tokens that are worth waiting for, of those that another engine says to be saving."""
     own = state.settings
     if own is None or not own.handed_tokens or own.max_load_tokens is not None:
         return 0

@@ -26,7 +26,7 @@ def hit_sources(
     layout: StoreLayout,
     tiers: Callable[[Sequence[BlockRef]], Sequence[Tier]],
 ) -> dict[Tier, int]:
-    """How many of the tokens `start_token` to `start_token + num_tokens` come from where."""
+    """Return how many of the tokens `start_token` to `start_token + num_tokens` come from where."""
     size, end_token = layout.block_tokens, start_token + num_tokens
     needed_from = [
         group.needed_from(end_token) if group.forgetful else 0 for group in layout.groups

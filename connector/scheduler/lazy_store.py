@@ -39,7 +39,7 @@ class LazyStore:
         self._told = False
 
     def get(self) -> BlockStore | None:
-        """The store, None while it cannot be opened or after `close`."""
+        """Return the store, None while it cannot be opened or after `close`."""
         if self._store is not None or self._closed:
             return None if self._closed else self._store
         with self._lock:

@@ -44,7 +44,7 @@ from connector.messages import (
     StepPlan,
     WorkerReport,
 )
-from connector.scheduler.ledger import NoPins, SaveLedger
+from connector.scheduler.saving.ledger import NoPins, SaveLedger
 from kvstore import BlockRef, Explanation, InternalError, Tier, UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class LockstepScheduler:
         self._core = lead() if exchange.leads else None
 
     def _agree(self, what: str, asked: Any, said: Any = None) -> list[Any]:
-        """What each process says, once all have been asked the same."""
+        """Return what each process says, once all have been asked the same."""
         answers = self._exchange([what, asked, said])
         first = answers[0]
         for place, answer in enumerate(answers):
@@ -146,7 +146,7 @@ class LockstepScheduler:
         block_ids: Callable[[str], BlockTables | None],
         states: Callable[[str], Sequence[StateBlock]] = lambda _: (),
     ) -> StepPlan:
-        """The leader's plan, with the reports of all workers that this step is to tell."""
+        """Return the leader's plan, with the reports of all workers that this step is to tell."""
         scheduled, preempted = list(scheduled), list(preempted)
         for request_id in preempted:
             self._compared.pop(request_id, None)
@@ -178,8 +178,8 @@ class LockstepScheduler:
         num_tokens: int,
         block_ids: Callable[[str], BlockTables | None],
     ) -> list[Any]:
-        """What all must know alike of a request in this step: of its tokens and its blocks what
-        has come since the last one, since a step has many requests and most only decode."""
+        """Return what all must know alike of a request in this step: of its tokens and its blocks
+        what has come since the last one, since a step has many requests and most only decode."""
         start = request.num_computed_tokens
         last = _last(request.block_hashes)
         blocks = (start + num_tokens) // self._block_tokens
@@ -327,7 +327,7 @@ _MUST_SHARE = (
 
 
 def _last(hashes: Sequence[bytes]) -> list[Any]:
-    """How many there are and the last one, which stands for all of them."""
+    """Return how many there are and the last one, which stands for all of them."""
     return [len(hashes), hashes[-1] if hashes else b""]
 
 

@@ -27,7 +27,7 @@ class Exchange(Protocol):
         ...
 
     def __call__(self, said: Any) -> list[Any]:
-        """What each process has said, in their order; tuples come as lists.
+        """Return what each process has said, in their order; tuples come as lists.
 
         Each of them must call it equally often. Raises `PeerError` when one of them is gone and
         `DeadlineError` when one has not called within `LOCKSTEP_TIMEOUT_S`.

@@ -160,8 +160,8 @@ class Lookups:
             thread.join(SHUTDOWN_TIMEOUT_S)
 
     def here(self, lookup: Lookup) -> Lookup | None:
-        """What this host has of `lookup`, as an answer of its own, for a request that cannot wait
-        any longer; None when that is nothing, or the store is not open yet.
+        """Return what this host has of `lookup`, as an answer of its own, for a request that cannot
+        wait any longer; None when that is nothing, or the store is not open yet.
 
         Where no thread has come to look, because there is no processor for it or too much before
         it, the caller does: that takes microseconds a block.
@@ -291,7 +291,7 @@ class Finder:
         self._found: dict[Key, BlockRef] = {}
 
     def here(self, ask: Ask) -> tuple[tuple[Placed | None, ...], ...]:
-        """What `ask`, which waits for nobody, finds of the engine's own split."""
+        """Return what `ask`, which waits for nobody, finds of the engine's own split."""
         self._look_up(ask, (key for group in self._keys for shard in group[0] for key in shard))
         return self._placement()
 

@@ -44,7 +44,7 @@ class ComputeRate:
 
 
 def patience_s(tokens: int, tokens_per_s: float | None, most_s: float) -> float:
-    """Seconds to wait for a lookup that may save computing `tokens`, at most `most_s`.
+    """Return seconds to wait for a lookup that may save computing `tokens`, at most `most_s`.
 
     Of an engine whose rate is not known yet everything is at stake.
     """

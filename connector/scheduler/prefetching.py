@@ -129,7 +129,7 @@ class Prefetcher:
         self._note(asked.request_id, f"prefetched: {said or 'nothing is on other hosts'}{why}")
 
     def _elsewhere(self, hashes: Sequence[bytes], store: BlockStore) -> list[Wanted]:
-        """What a load of the longest prefix there is would read from other hosts."""
+        """Return what a load of the longest prefix there is would read from other hosts."""
         layout, per_key = self._layout, self._layout.hashes_per_key
         keys = [
             [[ns.engine_keys(hashes, per_key) for ns in split.namespaces] for split in group.splits]

@@ -70,7 +70,7 @@ class RequestState:
     """What they were made from."""
 
     def own_settings(self, request: EngineRequest) -> RequestSettings:
-        """What the request itself says about its KV, read once."""
+        """Return what the request itself says about its KV, read once."""
         if self.settings is None:
             params = getattr(request, "kv_transfer_params", None)
             hints = getattr(request, "kv_hints", None)
@@ -91,7 +91,7 @@ class RequestState:
     def keys(
         self, request: EngineRequest, blocks: int, layout: StoreLayout
     ) -> tuple[tuple[list[Key], ...], ...]:
-        """Keys of at least `blocks` store blocks, as far as the engine has hashed.
+        """Return keys of at least `blocks` store blocks, as far as the engine has hashed.
 
         Those of a lookup are used again only while the request still has the
         tokens that were looked up: a session may replace its last ones.

@@ -66,7 +66,6 @@ from connector.messages import (
     WorkerReport,
 )
 from connector.metrics import Counts
-from connector.scheduler.events import BlockEvents
 from connector.scheduler.explain import RequestHistory
 from connector.scheduler.hand_over import awaited, part_found, part_wanted
 from connector.scheduler.hit_sources import hit_sources
@@ -75,9 +74,10 @@ from connector.scheduler.patience import ComputeRate, patience_s
 from connector.scheduler.prefetching import Prefetcher
 from connector.scheduler.requests import LoadUnderWay, Offer, RequestState
 from connector.scheduler.resetting import Resetter
-from connector.scheduler.retaining import Retainer
-from connector.scheduler.save_gate import SaveGate
-from connector.scheduler.save_planner import SavePlanner
+from connector.scheduler.saving.events import BlockEvents
+from connector.scheduler.saving.retaining import Retainer
+from connector.scheduler.saving.save_gate import SaveGate
+from connector.scheduler.saving.save_planner import SavePlanner
 from kvstore import Explanation, MissReason, Tier
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class SchedulerCore:
                 state.lookup = self._submit(state, request)
 
     def match(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
-        """Tokens beyond `num_computed_tokens` to load; None: no answer yet, ask next step.
+        """Return tokens beyond `num_computed_tokens` to load; None: no answer yet, ask next step.
 
         May be called any number of times without anything coming of it.
         """
@@ -298,7 +298,7 @@ class SchedulerCore:
         return part_wanted(own, request, self._layout, self._settings) is not None
 
     def _lookup(self, state: RequestState, request: EngineRequest) -> Lookup | None:
-        """The current lookup, a new one when there is none or it is too old."""
+        """Return the current lookup, a new one when there is none or it is too old."""
         lookup = state.lookup
         if lookup is not None and lookup.done.is_set():
             age_s = self._clock() - lookup.answered_at
@@ -319,8 +319,8 @@ class SchedulerCore:
         found_tokens: int,
         num_computed_tokens: int,
     ) -> bool:
-        """Whether the request waits for what another engine is still saving; then it is looked up
-        again. As long as computing it takes, at most `HAND_OVER_WAIT_S`."""
+        """Return whether the request waits for what another engine is still saving; then it is
+        looked up again. As long as computing it takes, at most `HAND_OVER_WAIT_S`."""
         missing = awaited(state, request, self._layout) - max(found_tokens, num_computed_tokens)
         if missing <= 0 or state.failed_loads or lookup.short in _ASKED_IN_VAIN:
             return False
@@ -468,7 +468,7 @@ class SchedulerCore:
     # Telling
 
     def explain(self, request_id: str) -> Explanation | None:
-        """What a request could have got, what it got, and why not the rest; from any thread.
+        """Return what a request could have got, what it got, and why not the rest; from any thread.
 
         None when it is not known (any more): the last `EXPLAIN_REQUESTS_MAX` are.
         """
@@ -479,7 +479,7 @@ class SchedulerCore:
         return self._history.stats()
 
     def take_stats(self) -> CountStats | None:
-        """What was counted since the last call; None: nothing. A request's share comes a
+        """Return what was counted since the last call; None: nothing. A request's share comes a
         moment after its end."""
         return self._counts.take()
 
@@ -492,7 +492,8 @@ class SchedulerCore:
         self._history.say = say
 
     def has_pending_work(self) -> bool:
-        """Whether saves are in flight: an engine that stops stepping never learns of their end."""
+        """Return whether saves are in flight: an engine that stops stepping never learns of their
+        end."""
         return len(self._saves) > 0
 
     def forget(self) -> None:
@@ -557,5 +558,5 @@ not among them: it is away when the breaker says so."""
 
 
 def _without_source(job: LoadJob) -> LoadJob:
-    """The same load from nowhere: it fails, and the engine computes."""
+    """Return the same load from nowhere: it fails, and the engine computes."""
     return job._replace(blocks=tuple(block._replace(found=()) for block in job.blocks))

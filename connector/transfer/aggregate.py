@@ -21,7 +21,7 @@ _Output = TypeVar("_Output")
 
 
 def worker_output(worker: KVConnectorWorker, finished_req_ids: set[str]) -> KVConnectorOutput:
-    """All that one worker's connector has to say at the end of a step."""
+    """Return all that one worker's connector has to say at the end of a step."""
     results = worker.get_finished(finished_req_ids)
     return KVConnectorOutput(
         finished_sending=set(results.finished_sending) or None,
@@ -131,7 +131,7 @@ _NAMES = frozenset(f.name for f in fields(KVConnectorOutput))
 
 
 def _report(output: object) -> KVConnectorOutput | None:
-    """What an engine's output of one worker carries for connectors."""
+    """Return what an engine's output of one worker carries for connectors."""
     try:
         return cast("KVConnectorOutput | None", output.kv_connector_output)  # type: ignore[attr-defined]
     except AttributeError:

@@ -27,9 +27,11 @@ import enum
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.messages import EngineRequest
     from connector.transfer.config import KVTransferConfig
 
@@ -44,7 +46,7 @@ class KVConnectorRole(enum.Enum):
 class KVConnectorWorkerMetadata(Protocol):
     """Carries what one worker tells the scheduler side of its own connector about a step."""
 
-    def aggregate(self, other: Any) -> Any:
+    def aggregate(self, other: Self) -> Self:
         """Put both into one. May change and return `self`; `other` is of the same class."""
         ...
 
@@ -52,12 +54,12 @@ class KVConnectorWorkerMetadata(Protocol):
 class KVConnectorStats(Protocol):
     """Carries what a connector has counted since it was last asked. Picklable."""
 
-    def aggregate(self, other: Any) -> Any:
+    def aggregate(self, other: Self) -> Self:
         """Put both into one. May change and return `self`; `other` is of the same class."""
         ...
 
     def is_empty(self) -> bool: ...
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data, for logs and metrics."""
         ...
 
@@ -100,7 +102,7 @@ class KVConnectorOutput:
     """Workers that must report a request's transfer before it counts as finished; 0: as before."""
 
     def is_empty(self) -> bool:
-        """Whether it says nothing; `expected_finished_count` alone is nothing."""
+        """Return whether it says nothing; `expected_finished_count` alone is nothing."""
         return not (
             self.finished_sending
             or self.finished_recving
@@ -166,7 +168,7 @@ class KVConnectorScheduler(Protocol):
 
     def request_finished(
         self, request: EngineRequest, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         """Called once, before the request's blocks are freed.
 
         True: do not free them before the request is in `finished_sending`. The
@@ -183,7 +185,7 @@ class KVConnectorScheduler(Protocol):
         return None
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping although it has no request left."""
+        """Return whether the engine must keep stepping although it has no request left."""
         return False
 
     def reset_cache(self) -> bool | None:
@@ -207,7 +209,7 @@ class KVConnectorWorker(Protocol):
         """Return how many workers report each transfer; None: all of them."""
         return None
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the KV tensors by layer, in layer order. Raises `UsageError` for their shape."""
         return
 
@@ -237,7 +239,7 @@ class KVConnectorWorker(Protocol):
         """Return when the layer's KV that this forward needs is in place."""
         return
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor) -> None:
         """Note that the forward has written this layer's KV."""
         return
 

@@ -19,6 +19,8 @@ from connector.transfer.base import KVConnectorRole
 from kvstore import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.transfer.config import KVTransferConfig
     from connector.transfer.v1_sides import V1EngineInfo, V1Scheduler, V1Worker
 
@@ -58,12 +60,12 @@ class SupportsHMA(ABC):
     @abstractmethod
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         """Do as `request_finished`, with one list of blocks a group."""
 
 
-def supports_hma(connector: Any) -> bool:
-    """Whether a connector, or a class of connectors, takes several KV cache groups."""
+def supports_hma(connector: object) -> bool:
+    """Return whether a connector, or a class of connectors, takes several KV cache groups."""
     kind = connector if isinstance(connector, type) else type(connector)
     return issubclass(kind, SupportsHMA)
 
@@ -92,14 +94,14 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
 
     @classmethod
     def make_scheduler(cls, config: KVTransferConfig, engine: V1EngineInfo) -> V1Scheduler:
-        """The scheduler side, for an engine of ours (`connector.transfer.base`)."""
+        """Return the scheduler side, for an engine of ours (`connector.transfer.base`)."""
         from connector.transfer.v1_sides import V1Scheduler
 
         return V1Scheduler(cls(*engine.arguments(config, KVConnectorRole.SCHEDULER)))
 
     @classmethod
     def make_worker(cls, config: KVTransferConfig, engine: V1EngineInfo) -> V1Worker:
-        """The worker side, for an engine of ours."""
+        """Return the worker side, for an engine of ours."""
         from connector.transfer.v1_sides import V1Worker
 
         return V1Worker(cls(*engine.arguments(config, KVConnectorRole.WORKER)))
@@ -124,12 +126,12 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     def wait_for_layer_load(self, layer_name: str) -> None: ...
     @abstractmethod
     def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None: ...
     @abstractmethod
     def wait_for_save(self) -> None: ...
 
-    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
         return None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -146,7 +148,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     def has_connector_metadata(self) -> bool:
         return self._connector_metadata is not None
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         return
 
     def unregister_kv_caches(self) -> None:
@@ -229,7 +231,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
 
     def request_finished(
         self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         return False, None
 
     def register_finished_partial_tail(
@@ -278,11 +280,11 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
         return None
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
         return False
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> Any:
         return None
 
     @classmethod

@@ -34,7 +34,7 @@ CUDA_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 def default_buffer_device() -> str:
-    """The GPU where there is a CUDA driver, else the CPU."""
+    """Return the GPU where there is a CUDA driver, else the CPU."""
     return "cuda" if any(path.exists() for path in CUDA_DEVICES) else "cpu"
 
 
@@ -124,7 +124,7 @@ class KVTransferConfig:
         return self.kv_connector_extra_config.get(key, default)
 
     def has_connector(self, name: str) -> bool:
-        """Whether the connector `name` is used, by itself or in a MultiConnector."""
+        """Return whether the connector `name` is used, by itself or in a MultiConnector."""
         if self.kv_connector != "MultiConnector":
             return self.kv_connector == name
         children = self.kv_connector_extra_config.get("connectors") or ()
@@ -132,24 +132,24 @@ class KVTransferConfig:
             isinstance(child, Mapping) and child.get("kv_connector") == name for child in children
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields; `from_dict` of it is an equal config."""
+    def to_dict(self) -> dict[str, object]:
+        """Return all fields; `from_dict` of it is an equal config."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """A config from a mapping of field names; an unknown name is an error."""
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """Return a config from a mapping of field names; an unknown name is an error."""
         return read_settings(cls, values, where="kv_transfer_config")
 
     @classmethod
     def from_json(cls, document: str) -> Self:
-        """A config from a JSON object."""
+        """Return a config from a JSON object."""
         return cls.from_dict(_json_object("kv_transfer_config", document))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """A config from `KVSTORE_KV_TRANSFER_CONFIG` and the variables of single fields, over
-        `[transfer]` of the operator's file.
+        """Return a config from `KVSTORE_KV_TRANSFER_CONFIG` and the variables of single fields,
+        over `[transfer]` of the operator's file.
 
         `environ` is the process's own by default. An empty variable counts as not
         set. With none of them set the config has no connector.
@@ -186,7 +186,7 @@ def _switch(text: str) -> bool:
     return _SWITCHES[text.lower()]
 
 
-_TEXT_TYPES: dict[str, Callable[[str], Any]] = {
+_TEXT_TYPES: dict[str, Callable[[str], object]] = {
     "kv_buffer_size": float,
     "kv_rank": _whole,
     "kv_parallel_size": _whole,
@@ -196,7 +196,7 @@ _TEXT_TYPES: dict[str, Callable[[str], Any]] = {
 """How text is read as a field's value; the words are those that vLLM takes."""
 
 
-def _read(read: Callable[[str], Any], value: Any) -> Any:
+def _read(read: Callable[[str], object], value: object) -> object:
     """`value`, of its field's type if it can be read so. Documents for vLLM have numbers in
     quotes (`"kv_port": "21001"`), and writers of JSON make 1.0 of 1."""
     if isinstance(value, str):
@@ -209,7 +209,7 @@ def _read(read: Callable[[str], Any], value: Any) -> Any:
     return value
 
 
-def _from_text(name: str, variable: str, text: str) -> Any:
+def _from_text(name: str, variable: str, text: str) -> object:
     if name == "kv_connector_extra_config":
         return _json_object(variable, text)
     try:
@@ -219,7 +219,7 @@ def _from_text(name: str, variable: str, text: str) -> Any:
         raise UsageError(variable, text, f"must be {must}") from e
 
 
-def _json_object(field_name: str, document: str) -> dict[str, Any]:
+def _json_object(field_name: str, document: str) -> dict[str, object]:
     if len(document) > CONFIG_BYTES_MAX:
         raise UsageError(field_name, document, f"at most {CONFIG_BYTES_MAX} characters")
     try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from connector.limits import COPY_BLOCKS_MAX
 from kvstore import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 CopyDirection = Literal["h2d", "d2h", "d2d"]
 BlockLayout = Literal["NHD", "HND"]
@@ -16,8 +19,8 @@ _PLACES = {"h2d": ("cpu", None), "d2h": (None, "cpu"), "d2d": (None, None)}
 
 
 def copy_kv_blocks(
-    src_kv_caches: Mapping[str, Any],
-    dst_kv_caches: Mapping[str, Any],
+    src_kv_caches: Mapping[str, torch.Tensor],
+    dst_kv_caches: Mapping[str, torch.Tensor],
     src_block_ids: Sequence[int],
     dst_block_ids: Sequence[int],
     direction: CopyDirection,
@@ -69,7 +72,12 @@ def copy_kv_blocks(
 
 
 def _check_layer(
-    name: str, src: Any, dst: Any, direction: CopyDirection, swap: bool, block_dim: int
+    name: str,
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    direction: CopyDirection,
+    swap: bool,
+    block_dim: int,
 ) -> None:
     if src.dtype != dst.dtype:
         raise UsageError(f"dst_kv_caches[{name!r}]", str(dst.dtype), f"must be {src.dtype}")
@@ -105,16 +113,15 @@ def _check_ids(field: str, ids: Sequence[int], blocks: int) -> None:
 
 
 def _copy_layer(
-    src: Any,
-    dst: Any,
+    src: torch.Tensor,
+    dst: torch.Tensor,
     src_block_ids: Sequence[int],
     dst_block_ids: Sequence[int],
     swap: bool,
     block_dim: int,
 ) -> None:
-    import torch as untyped_torch
+    import torch
 
-    torch: Any = untyped_torch
     # As plain integers: index_copy knows no fp8, and no dtype's bytes may change.
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     raw = integers[src.element_size()]

@@ -53,13 +53,13 @@ class KVConnectorFactory:
 
     @classmethod
     def registered(cls) -> list[str]:
-        """Names that are known, sorted."""
+        """Return names that are known, sorted."""
         with cls._lock:
             return sorted(cls._registry)
 
     @classmethod
     def get_connector_class_by_name(cls, name: str) -> type[KVConnectorBase]:
-        """The class registered as `name`.
+        """Return the class registered as `name`.
 
         Raises `UsageError` for an unknown name, which lists the known ones, and
         for a module or class that is not there.
@@ -77,7 +77,7 @@ class KVConnectorFactory:
 
     @classmethod
     def get_connector_class(cls, config: KVTransferConfig) -> type[KVConnectorBase]:
-        """The class a config names; its module path, if any, wins over the registry."""
+        """Return the class a config names; its module path, if any, wins over the registry."""
         if config.kv_connector is None:
             raise UsageError("kv_connector", None, "must be set to make a connector")
         if config.kv_connector_module_path is not None:
@@ -108,7 +108,7 @@ class KVConnectorFactory:
     def create_connector(
         cls, config: KVTransferConfig, role: KVConnectorRole, engine: Any
     ) -> KVConnectorScheduler | KVConnectorWorker:
-        """The side `role` of the connector that `config` names.
+        """Return the side `role` of the connector that `config` names.
 
         `engine` is handed to it as it is. Raises `UsageError` for a connector
         that cannot be found, and whatever the connector says about its settings.

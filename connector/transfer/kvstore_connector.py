@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.build import EngineShape, scheduler_side, worker_side
 from connector.limits import IDLE_WAIT_S
-from connector.messages import BlockPins, EngineRequest, StepPlan, WorkerReport
+from connector.messages import BlockEvent, BlockPins, EngineRequest, StepPlan, WorkerReport
 from connector.settings import ConnectorSettings
 from connector.stats import CountStats
 from connector.transfer.base import (
@@ -25,6 +25,8 @@ from connector.transfer.base import (
 from kvstore import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.scheduler.scheduler import SchedulerCore
     from connector.transfer.config import KVTransferConfig
     from connector.worker.worker import WorkerCore
@@ -62,7 +64,7 @@ class KVStoreConnector:
 
     @classmethod
     def make_scheduler(cls, config: KVTransferConfig, engine: EngineInfo) -> KVStoreScheduler:
-        """The scheduler side. Raises `UsageError` for settings that cannot work."""
+        """Return the scheduler side. Raises `UsageError` for settings that cannot work."""
         settings, shape = _read(config, engine)
         if shape.saves and (engine.pins is None or engine.num_blocks < 1):
             raise UsageError(
@@ -77,7 +79,8 @@ class KVStoreConnector:
 
     @classmethod
     def make_worker(cls, config: KVTransferConfig, engine: EngineInfo) -> KVStoreWorker:
-        """The worker side of worker `engine.rank`. Raises `UsageError` as `make_scheduler`."""
+        """Return the worker side of worker `engine.rank`. Raises `UsageError` as
+        `make_scheduler`."""
         settings, shape = _read(config, engine)
         if not 0 <= engine.rank < shape.workers:
             raise UsageError("engine.rank", engine.rank, f"must be from 0 to {shape.workers - 1}")
@@ -140,12 +143,12 @@ class KVStoreScheduler(KVConnectorScheduler):
 
     def request_finished(
         self, request: EngineRequest, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         """Never asks for the blocks to be kept: saves in flight have pinned theirs."""
         self._core.finished(request.request_id)
         return False, None
 
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[BlockEvent]:
         """`BlockEvent`s, when `EngineShape.events` asks for them."""
         return self._core.take_events()
 
@@ -171,12 +174,12 @@ class KVStoreWorker(KVConnectorWorker):
         self._plan: StepPlan | None = None
         self._report = WorkerReport()
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Layer tensors as strided `[B, H, N, C]` views: blocks, KV heads, tokens of a block,
         and the packed K and V of one token and head. Starts the transfer threads."""
         self._core.register_kv_caches(kv_caches)
 
-    def bind_connector_metadata(self, metadata: Any) -> None:
+    def bind_connector_metadata(self, metadata: object) -> None:
         if not isinstance(metadata, StepPlan):
             raise UsageError("metadata", type(metadata).__name__, "must be this connector's own")
         self._plan = metadata
@@ -194,7 +197,7 @@ class KVStoreWorker(KVConnectorWorker):
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._core.wait_layer_load(layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor) -> None:
         self._core.layer_written(layer_name, self._bound().saves)
 
     def wait_for_save(self) -> None:

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from connector.limits import MULTI_CONNECTORS_MAX
 from connector.transfer.base import (
+    KVCacheEvents,
     KVConnectorOutput,
     KVConnectorRole,
     KVConnectorScheduler,
+    KVConnectorStats,
     KVConnectorWorker,
     SchedulerStep,
     TransferResults,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Calls = Iterable[Callable[[], Any]]
 """One call for each child, in order, not made yet."""
 Rule = Callable[[str, Calls], Any]
@@ -78,7 +81,7 @@ def one_after_another(name: str, calls: Calls) -> list[Any]:
 
 
 def the_same(name: str, calls: Calls) -> Any:
-    """What those children say that say something. Raises `UsageError` when they differ."""
+    """Return what those children say that say something. Raises `UsageError` when they differ."""
     return _only(name, [answer for call in calls if (answer := call()) is not None])
 
 
@@ -88,14 +91,14 @@ def the_same_of_all(name: str, calls: Calls) -> Any:
     return None if None in answers else _only(name, answers)
 
 
-def _only(name: str, answers: Sequence[Any]) -> Any:
+def _only(name: str, answers: Sequence[T]) -> T | None:
     if len(set(answers)) > 1:
         raise UsageError(name, answers, "must be the same for all connectors of a MultiConnector")
     return answers[0] if answers else None
 
 
 def calls_of(protocol: type) -> set[str]:
-    """Names of the protocol's methods."""
+    """Return names of the protocol's methods."""
     return {n for n, member in vars(protocol).items() if n[0] != "_" and isfunction(member)}
 
 
@@ -135,7 +138,7 @@ def forwarding(protocol: type, rules: Mapping[str, Rule]) -> Callable[[_Class], 
 class MultiMetadata:
     """Carries what each child's scheduler side has made for the step, in order."""
 
-    children: tuple[Any, ...]
+    children: tuple[object, ...]
     extra_saves: dict[str, int]
     """Finished request -> how many children beyond the first still send it."""
 
@@ -159,10 +162,10 @@ class MultiStats:
 
     __slots__ = ("by_name",)
 
-    def __init__(self, by_name: Mapping[str, Any] | None = None) -> None:
-        self.by_name: dict[str, Any] = dict(by_name or {})
+    def __init__(self, by_name: Mapping[str, KVConnectorStats] | None = None) -> None:
+        self.by_name: dict[str, KVConnectorStats] = dict(by_name or {})
 
-    def add(self, name: str, stats: Any) -> None:
+    def add(self, name: str, stats: KVConnectorStats) -> None:
         mine = self.by_name.get(name)
         self.by_name[name] = stats if mine is None else mine.aggregate(stats)
 
@@ -174,11 +177,13 @@ class MultiStats:
     def is_empty(self) -> bool:
         return all(stats.is_empty() for stats in self.by_name.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {name: stats.to_dict() for name, stats in self.by_name.items()}
 
 
-def _stats_by_name(names: Sequence[str], children: Sequence[Any]) -> MultiStats | None:
+def _stats_by_name(
+    names: Sequence[str], children: Sequence[KVConnectorScheduler | KVConnectorWorker]
+) -> MultiStats | None:
     merged = MultiStats()
     for name, child in zip(names, children, strict=True):
         stats = child.get_kv_connector_stats()
@@ -244,13 +249,13 @@ class _MultiScheduler:
 
     def request_finished(
         self, request: EngineRequest, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         """Blocks are kept until every child that asked for it has sent them.
 
         Raises `UsageError` when two children answer with the same parameter.
         """
         senders = 0
-        merged: dict[str, Any] | None = None
+        merged: dict[str, object] | None = None
         for child in self._children:
             sends, params = child.request_finished(request, block_ids)
             senders += sends
@@ -335,9 +340,9 @@ class _MultiWorker:
     def get_kv_connector_stats(self) -> MultiStats | None:
         return _stats_by_name(self._names, self._children)
 
-    def get_kv_cache_events(self) -> Any:
-        """One worker's events: what several children have seen counts once."""
-        merged: Any = None
+    def get_kv_cache_events(self) -> KVCacheEvents | None:
+        """Return one worker's events: what several children have seen counts once."""
+        merged: KVCacheEvents | None = None
         for child in self._children:
             events = child.get_kv_cache_events()
             if merged is None:
@@ -369,7 +374,7 @@ class MultiConnector:
 
 
 def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
-    """The children's configs, in order. Raises `UsageError` for a list that cannot work."""
+    """Return the children's configs, in order. Raises `UsageError` for a list that cannot work."""
     field = "kv_connector_extra_config.connectors"
     listed = config.get_from_extra_config("connectors", None)
     if not isinstance(listed, list | tuple) or not 0 < len(listed) <= MULTI_CONNECTORS_MAX:
@@ -385,7 +390,7 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
 def _make_all(
     config: KVTransferConfig, role: KVConnectorRole, engine: Any
 ) -> tuple[list[Any], list[str]]:
-    """The children and their names."""
+    """Return the children and their names."""
     configs = child_configs(config)
     made: list[Any] = []
     try:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING
 
 from connector.limits import PIPE_MESSAGES_MAX, TRANSFER_TIMEOUT_S
 from connector.transfer import tensor_messages
 from connector.transfer.tensor_messages import TensorMessage, ValueStore
 from kvstore import DeadlineError, PeerError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 END = "end"
 
@@ -41,7 +44,7 @@ class Pipe:
         timeout_s: float = TRANSFER_TIMEOUT_S,
         bytes_max: float = 1e9,
         messages_max: int = PIPE_MESSAGES_MAX,
-        device: Any = "cpu",
+        device: str | torch.device = "cpu",
     ) -> None:
         if not 0 < messages_max <= PIPE_MESSAGES_MAX:
             raise UsageError("messages_max", messages_max, f"must be from 1 to {PIPE_MESSAGES_MAX}")
@@ -54,7 +57,7 @@ class Pipe:
         )
         self._in = _Inbox(client, ways[1])
 
-    def send_tensor(self, tensor: Any, timeout_s: float | None = None) -> None:
+    def send_tensor(self, tensor: torch.Tensor | None, timeout_s: float | None = None) -> None:
         """Send a tensor of any dtype and device, or None. Returns when it is in the store.
 
         Raises `DeadlineError` when there was no room in time (nothing was sent),
@@ -63,8 +66,8 @@ class Pipe:
         """
         self._out.send([tensor], self._deadline(timeout_s))
 
-    def recv_tensor(self, timeout_s: float | None = None) -> Any:
-        """The next tensor that the other end has sent, or the None it has sent.
+    def recv_tensor(self, timeout_s: float | None = None) -> torch.Tensor | None:
+        """Return the next tensor that the other end has sent, or the None it has sent.
 
         Raises `DeadlineError` when none came in time, `PipeClosedError` when none
         will come, `UsageError` after `close`.
@@ -97,7 +100,7 @@ class _Outbox:
         self._bytes = 0
         self._closed = False
 
-    def send(self, tensors: list[Any], deadline: float, note: str = "") -> None:
+    def send(self, tensors: list[torch.Tensor | None], deadline: float, note: str = "") -> None:
         if self._closed:
             raise UsageError("pipe", self._base, "is closed")
         size_bytes = tensor_messages.size_of(tensors)
@@ -159,7 +162,7 @@ class _Inbox:
         self._ended = False
         self._closed = False
 
-    def receive(self, deadline: float) -> list[Any]:
+    def receive(self, deadline: float) -> list[torch.Tensor | None]:
         if self._closed:
             raise UsageError("pipe", self._base, "is closed")
         if self._ended:

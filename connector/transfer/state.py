@@ -74,7 +74,7 @@ def ensure_kv_transfer_initialized(config: KVTransferConfig | None, engine: Any)
 
 
 def has_kv_transfer_group() -> bool:
-    """Whether this process has a connector now."""
+    """Return whether this process has a connector now."""
     return _group.connector is not None
 
 
@@ -88,8 +88,9 @@ def get_kv_transfer_group() -> KVConnectorWorker:
     return connector
 
 
-def is_v1_kv_transfer_group(connector: Any = None) -> bool:
-    """Whether `connector`, or this process's own, has the calls of `connector.transfer.base`.
+def is_v1_kv_transfer_group(connector: object = None) -> bool:
+    """Return whether `connector`, or this process's own, has the calls of
+    `connector.transfer.base`.
 
     False when there is none.
     """

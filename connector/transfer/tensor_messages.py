@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from connector.limits import (
     POLL_MAX_S,
@@ -29,9 +29,14 @@ from connector.limits import (
 )
 from kvstore import DeadlineError, PeerError, PutResult, PutStatus, UsageError
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_Values = dict[str, "torch.Tensor | bytes"]
+"""What is put, by key: parts of tensors, and headers."""
 
 
 class MessagePin(Protocol):
@@ -43,9 +48,14 @@ class MessagePin(Protocol):
 class ValueStore(Protocol):
     """Describes the part of `kvstore.Client` that messages need."""
 
-    def put_many(self, items: Iterable[tuple[str | bytes, Any]]) -> list[PutResult]: ...
-    def get(self, key: str | bytes, out: Any = None) -> Any: ...
-    def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> Any: ...
+    def put_many(self, items: Iterable[tuple[str | bytes, object]]) -> list[PutResult]: ...
+    def get(self, key: str | bytes) -> bytes | None: ...
+    def get_many(
+        self, keys: Sequence[str | bytes], out: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[bytes | torch.Tensor | None]:
+        """Return each value, with `out` the part of it that was written; None for a miss."""
+        ...
+
     def pin(self, key: str | bytes) -> MessagePin | None: ...
     def delete(self, key: str | bytes) -> bool: ...
 
@@ -53,7 +63,7 @@ class ValueStore(Protocol):
 class Content(NamedTuple):
     """Holds what was in a message."""
 
-    tensors: list[Any]
+    tensors: list[torch.Tensor | None]
     """torch tensors in CPU memory, None where None was sent."""
     note: str
 
@@ -78,7 +88,7 @@ def check_name(name: str) -> str:
 
 
 def check_bytes_max(bytes_max: float) -> int:
-    """A bound on what a sender holds, in bytes; else `UsageError`."""
+    """Return a bound on what a sender holds, in bytes; else `UsageError`."""
     if not 0 < bytes_max <= TENSOR_MESSAGE_BYTES_MAX:
         raise UsageError(
             "bytes_max", bytes_max, f"must be above 0, at most {TENSOR_MESSAGE_BYTES_MAX}"
@@ -86,11 +96,10 @@ def check_bytes_max(bytes_max: float) -> int:
     return int(bytes_max)
 
 
-def size_of(tensors: Iterable[Any]) -> int:
+def size_of(tensors: Iterable[torch.Tensor | None]) -> int:
     """Payload bytes of `tensors`, None being none. Raises `UsageError` for anything else."""
-    import torch as untyped_torch
+    import torch
 
-    torch: Any = untyped_torch
     total = 0
     for tensor in tensors:
         if tensor is None:
@@ -106,7 +115,8 @@ def size_of(tensors: Iterable[Any]) -> int:
 
 
 def until(deadline: float, probe: Callable[[], _T | None]) -> _T | None:
-    """What `probe` gives, asked again until it is not None or `deadline` (monotonic) is over."""
+    """Return what `probe` gives, asked again until it is not None or `deadline` (monotonic) is
+    over."""
     pause_s = POLL_MIN_S
     while True:
         answer = probe()
@@ -118,7 +128,11 @@ def until(deadline: float, probe: Callable[[], _T | None]) -> _T | None:
 
 
 def send(
-    store: ValueStore, name: str, tensors: Sequence[Any], deadline: float, note: str = ""
+    store: ValueStore,
+    name: str,
+    tensors: Sequence[torch.Tensor | None],
+    deadline: float,
+    note: str = "",
 ) -> TensorMessage:
     """Put a message and pin it. Tries again while the store declines.
 
@@ -152,7 +166,7 @@ def hold(store: ValueStore, name: str, value: bytes) -> TensorMessage | None:
 def _put_pinned(
     store: ValueStore,
     message: TensorMessage,
-    values: dict[str, Any],
+    values: _Values,
     deadline: float,
     *,
     again: bool = False,
@@ -191,12 +205,13 @@ def _put_pinned(
         )
 
 
-def _take_apart(name: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    import torch as untyped_torch
+def _take_apart(
+    name: str, tensors: Sequence[torch.Tensor | None]
+) -> tuple[list[list[object] | None], dict[str, torch.Tensor]]:
+    import torch
 
-    torch: Any = untyped_torch
-    described: list[Any] = []
-    parts: dict[str, Any] = {}
+    described: list[list[object] | None] = []
+    parts: dict[str, torch.Tensor] = {}
     for i, tensor in enumerate(tensors):
         if tensor is None:
             described.append(None)
@@ -215,7 +230,9 @@ def _part(name: str, tensor: int, start: int) -> str:
     return f"{name}/{tensor}.{start}"
 
 
-def _halve(key: str, values: dict[str, Any], waiting: dict[str, Any]) -> None:
+def _halve(
+    key: str, values: dict[str, torch.Tensor | bytes], waiting: dict[str, torch.Tensor | bytes]
+) -> None:
     part = values[key]
     if isinstance(part, bytes) or part.numel() <= TENSOR_MESSAGE_PART_BYTES_MIN:
         return
@@ -225,7 +242,9 @@ def _halve(key: str, values: dict[str, Any], waiting: dict[str, Any]) -> None:
         values[f"{base}.{where}"] = waiting[f"{base}.{where}"] = half
 
 
-def _with_parts(name: str, described: list[Any], parts: Mapping[str, Any]) -> list[Any]:
+def _with_parts(
+    name: str, described: list[list[object] | None], parts: Iterable[str]
+) -> list[list[object] | None]:
     """`described`, each tensor with where its parts begin."""
     starts: dict[int, list[int]] = {i: [] for i in range(len(described))}
     for key in parts:
@@ -235,17 +254,16 @@ def _with_parts(name: str, described: list[Any], parts: Mapping[str, Any]) -> li
 
 
 def receive(store: ValueStore, name: str) -> Content | None:
-    """A message's tensors, None while it is not there as a whole. It stays where it is."""
+    """Return a message's tensors, None while it is not there as a whole. It stays where it is."""
     header = store.get(name)
     if header is None:
         return None
-    import torch as untyped_torch
+    import torch
 
-    torch: Any = untyped_torch
     content = json.loads(header)
-    tensors: list[Any] = []
+    tensors: list[torch.Tensor | None] = []
     keys: list[str] = []
-    places: list[Any] = []
+    places: list[torch.Tensor] = []
     for i, described in enumerate(content["tensors"]):
         if described is None:
             tensors.append(None)
@@ -287,6 +305,6 @@ def leave(message: TensorMessage) -> None:
 
 
 def newest(store: ValueStore, names: Sequence[str]) -> int:
-    """Position of the last of `names` that is there, -1 when none is; one round trip."""
+    """Return position of the last of `names` that is there, -1 when none is; one round trip."""
     got = store.get_many(list(names)) if names else []
     return max((i for i, value in enumerate(got) if value is not None), default=-1)

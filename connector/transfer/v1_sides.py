@@ -23,11 +23,15 @@ from connector.transfer.base import (
     SchedulerStep,
     TransferResults,
 )
+from connector.transfer.base_v1 import SupportsHMA
 from kvstore import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.messages import EngineRequest
     from connector.transfer.base import KVConnectorRole
+    from connector.transfer.base_v1 import KVConnectorBase_V1
     from connector.transfer.config import KVTransferConfig
 
 
@@ -43,7 +47,7 @@ class V1EngineInfo:
     def arguments(
         self, config: KVTransferConfig, role: KVConnectorRole
     ) -> tuple[Any, KVConnectorRole, Any]:
-        """The arguments of the connector's constructor."""
+        """Return the arguments of the connector's constructor."""
         vllm_config = copy.copy(self.vllm_config)
         vllm_config.kv_transfer_config = config
         return vllm_config, role, self.kv_cache_config
@@ -87,7 +91,7 @@ class _CachedRequests:
 class V1Scheduler(KVConnectorScheduler):
     """Implements `KVConnectorScheduler` over a connector of vLLM's kind."""
 
-    def __init__(self, connector: Any) -> None:
+    def __init__(self, connector: KVConnectorBase_V1) -> None:
         self.connector = connector
         self._blocks_told: dict[str, int] = {}
         """By request that has been scheduled: of how many blocks the connector knows."""
@@ -101,10 +105,7 @@ class V1Scheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        answer: tuple[int | None, bool] = self.connector.get_num_new_matched_tokens(
-            request, num_computed_tokens
-        )
-        return answer
+        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
@@ -113,7 +114,7 @@ class V1Scheduler(KVConnectorScheduler):
 
     def build_connector_meta(self, step: SchedulerStep) -> Any:
         self._preempted.update(r for r in step.preempted if r in self._blocks_told)
-        new: list[Any] = []
+        new: list[SimpleNamespace] = []
         cached = _CachedRequests()
         for request, tokens in step.scheduled:
             request_id = request.request_id
@@ -168,38 +169,32 @@ class V1Scheduler(KVConnectorScheduler):
 
     def request_finished(
         self, request: EngineRequest, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         request_id = request.request_id
         self._blocks_told.pop(request_id, None)
         self._preempted.discard(request_id)
         self._finished.add(request_id)
-        answer: tuple[bool, dict[str, Any] | None]
-        all_groups = getattr(self.connector, "request_finished_all_groups", None)
-        if all_groups is not None:  # as vLLM does with connectors that take several groups
-            answer = all_groups(request, (list(block_ids),))
-        else:
-            answer = self.connector.request_finished(request, list(block_ids))
-        return answer
+        if isinstance(self.connector, SupportsHMA):  # as vLLM does
+            return self.connector.request_finished_all_groups(request, (list(block_ids),))
+        return self.connector.request_finished(request, list(block_ids))
 
     def take_events(self) -> Iterable[Any]:
-        events: Iterable[Any] = self.connector.take_events()
-        return events
+        return self.connector.take_events()
 
     def get_kv_connector_stats(self) -> Any:
         return self.connector.get_kv_connector_stats()
 
     def has_pending_work(self) -> bool:
-        return bool(self.connector.has_pending_push_work())
+        return self.connector.has_pending_push_work()
 
     def reset_cache(self) -> bool | None:
-        done: bool | None = self.connector.reset_cache()
-        return done
+        return self.connector.reset_cache()
 
     def shutdown(self) -> None:
         self.connector.shutdown()
 
 
-def _new_request(request: EngineRequest, table: list[int]) -> Any:
+def _new_request(request: EngineRequest, table: list[int]) -> SimpleNamespace:
     """Stands for vLLM's `NewRequestData`."""
     return SimpleNamespace(
         req_id=request.request_id,
@@ -215,21 +210,17 @@ def _new_request(request: EngineRequest, table: list[int]) -> Any:
 class V1Worker(KVConnectorWorker):
     """Implements `KVConnectorWorker` over a connector of vLLM's kind."""
 
-    def __init__(self, connector: Any) -> None:
+    def __init__(self, connector: KVConnectorBase_V1) -> None:
         self.connector = connector
-        self._layers: dict[str, Any] = {}
+        self._layers: dict[str, SimpleNamespace] = {}
 
     def get_required_kvcache_layout(self) -> str | None:
-        layout: str | None = type(self.connector).get_required_kvcache_layout(
-            self.connector._vllm_config
-        )
-        return layout
+        return type(self.connector).get_required_kvcache_layout(self.connector._vllm_config)
 
     def get_finished_count(self) -> int | None:
-        count: int | None = self.connector.get_finished_count()
-        return count
+        return self.connector.get_finished_count()
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Layer tensors as `[B, H, N, C]` views, which is what vLLM gives its connectors."""
         self._layers = {name: SimpleNamespace(kv_cache=kv) for name, kv in kv_caches.items()}
         self.connector.register_kv_caches(dict(kv_caches))
@@ -241,7 +232,7 @@ class V1Worker(KVConnectorWorker):
         self.connector.clear_connector_metadata()
 
     def has_connector_metadata(self) -> bool:
-        return bool(self.connector.has_connector_metadata())
+        return self.connector.has_connector_metadata()
 
     def handle_preemptions(self, metadata: Any) -> None:
         self.connector.handle_preemptions(metadata)
@@ -257,7 +248,7 @@ class V1Worker(KVConnectorWorker):
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.connector.wait_for_layer_load(layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor) -> None:
         self.connector.save_kv_layer(layer_name, kv_layer, None)
 
     def wait_for_save(self) -> None:
@@ -270,8 +261,7 @@ class V1Worker(KVConnectorWorker):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed: set[int] = self.connector.get_block_ids_with_load_errors()
-        return failed
+        return self.connector.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> Any:
         return self.connector.build_connector_worker_meta()

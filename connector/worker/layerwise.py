@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from connector import metrics
-from connector.copiers.base import KVCopier
+from connector.copiers.base import KVCopier, Ready
 from connector.limits import FORWARD_TIMEOUT_S, Clock
 from connector.messages import LoadBlock, SaveJob
 from connector.worker.transfers import Load, Save, Views, scatter_all
@@ -33,7 +33,7 @@ class StepLoads:
     copies."""
 
     def __init__(
-        self, tasks: Sequence[Load], layers: int, deadline: float, ready: Any, clock: Clock
+        self, tasks: Sequence[Load], layers: int, deadline: float, ready: Ready | None, clock: Clock
     ) -> None:
         """`ready` stands for all work on the device that still uses the blocks."""
         self.tasks = tasks
@@ -179,7 +179,7 @@ class StepSaves:
         self._deadline = now + FORWARD_TIMEOUT_S
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._written: list[tuple[LayerPlace, Any]] = []
+        self._written: list[tuple[LayerPlace, Ready | None]] = []
         self._seen: set[LayerPlace] = set()
         self._whole: bool | None = None
         """Whether the forward came to its end; None while it runs."""
@@ -187,7 +187,7 @@ class StepSaves:
 
     # The engine's thread
 
-    def layer_written(self, place: LayerPlace, ready: Any) -> None:
+    def layer_written(self, place: LayerPlace, ready: Ready | None) -> None:
         """The forward has written `place`; `ready` stands for that work.
 
         A layer that is written twice was not final the first time: nothing of
@@ -200,7 +200,7 @@ class StepSaves:
             self._written.append((place, ready))
             self._changed.notify_all()
 
-    def forward_done(self, timeout_s: float, ready: Any) -> bool:
+    def forward_done(self, timeout_s: float, ready: Ready | None) -> bool:
         """All is written that will be; what is left to copy has `timeout_s` from here on.
 
         A forward that has named some of its layers and not others broke off.
@@ -229,8 +229,9 @@ class StepSaves:
 
     # The copying thread
 
-    def written(self) -> Iterator[tuple[LayerPlace, Any]]:
-        """Layers as the forward writes them; ends early when it breaks off or takes too long."""
+    def written(self) -> Iterator[tuple[LayerPlace, Ready | None]]:
+        """Yield layers as the forward writes them; ends early when it breaks off or takes too
+        long."""
         for number in range(len(self._places)):
             if not self._wait(lambda number=number: len(self._written) > number):  # type: ignore[misc]
                 return

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from connector import metrics
+from connector.copiers.base import Ready
 from connector.layout.shard_reads import found_in, windows
 from connector.limits import LOAD_STAGING_BYTES, STEP_LOAD_BYTES
 from connector.messages import LoadBlock, LoadJob, SaveJob, WorkerReport
@@ -15,6 +16,9 @@ from connector.worker.layerwise import LayerPlace, StepLoads, StepSaves
 from connector.worker.transfers import Load, Reserved, Save, Views, block_views, gather_all
 from connector.worker.worker import WorkerCore
 from kvstore import AnyReservation, KVStoreError, MissReason, Tier
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +35,7 @@ class LayerwiseWorker(WorkerCore):
         self._step_saves: StepSaves | None = None
         """From the first layer until the end of the forward."""
 
-    def register_kv_caches(self, *groups: Mapping[str, Any]) -> None:
+    def register_kv_caches(self, *groups: Mapping[str, torch.Tensor]) -> None:
         self._places = {
             name: LayerPlace(group, layer)
             for group, kv_caches in enumerate(groups)
@@ -41,7 +45,7 @@ class LayerwiseWorker(WorkerCore):
 
     # Called by the engine's thread
 
-    def start_loads(self, jobs: Sequence[LoadJob], ready: Any = None) -> None:
+    def start_loads(self, jobs: Sequence[LoadJob], ready: Ready | None = None) -> None:
         """Start loads that the forward after this call waits for."""
         if not jobs:
             return
@@ -133,7 +137,7 @@ class LayerwiseWorker(WorkerCore):
             step.give_up(why)
 
     def _run_loads(self, step: StepLoads) -> str:
-        """Why none of them was made; empty when they were, as far as each could be."""
+        """Return why none of them was made; empty when they were, as far as each could be."""
         store = self._store.get()
         if store is None:
             return MissReason.NO_STORE
@@ -191,7 +195,7 @@ class LayerwiseWorker(WorkerCore):
         self._touch_runs(step.tasks, store)
 
     def _gather(self, step: StepSaves, reserved: Sequence[Reserved]) -> list[Reserved]:
-        """Those that hold every layer, once the last one is written."""
+        """Return those that hold every layer, once the last one is written."""
         filling = list(reserved)
         for place, ready in step.written() if filling else ():
             self._blocks[place.group].wait_ready(ready)

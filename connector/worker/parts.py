@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def can_be_saved(reads: GroupReads, entry: Reserved) -> bool:
-    """Whether this worker can keep a part apart from what lies behind it: not on a device, nor
-    where an entry stands for several tokens. True of whole blocks."""
+    """Return whether this worker can keep a part apart from what lies behind it: not on a device,
+    nor where an entry stands for several tokens. True of whole blocks."""
     if not entry.block.tokens:
         return True
     slots = {run.tokens_per_slot for run in reads.geometry.each_shape()}
@@ -28,7 +28,8 @@ def can_be_saved(reads: GroupReads, entry: Reserved) -> bool:
 
 
 def gather_of(reads: GroupReads, entry: Reserved) -> Gather:
-    """The copy of a block; of a part its last engine block stands for those that are missing."""
+    """Return the copy of a block; of a part its last engine block stands for those that are
+    missing."""
     ids = entry.block.block_ids
     whole = reads.block_tokens // reads.geometry.engine_block_tokens
     if entry.block.tokens:

@@ -72,7 +72,7 @@ class TaskThreads:
         return all(thread.is_alive() for thread in self._threads) and not self._closing
 
     def number(self) -> int:
-        """A number for one more task."""
+        """Return a number for one more task."""
         with self._lock:
             self._numbers += 1
             return self._numbers

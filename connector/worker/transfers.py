@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from connector import metrics
-from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
+from connector.copiers.base import Gather, HeadPart, KVCopier, Ready, Scatter
 from connector.limits import Clock
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.worker import parts
@@ -42,7 +42,9 @@ class Load:
 
     __slots__ = ("deadline", "ended", "guard", "job", "loaded", "ready", "started_at", "why")
 
-    def __init__(self, job: LoadJob, deadline: float, started_at: float, ready: Any = None) -> None:
+    def __init__(
+        self, job: LoadJob, deadline: float, started_at: float, ready: Ready | None = None
+    ) -> None:
         self.job = job
         self.deadline = deadline
         self.started_at = started_at
@@ -60,7 +62,9 @@ class Save:
 
     __slots__ = ("deadline", "ended", "guard", "job", "ready", "started_at", "stored", "why")
 
-    def __init__(self, job: SaveJob, deadline: float, started_at: float, ready: Any = None) -> None:
+    def __init__(
+        self, job: SaveJob, deadline: float, started_at: float, ready: Ready | None = None
+    ) -> None:
         self.job = job
         self.deadline = deadline
         self.started_at = started_at
@@ -180,7 +184,7 @@ def load_blocks(
     batch: Sequence[LoadBlock],
     views: Iterator[BlockView | None],
 ) -> int:
-    """How many leading blocks of `batch`, all of one group, were copied and right."""
+    """Return how many leading blocks of `batch`, all of one group, were copied and right."""
     opened: list[tuple[Load, LoadBlock, Views]] = []
     for block in batch:
         its = block_views(groups, block, views)
@@ -192,7 +196,7 @@ def load_blocks(
 
 
 def why_of(error: Exception) -> str:
-    """The reason that is counted for a save which ended with that error."""
+    """Return the reason that is counted for a save which ended with that error."""
     if isinstance(error, DeadlineError):
         return MissReason.DEADLINE
     return MissReason.NODE_DEAD if isinstance(error, NodeUnavailableError) else metrics.ERROR

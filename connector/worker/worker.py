@@ -38,7 +38,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from connector import metrics
-from connector.copiers.base import KVCopier
+from connector.copiers.base import KVCopier, Ready
 from connector.copiers.registered import kv_memory
 from connector.layout.shard_reads import GroupReads, alike, found_in, windows
 from connector.limits import (
@@ -69,6 +69,8 @@ from kvstore import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.layout.geometry import StoreLayout
     from connector.scheduler.lazy_store import LazyStore
     from connector.stats import CountStats
@@ -123,7 +125,7 @@ class WorkerCore:
         self._dropped = 0
         self._said_at = float("-inf")
 
-    def register_kv_caches(self, *groups: Mapping[str, Any]) -> None:
+    def register_kv_caches(self, *groups: Mapping[str, torch.Tensor]) -> None:
         """Take the layer tensors of every group and start the transfer threads.
 
         Raises `UsageError` when the shapes are not those of the namespace.
@@ -146,8 +148,8 @@ class WorkerCore:
         self._saving.start()
 
     def _mappings(self) -> Sequence[PoolMapping]:
-        """Memory that payloads are copied from and to: the store's, and where they arrive from
-        other hosts. Nothing before the device is known: asking opens the store."""
+        """Return memory that payloads are copied from and to: the store's, and where they arrive
+        from other hosts. Nothing before the device is known: asking opens the store."""
         if not self._blocks:
             return ()
         # In one part, which readers of other memory know nothing of and copy across.
@@ -156,12 +158,12 @@ class WorkerCore:
 
     # Called by the engine's thread
 
-    def mark_ready(self) -> Any:
+    def mark_ready(self) -> Ready | None:
         """Stands for all work that the engine has submitted so far, in all groups; see
         `KVCopier.mark_ready`. None before it has given its memory."""
         return self._blocks[0].mark_ready() if self._blocks else None
 
-    def start_loads(self, jobs: Sequence[LoadJob], ready: Any = None) -> None:
+    def start_loads(self, jobs: Sequence[LoadJob], ready: Ready | None = None) -> None:
         """Queue loads; one that finds the queue full ends at once, failed.
 
         They wait for what `ready` stands for, which `mark_ready` gave before a forward that has
@@ -238,7 +240,7 @@ class WorkerCore:
         return report
 
     def poll(self, wait_s: float = 0.0) -> WorkerReport:
-        """What ended since the last call, each job exactly once.
+        """Return what ended since the last call, each job exactly once.
 
         Waits up to `wait_s` seconds for a first one while any job is active.
         A job past its deadline is ended here if no copy of it is running.
@@ -269,7 +271,7 @@ class WorkerCore:
         transfers.report_failures(task, report, by_request=self._layout.fails_by_request)
 
     def take_stats(self) -> CountStats | None:
-        """What was counted since the last call; None: nothing."""
+        """Return what was counted since the last call; None: nothing."""
         store = self._store.opened
         if store is not None:
             self._counts.read(store.read_bytes())
@@ -327,7 +329,7 @@ class WorkerCore:
             self._touch(task, store)
 
     def _run_load(self, task: Load) -> BlockStore | None:
-        """The store, when all of the load came from there."""
+        """Return the store, when all of the load came from there."""
         store = self._store.get()
         if store is None:
             task.why = MissReason.NO_STORE
@@ -382,7 +384,7 @@ class WorkerCore:
             log.warning("%d save jobs dropped so far, the last one because: %s", self._dropped, why)
 
     def _run_saves(self, tasks: Sequence[Save]) -> str:
-        """Why all of them were given up; empty when they were not."""
+        """Return why all of them were given up; empty when they were not."""
         store = self._store.get()
         if store is None:
             return MissReason.NO_STORE
@@ -403,7 +405,7 @@ class WorkerCore:
     def _batches(
         self, tasks: Sequence[Save]
     ) -> Iterator[tuple[GroupReads, Sequence[tuple[Save, SaveBlock]]]]:
-        """What this worker saves, in parts that one reserve and one commit carry."""
+        """Yield what this worker saves, in parts that one reserve and one commit carry."""
         for number, group in enumerate(self._groups):
             blocks = [
                 (task, block)

@@ -59,13 +59,13 @@ class Inventory:
         return gone
 
     def of(self, keys: Iterable[Any]) -> list[Stored]:
-        """What is known of `keys`."""
+        """Return what is known of `keys`."""
         with self._lock:
             found = (self._stored.get(key) for key in keys)
             return [chunk for chunk in found if chunk is not None]
 
     def next_to_check(self, count: int) -> list[Stored]:
-        """The next of all chunks in turn, at most `count` of them and none twice."""
+        """Return the next of all chunks in turn, at most `count` of them and none twice."""
         with self._lock:
             after = [c for c in self._stored.values() if c.number > self._checked][:count]
             if len(after) < count:
@@ -76,8 +76,8 @@ class Inventory:
         return after
 
     def page(self, model_name: str | None, count: int, cursor: str | None) -> list[Stored]:
-        """The next chunks after `cursor`, oldest first, at most `count`; a cursor is the number of
-        the last one seen. Raises `UsageError` for what is no cursor."""
+        """Return the next chunks after `cursor`, oldest first, at most `count`; a cursor is the
+        number of the last one seen. Raises `UsageError` for what is no cursor."""
         try:
             after = 0 if cursor is None else int(cursor)
         except ValueError:

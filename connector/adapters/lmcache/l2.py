@@ -11,6 +11,7 @@ Settings are listed in docs/engines.md.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,7 +23,15 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from connector.adapters.lmcache.inventory import Inventory, Stored
-from connector.adapters.lmcache.objects import FORMAT_BYTES, kind, names, namespace, parts
+from connector.adapters.lmcache.objects import (
+    FORMAT_BYTES,
+    MemoryObject,
+    ObjectKey,
+    kind,
+    names,
+    namespace,
+    parts,
+)
 from connector.build import open_store
 from connector.limits import (
     INVENTORY_CHECK_KEYS,
@@ -53,7 +62,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     exception; wrong settings raise.
     """
 
-    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+    def __init__(self, params: Mapping[str, object], l1_memory_desc: object = None) -> None:
         own = {name: params[name] for name in params if name not in _OWN_SETTINGS}
         config = ConnectorSettings.from_extra(own, where="adapter_params", only=STORE_SETTINGS)
         values = _own_settings(params)
@@ -87,7 +96,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # Store
 
-    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObject]) -> int:
         """Save each object; a key that is there already, or is just being saved, is a success."""
         number = self._copies.number()
 
@@ -112,7 +121,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Lookup and lock
 
     def submit_lookup_and_lock_task(
-        self, keys: list[Any], group_layout_descs: Mapping[int, Any]
+        self, keys: list[ObjectKey], group_layout_descs: Mapping[int, object]
     ) -> int:
         """Find each key by itself: pinned by one request to the nodes of this host, or, by one to
         the index, on another host."""
@@ -128,7 +137,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         return self._looked_up.pop(task_id)
 
-    def submit_unlock(self, keys: list[Any]) -> None:
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Give each lock back once. What the node cannot be told now it learns when it is
         reached again."""
         self._lookups.submit(
@@ -137,7 +146,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # Load
 
-    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObject]) -> int:
         """Copy chunks into `objects`; a bit is set when all of a chunk's bytes are in place.
 
         An object that is not exactly as large as the chunk, or of another shape
@@ -175,7 +184,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # What this server has stored: counted by LMCache's base class, by salt too (`get_usage`)
 
-    def delete(self, keys: list[Any]) -> None:
+    def delete(self, keys: list[ObjectKey]) -> None:
         """Drop chunks wherever they are, those of other servers too; what is locked here stays.
 
         What could not be asked of a node is counted on, so that LMCache asks again.
@@ -196,7 +205,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
-        """Which chunks this server has stored, oldest first, as far as they are still there."""
+        """Return which chunks this server has stored, oldest first, as far as they are still
+        there."""
         if page_size <= 0:
             raise UsageError("page_size", page_size, "must be greater than 0")
         count = min(page_size, LIST_PAGE_KEYS_MAX)
@@ -205,7 +215,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         entries = tuple(KeyEntry(c.key.to_encoded_object_key(), c.size_bytes) for c in there)
         return KeyListPage(entries, str(page[-1].number) if len(page) == count else None)
 
-    def _count(self, keys: list[Any], sizes_bytes: list[int]) -> None:
+    def _count(self, keys: list[ObjectKey], sizes_bytes: list[int]) -> None:
         # In this order nothing is taken off before it was counted, and who evicts by age hears
         # of the end of a former life before the beginning of this one.
         self._uncount(self._inventory.remove(self._inventory.of(keys)))
@@ -217,8 +227,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self._notify_keys_deleted([c.key for c in gone], [c.size_bytes for c in gone])
 
     def _check(self, chunks: Sequence[Stored]) -> list[Stored]:
-        """Which of `chunks` are still there. What the nodes have evicted is counted no more; while
-        the index does not answer, nothing counts as evicted."""
+        """Return which of `chunks` are still there. What the nodes have evicted is counted no more;
+        while the index does not answer, nothing counts as evicted."""
         found = self._store.lookup(self._pages.keys(names([c.key for c in chunks])))
         gone = [c for c, where in zip(chunks, found, strict=True) if where is None]
         if found.short is None:
@@ -232,7 +242,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if len(self._inventory):
             self._check(self._inventory.next_to_check(INVENTORY_CHECK_KEYS))
 
-    def report_status(self) -> dict[str, Any]:
+    def report_status(self) -> dict[str, object]:
         return {
             "is_healthy": self._lookups.alive and self._copies.alive,
             "type": "kvstore",
@@ -280,12 +290,14 @@ _OWN_SETTINGS = {
 """Name: default, least, most."""
 
 
-def _own_settings(params: Mapping[str, Any]) -> dict[str, float]:
+def _own_settings(params: Mapping[str, object]) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, (default, least, most) in _OWN_SETTINGS.items():
         value = params.get(name, default)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not least <= value <= most:
+        number = math.nan  # which lies in no range
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = value
+        if not least <= number <= most:
             raise UsageError(name, value, f"must be a number from {least:g} to {most:g}")
-        values[name] = value
+        values[name] = number
     return values

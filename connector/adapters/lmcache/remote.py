@@ -25,7 +25,13 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugi
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from connector.adapters.lmcache.inventory import Inventory, Stored
-from connector.adapters.lmcache.objects import engine_names, namespace, parts
+from connector.adapters.lmcache.objects import (
+    EngineKey,
+    MemoryObject,
+    engine_names,
+    namespace,
+    parts,
+)
 from connector.build import open_store
 from connector.limits import (
     LIST_PAGE_KEYS_MAX,
@@ -74,7 +80,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     time. A peer's fault is a miss; a put that failed raises, because that is how LMCache counts it.
     """
 
-    def __init__(self, context: Any, settings: dict[str, Any]) -> None:
+    def __init__(self, context: Any, settings: dict[str, object]) -> None:
         super().__init__(context.config, context.metadata)
         config = ConnectorSettings.from_extra(
             settings, where="remote_storage_plugin", only=STORE_SETTINGS
@@ -98,7 +104,8 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     async def _do(
         self, work: Callable[[], T], otherwise: T, drop: Callable[[T], None] | None = None
     ) -> T:
-        """What `work` returns on a thread of ours; `drop` it where nobody waits for it any more."""
+        """Return what `work` returns on a thread of ours; `drop` it where nobody waits for it any
+        more."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -120,52 +127,54 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
 
     # Whether a chunk is there
 
-    async def exists(self, key: Any) -> bool:
+    async def exists(self, key: EngineKey) -> bool:
         return await self._do(lambda: self.exists_sync(key), False)
 
-    def exists_sync(self, key: Any) -> bool:
+    def exists_sync(self, key: EngineKey) -> bool:
         return self.batched_contains([key]) == 1
 
     def support_batched_contains(self) -> bool:
         return True
 
-    def batched_contains(self, keys: Sequence[Any]) -> int:
-        """Length of the leading run of chunks that can be read from here."""
+    def batched_contains(self, keys: Sequence[EngineKey]) -> int:
+        """Return length of the leading run of chunks that can be read from here."""
         return self._pages.run_length(engine_names(keys))
 
     def support_batched_async_contains(self) -> bool:
         return True
 
-    async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool) -> int:
+    async def batched_async_contains(self, lookup_id: str, keys: list[EngineKey], pin: bool) -> int:
         """`batched_contains`. `pin` does nothing, as with all of LMCache's remote storage: a chunk
         that is evicted meanwhile is a miss."""
         return await self._do(lambda: self.batched_contains(keys), 0)
 
     # Loading
 
-    async def get(self, key: Any) -> Any:
+    async def get(self, key: EngineKey) -> MemoryObject | None:
         return (await self.batched_get([key]))[0]
 
     def support_batched_get(self) -> bool:
         return True
 
-    async def batched_get(self, keys: list[Any]) -> list[Any]:
-        """Each chunk in memory of LMCache's, None for a miss."""
+    async def batched_get(self, keys: list[EngineKey]) -> list[MemoryObject | None]:
+        """Return each chunk in memory of LMCache's, None for a miss."""
         return await self._do(lambda: self._load(keys), [None] * len(keys), _release)
 
     def support_batched_get_non_blocking(self) -> bool:
         return True
 
-    async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any]) -> list[Any]:
-        """The leading run of `batched_get`."""
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: list[EngineKey]
+    ) -> list[MemoryObject | None]:
+        """Return the leading run of `batched_get`."""
         loaded = await self.batched_get(keys)
         run = next((i for i, obj in enumerate(loaded) if obj is None), len(loaded))
         _release(loaded[run:])
         return loaded[:run]
 
-    def _load(self, keys: list[Any]) -> list[Any]:
+    def _load(self, keys: list[EngineKey]) -> list[MemoryObject | None]:
         found = self._store.lookup(self._pages.keys(engine_names(keys)))
-        loaded: list[Any] = [None] * len(keys)
+        loaded: list[MemoryObject | None] = [None] * len(keys)
         wanted = [(i, ref) for i, ref in enumerate(found) if ref is not None]
 
         def size_bytes(_: tuple[int, BlockRef]) -> int:
@@ -175,40 +184,40 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
             for batch in in_batches(wanted, SAVE_BATCH_BLOCKS, size_bytes, LOAD_STAGING_BYTES):
                 views = self._store.views([ref for _, ref in batch], None)
                 for (i, _), view in zip(batch, views, strict=True):
-                    loaded[i] = None if view is None else self._read(view)
+                    loaded[i] = None if view is None else self._read(view.buffer, view.valid)
         except BaseException:
             _release(loaded)
             raise
         self._store.touch([ref.key for i, ref in wanted if loaded[i] is not None])
         return loaded
 
-    def _read(self, view: Any) -> Any:
-        """A copy of a chunk in memory of LMCache's, of the shape that it was saved with."""
-        size_bytes = view.buffer.nbytes - int(self.remote_metadata_bytes)
-        saved = bytes(view.buffer[max(0, size_bytes) :])
-        if size_bytes <= 0 or not view.valid():
+    def _read(self, payload: memoryview, valid: Callable[[], bool]) -> MemoryObject | None:
+        """Return a copy of a chunk in memory of LMCache's, of the shape that it was saved with."""
+        size_bytes = payload.nbytes - int(self.remote_metadata_bytes)
+        saved = bytes(payload[max(0, size_bytes) :])
+        if size_bytes <= 0 or not valid():
             return None
         meta = RemoteMetadata.deserialize(saved)
-        obj = self._memory.allocate(meta.shapes, meta.dtypes, meta.fmt)
+        obj: MemoryObject | None = self._memory.allocate(meta.shapes, meta.dtypes, meta.fmt)
         if obj is None:
             return None
         memory = memoryview(obj.byte_array).cast("B")
         if memory.nbytes == size_bytes == meta.length:
-            scatter(view.buffer[:size_bytes], [memory])
-            if view.valid():
+            scatter(payload[:size_bytes], [memory])
+            if valid():
                 return obj
         obj.ref_count_down()
         return None
 
     # Saving
 
-    async def put(self, key: Any, memory_obj: Any) -> None:
+    async def put(self, key: EngineKey, memory_obj: MemoryObject) -> None:
         await self.batched_put([key], [memory_obj])
 
     def support_batched_put(self) -> bool:
         return True
 
-    async def batched_put(self, keys: list[Any], memory_objs: list[Any]) -> None:
+    async def batched_put(self, keys: list[EngineKey], memory_objs: list[MemoryObject]) -> None:
         """Save each chunk; one that is there already, or is just being saved, is a success.
 
         Raises `PeerError` when some could not be saved. The memory is held until it was copied,
@@ -232,7 +241,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         if refused:
             raise PeerError(f"not all of {len(keys)} chunks are stored: {refused}")
 
-    def _save(self, keys: Sequence[Any], objs: Sequence[Any]) -> str:
+    def _save(self, keys: Sequence[EngineKey], objs: Sequence[MemoryObject]) -> str:
         pages = [parts(obj, bytearray(_metadata(obj))) for obj in objs]
         results = self._pages.save(engine_names(keys), pages)
         fresh = [i for i, r in enumerate(results) if r.status is PutStatus.STORED]
@@ -241,7 +250,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
 
     # The rest
 
-    def remove_sync(self, key: Any) -> bool:
+    def remove_sync(self, key: EngineKey) -> bool:
         """Drop a chunk wherever it is; whether it was there."""
         try:
             (dropped,) = self._store.drop(self._pages.keys(engine_names([key])))
@@ -252,7 +261,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return dropped
 
     async def list(self) -> Sequence[str]:
-        """Which chunks this process has stored, as far as they are still there."""
+        """Return which chunks this process has stored, as far as they are still there."""
         return await self._do(self._list, [])
 
     def _list(self) -> Sequence[str]:
@@ -270,13 +279,13 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         self._store.close()
 
 
-def _metadata(obj: Any) -> bytes:
+def _metadata(obj: MemoryObject) -> bytes:
     size_bytes = len(memoryview(obj.byte_array).cast("B"))
     meta = RemoteMetadata(size_bytes, obj.get_shapes(), obj.get_dtypes(), obj.get_memory_format())
     return bytes(meta.serialize())
 
 
-def _release(objs: Sequence[Any]) -> None:
+def _release(objs: Sequence[MemoryObject | None]) -> None:
     for obj in objs:
         if obj is not None:
             obj.ref_count_down()

@@ -39,5 +39,5 @@ class Hits:
 
 
 def leading(there: Sequence[bool]) -> int:
-    """Length of the leading run."""
+    """Return length of the leading run."""
     return next((i for i, ok in enumerate(there) if not ok), len(there))

@@ -41,21 +41,21 @@ class PoolPages:
         self._pieces = [Pages(store, namespace) for namespace in namespaces]
 
     def keys(self, names: Sequence[bytes]) -> list[Key]:
-        """All pieces of the first page, then of the second."""
+        """Return all pieces of the first page, then of the second."""
         by_piece = [piece.keys(names) for piece in self._pieces]
         return [keys[i] for i in range(len(names)) for keys in by_piece]
 
     def whole(self, pieces_there: Sequence[object]) -> list[bool]:
-        """Whether all pieces of each page are there, from an answer for each of `keys`."""
+        """Return whether all pieces of each page are there, from an answer for each of `keys`."""
         each = len(self._pieces)
         return [all(pieces_there[i : i + each]) for i in range(0, len(pieces_there), each)]
 
     def run_length(self, names: Sequence[bytes]) -> int:
-        """How many leading pages can be read from here; one index round trip."""
+        """Return how many leading pages can be read from here; one index round trip."""
         return len(self._store.match(self.keys(names))) // len(self._pieces)
 
     def save(self, names: Sequence[bytes], host_indices: Any) -> list[bool]:
-        """Whether each page is in the store now."""
+        """Return whether each page is in the store now."""
         memory = self._memory(host_indices, len(names), filled=True)
         saved = [True] * len(names)
         for piece, pages in zip(self._pieces, memory.pieces, strict=True):
@@ -64,8 +64,8 @@ class PoolPages:
         return saved
 
     def load(self, names: Sequence[bytes], host_indices: Any, *, run: bool) -> list[bool]:
-        """Whether each page is in its place and whole; one index round trip. With `run` only those
-        of the leading run are loaded. What a page's memory holds otherwise is undefined."""
+        """Return whether each page is in its place and whole; one index round trip. With `run` only
+        those of the leading run are loaded. What a page's memory holds otherwise is undefined."""
         each, keys = len(self._pieces), self.keys(names)
         found: list[BlockRef | None]
         if run:
@@ -109,14 +109,15 @@ class PoolPages:
 
 
 def tensor_parts(tensor: Any) -> Parts:
-    """A flat page's bytes. Raises `UsageError` unless it is contiguous and in host memory."""
+    """Return a flat page's bytes. Raises `UsageError` unless it is contiguous and in host
+    memory."""
     if tensor is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise UsageError("page", type(tensor).__name__, "must be a contiguous CPU tensor")
     return [memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
 
 
 def page_sizes(pool: Any, first_page: Any) -> tuple[list[int], bool]:
-    """Bytes of each part of a page, and whether SGLang has to copy it whole."""
+    """Return bytes of each part of a page, and whether SGLang has to copy it whole."""
     if getattr(pool, "kv_buffer", pool) is None:
         return [len(MARKER)], False
     try:

@@ -65,8 +65,8 @@ def head_groups(storage: Any, pool: Any, interface: str) -> int:
 
 
 def has_draft(pool: Any, name: str) -> bool:
-    """Whether some of a page is computed by a draft model: a pool of its own, or layers of it
-    behind those of the model."""
+    """Return whether some of a page is computed by a draft model: a pool of its own, or layers of
+    it behind those of the model."""
     layers = getattr(pool, "layer_num", None)
     return (
         name.startswith(DRAFT)
@@ -147,6 +147,6 @@ def _numbers(fields: Mapping[str, Field]) -> dict[str, int | None]:
 
 
 def _has_heads(pool: Any, name: str) -> bool:
-    """Whether ranks of a tensor-parallel group have different bytes in such a pool."""
+    """Return whether ranks of a tensor-parallel group have different bytes in such a pool."""
     latent = getattr(pool, "kv_lora_rank", None) is not None
     return name == MAMBA or (getattr(pool, "head_num", None) is not None and not latent)

@@ -117,7 +117,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> Any:
-        """How much of a prefix can be restored, all pools together; one index round trip.
+        """Return how much of a prefix can be restored, all pools together; one index round trip.
 
         Pools in groups of blocks, which SGLang never lets decide, have no verdict.
         """
@@ -218,7 +218,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Whether all of `values`, contiguous CPU tensors, are in the store now."""
+        """Return whether all of `values`, contiguous CPU tensors, are in the store now."""
         tensors = list(values or ())
         if len(tensors) != len(keys):
             raise UsageError("values", len(tensors), f"must be one for {len(keys)} keys")
@@ -231,7 +231,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Length of the leading run of pages that the index knows; one round trip."""
+        """Return length of the leading run of pages that the index knows; one round trip."""
         names = _names(keys)
         if self._zero_copy:
             return self._of(KV).run_length(names)
@@ -292,7 +292,7 @@ def _names(keys: Sequence[str]) -> list[bytes]:
 
 
 def _engine_fields(weights_id: str | None) -> dict[str, Field]:
-    """Namespace fields that SGLang's process knows."""
+    """Return namespace fields that SGLang's process knows."""
     fields: dict[str, Field] = {"version": str(sglang.__version__)}
     try:
         from sglang.srt.runtime_context import get_server_args
@@ -321,7 +321,8 @@ def _engine_fields(weights_id: str | None) -> dict[str, Field]:
 
 
 def _draft_fields(weights_id: str | None) -> dict[str, Field]:
-    """What a draft model's pages depend on besides; `weights_id` stands for its weights too."""
+    """Return what a draft model's pages depend on besides; `weights_id` stands for its weights
+    too."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

@@ -7,6 +7,7 @@ It runs on rank 0 alone, in the engine's thread. What it has promised cannot fai
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,11 +61,13 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         self._block_tokens = 0
         self._requests: dict[int, _Request] = {}
         self._step = 0
-        self._ends_at: list[tuple[int, int]] = []
-        """Step from which on a request's promise is over, and the request; in order."""
+        self._ends_at: deque[tuple[int, int, _Request]] = deque()
+        """Step from which on a request's promise is over, and the request; in order. One that
+        starts again has a promise of its own, with a time of its own."""
 
     def _ready(self) -> Promises | None:
-        """Where the worker of this process has its pool: without one nothing is known of it."""
+        """Return where the worker of this process has its pool: without one nothing is known of
+        it."""
         if self._promises is None:
             side = shared(self._args)
             if side is None:
@@ -119,7 +122,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
             loaded = self._honoured(state)
             if run := self._run(data.request_id, state, state.first, state.first + loaded):
                 loads.append(replace(run, refs=tuple(row[:loaded] for row in state.refs)))
-            self._ends_at.append((self._step + HELD_STEPS, int(data.request_id)))
+            self._ends_at.append((self._step + HELD_STEPS, int(data.request_id), state))
             state.saved = state.first + loaded
             end = data.computed_position + data.num_scheduled_tokens
             self._plan_save(data.request_id, state, end + loaded * self._block_tokens, saves)
@@ -156,7 +159,8 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         state.blocks += data.new_block_ids
 
     def _honoured(self, state: _Request) -> int:
-        """How many blocks of its offer the engine has taken; what it cannot hold is computed."""
+        """Return how many blocks of its offer the engine has taken; what it cannot hold is
+        computed."""
         tokens = getattr(state.request, "py_num_connector_matched_tokens", None)
         size = self._block_tokens
         taken = state.promised if tokens is None else int(tokens) // size
@@ -202,6 +206,6 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
 
     def _end_promises(self) -> None:
         while self._ends_at and self._ends_at[0][0] <= self._step:
-            _, id_ = self._ends_at.pop(0)
-            if self._promises is not None and id_ in self._requests:
+            _, id_, state = self._ends_at.popleft()
+            if self._promises is not None and self._requests.get(id_) is state:
                 self._promises.end(id_)

@@ -77,7 +77,7 @@ class PoolShape:
     def namespaces(
         self, args: Any, config: ConnectorSettings, engine: Mapping[str, Field], ranks: int
     ) -> list[Namespace]:
-        """One for each tensor-parallel rank."""
+        """Return one for each tensor-parallel rank."""
         common: dict[str, Field] = {
             **engine,
             "engine": "tensorrt_llm",
@@ -95,7 +95,7 @@ class PoolShape:
 
 
 def block_tokens(args: Any) -> int:
-    """Tokens of an engine block. Raises `UsageError` where the arguments do not say it."""
+    """Return tokens of an engine block. Raises `UsageError` where the arguments do not say it."""
     found = getattr(getattr(args, "kv_cache_config", None), "tokens_per_block", None)
     if not isinstance(found, int) or found < 1:
         raise UsageError("kv_cache_config.tokens_per_block", found, "must be a number of tokens")
@@ -103,7 +103,8 @@ def block_tokens(args: Any) -> int:
 
 
 def engine_fields(args: Any, release: str, weights_id: str | None) -> dict[str, Field]:
-    """Namespace fields that the engine's arguments give: release, weights, what shapes a forward.
+    """Return namespace fields that the engine's arguments give: release, weights, what shapes a
+    forward.
 
     Whatever else stands in the arguments and may shape it counts; a field too many costs hits.
     """
@@ -142,7 +143,8 @@ NOT_STORED = (
 
 
 def why_not(request: Any) -> str:
-    """Why nothing of this request is loaded or saved; empty: its tokens and its salt say all."""
+    """Return why nothing of this request is loaded or saved; empty: its tokens and its salt say
+    all."""
     for name in NOT_STORED:
         value = getattr(request, name, None)
         if callable(value):
@@ -155,7 +157,7 @@ def why_not(request: Any) -> str:
 
 
 def salt_of(request: Any) -> str | int | None:
-    """What keeps a request's KV apart from that of others."""
+    """Return what keeps a request's KV apart from that of others."""
     found = getattr(request, "cache_salt", None)
     if found is None:
         found = getattr(request, "cache_salt_id", None)

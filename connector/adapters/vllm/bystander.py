@@ -9,11 +9,13 @@ store had nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.messages import LoadJob, SaveJob, WorkerReport
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.stats import CountStats
 
 
@@ -26,13 +28,13 @@ class Bystander:
         self._layerwise = layerwise
         self._report = WorkerReport()
 
-    def register_kv_caches(self, *groups: Mapping[str, Any]) -> None:
+    def register_kv_caches(self, *groups: Mapping[str, torch.Tensor]) -> None:
         return
 
-    def mark_ready(self) -> Any:
+    def mark_ready(self) -> None:
         return None
 
-    def start_loads(self, jobs: Sequence[LoadJob], ready: Any = None) -> None:
+    def start_loads(self, jobs: Sequence[LoadJob], ready: object = None) -> None:
         for job in jobs:
             self._report.failed_blocks[job.job_id] = 0
             if self._layerwise:
@@ -63,7 +65,7 @@ class Bystander:
         return self.poll()
 
     def poll(self, wait_s: float = 0.0) -> WorkerReport:
-        """What was asked for since the last call, all of it ended."""
+        """Return what was asked for since the last call, all of it ended."""
         report, self._report = self._report, WorkerReport()
         return report
 

@@ -286,7 +286,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return False, {**(handed or {}), **(asked or {})} or None
 
     def _keys_asked(self, request: Any, hashed: HashedRequest | None) -> dict[str, Any] | None:
-        """What a router wants to know in the response (`connector.layout.prompt_keys`)."""
+        """Return what a router wants to know in the response (`connector.layout.prompt_keys`)."""
         params = request.kv_transfer_params
         # Taken out: vLLM allows an answer of one connector only, of several in a MultiConnector.
         if not params or params.pop(PromptKeys.ASKED, None) is not True:
@@ -301,7 +301,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return self._events.of(self._s.take_events())
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a request of this engine did not hit more (docs/explain.md); None: not known."""
+        """Return why a request of this engine did not hit more (docs/explain.md); None: not
+        known."""
         return self._s.explain(request_id)
 
     def has_pending_push_work(self) -> bool:

@@ -26,7 +26,8 @@ MULTI_CONNECTOR = "MultiConnector"
 def hand_over(
     side: SchedulerCore | LockstepScheduler, request: Any, engine_id: str
 ) -> dict[str, Any] | None:
-    """The answer to a request that has ended; None when it does not ask for one, or broke off."""
+    """Return the answer to a request that has ended; None when it does not ask for one, or broke
+    off."""
     params = request.kv_transfer_params
     if not params or params.get("do_remote_decode") is not True or request.status not in _WHOLE:
         return None
@@ -45,7 +46,7 @@ def hand_over(
 
 
 def within_multi_connector() -> bool:
-    """Whether a MultiConnector is being made right now, whose child the caller is.
+    """Return whether a MultiConnector is being made right now, whose child the caller is.
 
     vLLM tells a child nothing of its parent, and ends the engine when two children answer one
     request: the answer is another one's then, if anybody's.

@@ -82,7 +82,7 @@ def _heads_by_name(spec: Any, text_config: Any) -> set[int]:
 
 
 def _heads_by_window(spec: Any, text_config: Any) -> set[int] | None:
-    """Where layers with a window have a number of their own: that of the group's kind.
+    """Return where layers with a window have a number of their own: that of the group's kind.
 
     None where the configuration tells them apart in another way, or the group may hold both
     (vLLM without its hybrid KV cache manager).

@@ -25,7 +25,7 @@ UNREADABLE_FORMATS = ("ipc_cache", "modelexpress", "runai_streamer_sharded")
 
 
 def model_fields(vllm_config: Any, config: ConnectorSettings) -> dict[str, Field]:
-    """Namespace fields of the model.
+    """Return namespace fields of the model.
 
     Reads the files of the weights, within `kvstore.limits.WEIGHTS_TIMEOUT_S` each.
     """
@@ -59,7 +59,7 @@ def _weights(vllm_config: Any, model: Any, weights_id: str | None) -> str:
 
 
 def _files_of(model: Any, load: Any) -> tuple[Path | None, str]:
-    """Where the weights lie that vLLM has loaded, or why nobody can look."""
+    """Return where the weights lie that vLLM has loaded, or why nobody can look."""
     if str(load.load_format) in UNREADABLE_FORMATS:
         return None, f"load_format {load.load_format} reads no files of this host"
     name = str(getattr(model, "model_weights", "") or model.model)
@@ -82,7 +82,7 @@ def _forward(model: Any) -> str:
 
 
 def length_shapes_forward(model: Any) -> bool:
-    """Whether K and V of a token may be others in an engine with another `max_model_len`."""
+    """Return whether K and V of a token may be others in an engine with another `max_model_len`."""
     text = model.hf_text_config
     own_code = bool(getattr(model.hf_config, "auto_map", None)) and model.trust_remote_code
     named = str(getattr(text, "model_type", "")).startswith(LENGTH_SHAPES_FORWARD)

@@ -78,7 +78,7 @@ class Groups(NamedTuple):
 
 
 def sorted_groups(kv_cache_config: Any) -> Groups:
-    """Which groups are stored. Raises `UsageError` where no prefix could be used again."""
+    """Return which groups are stored. Raises `UsageError` where no prefix could be used again."""
     stored, left_out = [], []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         why = _why_left_out(number, group)
@@ -96,7 +96,7 @@ def sorted_groups(kv_cache_config: Any) -> Groups:
 
 
 def _why_left_out(number: int, group: Any) -> str | None:
-    """Why `group` is not stored, None where it is."""
+    """Return why `group` is not stored, None where it is."""
     if not group.enable_kv_transfer:
         return "vLLM makes it from another group (enable_kv_transfer is false)"
     if group.host_resident:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 def in_lock_step(vllm_config: Any) -> bool:
-    """Whether several processes, each with a scheduler of its own, run one model."""
+    """Return whether several processes, each with a scheduler of its own, run one model."""
     parallel = vllm_config.parallel_config
     workers = int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
     return workers > 1 and bool(parallel.distributed_executor_backend == "external_launcher")
 
 
 def lockstep_side(config: ConnectorSettings, shape: EngineShape) -> LockstepScheduler:
-    """The scheduler side of this process; returns when all processes of the engine have called."""
+    """Return the scheduler side of this process; returns when all processes of the engine have
+    called."""
     exchange = GlooExchange(shape.workers)
     return LockstepScheduler(exchange, shape.layout(config), lambda: scheduler_side(config, shape))

@@ -20,7 +20,7 @@ from kvstore import UsageError
 
 
 def state_runs(group: Any, pp_size: int) -> tuple[LayerRun, ...]:
-    """Runs of a group of state-space layers whose states differ in size, else nothing."""
+    """Return runs of a group of state-space layers whose states differ in size, else nothing."""
     runs = _by_shape(group)
     if len(runs) == 1:
         return ()
@@ -31,7 +31,7 @@ def state_runs(group: Any, pp_size: int) -> tuple[LayerRun, ...]:
 def layer_runs(
     group: Any, vllm_config: Any, within_block: Callable[[Any], str]
 ) -> tuple[LayerRun, ...]:
-    """Runs of a group whose layers differ, else nothing.
+    """Return runs of a group whose layers differ, else nothing.
 
     Raises `UsageError` where what the first layer says of sharing is not true of another.
     """
@@ -61,7 +61,7 @@ def layer_runs(
 
 
 def _by_shape(group: Any) -> tuple[LayerRun, ...]:
-    """Layers of one shape each, in the order of the first of them."""
+    """Return layers of one shape each, in the order of the first of them."""
     places: dict[tuple[int, int, Fraction], list[int]] = {}
     for place, name in enumerate(group.layer_names):
         spec = group.kv_cache_spec

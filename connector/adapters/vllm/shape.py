@@ -39,8 +39,8 @@ VLLM_NULL_BLOCK_ID = 0
 
 
 def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettings) -> EngineShape:
-    """What this engine caches. Raises `UsageError` for what cannot be stored: it is better not to
-    start than to guess."""
+    """Return what this engine caches. Raises `UsageError` for what cannot be stored: it is better
+    not to start than to guess."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -90,7 +90,7 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
 
 
 def _boundary_tokens(kv_cache_config: Any) -> int:
-    """Where hits of vLLM's own cache end, for the sake of groups that are left out."""
+    """Return where hits of vLLM's own cache end, for the sake of groups that are left out."""
     return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
 
 
@@ -142,7 +142,7 @@ def _check_layerwise(vllm_config: Any) -> None:
 
 
 def vllm_hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens of one of vLLM's own block hashes."""
+    """Return tokens of one of vLLM's own block hashes."""
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
@@ -238,7 +238,7 @@ def _within_block(vllm_config: Any, spec: Any) -> str:
 
 
 def _layers_digest(group: Any, vllm_config: Any) -> str:
-    """Which layers a shard has.
+    """Return which layers a shard has.
 
     Each pipeline stage has others and the scheduler knows those of the first only; but it knows
     how they are parted, and what else vLLM groups them by.

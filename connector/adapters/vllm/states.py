@@ -52,12 +52,13 @@ def state_geometry(spec: MambaSpec, group: Any, pp_size: int) -> KVGeometry:
 
 
 def state_topology(spec: MambaSpec, tp_size: int, pp_size: int) -> TpKVTopology:
-    """The topology of states: every worker has a part of its own, unless all hold the same."""
+    """Return the topology of states: every worker has a part of its own, unless all hold the
+    same."""
     return TpKVTopology.of(tp_size, pp_size, 1 if spec.tp_replicated else tp_size)
 
 
 def state_fields(spec: MambaSpec) -> dict[str, Field]:
-    """What else must match for a state's bytes to mean the same."""
+    """Return what else must match for a state's bytes to mean the same."""
     return {
         "kv_spec": f"{type(spec).__name__}/{spec.mamba_type.name}",
         "state_shapes": str([list(shape) for shape in spec.shapes]),
@@ -71,7 +72,7 @@ def state_fields(spec: MambaSpec) -> dict[str, Field]:
 def completed_states(
     block_state: Any, request: Any, numbers: Sequence[int], *, speculative: bool
 ) -> Sequence[StateBlock]:
-    """The blocks in which this step's forward leaves a state of `request` for good.
+    """Return the blocks in which this step's forward leaves a state of `request` for good.
 
     `numbers` are vLLM's of the groups that are stored, in the layout's order.
 

@@ -121,7 +121,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.flush()
 
     def are_there(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Whether each chunk can be read from here; one round trip to the index at most."""
+        """Return whether each chunk can be read from here; one round trip to the index at most."""
         return [found is not None for found in self._store.lookup(self._keys(keys))]
 
     # Jobs
@@ -238,7 +238,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def chunk_fields(spec: OffloadingSpec, chunk_bytes: int, weights_id: str) -> dict[str, Field]:
-    """What the bytes of a chunk depend on, beside the tokens and the hash they begin with.
+    """Return what the bytes of a chunk depend on, beside the tokens and the hash they begin with.
 
     vLLM's own identity of a chunk on disk, and what that leaves out: how a device and a
     release of vLLM lay out a page is promised nowhere.

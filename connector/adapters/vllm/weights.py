@@ -26,7 +26,7 @@ class Weights:
         self._adapters: OrderedDict[tuple[int, str, str], str] = OrderedDict()
 
     def of(self, request: Any) -> tuple[str, ...]:
-        """What goes into the hashes of all of the request's blocks.
+        """Return what goes into the hashes of all of the request's blocks.
 
         Reads an adapter's files when its first request comes, and again when vLLM is to load it
         again.

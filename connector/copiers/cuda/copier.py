@@ -30,9 +30,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from connector.copiers.base import Gather, HeadPart, Payload, Scatter
+from connector.copiers.base import Gather, HeadPart, Payload, Ready, Scatter
 from connector.copiers.cuda.kernel_plan import (
     PAGE_BYTES,
     CopyPart,
@@ -43,16 +43,20 @@ from connector.copiers.cuda.kernel_plan import (
 )
 from connector.limits import DEVICE_BATCH_BLOCKS
 
+if TYPE_CHECKING:
+    import torch
+
 
 class HostMemory(Protocol):
     """Describes host memory as a device reaches it, while it is held."""
 
     def address(self, view: Payload) -> int:
-        """Where the device is to read or write the bytes of `view`."""
+        """Return where the device is to read or write the bytes of `view`."""
         ...
 
     def apart(self, place: HostPlace) -> Iterable[tuple[int, HostPlace]]:
-        """What one copy each can take of `place`, and where it is when the rows are packed."""
+        """Return what one copy each can take of `place`, and where it is when the rows are
+        packed."""
         ...
 
 
@@ -67,11 +71,12 @@ class StagedCopy(NamedTuple):
 class DeviceStream(Protocol):
     """Does what it is given, in that order, beside what other streams do."""
 
-    def mark(self, number: int) -> Any:
-        """A token for all that was given so far; `number` may be used again, for a later one."""
+    def mark(self, number: int) -> object:
+        """Return a token for all that was given so far; `number` may be used again, for a later
+        one."""
         ...
 
-    def follow(self, mark: Any) -> None:
+    def follow(self, mark: object) -> None:
         """Do what is given from now on after what the other stream's `mark` stands for. The
         calling thread does not wait."""
         ...
@@ -129,11 +134,11 @@ class Device(Protocol):
         """Hold the host memory during copies: nothing is unmapped or unlocked under them."""
         ...
 
-    def mark_ready(self) -> Any:
+    def mark_ready(self) -> Ready | None:
         """See `KVCopier.mark_ready`."""
         ...
 
-    def wait_ready(self, token: Any) -> None:
+    def wait_ready(self, token: Ready | None) -> None:
         """See `KVCopier.wait_ready`."""
         ...
 
@@ -147,7 +152,9 @@ class DeviceCopier:
 
     batch_blocks = DEVICE_BATCH_BLOCKS
 
-    def __init__(self, layout: PagedLayout, device: Device, keep: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, layout: PagedLayout, device: Device, keep: Sequence[torch.Tensor] = ()
+    ) -> None:
         """`keep` is kept alive: what the layout's addresses point into."""
         self._layout = layout
         self._device = device
@@ -216,10 +223,10 @@ class DeviceCopier:
         )
         lane.launch(launch, turn.row)
 
-    def mark_ready(self) -> Any:
+    def mark_ready(self) -> Ready | None:
         return self._device.mark_ready()
 
-    def wait_ready(self, token: Any) -> None:
+    def wait_ready(self, token: Ready | None) -> None:
         self._device.wait_ready(token)
 
 
@@ -264,7 +271,7 @@ class _Turns:
 
     def __init__(self, lane: DeviceLane) -> None:
         self._lane = lane
-        self.emptied: list[Any] = [None] * len(lane.buffers)
+        self.emptied: list[object] = [None] * len(lane.buffers)
         """The mark after which each buffer may be filled again; None: nothing is in it."""
         self._next = 0
         self._row = 0

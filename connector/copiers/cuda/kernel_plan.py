@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from connector.copiers.base import Gather, HeadPart, Payload, Scatter
 from connector.limits import (
@@ -16,6 +16,8 @@ from connector.limits import (
 from kvstore import DeviceRange, InternalError
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.layout.geometry import KVGeometry
 
 WORDS_BYTES = (16, 8, 4, 2, 1)
@@ -211,8 +213,8 @@ class PagedLayout:
         )
 
     def direct(self, piece: CopyPart, layers: range) -> Iterator[tuple[HostPlace, int]]:
-        """What of `piece` a DMA each can move, and its address in the engine's memory: the one
-        engine block that it is, or each layer of each (`in_one_piece`, `in_pieces`)."""
+        """Yield what of `piece` a DMA each can move, and its address in the engine's memory: the
+        one engine block that it is, or each layer of each (`in_one_piece`, `in_pieces`)."""
         if self.in_one_piece and layers == range(len(self.layers)):
             for block in piece.block_ids:
                 yield piece.host, self.layers[0].address + block * self.layers[0].block_stride
@@ -226,16 +228,16 @@ class PagedLayout:
                 yield place, its.address + block * self.pages_per_block * its.block_stride
 
     def goes_direct(self, layer: int | None) -> bool:
-        """Whether whole payloads, or that layer of them, need neither kernel nor staging."""
+        """Return whether whole payloads, or that layer of them, need neither kernel nor staging."""
         return self.in_pieces or (self.in_one_piece and layer is None)
 
     def layer_table(self) -> bytes:
-        """The table of layers, a row for each: `Layer` of paged_copy.cu."""
+        """Return the table of layers, a row for each: `Layer` of paged_copy.cu."""
         return b"".join(LAYER.pack(*place) for place in self.layers)
 
     def layer_runs(self, layer: int | None, room_bytes: int) -> list[range]:
-        """The layers that are copied, in runs of which a payload's share has at most `room_bytes`,
-        one layer at least. Raises `InternalError` when `layer` is none of them."""
+        """Return the layers that are copied, in runs of which a payload's share has at most
+        `room_bytes`, one layer at least. Raises `InternalError` when `layer` is none of them."""
         if layer is not None and not 0 <= layer < len(self.layers):
             raise InternalError(f"no layer {layer} of {len(self.layers)}")
         first, end = (0, len(self.layers)) if layer is None else (layer, layer + 1)
@@ -322,8 +324,10 @@ class PagedLayout:
         )
 
 
-def layout_of(layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> PagedLayout:
-    """The layout of layer tensors that `connector.copiers.registered.kv_memory` accepts."""
+def layout_of(
+    layers: Sequence[torch.Tensor], geometry: KVGeometry, block_tokens: int
+) -> PagedLayout:
+    """Return the layout of layer tensors that `connector.copiers.registered.kv_memory` accepts."""
     places = []
     for layer in layers:
         size = layer.element_size()
@@ -342,7 +346,7 @@ def layout_of(layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) ->
 
 
 def word_bytes(multiples: Sequence[int]) -> int:
-    """The widest word that divides all of them; staging is aligned to more."""
+    """Return the widest word that divides all of them; staging is aligned to more."""
     return next(n for n in WORDS_BYTES if not any(value % n for value in multiples))
 
 
@@ -364,7 +368,8 @@ def staging_buffer_bytes(layouts: Sequence[PagedLayout]) -> int:
 def batches(
     pieces: Sequence[CopyPart], pages_per_block: int, staging_bytes: int, pages_max: int
 ) -> Iterator[list[tuple[int, CopyPart]]]:
-    """Runs of pieces that fit one staging buffer and one table, with their offsets in staging.
+    """Yield runs of pieces that fit one staging buffer and one table, with their offsets in
+    staging.
 
     Raises `InternalError` for a piece that fits none.
     """

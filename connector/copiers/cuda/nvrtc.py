@@ -57,7 +57,7 @@ def compiled(capability: tuple[int, int]) -> bytes:
 
 
 def _checked(nvrtc: Any, answer: tuple[Any, ...]) -> Any:
-    """The value behind the result code."""
+    """Return the value behind the result code."""
     result, *values = answer
     if int(result):
         raise NoKernelError(str(nvrtc.nvrtcGetErrorString(result)[1]))

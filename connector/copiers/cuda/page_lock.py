@@ -87,7 +87,7 @@ class _Locked:
         return self.address + len(self.mapping.memory)
 
     def due(self, now: float) -> int | None:
-        """The part to be locked now."""
+        """Return the part to be locked now."""
         if now < self.not_before:
             return None
         if self.wait:
@@ -271,8 +271,8 @@ class LockedPool:
             self._changed.notify_all()
 
     def _usable(self) -> list[_Locked]:
-        """What has parts to be locked now; under the lock. Nothing while a copy runs that does not
-        know where its parts begin: it may go over the border of two."""
+        """Return what has parts to be locked now; under the lock. Nothing while a copy runs that
+        does not know where its parts begin: it may go over the border of two."""
         now = self._clock()
         older = [table for table in self._older if table.users]
         return [
@@ -368,7 +368,7 @@ class LockedPool:
 
 
 def address_of(memory: Payload) -> int:
-    """The address of the first byte, of read-only memory too. Imports numpy."""
+    """Return the address of the first byte, of read-only memory too. Imports numpy."""
     if isinstance(memory, DeviceRange):
         return memory.address
     import numpy as np

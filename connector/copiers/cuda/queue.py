@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from connector.copiers.base import Ready
 from connector.copiers.cuda.copier import DeviceLane, HostMemory, StagedCopy
 from connector.copiers.cuda.kernel_plan import (
     KERNELS,
@@ -23,6 +24,9 @@ from connector.copiers.cuda.page_lock import LockedPool
 from connector.limits import DEVICE_STAGING_BUFFERS
 from kvstore import DeviceError, cuda_device
 
+if TYPE_CHECKING:
+    import torch
+
 
 class _Shape(ctypes.Structure):
     """Mirrors `Shape` of paged_copy.cu, in the order of `Launch.shape`."""
@@ -33,11 +37,10 @@ class _Shape(ctypes.Structure):
 class Cuda:
     """Owns one device's context, with the kernel loaded, for any thread."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: torch.device) -> None:
         """`device` is a `torch.device`. Raises `NoKernelError` when it cannot run the kernel."""
-        import torch as untyped_torch
+        import torch
 
-        torch: Any = untyped_torch
         code = compiled(torch.cuda.get_device_capability(device))
         self.torch, self.device = torch, device
         torch.empty(1, device=device)  # starts CUDA
@@ -49,9 +52,9 @@ class Cuda:
         except DeviceError as e:
             raise NoKernelError(f"the driver does not load the kernel: {e}") from e
 
-    def _loaded(self, code: bytes) -> dict[str, Any]:
-        """All kernels: the driver loads one when it is first asked for it, and may wait for all
-        that runs on the device then."""
+    def _loaded(self, code: bytes) -> dict[str, object]:
+        """Return all kernels: the driver loads one when it is first asked for it, and may wait for
+        all that runs on the device then."""
         get = self.driver.cuModuleGetFunction
         with self.scope():
             module = self.call(self.driver.cuModuleLoadData, code)
@@ -93,10 +96,10 @@ class CudaStream:
             self.handle = cuda.call(driver.cuStreamCreateWithPriority, flags, highest)
             # Blocking: a thread that waits for a millisecond must not spin, it would hold a core.
             self._done = self._event(int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC))
-        self._marks: dict[int, Any] = {}
+        self._marks: dict[int, object] = {}
         self._busy = False
 
-    def _event(self, flags: int = 0) -> Any:
+    def _event(self, flags: int = 0) -> object:
         without_times = int(self._cuda.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         return self._cuda.call(self._cuda.driver.cuEventCreate, flags | without_times)
 
@@ -106,14 +109,14 @@ class CudaStream:
         self._busy = True
         return self._cuda, self._cuda.driver
 
-    def mark(self, number: int) -> Any:
+    def mark(self, number: int) -> object:
         cuda, driver = self.begin()
         if number not in self._marks:
             self._marks[number] = self._event()
         cuda.call(driver.cuEventRecord, self._marks[number], self.handle)
         return self._marks[number]
 
-    def follow(self, mark: Any) -> None:
+    def follow(self, mark: object) -> None:
         cuda, driver = self.begin()
         cuda.call(driver.cuStreamWaitEvent, self.handle, mark, 0)
 
@@ -213,7 +216,7 @@ class CudaDevice:
         self._pool = pool
         self.saving: DeviceLane = CudaLane(cuda, buffers, buffer_bytes, pages_max)
         self.loading: DeviceLane = CudaLane(cuda, buffers, buffer_bytes, pages_max)
-        self._constants: list[Any] = []
+        self._constants: list[torch.Tensor] = []
 
     def constant(self, data: bytes) -> int:
         torch = self._cuda.torch
@@ -225,12 +228,12 @@ class CudaDevice:
     def host_memory(self) -> AbstractContextManager[HostMemory]:
         return self._pool.held()
 
-    def mark_ready(self) -> Any:
+    def mark_ready(self) -> torch.cuda.Event:
         event = self._cuda.torch.cuda.Event(blocking=True)
         event.record(self._cuda.torch.cuda.current_stream(self._cuda.device))
         return event
 
-    def wait_ready(self, token: Any) -> None:
+    def wait_ready(self, token: Ready | None) -> None:
         if token is not None:
             self._cuda.enter()
             token.synchronize()

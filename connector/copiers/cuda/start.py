@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.copiers.base import KVMemory
 from connector.copiers.cuda.copier import DeviceCopier
@@ -15,12 +15,14 @@ from connector.limits import DEVICE_PAGES_MAX
 from kvstore import KVStoreError
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.layout.geometry import KVGeometry
     from kvstore import PoolMapping
 
 log = logging.getLogger(__name__)
 
-Group = tuple[Sequence[Any], "KVGeometry", int]
+Group = tuple[Sequence["torch.Tensor"], "KVGeometry", int]
 """Layer tensors, their geometry, tokens of a store block."""
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from connector.copiers.base import Gather, HeadPart, Scatter
+from connector.copiers.base import Gather, HeadPart, Ready, Scatter
 
 if TYPE_CHECKING:
+    import torch
+
     from connector.layout.geometry import KVGeometry
 
 
@@ -22,11 +24,12 @@ class TorchCopier:
 
     batch_blocks = 1
 
-    def __init__(self, layers: Sequence[Any], geometry: KVGeometry, block_tokens: int) -> None:
+    def __init__(
+        self, layers: Sequence[torch.Tensor], geometry: KVGeometry, block_tokens: int
+    ) -> None:
         import numpy as np
-        import torch as untyped_torch
+        import torch
 
-        torch: Any = untyped_torch
         self._torch = torch
         self._np = np
         self._device = layers[0].device
@@ -46,7 +49,7 @@ class TorchCopier:
         )
         self._save_stream, self._load_stream = (torch.cuda.Stream(self._device) for _ in range(2))
 
-    def _ids(self, block_ids: Sequence[int]) -> Any:
+    def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
         ids = [b * self._split + i for b in block_ids for i in range(self._split)]
         return self._torch.tensor(ids, dtype=self._torch.int64).to(self._device)
 
@@ -97,11 +100,11 @@ class TorchCopier:
                 )
             self._load_stream.synchronize()
 
-    def mark_ready(self) -> Any:
+    def mark_ready(self) -> torch.cuda.Event:
         event = self._torch.cuda.Event(blocking=True)
         event.record(self._torch.cuda.current_stream(self._device))
         return event
 
-    def wait_ready(self, token: Any) -> None:
+    def wait_ready(self, token: Ready | None) -> None:
         if token is not None:
             token.synchronize()

@@ -30,7 +30,7 @@ from connector.messages import WorkerReport
 from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings
 from connector.settings import ConnectorSettings
-from kvstore.client import vram
+from kvstore.client.vram import nodes as vram
 from kvstore.testing.blockstore import MemoryBlockStore
 from kvstore.testing.cuda import ModelCuda
 

@@ -233,6 +233,23 @@ def test_promises_end_with_the_step_and_with_the_request(
     assert store.pins() == 0
 
 
+def test_a_promise_outlives_the_time_of_the_one_before_it(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    """A request that starts again has a new one: ranks may be about to load what it holds."""
+    make().generate([PROMPT])
+    second = make()
+    request = _request(second, PROMPT, 20)
+    second.active += [request]
+    second.step()
+    second.preempt(request)
+    held = []
+    for _ in range(4):
+        second.step()
+        held.append(store.pins())
+    assert held == [8, 8, 8, 0]
+
+
 def test_a_broken_promise_ends_the_step_and_no_token_is_wrong(
     make: Make, store: MemoryBlockStore
 ) -> None:

@@ -74,7 +74,7 @@ class BlockEvents:
         self._events.clear()
 
     def take(self) -> list[BlockEvent]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         events = list(self._events)
         self._events.clear()
         return events

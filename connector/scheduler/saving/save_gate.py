@@ -48,7 +48,7 @@ class SaveGate:
         scheduled: Iterable[str],
         block_ids: Callable[[str], BlockTables | None],
     ) -> list[SaveJob]:
-        """One step's plan; returns the saves that its workers may start."""
+        """Return one step's plan; returns the saves that its workers may start."""
         ready: list[SaveJob] = []
         oldest = next(iter(self._loads), None)
         while self._steps and (oldest is None or self._steps[0].last_load < oldest):

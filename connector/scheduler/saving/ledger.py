@@ -38,7 +38,7 @@ class SaveLedger:
         return len(self._jobs)
 
     def jobs(self) -> list[int]:
-        """The numbers of the jobs in flight."""
+        """Return the numbers of the jobs in flight."""
         return list(self._jobs)
 
     @property

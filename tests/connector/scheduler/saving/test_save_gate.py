@@ -9,7 +9,7 @@ from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side
 
 from connector.layout.topology import TpKVTopology
 from connector.messages import LoadJob, SaveJob, StepPlan, WorkerReport
-from connector.scheduler.save_gate import SaveGate
+from connector.scheduler.saving.save_gate import SaveGate
 from kvstore.testing.blockstore import MemoryBlockStore
 
 TABLE = list(range(101, 109))

@@ -27,15 +27,15 @@ from connector.messages import (
     StateBlock,
     WorkerReport,
 )
-from connector.scheduler.ledger import NoPins, SaveLedger
+from connector.scheduler.saving.ledger import NoPins, SaveLedger
 from kvstore import Key
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
-    from connector.scheduler.events import BlockEvents
     from connector.scheduler.request_settings import RequestSettings
     from connector.scheduler.requests import RequestState
-    from connector.scheduler.retaining import Retainer
+    from connector.scheduler.saving.events import BlockEvents
+    from connector.scheduler.saving.retaining import Retainer
     from connector.scheduler.settings import SchedulerSettings
 
 
@@ -68,7 +68,7 @@ class SavePlanner:
         return len(self._ledger)
 
     def jobs(self) -> list[int]:
-        """The numbers of the jobs in flight."""
+        """Return the numbers of the jobs in flight."""
         return self._ledger.jobs()
 
     def next_full(self, state: RequestState | None) -> int:
