@@ -18,7 +18,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstore.client.vram import VramNodes
+from kvstore.client.vram.nodes import VramNodes
 from kvstore.core.events import Commit, Reserve
 from kvstore.cuda.base import CudaDevice, DeviceRange, Stream
 from kvstore.cuda.bindings import open_device

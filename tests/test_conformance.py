@@ -13,19 +13,25 @@ import pytest
 PROJECT = Path(__file__).parents[1]
 sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
 
+import conformance  # noqa: E402
+import conformance_results  # noqa: E402
 from conformance import CONTROL, failed  # noqa: E402
 from conformance_bench import (  # noqa: E402
     DIED,
     LOADED,
     NOT_RUN,
     RECOMPUTED,
+    REFUSED,
     SHARED,
+    SILENT,
     WRONG,
+    Bench,
     Verdict,
     filled_in,
     judge,
 )
 from conformance_faults import flip_bits, lose_store  # noqa: E402
+from conformance_results import PAGE, RESULTS, command, enter, table, with_table  # noqa: E402
 from engines import Generated  # noqa: E402
 
 RIGHT = [[1, 2, 3], [4, 5, 6]]
@@ -63,6 +69,10 @@ def test_a_verdict_says_what_was_answered_and_where_it_came_from(
         ("c", WRONG, True),
         ("c", SHARED, True),
         ("c", DIED, True),
+        ("c", SILENT, True),
+        ("c", REFUSED, False),
+        ("shared-prefix", REFUSED, True),
+        ("shared-again", RECOMPUTED, True),
         (CONTROL, WRONG, False),
         ("shared-prefix", LOADED, False),
         ("shared-prefix", RECOMPUTED, True),
@@ -112,6 +122,71 @@ def test_a_store_is_lost_with_its_nodes_or_else_with_its_files(tmp_path: Path) -
     (node / "node.json").write_text(json.dumps(word))
     assert lose_store(tmp_path) == ""
     assert process.wait(10) == -9
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, error: Exception, pids: list[int]) -> list[str]:
+    """Verdicts of three cases, of which the second one fails so."""
+
+    def right(bench: Bench) -> Verdict:
+        return Verdict("right", LOADED, 1, 1)
+
+    def fails(bench: Bench) -> Verdict:
+        raise error
+
+    cases = {"right": right, "fails": fails, "right again": right}
+    monkeypatch.setattr(conformance, "CASES", cases)
+    return [one.verdict for one in conformance.run({}, list(cases), pids=pids)]
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [
+        (TimeoutError("timed out"), SILENT),
+        (RuntimeError("the engine ended with code -11"), DIED),
+        (BrokenPipeError(), DIED),
+        (RuntimeError("an engine did not start, see /x/a.log: ValueError: chunks"), REFUSED),
+        (RuntimeError("an engine did not start, see /x/a.log: KeyError: 'x'"), DIED),
+    ],
+)
+def test_a_case_that_fails_has_a_verdict_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, verdict: str
+) -> None:
+    assert judged(monkeypatch, error, []) == [LOADED, verdict, LOADED]
+
+
+def test_nothing_is_right_once_the_store_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, store.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as a child of ours is
+    assert judged(monkeypatch, TimeoutError(), [store.pid]) == [DIED, SILENT, DIED]
+    store.wait(10)
+    alive = judged(monkeypatch, TimeoutError(), [os.getpid()])
+    assert alive == [LOADED, SILENT, LOADED]
+
+
+def test_results_are_kept_by_connector_and_case_and_shown_without_this_machine() -> None:
+    results: conformance_results.Results = {}
+    said = "an engine did not start, see /tmp/kvc1/first.log: boom"
+    for verdict in (Verdict("a", LOADED, 5, 6), Verdict("b", DIED, detail=said)):
+        enter(results, "Some", ("Thing 1", "0.32"), ("2026-01-01", "run --peer some"), verdict)
+    enter(results, "Other", ("", "0.32"), ("2026-01-02", "run"), Verdict("a", WRONG, 5, 6))
+    enter(results, "Some", ("Thing 2", "0.32"), ("2026-01-03", "run"), Verdict("a", SILENT))
+    shown = table(results)
+    assert "| `a` | **wrong tokens**, 5 of 6 | **no answer** |" in shown
+    assert "| `b` |  | **engine failed** |" in shown
+    assert "Thing 2" in shown
+    assert "2026-01-01 to 2026-01-03" in shown
+    assert "see first.log: boom" in shown
+    assert "/tmp" not in shown
+
+
+def test_a_command_is_shown_as_another_machine_would_be_given_it() -> None:
+    told = ["--peer", "nixl", "--lock", "/tmp/l", "--peers-venv=/tmp/v", "--only", "a", "--publish"]
+    assert command(told) == "scripts/conformance --peer nixl"
+
+
+def test_the_table_on_the_page_is_that_of_the_results() -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    assert with_table(PAGE.read_text(), results) == PAGE.read_text()
 
 
 JUDGED_HERE = (

@@ -17,6 +17,7 @@ PACKAGES = (
     "lmcache==0.5.6",
     "mooncake-transfer-engine-non-cuda==0.3.13",
     "nvidia-cuda-runtime-cu12",
+    "nixl[cu12]==1.5.1",
 )
 OVERRIDES = ("vllm-cpu-overrides.txt", "lmcache-cpu-overrides.txt")
 DEBIAN = ("libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1")

@@ -175,7 +175,7 @@ def start_mooncake(place: Place) -> Store:
     )
 
 
-def start_lmcache(place: Place) -> Store:
+def start_lmcache(place: Place, chunk_tokens: int = BLOCK_TOKENS) -> Store:
     """`lmcache server`, whose chunks are the engine's blocks: finer than its default, and better
     here."""
     program = _program(place.peers, "lmcache")
@@ -183,7 +183,7 @@ def start_lmcache(place: Place) -> Store:
     command = [str(program), "server", "--port", str(port), "--http-port", str(http)]
     command += ["--prometheus-port", str(metrics), "--eviction-policy", "LRU"]
     command += ["--l1-size-gb", str(place.size_bytes / (1 << 30))]
-    command += ["--chunk-size", str(BLOCK_TOKENS), "--supported-transfer-mode", "auto"]
+    command += ["--chunk-size", str(chunk_tokens), "--supported-transfer-mode", "auto"]
     command += ["--shm-name", f"kvb-{os.getpid()}-{port}"]
     log = place.folder / "server.log"
     env = {"LMCACHE_TRACK_USAGE": "false", "LD_LIBRARY_PATH": libraries(place.peers)}

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from conformance_bench import BAD, DIED, LOADED, ROOT, WRONG, Bench, Verdict
+from conformance_bench import (
+    BAD,
+    CALL_TIMEOUT_S,
+    DIED,
+    LOADED,
+    REFUSED,
+    ROOT,
+    SILENT,
+    WRONG,
+    Bench,
+    Verdict,
+)
 from conformance_cases import (
     aborts,
     cache_salt,
@@ -29,11 +42,13 @@ from conformance_cases import (
     other_block_size,
     other_dtype,
     preemption,
+    shared_again,
     shared_prefix,
     store_lost,
 )
 from conformance_kinds import KINDS
 from conformance_peers import PEERS, peer
+from conformance_results import publish
 from engines import kv_transfer
 
 CASES: dict[str, Callable[[Bench], Verdict]] = {
@@ -48,9 +63,14 @@ CASES: dict[str, Callable[[Bench], Verdict]] = {
     "flipped-bits": flipped_bits,
     "new-weights": new_weights,
     **KINDS,
+    "shared-again": shared_again,
     "store-lost": store_lost,  # last: it does not come back
 }
 CONTROL = "control: loads zeros"
+REFUSAL = re.compile(
+    r"did not start, .*(ValueError|NotImplementedError|UsageError|ValidationError):"
+)
+"""An engine that does not start for what it was told has said so before anything was wrong."""
 
 
 def ours(name: str = "KVStoreConnector", module: str = "connector.adapters.vllm") -> dict[str, Any]:
@@ -73,32 +93,56 @@ def bench_of(connector: dict[str, Any], **more: Any) -> Iterator[Bench]:
         yield Bench(connector, Path(path), closing, **more)
 
 
-def run(connector: dict[str, Any], names: Sequence[str], **more: Any) -> Iterator[Verdict]:
-    """Return a verdict for each case; a case that ends an engine has a verdict too. `more` is of
-    `Bench`."""
+def run(
+    connector: dict[str, Any], names: Sequence[str], lock: Path | None = None, **more: Any
+) -> Iterator[Verdict]:
+    """Yield a verdict for each case; a case that ends an engine, or that is not answered, has a
+    verdict too. `lock` is held while a case runs. `more` is of `Bench`."""
     with bench_of(connector, **more) as bench:
         for name in names:
-            try:
-                yield CASES[name](bench)
-            except (OSError, RuntimeError) as e:
-                yield Verdict(name, DIED, detail=str(e))
-                for engine in bench.engines.values():  # who died is not asked again
-                    engine.close()
-                bench.engines = {}
-            if name != "adapters":  # the next case has the same
-                bench.let_go()
+            with held(lock):
+                verdict = _judged(bench, name)
+                if name != "adapters":  # the next case has the same
+                    bench.let_go()
+            yield verdict
 
 
-def control() -> Verdict:
+def _judged(bench: Bench, name: str) -> Verdict:
+    try:
+        verdict = CASES[name](bench)
+    except TimeoutError:
+        bench.give_up_sharing()
+        verdict = Verdict(name, SILENT, detail=f"no answer in {CALL_TIMEOUT_S:.0f} s")
+    except (OSError, RuntimeError, ValueError) as e:
+        bench.give_up_sharing()
+        said = str(e).replace(str(bench.work), "")
+        verdict = Verdict(name, REFUSED if REFUSAL.search(said) else DIED, detail=said)
+    if name != "store-lost" and verdict.verdict not in BAD and bench.store_has_ended():
+        return Verdict(name, DIED, detail="a process of the store has ended by itself")
+    return verdict
+
+
+@contextlib.contextmanager
+def held(lock: Path | None) -> Iterator[None]:
+    """Hold the lock of a file, waiting for it: who else tries engines here gets in between."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def control(lock: Path | None = None) -> Verdict:
     """Try a connector that loads zeros: a judge that lets it pass is no judge."""
-    (verdict,) = run(ours("GarbageConnector", "garbage_connector"), ["shared-prefix"])
+    (verdict,) = run(ours("GarbageConnector", "garbage_connector"), ["shared-prefix"], lock)
     return Verdict(CONTROL, verdict.verdict, verdict.cached_tokens, verdict.asked_tokens)
 
 
 def failed(verdicts: Sequence[Verdict]) -> bool:
     """Tell whether something was wrong, or nothing was shared where all is alike: then no case says
     anything."""
-    must_be = {CONTROL: WRONG, "shared-prefix": LOADED}
+    must_be = {CONTROL: WRONG, "shared-prefix": LOADED, "shared-again": LOADED}
     return any(
         verdict.verdict != must_be[verdict.case]
         if verdict.case in must_be
@@ -123,6 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--older", default="")
     parser.add_argument("--only", action="append", choices=list(CASES), default=[])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--lock", type=Path)
+    parser.add_argument("--publish", action="store_true")
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     verdicts: list[Verdict] = []
 
@@ -137,10 +184,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             connector = args.connector or ours()
             more = {"payload": args.payload, "pids": args.pid, "store_mib": args.store_mib}
             more["older"] = args.older
-        for verdict in run(connector, args.only or list(CASES), **more):
+        for verdict in run(connector, args.only or list(CASES), args.lock, **more):
             tell(verdict)
+            if args.publish:
+                publish(connector["kv_connector"], more.get("version", ""), list(argv), verdict)
     if args.connector is None and args.peer is None:
-        tell(control())
+        tell(control(args.lock))
+        if args.publish:
+            publish(connector["kv_connector"], "", list(argv), verdicts[-1])
     if args.json:
         print(json.dumps({"ok": not failed(verdicts), "cases": [asdict(v) for v in verdicts]}))
     return int(failed(verdicts))

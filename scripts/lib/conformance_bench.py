@@ -21,15 +21,19 @@ KEPT = ("alone", "first", "second", "alone with others")
 """Engines of more than one case."""
 SIDE_CHANNEL_PORT = 15600
 """Of the first engine under vLLM's NixlConnector; the next ones follow."""
-LOADED, RECOMPUTED, WRONG, SHARED, DIED, NOT_RUN = (
+CALL_TIMEOUT_S = 120.0
+"""What the slowest case asks for takes an engine a tenth of this."""
+LOADED, RECOMPUTED, WRONG, SHARED, DIED, SILENT, REFUSED, NOT_RUN = (
     "loaded",
     "recomputed",
     "WRONG TOKENS",
     "SHARED WHAT IS APART",
     "ENGINE FAILED",
+    "NO ANSWER",
+    "refused at start",
     "not run",
 )
-BAD = (WRONG, SHARED, DIED)
+BAD = (WRONG, SHARED, DIED, SILENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Bench:
     """Size of the store, after which it must have evicted."""
     older: str = ""
     """Path, as in PYTHONPATH, of an older version of the connector."""
+    version: str = ""
+    """Of the connector and its store, where they are not of this project."""
     hands_over: bool = False
     """Whether the connector gives KV to the one engine that a request names, and shares nothing
     else."""
@@ -110,6 +116,15 @@ class Bench:
         """Have engines that start from now on keep their KV in another folder of the store's."""
         (self.work / name).mkdir(mode=0o700, exist_ok=True)
         self.connector = filled_in(self.given, self.work / name, uuid4().hex)
+
+    def give_up_sharing(self) -> None:
+        """End every engine with the connector: who failed is not asked again."""
+        for name in [name for name in self.engines if not name.startswith("alone")]:
+            self.engines.pop(name).close()
+
+    def store_has_ended(self) -> bool:
+        """Tell whether a process of the store is gone, or is a zombie."""
+        return any(_has_ended(pid) for pid in self.pids)
 
     def let_go(self) -> None:
         """End the engines that were made for one case."""
@@ -134,7 +149,14 @@ class Bench:
                 **{"max_batched_tokens": TOKENS, **settings},
             )
             log = self.work / f"{name}.log"
-            self.engines[name] = EngineProcess(model, chosen, log=log, python=self.python)
+            self.engines[name] = EngineProcess(
+                model,
+                chosen,
+                log=log,
+                python=self.python,
+                call_timeout_s=CALL_TIMEOUT_S,
+                cwd=self.work,  # what `python -m` finds first: not this project
+            )
             self.closing.callback(self.engines[name].close)
         return self.engines[name]
 
@@ -178,11 +200,23 @@ class Bench:
         """Have an engine compute the prompts for another one; return what that one must say."""
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         done = first.generate(prompts, max_tokens=1, kv_transfer_params=asked, **more)
-        return [one.kv_transfer_params or {} for one in done]
+        told = [dict(one.kv_transfer_params or {}) for one in done]
+        for params in told:
+            # With it vLLM says how many tokens the first engine did not compute, not the second.
+            params.pop("remote_prefill_cached_tokens", None)
+        return told
 
     @property
     def folder(self) -> Path:
         return self.work / "s"
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
 def tokens_of(found: Iterable[Generated]) -> list[list[int]]:

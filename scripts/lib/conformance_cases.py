@@ -46,6 +46,11 @@ def long_prefix(bench: Bench) -> Verdict:
     return _pair(bench, "long-prefix", 3 * TOKENS + 2)
 
 
+def shared_again(bench: Bench) -> Verdict:
+    """After all of this the store still shares: where nothing was loaded it was meant."""
+    return _pair(bench, "shared-again", TOKENS + 2)
+
+
 def cache_salt(bench: Bench) -> Verdict:
     """Requests with different salts see nothing of each other."""
     if bench.hands_over:

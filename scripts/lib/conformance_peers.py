@@ -14,6 +14,8 @@ from conformance_bench import ROOT
 Found = tuple[dict[str, Any], dict[str, Any]]
 """A kv_transfer_config, and further fields of `Bench`."""
 LMCACHE_MIB = 128
+LMCACHE_CHUNK_TOKENS = 128
+"""A multiple of every block size that an engine has here: it refuses others."""
 MOONCAKE_MIB = 16
 """Of each engine: all of them together are the store."""
 MOONCAKE_ENGINES = 8
@@ -23,14 +25,20 @@ def _example(venv: Path, folder: Path, closing: contextlib.ExitStack) -> Found:
     """vLLM's connector that shows how to write one: a folder of files."""
     extra = {"shared_storage_path": "{dir}"}
     name = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    return {**name, "kv_connector_extra_config": extra}, {}
+    return {**name, "kv_connector_extra_config": extra}, {"version": "of vLLM"}
 
 
 def _nixl(venv: Path, folder: Path, closing: contextlib.ExitStack) -> Found:
     """vLLM's connector over NIXL: the engine that decodes reads from the one that has computed."""
     recompute = {"kv_load_failure_policy": "recompute", "kv_buffer_device": "cpu"}
+    found = next(venv.glob("lib/python3*/site-packages/nixl-*.dist-info"), None)
+    if found is None:
+        raise SystemExit(f"nixl: not in {venv}: scripts/bench serve --install-peers makes it")
     return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **recompute}, {
-        "hands_over": True
+        "hands_over": True,
+        "python": venv / "bin" / "python",
+        "env": {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp,sm,self"},
+        "version": "NIXL " + found.name.removesuffix(".dist-info").rpartition("-")[2],
     }
 
 
@@ -41,19 +49,22 @@ def _server(name: str, mib: int, engines: int) -> Callable[..., Found]:
 
         place = stores.Place(folder, folder, mib * engines << 20, engines, venv)
         try:
-            store = stores.CONNECTORS[name](place)
+            if name == "LMCacheMPConnector":
+                store = stores.start_lmcache(place, LMCACHE_CHUNK_TOKENS)
+            else:
+                store = stores.CONNECTORS[name](place)
         except stores.StoreMissingError as e:
             raise SystemExit(f"{name}: {e}") from e
         closing.callback(store.close)
         assert store.connector is not None
         assert store.server is not None
-        print(f"{name} {store.version}", file=sys.stderr)
         recompute = {"kv_load_failure_policy": "recompute"}
         command = store.server.args
         assert isinstance(command, list)
         names = [command[i + 1] for i, word in enumerate(command) if word == "--shm-name"]
         more = {
             "python": store.python,
+            "version": f"{name.removesuffix('Connector')} {store.version}",
             "env": store.env,
             "pids": [store.server.pid],
             "store_mib": mib * engines,

@@ -3,12 +3,12 @@
     with EngineProcess(model_dir, EngineSettings(connector={...})) as engine:
         result = engine.generate([[1, 2, 3]], max_tokens=8)[0]
 
-The engine lives in a process of its own and speaks JSON lines over a socket
-that it inherits, so that its own output stays readable.
+The engine is a process of its own that speaks JSON lines over a socket which it inherits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import llvmlite_names
 from tiny_models import ModelShape as ModelShape
 from tiny_models import build_model as build_model
 from tiny_models import cpu_dtype as cpu_dtype
@@ -87,12 +88,12 @@ class EngineProcess:
         program: Path = Path(__file__),
         on: Sequence[str] = (),
         python: Path | None = None,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        cwd: Path | None = None,
     ) -> None:
         """`program` is what runs in the process: this file, or another that calls `serve`. `python`
-        runs it, where it is not the caller's.
-
-        `on` is a command that starts what follows it somewhere else (`Hosts.command`).
-        """
+        runs it, where it is not the caller's. `on` is a command that starts what follows it
+        somewhere else (`Hosts.command`). Calls that take longer raise `TimeoutError`."""
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -107,10 +108,12 @@ class EngineProcess:
         }
         request = json.dumps({"model": str(model), "settings": asdict(settings)})
         self.log = log
+        self._call_timeout_s = call_timeout_s
         self._log = log.open("wb") if log is not None else None
         self._process = subprocess.Popen(
             [*on, str(python or sys.executable), str(program), str(theirs.fileno()), request],
             pass_fds=[theirs.fileno()],
+            cwd=cwd,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log or subprocess.DEVNULL,
@@ -129,12 +132,12 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def call(self, op: str, timeout_s: float = CALL_TIMEOUT_S, **args: Any) -> Any:
+    def call(self, op: str, timeout_s: float | None = None, **args: Any) -> Any:
         """Send one request to the process, and return its answer. Raises `RuntimeError` with what
         went wrong there."""
         self._lines.write(json.dumps({"op": op, **args}).encode() + b"\n")
         self._lines.flush()
-        return self._read(timeout_s)
+        return self._read(self._call_timeout_s if timeout_s is None else timeout_s)
 
     def _read(self, timeout_s: float) -> Any:
         self._socket.settimeout(timeout_s)
@@ -154,11 +157,8 @@ class EngineProcess:
         kv_transfer_params: dict[str, Any] | list[Any] | None = None,
         **more: Any,
     ) -> list[Generated]:
-        """Run prompts together, greedily; `abort_after_s` ends some of them early.
-
-        `kv_transfer_params` are those of all of them, or a list with those of each. `more` is for
-        `Driver.generate`.
-        """
+        """Run prompts together, greedily; `abort_after_s` ends some of them early, and
+        `kv_transfer_params` are of all or a list of each. `more` is for `Driver.generate`."""
         if kv_transfer_params is not None:
             more["kv_transfer_params"] = kv_transfer_params
         return [
@@ -185,7 +185,8 @@ class EngineProcess:
             except (OSError, RuntimeError, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait(STOP_TIMEOUT_S)
-        self._lines.close()
+        with contextlib.suppress(OSError):
+            self._lines.close()
         self._socket.close()
         if self._log is not None:
             self._log.close()
@@ -202,6 +203,8 @@ def make_llm(model: str, settings: EngineSettings) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    if settings.connector is not None:
+        llvmlite_names.say_what_is_lacking()
     transfer = KVTransferConfig(**settings.connector) if settings.connector else None
     return LLM(
         **{

@@ -221,7 +221,7 @@ def sources() -> list[Path]:
     found = [
         path
         for name in ("core", "protocol", "segment")
-        for path in (ROOT / "kvstore" / name).glob("*.py")
+        for path in (ROOT / "kvstore" / name).rglob("*.py")
     ]
     found += [ROOT / f"kvstore/client/{name}.py" for name in READ_PATH]
     found += [ROOT / f"kvstore/{name}.py" for name in LONE]
@@ -239,12 +239,12 @@ def nearest_tests(root: Path, path: Path) -> list[str]:
         found = sorted(str(file.relative_to(root)) for file in own)
         found += [*(REMOTE_TESTS if "remote" in path.parts else ()), *READ_TESTS]
     else:
-        core = path.parent.name == "core"
-        folders = ["core", "protocol", "segment"] if core else [path.parts[-2]]
+        core = path.parts[1] == "core"
+        folders = ["core", "protocol", "segment"] if core else [path.parts[1]]
         found = [
             str(p.relative_to(root))
             for folder in folders
-            for p in sorted((root / "tests" / folder).glob("test_*.py"))
+            for p in sorted((root / "tests" / folder).rglob("test_*.py"))
         ]
         found.append("tests/fuzz/test_control_messages.py")
     return [name for name in dict.fromkeys(found) if (root / name).exists()]

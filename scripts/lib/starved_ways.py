@@ -9,7 +9,7 @@ from typing import Any
 
 from connector.layout.geometry import StoreLayout
 from kvstore import BlockRef, BlockSession, KVStoreError, LookupResult, PutResult, Reservation
-from kvstore.client.explanation import reason_of
+from kvstore.client.missing.explanation import reason_of
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.keys import Namespace

@@ -14,7 +14,7 @@ from typing import Any
 from engines import EngineSettings, serve
 
 from kvstore import Client, Limits
-from kvstore.client.put_pipeline import StoppedError, check_wanted, unless
+from kvstore.client.values.put_pipeline import StoppedError, check_wanted, unless
 
 BLOCK_TOKENS = 256
 BLOCK_BYTES = 2 << 20
