@@ -19,7 +19,7 @@ from connector.transfer.config import KVTransferConfig
 from kvstore import Limits
 from kvstore.cli.node_table import NodeTable
 from kvstore.config_file import SecurityFiles
-from kvstore.settings import allowed_in, default_of
+from kvstore.settings.reader import allowed_in, default_of
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
 MARK = "<!-- made from the code by tests/settings_reference.py: what is below is not edited -->"

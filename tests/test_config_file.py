@@ -11,7 +11,7 @@ from connector.transfer.config import KVTransferConfig
 from kvstore import BlockSession, Limits, StreamSecurity, UsageError, tenant_salt
 from kvstore.config_file import read_config
 from kvstore.secret import SIGNING_KEY, secret
-from kvstore.toml_file import CONFIG, CONFIG_BYTES_MAX
+from kvstore.settings.toml_file import CONFIG, CONFIG_BYTES_MAX
 
 
 @pytest.fixture

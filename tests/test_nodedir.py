@@ -8,9 +8,9 @@ from clocks import died_ago
 from stores import announcement
 
 from kvstore.errors import UsageError
-from kvstore.filelock import try_lock
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import VERSION, Announcement, NodeDir, node_dirs, sweep
+from kvstore.system.filelock import try_lock
 
 WORD = announcement(
     node_id=2**64 - 1,
@@ -134,7 +134,7 @@ ASKS = {
 def test_whatever_the_owner_of_a_shared_directory_puts_there_nobody_waits_for_it(
     name, kind, tmp_path
 ):
-    """Its clients may be another user's (node/permissions.py)."""
+    """Its clients may be another user's (node/control/permissions.py)."""
     one = NodeDir(tmp_path, "n")
     one.path.mkdir(parents=True)
     one.lock.touch()

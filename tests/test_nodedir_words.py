@@ -16,7 +16,6 @@ from stores import announcement
 
 from kvstore import nodedir
 from kvstore.errors import UsageError
-from kvstore.filelock import try_lock
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import (
     NAME_CHARS_MAX,
@@ -29,6 +28,7 @@ from kvstore.nodedir import (
     strangers,
     sweep,
 )
+from kvstore.system.filelock import try_lock
 
 WORD = announcement(node_id=7, epoch=5, counts={"blocks": 3}, transports={"stream": "tcp://a:1"})
 FIELDS = dataclasses.asdict(WORD)

@@ -10,6 +10,7 @@ from kvstore.record import (
     RECORD_VERSION,
     SIGNED_RECORD_BYTES,
     RecordSigner,
+    node_start_of,
     pack_record,
     slot_of,
     unpack_record,
@@ -35,6 +36,16 @@ def test_a_record_gives_back_the_location_it_was_made_of(location):
     assert unpack_record(KEY, pack_record(KEY, location)) == location
 
 
+@given(locations, locations)
+def test_a_record_tells_the_start_of_its_node_and_of_no_other(one, other):
+    start = node_start_of(KEY, pack_record(KEY, one))
+    same = (one.node_id, one.epoch) == (other.node_id, other.epoch)
+    assert start is not None
+    assert (start == node_start_of(KEY, pack_record(KEY, other))) is same
+    moved = other._replace(node_id=one.node_id, epoch=one.epoch)
+    assert node_start_of(KEY, pack_record(KEY, moved)) == start
+
+
 @given(locations)
 def test_a_record_tells_its_slot_without_its_key(location):
     assert slot_of(pack_record(KEY, location)) == (location.slot, location.generation)
@@ -49,11 +60,13 @@ def test_a_record_with_any_bit_flipped_is_none(location, bit):
     record = bytearray(pack_record(KEY, location))
     record[bit // 8] ^= 1 << bit % 8
     assert unpack_record(KEY, bytes(record)) is None
+    assert node_start_of(KEY, bytes(record)) is None
 
 
 @given(locations)
 def test_a_record_under_another_key_is_none(location):
     assert unpack_record(bytes(32), pack_record(KEY, location)) is None
+    assert node_start_of(bytes(32), pack_record(KEY, location)) is None
 
 
 @given(locations)

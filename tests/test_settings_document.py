@@ -7,7 +7,7 @@ import sys
 
 import settings_reference as reference
 
-from kvstore.toml_file import CONFIG, TABLES
+from kvstore.settings.toml_file import CONFIG, TABLES
 
 
 def test_every_setting_is_in_the_document_as_it_is_in_the_code():

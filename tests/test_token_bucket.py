@@ -1,8 +1,8 @@
 """What a client suspects is looked at before it is dropped, and only so much in a second."""
 
-from kvstore.core.departures import GoneWhy
 from kvstore.core.events import Corrupt, Drop, Explain, Pin, Reserve, Suspect, Unpin
 from kvstore.core.node import NodeCore
+from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.token_bucket import TokenBucket
 
 KEY, OTHER = b"k" * 32, b"o" * 32

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest  # as in every other test
+from batch_readers import READERS, reader_of
 from clocks import died_ago
 from places import REPOSITORY, Place, clean_env
 from redis_servers import RedisServer, stopped, wait_until
@@ -415,3 +416,14 @@ def test_whether_vram_can_be_registered_for_rdma_is_said(tmp_path: Path, monkeyp
     version.unlink()
     (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
     assert level() is Level.OK
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_it_says_what_reads_the_blocks_of_this_host(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("kvstore.segment.batch_read.READER", reader_of(name))
+    found = software.packages(context())[-1]
+    assert name in found.found
+    assert found.level is (Level.OK if name == "compiled" else Level.INFO)
+    assert bool(found.do) == (name == "Python")

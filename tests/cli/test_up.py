@@ -11,10 +11,10 @@ import pytest
 from places import Place, wait_until
 from redis_servers import RedisServer
 
-from kvstore import numa
 from kvstore.cli import fleet, up
 from kvstore.errors import NodeUnavailableError
 from kvstore.nodedir import NodeDir
+from kvstore.system import numa
 
 NAMES = ("node-0", "node-1")
 

@@ -15,7 +15,7 @@ from warm_processes import WarmProcess, program
 from kvstore import Client, Limits, NodeUnavailableError, PutStatus, UsageError
 from kvstore.errors import NoSpaceError
 from kvstore.index.memory import MemoryIndex
-from kvstore.limits import RESTART_WITHIN_S
+from kvstore.limits import RESTART_WITHIN_S, SEGMENT_BYTES_MAX
 from kvstore.node import Node, NodeConfig
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.testing.stopping import stop
@@ -196,7 +196,7 @@ def test_flipped_payload_bytes_are_a_miss_with_verify_always(node, seen):
 
 
 def test_a_full_shm_is_refused_with_figures_and_leaves_nothing(tmp_path):
-    config = NodeConfig(run_dir=tmp_path, size_bytes=1 << 44)
+    config = NodeConfig(run_dir=tmp_path, size_bytes=SEGMENT_BYTES_MAX)
     with pytest.raises(NoSpaceError, match=r"\d+ bytes asked for, \d+ free"):
         Node(config, MemoryIndex()).start()
     assert list((tmp_path / "nodes").iterdir()) == []

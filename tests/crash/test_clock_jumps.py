@@ -15,11 +15,12 @@ from clocks import clock_was_set, died_ago
 from redis_servers import RedisServer, wait_until
 from stores import MIB, NodeProcess
 
-from kvstore import Client, host_clock
-from kvstore.host_clock import Moment, age_s, passed_s, ran_s, wall_age_s
+from kvstore import Client
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.abandoned import Sweeper, free_abandoned
+from kvstore.system import host_clock
+from kvstore.system.host_clock import Moment, age_s, passed_s, ran_s, wall_age_s
 
 HOURS_S = 5 * 3600.0
 VALUE = b"v" * 10_000

@@ -16,7 +16,7 @@ from cuda_python import cuda_bindings
 from redis_servers import wait_until
 from vram_parts import VramPlace
 
-from kvstore.client.vram import VramNodes
+from kvstore.client.vram.nodes import VramNodes
 from kvstore.core.events import Commit, Drop, Reserve
 from kvstore.cuda.base import DeviceRange
 from kvstore.index.memory import MemoryIndex

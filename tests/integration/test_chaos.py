@@ -18,7 +18,7 @@ from synthetic import SyntheticDriver
 
 from kvstore import Client
 from kvstore.client.local.writer import Writer
-from kvstore.client.put_pipeline import unless
+from kvstore.client.values.put_pipeline import unless
 from kvstore.testing.crash import workers
 
 RIGHT = {(1,): [7, 8], (2,): [9]}

@@ -5,7 +5,7 @@ import sys
 from planting import bug_that_needs
 
 from kvstore.client.local import control, writer
-from kvstore.client.put_pipeline import _Window
+from kvstore.client.values.put_pipeline import _Window
 from kvstore.nodedir import Announcement
 from kvstore.segment import locate
 from kvstore.segment.header import fields

@@ -6,10 +6,10 @@ from planting import bug, bug_that_needs
 
 from kvstore.client import block_lookup, client, reader
 from kvstore.core.node import NodeCore
-from kvstore.core.outbox import Outbox
+from kvstore.core.outgoing.outbox import Outbox
 from kvstore.core.scrub import Scrub
 from kvstore.index.memory import MemoryIndex
-from kvstore.segment import locate, shm
+from kvstore.segment import batch_read, locate, shm
 from kvstore.segment.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -23,6 +23,22 @@ from kvstore.segment.header import (
 def no_check_after_reading(patch):
     """A slot that was reused while it was copied counts as a hit (rule 4)."""
     patch(reader.Place, "valid", lambda self: True)
+
+
+@bug
+def no_check_after_reading_a_batch(patch):
+    """A slot that was reused while a batch was copied counts as a hit (rule 4)."""
+    patch(batch_read, "unchanged", lambda *_: True)
+
+
+@bug
+def no_generation_check_after_a_batch(patch):
+    """Whoever reads a batch looks at the key alone (rule 4)."""
+
+    def unchanged(head, start, image):
+        return head[start + 8 : start + 40] == image[8:40]
+
+    patch(batch_read, "unchanged", unchanged)
 
 
 @bug

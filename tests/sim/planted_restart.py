@@ -6,8 +6,8 @@ from kvstore import circuit_breaker
 from kvstore.client.local import control, link
 from kvstore.core import recovery
 from kvstore.core.events import Seal, SessionDead
-from kvstore.core.granules import granules_of
 from kvstore.core.holdings import FORMER
+from kvstore.core.memory.granules import granules_of
 from kvstore.core.node import NodeCore
 from kvstore.node.daemon import Node
 from kvstore.segment import scan, shm

@@ -3,15 +3,15 @@
 from planting import bug, bug_that_needs
 
 from kvstore.client.local import control, link
-from kvstore.core import allocator
 from kvstore.core.answers import Grant
-from kvstore.core.departures import GoneWhy
 from kvstore.core.events import Copy, Fill, SessionResumed
-from kvstore.core.granules import granules_of
+from kvstore.core.memory import allocator
+from kvstore.core.memory.granules import granules_of
+from kvstore.core.memory.slots import SlotEvent, SlotState
 from kvstore.core.node import NodeCore
-from kvstore.core.slots import SlotEvent, SlotState
-from kvstore.node.control_server import Connection
-from kvstore.node.liveness import Sessions
+from kvstore.core.outgoing.departures import GoneWhy
+from kvstore.node.control.control_server import Connection
+from kvstore.node.control.liveness import Sessions
 from kvstore.record import pack_record
 from kvstore.testing.sim import world
 from kvstore.types import Location
@@ -94,7 +94,7 @@ def lost_connection_counts_as_death(patch):
     real = NodeCore._session_resumed
 
     def resumed(self, event, effects, now):
-        real(self, SessionResumed(event.session, [], []), effects, now)
+        real(self, SessionResumed(event.session, {}, {}, event.slots), effects, now)
 
     patch(NodeCore, "_session_resumed", resumed)
 

@@ -20,12 +20,12 @@ from kvstore.client import reset_everywhere
 from kvstore.core.events import NOBODY, Reserve, Reset
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
-from kvstore.host_clock import Moment
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import Machine
-from kvstore.node.heartbeat import HEARTBEAT_S, Heartbeat
-from kvstore.node.resets import ResetNews
+from kvstore.node.publishing.heartbeat import HEARTBEAT_S, Heartbeat
+from kvstore.node.publishing.resets import ResetNews
 from kvstore.nodedir import NodeDir
+from kvstore.system.host_clock import Moment
 
 HOSTS = 3
 PREFIX = "kv:t"

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvstore import host_clock
 from kvstore.segment.header import LIFE_PLACE
+from kvstore.system import host_clock
 
 
 def died_ago(s_ago: float, *, keep: Path | None = None, files: Iterable[Path] = ()) -> None:

@@ -7,7 +7,7 @@ import time
 from contract.transport import PATIENCE_S, SECURITY, Place
 
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.vram import VramNodes
+from kvstore.client.vram.nodes import VramNodes
 from kvstore.core.events import Commit, Drop, Reserve
 from kvstore.cuda.base import address_of, wait
 from kvstore.index.memory import MemoryIndex
