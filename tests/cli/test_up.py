@@ -88,7 +88,7 @@ def test_nodes_and_redis_end_with_an_up_that_is_killed(place: Place) -> None:
 
 
 def test_without_room_in_shared_memory_it_says_so_and_leaves_nothing(place: Place) -> None:
-    ran = place.kv("up", "--size", "16TiB")
+    ran = place.kv("up", "--size", "8TiB")
     assert ran.returncode == 1
     assert re.fullmatch(rb"kvstore: /dev/shm: \d+ bytes asked for, \d+ free, .*\n", ran.stderr)
     nothing_left(place)

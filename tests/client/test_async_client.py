@@ -8,12 +8,14 @@ import threading
 import time
 
 import pytest
+from batch_readers import LeavesAll
 from two_hosts import PATIENT, SECURITY, client_of
 
 from kvstore import AsyncClient, Client, UsageError
 from kvstore.client import async_client, reader
 from kvstore.client.local.control import ControlChannel
 from kvstore.client.values import put_pipeline
+from kvstore.segment import batch_read
 
 MIB = 1 << 20
 
@@ -35,6 +37,27 @@ class Gate:
         await asyncio.to_thread(self.entered.wait, 30)
 
 
+class GatedReader:
+    """This process's reader of batches, which also reads lone values and writes into no `out`
+    until it is let through."""
+
+    suits_one = True
+
+    def __init__(self, monkeypatch):
+        self.entered, self.open = threading.Event(), threading.Event()
+        self._reader = batch_read.READER
+        self.name = self._reader.name
+        monkeypatch.setattr(batch_read, "READER", self)
+
+    def read(self, *arguments):
+        self.entered.set()
+        assert self.open.wait(30)
+        return self._reader.read(*arguments)
+
+    async def passed(self):
+        await asyncio.to_thread(self.entered.wait, 30)
+
+
 async def still(task, gate):
     """It does not end while somebody uses the memory, however often it is cancelled."""
     await gate.passed()
@@ -47,15 +70,19 @@ async def still(task, gate):
         await task
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["in one call", "one by one"])
 @pytest.mark.parametrize("call", ["get", "get_many", "get_blocks"])
-def test_a_cancelled_read_leaves_the_callers_memory_alone(node, monkeypatch, call):
+def test_a_cancelled_read_leaves_the_callers_memory_alone(node, monkeypatch, call, together):
+    if not together:
+        monkeypatch.setattr(batch_read, "READER", LeavesAll())
+
     async def talk():
         async with AsyncClient(**node.client_options) as c:
             value = os.urandom(2 * MIB)
             await c.put("k", value)
             await c.put_blocks(range(256), [value])
             buffer = bytearray(2 * MIB)
-            gate = Gate(reader, monkeypatch)
+            gate = GatedReader(monkeypatch) if together else Gate(reader, monkeypatch)
             reads = {
                 "get": lambda: c.get("k", buffer),
                 "get_many": lambda: c.get_many(["k"], [buffer]),
