@@ -78,10 +78,13 @@ def as_it_is(body: Any) -> Any:
 class Ticket:
     """A request on its way, and its answer once that has come."""
 
-    __slots__ = ("accept", "answer", "done", "error", "give_up_at")
+    __slots__ = ("accept", "answer", "done", "error", "give_up_at", "hurried")
 
     def __init__(self, give_up_at: float, accept: Accept) -> None:
         self.give_up_at = give_up_at
+        self.hurried = False
+        """Its caller has less time than a node is given: that it came too late tells nothing of
+        the node."""
         self.accept = accept
         self.answer: Any = None
         self.error: Exception | None = None
@@ -179,10 +182,12 @@ class ControlChannel:
         """
         timeout_s = min(self._timeout_s, deadlines.call.each_s)
         give_up_at = min(self._now() + timeout_s, deadlines.call.give_up_at)
+        least_s = min(timeout_s, PROBE_TIMEOUT_S)
         self._check_outside()
         try:
             self._acquire(give_up_at)
             now = self._now()
+            hurried = give_up_at - now < least_s
             breaker = self._breaker
             if breaker.state is not BreakerState.CLOSED and not breaker.allows(now):
                 why = f": {self._last_failure}" if self._last_failure else ""
@@ -198,9 +203,12 @@ class ControlChannel:
                     give_up_at = self._now() + timeout_s
                 if before is not None:
                     before()
-                return self._send([op, self._number(), *args], give_up_at, accept)
+                hurried = give_up_at - self._now() < least_s
+                ticket = self._send([op, self._number(), *args], give_up_at, accept)
+                ticket.hurried = hurried
+                return ticket
             except (DeadlineError, NodeUnavailableError) as e:
-                self._failed(e)
+                self._failed(e, hurried)
                 raise
             except BaseException:  # interrupted: half of the message may be on its way
                 self._disconnect()
@@ -228,7 +236,7 @@ class ControlChannel:
                     ):
                         self._breaker.succeeded()
                 except (DeadlineError, NodeUnavailableError) as e:
-                    self._failed(e)
+                    self._failed(e, ticket.hurried)
                     raise
                 except BaseException:  # interrupted: nobody would hold what the answer grants
                     self._disconnect()
@@ -293,11 +301,14 @@ class ControlChannel:
         self._wanted_s, self._seen_idle = wanted_s, idle
         return not hangs
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, hurried: bool) -> None:
         """Raises what a handler of signals raised, if that is all there is to `error`."""
         self._patient_until = NEVER
         self._disconnect()
         let_through(error)
+        closed = self._breaker.state is BreakerState.CLOSED
+        if hurried and closed and isinstance(error, DeadlineError):
+            return
         self._last_failure = str(error)
         self._breaker.failed(self._now())
 

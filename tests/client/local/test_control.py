@@ -11,6 +11,7 @@ import msgpack
 import pytest
 
 from kvstore.circuit_breaker import BreakerState
+from kvstore.client.local import deadlines
 from kvstore.client.local.control import (
     PROBE_TIMEOUT_S,
     SAY_CONNECT_TIMEOUT_S,
@@ -44,6 +45,47 @@ def test_asking_whether_a_stopped_node_answers_again_costs_no_whole_deadline(cha
     with pytest.raises(DeadlineError):
         channel.request(Op.STAT)
     assert PROBE_TIMEOUT_S <= time.monotonic() - begun < TIMEOUT_S / 2
+    with pytest.raises(NodeUnavailableError, match="did not answer lately"):
+        channel.request(Op.STAT)
+
+
+def test_a_caller_in_a_hurry_does_not_keep_others_from_a_node(tmp_path):
+    """Else a `clear` with a time-out of 20 ms would have the puts of a second rejected."""
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory.socket))
+        server.listen(8)
+        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
+        with deadlines.until(time.monotonic() + 0.01), pytest.raises(DeadlineError):
+            channel.request(Op.STAT)
+        threading.Thread(target=answer_all, args=(server,), daemon=True).start()
+        assert channel.request(Op.STAT) is None
+        channel.close()
+
+
+def test_a_hurried_answer_that_does_not_come_keeps_nobody_from_a_node(tmp_path):
+    directory = NodeDir(tmp_path, "node")
+    directory.leases.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory.socket))
+        server.listen(8)
+        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
+        silent = threading.Event()
+        threading.Thread(target=answer_all, args=(server, silent), daemon=True).start()
+        assert channel.request(Op.STAT) is None
+        silent.set()
+        with deadlines.until(time.monotonic() + 0.01), pytest.raises(DeadlineError):
+            channel.request(Op.STAT)
+        silent.clear()
+        assert channel.request(Op.STAT) is None
+        channel.close()
+
+
+def test_a_node_that_lets_its_whole_time_pass_is_not_asked_again_at_once(channel):
+    begun = time.monotonic()
+    with deadlines.until(begun + PROBE_TIMEOUT_S * 1.2), pytest.raises(DeadlineError):
+        channel.request(Op.STAT)
     with pytest.raises(NodeUnavailableError, match="did not answer lately"):
         channel.request(Op.STAT)
 
@@ -132,7 +174,8 @@ def test_a_bug_in_the_search_for_what_is_held_is_ours(tmp_path, error):
         channel.close()
 
 
-def answer_all(server):
+def answer_all(server, silent=None):
+    """Answer, unless it is to be `silent`, one connection after another."""
     while True:
         try:
             connection, _ = server.accept()
@@ -145,7 +188,7 @@ def answer_all(server):
                 for op, request, *_ in unpacker:
                     known |= op == Op.HELLO
                     body = [1, 1] if op == Op.HELLO else None
-                    if request:
+                    if request and not (silent and silent.is_set()):
                         answer = body if known else "the first must be HELLO"
                         connection.sendall(control.packed([request, known, answer]))
 
