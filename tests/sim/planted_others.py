@@ -9,7 +9,7 @@ from kvstore.client.values.put_pipeline import _Window
 from kvstore.nodedir import Announcement
 from kvstore.segment import locate
 from kvstore.segment.header import fields
-from kvstore.testing.sim.hosts import SimLease
+from kvstore.testing.sim.models.hosts import SimLease
 from kvstore.testing.sim.scheduler import HandlerError
 
 

@@ -15,7 +15,7 @@ from kvstore.index.base import KeyRecord, Record
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.record import unpack_record
 from kvstore.segment.header import RESERVED, unpack
-from kvstore.testing.sim.memory import SimOwned, address_of
+from kvstore.testing.sim.models.memory import SimOwned, address_of
 from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 from kvstore.types import Key
 

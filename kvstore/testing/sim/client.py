@@ -15,7 +15,7 @@ from kvstore.index.base import KeyRecord
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.record import unpack_record
-from kvstore.testing.sim import memory
+from kvstore.testing.sim.models import memory
 from kvstore.testing.sim.scheduler import Actor, HandlerError, Process
 from kvstore.testing.sim.session import client_class
 from kvstore.types import Key, Location, PutStatus

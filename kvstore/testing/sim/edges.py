@@ -18,7 +18,7 @@ from kvstore.client import pins, reader
 from kvstore.client.remote import fetch
 from kvstore.client.values import put_pipeline
 from kvstore.segment import batch_read
-from kvstore.testing.sim import memory
+from kvstore.testing.sim.models import memory
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.testing.sim.client import SimClient
 from kvstore.testing.sim.faults import PER_CALL, PER_MESSAGE
-from kvstore.testing.sim.network import ANSWERS, ASKS
+from kvstore.testing.sim.models.network import ANSWERS, ASKS
 from kvstore.testing.sim.node import SimNode
 from kvstore.testing.sim.world import run_dir_of
 

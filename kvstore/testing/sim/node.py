@@ -24,9 +24,9 @@ from kvstore.node.publishing.heartbeat import HEARTBEAT_S, JITTER
 from kvstore.node.publishing.scrubber import SCRUB_EVERY_S
 from kvstore.node.takeover import Started
 from kvstore.nodedir import Announcement
-from kvstore.testing.sim.hosts import SimFormerClients, SimNodeDir, SimSessions
-from kvstore.testing.sim.memory import SimOwned
-from kvstore.testing.sim.network import SimSocket, SimTransport, Wire
+from kvstore.testing.sim.models.hosts import SimFormerClients, SimNodeDir, SimSessions
+from kvstore.testing.sim.models.memory import SimOwned
+from kvstore.testing.sim.models.network import SimSocket, SimTransport, Wire
 from kvstore.testing.sim.scheduler import FOREVER, Actor, Process
 from kvstore.testing.sim.session import guarded
 

@@ -9,7 +9,7 @@ from kvstore.client.local.reaper import Reaper
 from kvstore.client.session import BlockSession
 from kvstore.index.open import OpenedIndex
 from kvstore.index.outage import GuardedIndex
-from kvstore.testing.sim.index import SimIndex
+from kvstore.testing.sim.models.index import SimIndex
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World

@@ -9,11 +9,11 @@ from typing import Any
 from kvstore.node.epoch import epoch_after
 from kvstore.testing.sim.checks import Checks
 from kvstore.testing.sim.faults import Faults
-from kvstore.testing.sim.hosts import SimLease, SimNodeDir
-from kvstore.testing.sim.index import SimServer
-from kvstore.testing.sim.machine import SimMachine
-from kvstore.testing.sim.memory import Files
-from kvstore.testing.sim.network import Wire
+from kvstore.testing.sim.models.hosts import SimLease, SimNodeDir
+from kvstore.testing.sim.models.index import SimServer
+from kvstore.testing.sim.models.machine import SimMachine
+from kvstore.testing.sim.models.memory import Files
+from kvstore.testing.sim.models.network import Wire
 from kvstore.testing.sim.scheduler import Process, Scheduler
 
 NODE_BYTES = (128 << 10, 192 << 10, 384 << 10)

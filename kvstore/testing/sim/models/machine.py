@@ -12,8 +12,8 @@ from kvstore.machine import Machine
 from kvstore.nodedir import NodeDir
 from kvstore.system.host_clock import Moment
 from kvstore.system.memory_files import Room, UnmappedFile
-from kvstore.testing.sim.hosts import SimLease
-from kvstore.testing.sim.network import SimSocket
+from kvstore.testing.sim.models.hosts import SimLease
+from kvstore.testing.sim.models.network import SimSocket
 from kvstore.testing.sim.scheduler import FOREVER, Actor
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from kvstore.segment.shm import OwnedShm
 from kvstore.types import Key
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim.machine import SimMachine
+    from kvstore.testing.sim.models.machine import SimMachine
     from kvstore.testing.sim.world import World
 
 COPY_CHUNKS = 3

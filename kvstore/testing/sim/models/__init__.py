@@ -1,0 +1,1 @@
+"""Models what a simulated world has instead of a machine: files, memory, network, index, time."""
