@@ -1,4 +1,4 @@
-"""Runs the `kvstore` command: one file per subcommand, imported when it is asked for."""
+"""Runs the `kvstore` command: a subcommand is a file in commands/, imported when asked for."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description = f"{summary[0].upper()}{summary[1:]}."
         command = commands.add_parser(name, help=summary, description=description)
         if name == asked:
-            module = importlib.import_module(f"kvstore.cli.{name}")
+            module = importlib.import_module(f"kvstore.cli.commands.{name}")
             module.configure(command)
             command.set_defaults(run=module.run)
     return parser.parse_args(argv)

@@ -11,7 +11,8 @@ import pytest
 from places import Place, wait_until
 from redis_servers import RedisServer
 
-from kvstore.cli import fleet, up
+from kvstore.cli import fleet
+from kvstore.cli.commands import up
 from kvstore.errors import NodeUnavailableError
 from kvstore.nodedir import NodeDir
 from kvstore.system import numa

@@ -13,7 +13,7 @@ from redis_servers import RedisServer
 from stores import NodeThread
 
 from kvstore import Client, Namespace
-from kvstore.cli import get, stat
+from kvstore.cli.commands import get, stat
 from kvstore.cli.store import LIMITS
 
 VALUE = bytes(range(256)) * 1000

@@ -15,8 +15,8 @@ from seeds import fuzz
 from connector.settings import ConnectorSettings
 from connector.transfer.config import KVTransferConfig
 from kvstore.cli import COMMANDS, _parse
-from kvstore.cli.acl import _read_passwords
-from kvstore.cli.explain import _namespace, _tokens
+from kvstore.cli.commands.acl import _read_passwords
+from kvstore.cli.commands.explain import _namespace, _tokens
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import KVStoreError, UsageError

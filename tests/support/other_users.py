@@ -28,7 +28,7 @@ _PRELUDE = """
 import json, os, socket, sys
 from pathlib import Path
 import hiredis, msgpack, redis, tenacity, xxhash
-import kvstore.cli.node, kvstore.cli.options, kvstore.cli.output, kvstore.cli.store
+import kvstore.cli.commands.node, kvstore.cli.options, kvstore.cli.output, kvstore.cli.store
 from kvstore import *
 from kvstore.cli import main
 from kvstore.client.local.control import ControlChannel

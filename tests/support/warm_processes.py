@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TextIO
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["__main__", "kvstore", "kvstore.cli.node"])
+FORKS.set_forkserver_preload(["__main__", "kvstore", "kvstore.cli.commands.node"])
 
 
 class WarmProcess:

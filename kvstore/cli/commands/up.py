@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from kvstore.cli.commands.node import add_memory, node_bytes
 from kvstore.cli.fleet import Fleet, node_names
-from kvstore.cli.node import add_memory, node_bytes
 from kvstore.cli.node_table import NodeTable
 from kvstore.cli.options import (
     KEY_PREFIX_DEFAULT,
