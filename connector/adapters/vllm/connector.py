@@ -36,11 +36,11 @@ with of_vllm():
     from connector.adapters.vllm.bystander import Bystander
     from connector.adapters.vllm.engine_hooks import Watcher, watch_engine_core
     from connector.adapters.vllm.events import VllmEvents
+    from connector.adapters.vllm.groups.states import completed_states
     from connector.adapters.vllm.hand_over import hand_over, within_multi_connector
     from connector.adapters.vllm.launcher import in_lock_step, lockstep_side
     from connector.adapters.vllm.request import HashedRequest
     from connector.adapters.vllm.shape import engine_shape, vllm_hash_tokens
-    from connector.adapters.vllm.states import completed_states
     from connector.adapters.vllm.stats import KVStorePromMetrics, KVStoreStats
     from connector.adapters.vllm.weights import Weights
 

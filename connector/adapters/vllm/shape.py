@@ -19,12 +19,17 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from connector.adapters.vllm.heads import tp_shards
+from connector.adapters.vllm.groups.heads import tp_shards
+from connector.adapters.vllm.groups.kinds import check_model, sorted_groups
+from connector.adapters.vllm.groups.runs import layer_runs
+from connector.adapters.vllm.groups.states import (
+    state_fields,
+    state_geometry,
+    state_spec,
+    state_topology,
+)
 from connector.adapters.vllm.identity import model_fields
-from connector.adapters.vllm.kinds import check_model, sorted_groups
 from connector.adapters.vllm.launcher import in_lock_step
-from connector.adapters.vllm.runs import layer_runs
-from connector.adapters.vllm.states import state_fields, state_geometry, state_spec, state_topology
 from connector.build import EngineShape, GroupShape
 from connector.layout.geometry import KVGeometry
 from connector.layout.identity import digest_of

@@ -76,7 +76,7 @@ def kinds_of_vllm() -> Iterator[type]:
 
 class TestEnumerated:
     def test_every_kind_that_this_vllm_has_is_decided_on(self) -> None:
-        from connector.adapters.vllm.kinds import KINDS
+        from connector.adapters.vllm.groups.kinds import KINDS
 
         none_of_a_layer = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
         kinds = {kind.__name__ for kind in kinds_of_vllm()}
@@ -375,7 +375,7 @@ class TestRefused:
     def test_a_model_that_cannot_begin_behind_a_prefix(
         self, model: dict[str, Any], named: str
     ) -> None:
-        from connector.adapters.vllm.kinds import check_model
+        from connector.adapters.vllm.groups.kinds import check_model
 
         with pytest.raises(UsageError, match=named):
             check_model(SimpleNamespace(**model))

@@ -45,7 +45,8 @@ def become(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's modules see a machine of that kind."""
     import vllm.platforms
 
-    from connector.adapters.vllm import identity, shape, states
+    from connector.adapters.vllm import identity, shape
+    from connector.adapters.vllm.groups import states
 
     if vllm.platforms.current_platform.device_type == device:
         return

@@ -193,7 +193,7 @@ class TestWhatIsSaved:
             assert 0 not in ids(blocks)
 
     def test_trap_states_after_drafts_are_not_final_in_their_step(self) -> None:
-        from connector.adapters.vllm.states import completed_states
+        from connector.adapters.vllm.groups.states import completed_states
 
         offered = {"a": [(1, 7, 2 * BLOCK), (1, 8, 3 * BLOCK)], "b": [(1, 9, BLOCK)]}
         block_state = SimpleNamespace(boundary_state_offloads=offered)
@@ -308,7 +308,7 @@ class TestShape:
         import torch
         from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-        from connector.adapters.vllm import states
+        from connector.adapters.vllm.groups import states
 
         def name(**changes: Any) -> object:
             return self.layout(model, **changes).groups[1].namespaces[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from connector.adapters.vllm.heads import tp_shards
+from connector.adapters.vllm.groups.heads import tp_shards
 from connector.layout.geometry import LayerRun
 from kvstore import UsageError
 

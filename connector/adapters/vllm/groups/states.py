@@ -9,7 +9,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 
-from connector.adapters.vllm.runs import state_runs
+from connector.adapters.vllm.groups.runs import state_runs
 from connector.layout.geometry import Field, KVGeometry
 from connector.layout.topology import TpKVTopology
 from connector.messages import StateBlock
