@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
-from kvstore.seldom import Seldom
+from kvstore.node.seldom import Seldom
 
 log = logging.getLogger("kvstore.node")
 

@@ -86,6 +86,7 @@ from kvstore.node.publishing.publisher import STOP_TIMEOUT_S, Publisher
 from kvstore.node.publishing.resets import ResetNews
 from kvstore.node.publishing.scrubber import Scrubber
 from kvstore.node.readiness import Readiness, slot_works
+from kvstore.node.seldom import Seldom
 from kvstore.node.stream.server import StreamServer
 from kvstore.node.stream.service import ServedSegment
 from kvstore.node.upkeep import Parts, PutBack, Upkeep
@@ -97,7 +98,6 @@ from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.cgroup import check_limit, memory_limit
-from kvstore.seldom import Seldom
 from kvstore.system.filelock import FileLock
 from kvstore.types import Key
 

@@ -40,12 +40,12 @@ from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
 from kvstore.errors import InternalError, NoSpaceError
 from kvstore.machine import REAL, Machine
+from kvstore.node.seldom import Seldom
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.segment.abandoned import Sweeper, free_abandoned
 from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm, check_room, never_fits
-from kvstore.seldom import Seldom
 from kvstore.system.filelock import fd_is_locked
 
 log = logging.getLogger("kvstore.node")

@@ -30,8 +30,8 @@ from kvstore.node.control.control_listener import ControlListener
 from kvstore.node.control.liveness import Sessions
 from kvstore.node.epoch import record_of, remember
 from kvstore.node.readiness import Readiness
+from kvstore.node.seldom import Seldom
 from kvstore.nodedir import Announcement, NodeDir
-from kvstore.seldom import Seldom
 from kvstore.system import host_clock
 from kvstore.system.filelock import fd_is_locked
 

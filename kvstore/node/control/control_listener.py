@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore.node.control.permissions import give
-from kvstore.seldom import Seldom
+from kvstore.node.seldom import Seldom
 
 log = logging.getLogger("kvstore.node")
 

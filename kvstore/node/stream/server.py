@@ -23,6 +23,7 @@ from kvstore.limits import (
 from kvstore.node.config import NodeConfig
 from kvstore.node.control.local_session import LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.node.seldom import Seldom
 from kvstore.node.stream.service import ServedSegment, StreamService
 from kvstore.node.stream.unproven import Guest, Unproven
 from kvstore.nodedir import Announcement
@@ -34,7 +35,6 @@ from kvstore.protocol.stream_handshake import (
     PROOF_BYTES,
     NodeHandshake,
 )
-from kvstore.seldom import Seldom
 from kvstore.transport.nixl.child import INSTALL
 from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NAME as NIXL
