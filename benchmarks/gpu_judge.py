@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from connector.limits import DEVICE_BLOCKS_MAX
 
 BENCH, PULLS, LOCKS, ENGINES = "bench.json", "ipc.json", "locking.json", "engines.json"
-"""What `benchmarks.gpu`, `gpu_ipc`, `gpu_locking` and scripts/lib/gpu_engine_figures.py write with
+"""What `benchmarks.gpu`, `gpu_ipc`, `gpu_locking` and scripts/lib/gpu/engine_figures.py write with
 `--out`."""
 
 
@@ -85,7 +85,7 @@ def figures_of_locks(rows: Iterable[dict[str, Any]]) -> Iterator[Figure]:
 
 
 def figures_of_engines(rows: Iterable[dict[str, Any]]) -> Iterator[Figure]:
-    """Take both figures of scripts/lib/gpu_engine_figures.py."""
+    """Take both figures of scripts/lib/gpu/engine_figures.py."""
     for row in rows:
         aim = {"hit": HIT, "producer": PRODUCER}[row["figure"]]
         yield Figure(aim, f"prompts of {row['tokens']} tokens", row["value"])

@@ -13,10 +13,9 @@ import pytest
 PROJECT = Path(__file__).parents[1]
 sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
 
-import conformance  # noqa: E402
-import conformance_results  # noqa: E402
-from conformance import CONTROL, failed  # noqa: E402
-from conformance_bench import (  # noqa: E402
+from conformance import results as conformance_results  # noqa: E402
+from conformance import run as conformance  # noqa: E402
+from conformance.bench import (  # noqa: E402
     DIED,
     LOADED,
     NOT_RUN,
@@ -30,8 +29,9 @@ from conformance_bench import (  # noqa: E402
     filled_in,
     judge,
 )
-from conformance_faults import flip_bits, lose_store  # noqa: E402
-from conformance_results import PAGE, RESULTS, command, enter, table, with_table  # noqa: E402
+from conformance.faults import flip_bits, lose_store  # noqa: E402
+from conformance.results import PAGE, RESULTS, command, enter, table, with_table  # noqa: E402
+from conformance.run import CONTROL, failed  # noqa: E402
 from engines import Generated  # noqa: E402
 
 RIGHT = [[1, 2, 3], [4, 5, 6]]
@@ -208,9 +208,9 @@ JUDGED_HERE = (
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_this_projects_connector_gives_nothing_wrong_and_the_control_does() -> None:
-    script = PROJECT / "scripts" / "lib" / "conformance.py"
+    script = (str(PROJECT / "scripts" / "lib"), "conformance.run")
     done = subprocess.run(
-        [sys.executable, str(script), "--json", *(f"--only={case}" for case in JUDGED_HERE)],
+        [sys.executable, *script, "--json", *(f"--only={case}" for case in JUDGED_HERE)],
         env={**os.environ, "PYTHONPATH": str(PROJECT)},
         capture_output=True,
         text=True,

@@ -30,7 +30,7 @@ def test_larger():
 @pytest.fixture
 def mutants(monkeypatch):
     monkeypatch.syspath_prepend(str(LIB))
-    import mutants
+    from mutants import run as mutants
 
     return mutants
 

@@ -1,12 +1,12 @@
 """What scripts/rdma-check takes for RDMA; the rest of it is run by people who have some."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "lib" / "rdma_check.py"
+LIB = Path(__file__).parents[1] / "scripts" / "lib"
 SAID = """
 W1121 06:52:56.612390   28442 ucx_enums.cpp:58] Unexpected UCX error: Input/output error
 [1.2] [h:9:0]   +--------+-------------+-------------------+
@@ -27,12 +27,11 @@ W1121 06:52:56.612390   28442 ucx_enums.cpp:58] Unexpected UCX error: Input/outp
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(SCRIPT.parent))  # as for a file that is run
-    spec = importlib.util.spec_from_file_location("rdma_check", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path.remove(str(SCRIPT.parent))
-    return module
+    sys.path.insert(0, str(LIB))  # as for a module that is run
+    try:
+        return importlib.import_module("rdma.check")
+    finally:
+        sys.path.remove(str(LIB))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
 def test_one_that_saves_and_one_that_loads_start_and_share_kv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import gpu_engine
+    from gpu import engine as gpu_engine
 
     monkeypatch.setattr(gpu_engine, "ENGINES", gpu_engine.ENGINES[:2])
     with tempfile.TemporaryDirectory() as folder:  # a short path: sockets are in it
@@ -52,7 +52,7 @@ class Engine:
 def test_an_engine_on_a_device_that_lacks_what_users_have_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gpu_engine
+    from gpu import engine as gpu_engine
 
     monkeypatch.setattr(gpu_engine, "on_device", lambda: True)
     monkeypatch.setattr(gpu_engine, "EngineProcess", Engine)
@@ -65,7 +65,7 @@ def test_an_engine_on_a_device_that_lacks_what_users_have_is_named(
 def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gpu_engine
+    from gpu import engine as gpu_engine
 
     monkeypatch.setattr(gpu_engine, "ENGINES", (("kv_nobody", False),))
     wrong = gpu_engine.check(tmp_path)

@@ -49,7 +49,7 @@ class Engine:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, folder: Path, *, loads: bool = True) -> list[Any]:
-    import gpu_engine_figures as figures
+    from gpu import engine_figures as figures
 
     clock = [0.0]
     monkeypatch.setattr(figures.time, "perf_counter", lambda: clock[0])

@@ -14,7 +14,7 @@ PATIENCE_S = 110
 def run_without_engine(script: str, *options: str) -> tuple[dict[str, Any], str]:
     """The summary in its last line, and what it said on standard error."""
     run = subprocess.run(
-        [sys.executable, f"scripts/lib/{script}", "--no-engine", *options],
+        [sys.executable, "scripts/lib", script, "--no-engine", *options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

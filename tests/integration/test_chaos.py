@@ -6,11 +6,11 @@ import signal
 import threading
 import time
 
-import chaos
-import chaos_plan as plan
 import pytest
 import synthetic
-from chaos_load import NEW_TOKENS
+from chaos import plan
+from chaos import run as chaos
+from chaos.load import NEW_TOKENS
 from engines import EngineSettings, kv_transfer
 from redis_servers import wait_until
 from script_runs import run_without_engine
@@ -122,7 +122,7 @@ def test_a_short_run_without_an_engine_passes(tmp_path):
     (fault,) = plan.faults(SEED, SECONDS)
     assert (fault.victim, fault.kind) == ("both", "kill")
     options = ("--seed", str(SEED), "--seconds", str(SECONDS), "--out", str(tmp_path))
-    summary, _ = run_without_engine("chaos.py", *options)
+    summary, _ = run_without_engine("chaos.run", *options)
     assert summary["answered"] == summary["identical"] == summary["requests"] > 0
     assert (tmp_path / "chaos.png").stat().st_size > 10_000
 

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="the demo extra is not installed")
 
 def test_the_demo_loads_every_block_and_survives_the_nodes_death(tmp_path):
     before = set(Path("/dev/shm").iterdir())
-    summary, said = run_without_engine("demo.py", "--out", str(tmp_path))
+    summary, said = run_without_engine("demo.run", "--out", str(tmp_path))
     assert summary["identical"] == summary["requests"] == 16
     assert summary["tokens_loaded"] == summary["tokens_possible"] == 32768
     assert summary["after_node_kill"] == {"requests": 16, "answered": 16, "identical": 16}

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-import starved
-import starved_ways
-from starved_ways import Saves
+from starved import run as starved
+from starved import ways as starved_ways
+from starved.ways import Saves
 
 from kvstore import MissReason
 from kvstore.index.memory import MemoryIndex

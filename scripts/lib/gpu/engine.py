@@ -1,6 +1,6 @@
-"""Checks that real vLLM engines on this machine's device share KV: run it by its path.
+"""Checks that real vLLM engines on this machine's device share KV.
 
-    python scripts/lib/gpu_engine.py
+    python scripts/lib gpu.engine
 
 One engine only saves, a second only loads, a third does both; with VRAM pools and without.
 All must start, load what the first computed, and give its tokens; on a device with all that users

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOKENS = 512
 PROMPTS = 3
 KEPT = ("alone", "first", "second", "alone with others")

@@ -6,9 +6,10 @@ import os
 import signal
 from collections.abc import Callable
 
-from conformance_bench import BAD, NOT_RUN, TOKENS, Bench, Verdict, judge, tokens_of
-from conformance_faults import flip_bits, lose_store
 from engines import Generated, cpu_dtype
+
+from conformance.bench import BAD, NOT_RUN, TOKENS, Bench, Verdict, judge, tokens_of
+from conformance.faults import flip_bits, lose_store
 
 ABORTS_S = {0: 0.0, 1: 0.002, 2: 0.01}
 HANDS_OVER = "KV is handed over from request to request, by no key"

@@ -27,13 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-import chaos_plan as plan
-from chaos_load import Load, ask
-from chaos_neighbours import Neighbours
-from chaos_report import draw, show
 from demo_model import MODEL
 from engines import EngineProcess, EngineSettings, build_model, kv_transfer
 
+from chaos import plan
+from chaos.load import Load, ask
+from chaos.neighbours import Neighbours
+from chaos.report import draw, show
 from kvstore import Client
 from kvstore.errors import IndexUnavailableError, PeerError
 from kvstore.index.base import KeyRecord
@@ -64,7 +64,7 @@ HERE_HOST, BETWEEN_HOST = "127.0.0.1", "127.0.0.2"
 KEY_PREFIX = "kv:chaos"
 NEIGHBOUR_RESTS_S = 0.05
 """Between two calls: they are to be rude, not many."""
-HERE = Path(__file__).parent
+LIB = Path(__file__).parents[1]
 
 
 class Store:
@@ -266,7 +266,7 @@ def start_engines(
             cpus=str(cores[number % len(cores)]),
             env=store.environment,
         )
-        program = HERE / ("synthetic.py" if options.no_engine else "engines.py")
+        program = LIB / ("synthetic.py" if options.no_engine else "engines.py")
         log = options.out / f"engine-{number}.log"
         engine = EngineProcess(model, settings, log, program)
         stack.callback(engine.close)

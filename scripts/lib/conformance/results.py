@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from conformance_bench import BAD, NOT_RUN, REFUSED, ROOT, Verdict
+from conformance.bench import BAD, NOT_RUN, REFUSED, ROOT, Verdict
 
 RESULTS = ROOT / "docs" / "conformance.json"
 PAGE = ROOT / "docs" / "conformance.md"

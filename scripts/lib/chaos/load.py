@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import chaos_plan as plan
 from demo_model import MODEL
+
+from chaos import plan
 
 if TYPE_CHECKING:
     from engines import EngineProcess

@@ -25,8 +25,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from starved_ways import Elsewhere, Saves, prompt_keys, read
-
 from connector.build import EngineShape, open_store
 from connector.layout.geometry import KVGeometry
 from connector.layout.topology import TpKVTopology
@@ -38,6 +36,7 @@ from kvstore import BlockSession, BlockStore, Client, Reservation
 from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.limits import Limits
+from starved.ways import Elsewhere, Saves, prompt_keys, read
 
 BLOCK_TOKENS = 16
 BLOCKS = 8

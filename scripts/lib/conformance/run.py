@@ -20,7 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from conformance_bench import (
+from engines import kv_transfer
+
+from conformance.bench import (
     BAD,
     CALL_TIMEOUT_S,
     DIED,
@@ -32,7 +34,7 @@ from conformance_bench import (
     Bench,
     Verdict,
 )
-from conformance_cases import (
+from conformance.cases import (
     aborts,
     cache_salt,
     flipped_bits,
@@ -46,10 +48,9 @@ from conformance_cases import (
     shared_prefix,
     store_lost,
 )
-from conformance_kinds import KINDS
-from conformance_peers import PEERS, peer
-from conformance_results import publish
-from engines import kv_transfer
+from conformance.kinds import KINDS
+from conformance.peers import PEERS, peer
+from conformance.results import publish
 
 CASES: dict[str, Callable[[Bench], Verdict]] = {
     "shared-prefix": shared_prefix,

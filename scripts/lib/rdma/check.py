@@ -1,5 +1,5 @@
 """`scripts/rdma-check` tests whether NIXL reads work between two hosts, and over what: the side
-that reads, and judges. What is read: rdma_owner.py."""
+that reads, and judges. What is read: owner.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
-from rdma_owner import (
+
+from kvstore.cuda.base import CudaDevice, DeviceRange, address_of, wait
+from kvstore.nodedir import Announcement
+from kvstore.segment.layout import Layout
+from kvstore.transport.base import Read, Wanted
+from kvstore.transport.nixl.transport import NixlTransport
+from kvstore.transport.stream.address import parse_listen
+from kvstore.transport.stream.security import StreamSecurity
+from kvstore.transport.stream.transport import StreamTransport
+from kvstore.types import Location
+from rdma.owner import (
     BLOCK_BYTES,
     BLOCKS,
     RDMA,
@@ -34,16 +44,7 @@ from rdma_owner import (
     serve,
 )
 
-from kvstore.cuda.base import CudaDevice, DeviceRange, address_of, wait
-from kvstore.nodedir import Announcement
-from kvstore.segment.layout import Layout
-from kvstore.transport.base import Read, Wanted
-from kvstore.transport.nixl.transport import NixlTransport
-from kvstore.transport.stream.address import parse_listen
-from kvstore.transport.stream.security import StreamSecurity
-from kvstore.transport.stream.transport import StreamTransport
-from kvstore.types import Location
-
+LIB = str(Path(__file__).parents[1])
 STOPPED_TIMEOUT_S = 1.0
 """Deadline of a read while the other side is stopped."""
 SLACK_S = 2.0
@@ -338,7 +339,7 @@ def verdict(
 
 def both() -> int:
     os.environ.setdefault("KVSTORE_SECRET", secrets.token_hex(16))
-    command = [sys.executable, __file__, "server", "--listen", "127.0.0.1:0", "--once"]
+    command = [sys.executable, LIB, "rdma.check", "server", "--listen", "127.0.0.1:0", "--once"]
     command += ["--advertise", "127.0.0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

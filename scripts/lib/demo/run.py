@@ -26,11 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from demo_report import Row, draw, show_table
 from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model, kv_transfer
 from progress import Steps, steps
 from rich.console import Console
 
+from demo.report import Row, draw, show_table
 from kvstore import Client, Limits
 from kvstore.nodedir import NodeDir
 
@@ -50,7 +50,7 @@ NODE_TIMEOUT_S = 30.0
 MODEL = ModelShape(
     layers=8, hidden=512, heads=8, kv_heads=4, vocabulary=4096, context_tokens=PREFIX_TOKENS * 2
 )
-HERE = Path(__file__).parent
+LIB = Path(__file__).parents[1]
 
 
 class Demo:
@@ -98,7 +98,7 @@ class Demo:
                 prefix_caching=False,
                 cpus=str(cores[number % len(cores)]),
             )
-            program = HERE / ("engines.py" if self.engine else "synthetic.py")
+            program = LIB / ("engines.py" if self.engine else "synthetic.py")
             log = self.out / f"{name.replace(' ', '-')}.log"
             self.engines[name] = EngineProcess(model, settings, log, program)
             progress.advance(task)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chaos_plan import BRANCH, NEW, REPEAT, Answer, Window
+from chaos.plan import BRANCH, NEW, REPEAT, Answer, Window
 
 COLORS = {NEW: "#b0532c", BRANCH: "#8a8a8a", REPEAT: "#2c7fb0"}
 

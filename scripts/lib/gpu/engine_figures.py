@@ -1,6 +1,6 @@
-"""Measures real vLLM engines on this machine's device, next to yardsticks: run it by its path.
+"""Measures real vLLM engines on this machine's device, next to yardsticks.
 
-    python scripts/lib/gpu_engine_figures.py --out FILE
+    python scripts/lib gpu.engine_figures --out FILE
 
 The time to the first token of a hit, over that of vLLM's own CPU offloading connector with the
 same model; and what a producer's throughput loses against an engine without a connector.

@@ -17,8 +17,7 @@ from ctypes import c_longlong
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
-import chaos_plan as plan
-
+from chaos import plan
 from kvstore.testing.crash import workers
 from kvstore.testing.crash.workers import CHILD_HUNG, FIELDS, WRONG_BYTES, WorkerPlace
 

@@ -1,6 +1,6 @@
 """Collects tests once and lets a fork of them meet each planted bug: a plugin for pytest.
 
-`scripts/lib/mutants.py` runs it in a copy of the tree, with a JSON file of mutants in
+`scripts/lib/mutants/run.py` runs it in a copy of the tree, with a JSON file of mutants in
 `KVSTORE_MUTANTS`, and reads one JSON line for each from the path in `KVSTORE_MUTANTS_SEEN`.
 """
 

@@ -13,7 +13,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conformance_bench import (
+from tiny_models import (
+    IMAGE_TOKENS,
+    build_adapter,
+    build_seeing,
+    build_sliding,
+    build_states,
+    hub_cache,
+)
+
+from conformance.bench import (
     BAD,
     CALL_TIMEOUT_S,
     NOT_RUN,
@@ -23,14 +32,6 @@ from conformance_bench import (
     Verdict,
     judge,
     tokens_of,
-)
-from tiny_models import (
-    IMAGE_TOKENS,
-    build_adapter,
-    build_seeing,
-    build_sliding,
-    build_states,
-    hub_cache,
 )
 
 if TYPE_CHECKING:

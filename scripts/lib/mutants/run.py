@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ACCEPTED = Path("tests/mutants_accepted.toml")
 JOBS, SIM_SEEDS = 2, 50
 PYTEST_TIMEOUT_S = 60
@@ -299,22 +299,22 @@ def _copied(root: Path, where: Path) -> Path:
 def _survivors(
     where: Path, tests: Sequence[str], mutants: Sequence[Mutant], sim_seeds: int
 ) -> list[Mutant]:
-    """Return what `tests` in the copy at `where` do not notice (mutant_tests.py does the work)."""
+    """Return what `tests` in the copy at `where` do not notice (plugin.py does the work)."""
     if not mutants:
         return []
     plan, seen = where.with_suffix(".plan"), where.with_suffix(".seen")
     plan.write_text(json.dumps([{**m._asdict(), "path": str(m.path)} for m in mutants]))
     seen.unlink(missing_ok=True)
-    here = str(Path(__file__).parent)
+    lib = str(Path(__file__).parents[1])
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(where), here)),
+        "PYTHONPATH": os.pathsep.join((str(where), lib)),
         "PYTHONDONTWRITEBYTECODE": "1",
         "KVSTORE_MUTANTS": str(plan),
         "KVSTORE_MUTANTS_SEEN": str(seen),
         "KVSTORE_MUTANTS_SIM_SEEDS": str(sim_seeds),
     }
-    options = ["-qxs", "-p", "no:cacheprovider", "-p", "mutant_tests"]
+    options = ["-qxs", "-p", "no:cacheprovider", "-p", "mutants.plugin"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"--timeout={PYTEST_TIMEOUT_S}", *tests],
         cwd=where,

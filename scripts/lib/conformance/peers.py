@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from conformance_bench import ROOT
+from conformance.bench import ROOT
 
 Found = tuple[dict[str, Any], dict[str, Any]]
 """A kv_transfer_config, and further fields of `Bench`."""

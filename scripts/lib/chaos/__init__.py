@@ -1,0 +1,1 @@
+"""Serves real engines while faults strike the store: `scripts/chaos`."""

@@ -1,0 +1,1 @@
+"""Shows the main job, two producers and two consumers: `scripts/demo`."""

@@ -1,0 +1,1 @@
+"""Plants bugs and looks whether a test notices: `scripts/mutants`."""

@@ -1,0 +1,1 @@
+"""Tests whether NIXL reads work between two hosts: `scripts/rdma-check`."""

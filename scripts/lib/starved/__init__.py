@@ -1,0 +1,1 @@
+"""Looks up, reads and saves on a machine that is overloaded: `scripts/starved`."""
