@@ -1,1 +1,1 @@
-"""Measures the store: one file for each suite, run by `scripts/bench`."""
+"""Measures the store: a suite is a file in suites/, run by `scripts/bench`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from benchmarks import (
+from benchmarks.report import show
+from benchmarks.suites import (
     crowd,
     deadlines,
     events,
@@ -20,7 +21,6 @@ from benchmarks import (
     stream,
     vllm,
 )
-from benchmarks.report import show
 
 SUITES = {
     "crowd": crowd,

@@ -1,7 +1,7 @@
 """Measures pulling blocks out of another process's VRAM, next to plain copies on the same device.
 
-It needs a CUDA device. `benchmarks/gpu.py` calls `run`; `python -m benchmarks.gpu_ipc` runs it
-alone.
+It needs a CUDA device. `benchmarks/suites/gpu.py` calls `run`; `python -m benchmarks.gpu_ipc` runs
+it alone.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from connector.limits import DEVICE_BLOCKS_MAX
 
 BENCH, PULLS, LOCKS, ENGINES = "bench.json", "ipc.json", "locking.json", "engines.json"
-"""What `benchmarks.gpu`, `gpu_ipc`, `gpu_locking` and scripts/lib/gpu/engine_figures.py write with
-`--out`."""
+"""What `benchmarks.suites.gpu`, `gpu_ipc`, `gpu_locking` and scripts/lib/gpu/engine_figures.py
+write with `--out`."""
 
 
 class Aim(NamedTuple):
@@ -57,7 +57,7 @@ class Figure(NamedTuple):
 
 
 def figures_of_copies(rows: Iterable[dict[str, Any]]) -> Iterator[Figure]:
-    """Take from the rows of `benchmarks.gpu` those of the kernel's grid that engines use."""
+    """Take from the rows of `benchmarks.suites.gpu` those of the kernel's grid that engines use."""
     rows = list(rows)
     bus = {(row["shape"], row["way"]): row["GB/s"] for row in rows}
     beside = {"matmul beside saves": "d2h", "matmul beside loads": "h2d"}

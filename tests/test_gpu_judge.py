@@ -28,7 +28,7 @@ from connector.limits import DEVICE_BLOCKS_MAX
 
 
 def copies(**changed: float) -> list[dict[str, Any]]:
-    """Rows as benchmarks.gpu writes them, all aims met but for what is changed."""
+    """Rows as benchmarks.suites.gpu writes them, all aims met but for what is changed."""
     value = {"d2h": 0.95, "h2d": 0.95, "saves": 40.0, "loads": 40.0, "other": 40.0, **changed}
     shape = {"shape": "llama-8b"}
     rows: list[dict[str, Any]] = []

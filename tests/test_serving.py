@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import serve
 from benchmarks.serving.engines import Answer
 from benchmarks.serving.floor import matched_tokens, read_possible, write_possible
 from benchmarks.serving.replay import Turn
@@ -21,6 +20,7 @@ from benchmarks.serving.report import Measured, into_document, judge, markdown, 
 from benchmarks.serving.scenarios import FULL, SCENARIOS
 from benchmarks.serving.sessions import PROMPT_TOKENS_MAX, load_of, sessions
 from benchmarks.serving.stores import Place, StoreMissingError, start_lmcache, start_mooncake
+from benchmarks.suites import serve
 
 ROOT = Path(__file__).parents[1]
 

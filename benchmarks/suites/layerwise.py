@@ -26,7 +26,7 @@ from connector.worker.layerwise_worker import LayerwiseWorker
 from connector.worker.worker import WorkerCore
 from kvstore import BlockSession
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts" / "lib"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "lib"))
 
 LAYERS, HEADS, HEAD_SIZE = 32, 8, 128
 ENGINE_BLOCK, BLOCK_TOKENS = 16, 64

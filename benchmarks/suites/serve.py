@@ -32,7 +32,7 @@ from benchmarks.serving.scenarios import GIB, SCENARIOS, Scenario, quick
 from benchmarks.serving.sessions import Load, Session, load_of, sessions
 from benchmarks.serving.stores import CONNECTORS, FINER, MIB
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts" / "lib"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "lib"))
 
 SEED = 7
 DTYPE = "float32"
@@ -41,7 +41,7 @@ token but in a tie. It costs a tenth of the time here; without AVX-512 it is the
 LIMIT_S = 420.0
 STORE_STEP_BYTES = 32 * MIB
 """Both engines' parts of a peer's store are multiples of half of it."""
-DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 LAYERS, KV_HEADS, HEAD_SIZE = 8, 2, 64
 
 

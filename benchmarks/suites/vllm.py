@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.processes import house
 from benchmarks.report import Row, machine, median, percentile, ratios, spread
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts" / "lib"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "lib"))
 
 PROMPT_TOKENS = 2050
 """A multiple of the block, and a tail: the last token is always computed."""

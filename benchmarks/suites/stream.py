@@ -15,9 +15,9 @@ from typing import Any
 
 import xxhash
 
-from benchmarks.index import interleaved
 from benchmarks.processes import House, Worker, house
 from benchmarks.report import Row, machine, median, ratios, spread
+from benchmarks.suites.index import interleaved
 from kvstore import Client, Limits
 from kvstore.errors import UsageError
 from kvstore.index.outage import GuardedIndex

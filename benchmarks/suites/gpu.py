@@ -1,7 +1,7 @@
 """Suite `gpu` moves KV between a CUDA device and shared memory, next to plain DMA.
 
 It needs no node and no Redis: the copies alone are measured. It also
-runs as `python -m benchmarks.gpu`, which imports nothing but torch and
+runs as `python -m benchmarks.suites.gpu`, which imports nothing but torch and
 cuda-python beside ours.
 """
 
@@ -334,7 +334,7 @@ def compute_s(torch: Any, work: Callable[[], None], count: int) -> float:
 
 
 def main() -> None:
-    parser = ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = ArgumentParser(prog="python -m benchmarks.suites.gpu", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object as the last line")
     parser.add_argument("--out", type=Path, help="write that object to this file too")
     arguments(parser)

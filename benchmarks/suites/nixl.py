@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.index import interleaved
 from benchmarks.processes import house
 from benchmarks.report import Row, machine, median, ratios, spread
-from benchmarks.stream import MIB, NODE_BYTES, PATIENT, SECURITY, WARM_UP
+from benchmarks.suites.index import interleaved
+from benchmarks.suites.stream import MIB, NODE_BYTES, PATIENT, SECURITY, WARM_UP
 from kvstore import Client
 from kvstore.errors import UsageError
 from kvstore.index.outage import GuardedIndex
