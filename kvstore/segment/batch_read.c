@@ -3,12 +3,17 @@
  * contract, and the same in Python; `kvstore/segment/header.py` says what a header looks like.
  *
  * Whatever is not plainly a hit is left to the caller: no key is a miss here.
+ *
+ * It also copies the many values of a put into their slots in one call.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "headers are read in place: they are little-endian"
@@ -30,6 +35,8 @@ enum {
 #define SOURCE_CRC32 0 /* of this file: the build says it (hatch_build.py) */
 #endif
 #define GIL_FREE_BYTES (1 << 20)
+#define STREAMED_BYTES (8 << 20) /* of a batch: its reader's caches have no room for it */
+#define STREAMED_PIECE_BYTES 4096
 #define WHOLE 0x2144DF1Cu
 
 static uint32_t crc_tables[8][256];
@@ -57,6 +64,25 @@ static uint32_t crc32_of(const uint64_t image[WORDS]) {
               crc_tables[1][w >> 48 & 0xFF] ^ crc_tables[0][w >> 56];
     }
     return ~crc;
+}
+
+/* `streamed` goes past the caches: what is written is not read first, and nothing leaves them. */
+static void copy_bytes(char *to, const char *from, uint64_t size_bytes, int streamed) {
+#ifdef __SSE2__
+    if (streamed && size_bytes >= STREAMED_PIECE_BYTES) {
+        uint64_t ahead = -(uintptr_t)to & 63; /* up to a line of the cache, and whole lines then */
+        memcpy(to, from, ahead);
+        to += ahead, from += ahead, size_bytes -= ahead;
+        for (; size_bytes >= 64; to += 64, from += 64, size_bytes -= 64) {
+            _mm_prefetch(from + 1024, _MM_HINT_NTA); /* beyond the end it does nothing */
+            for (int i = 0; i < 4; i++)
+                _mm_stream_si128((__m128i *)to + i, _mm_loadu_si128((const __m128i *)from + i));
+        }
+        _mm_sfence(); /* in its place before anybody is told */
+    }
+#endif
+    (void)streamed;
+    memcpy(to, from, size_bytes);
 }
 
 /* A segment as it is mapped here. */
@@ -154,20 +180,20 @@ static int aim(Block *block, PyObject *out, unsigned kinds) {
     return 0;
 }
 
-static void copy(Block *blocks, Py_ssize_t count) {
+static void copy(Block *blocks, Py_ssize_t count, int streamed) {
     for (Py_ssize_t i = 0; i < count; i++) {
         Block *block = &blocks[i];
         if (block->gone) continue;
-        memcpy(block->to, block->from, block->size_bytes);
+        copy_bytes(block->to, block->from, block->size_bytes, streamed);
         block->whole = unchanged(block->header, block->image);
     }
 }
 
-static int copy_watched(Block *blocks, Py_ssize_t count, PyObject *copied) {
+static int copy_watched(Block *blocks, Py_ssize_t count, int streamed, PyObject *copied) {
     for (Py_ssize_t i = 0; i < count; i++) {
         Block *block = &blocks[i];
         if (block->gone) continue;
-        memcpy(block->to, block->from, block->size_bytes);
+        copy_bytes(block->to, block->from, block->size_bytes, streamed);
         PyObject *said = PyObject_CallFunctionObjArgs(copied, NULL);
         if (said == NULL) return -1;
         Py_DECREF(said);
@@ -230,14 +256,13 @@ static long long read_blocks(const Segment *segment, PyObject *keys, PyObject *o
         count++;
     }
     if (found != Py_None && tell_found(segment, blocks, count, found) < 0) goto done;
+    int streamed = total >= STREAMED_BYTES;
     if (copied != Py_None) {
-        if (copy_watched(blocks, count, copied) < 0) goto done;
-    } else if (total < GIL_FREE_BYTES) {
-        copy(blocks, count);
+        if (copy_watched(blocks, count, streamed, copied) < 0) goto done;
     } else {
-        Py_BEGIN_ALLOW_THREADS
-        copy(blocks, count);
-        Py_END_ALLOW_THREADS
+        PyThreadState *free = total < GIL_FREE_BYTES ? NULL : PyEval_SaveThread();
+        copy(blocks, count, streamed);
+        if (free != NULL) PyEval_RestoreThread(free);
     }
     bytes = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -311,7 +336,53 @@ done:
     return answer;
 }
 
-static PyMethodDef methods[] = {{"read", read_batch, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+/* The two buffers of one copy, the target first; -1 with an exception, and none is held. */
+static int take_pair(PyObject *target, PyObject *source, Py_buffer pair[2]) {
+    if (PyObject_GetBuffer(target, &pair[0], PyBUF_WRITABLE) < 0) return -1;
+    if (PyObject_GetBuffer(source, &pair[1], PyBUF_SIMPLE) == 0) {
+        if (pair[0].len == pair[1].len) return 0;
+        PyErr_Format(PyExc_ValueError, "cannot copy %zd bytes into %zd", pair[1].len, pair[0].len);
+        PyBuffer_Release(&pair[1]);
+    }
+    PyBuffer_Release(&pair[0]);
+    return -1;
+}
+
+static PyObject *copy_each(PyObject *self, PyObject *args) {
+    PyObject *targets, *sources, *answer = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &targets, &PyList_Type, &sources)) return NULL;
+    Py_ssize_t taken = 0, all = PyList_Size(targets);
+    if (PyList_Size(sources) != all) {
+        PyErr_SetString(PyExc_ValueError, "there must be a source for each target");
+        return NULL;
+    }
+    Py_buffer(*pairs)[2] = PyMem_Malloc((size_t)(all ? all : 1) * sizeof *pairs);
+    if (pairs == NULL) return PyErr_NoMemory();
+    long long total = 0;
+    for (; taken < all; taken++) {
+        PyObject *target = PyList_GetItem(targets, taken), *source = PyList_GetItem(sources, taken);
+        if (target == NULL || source == NULL || take_pair(target, source, pairs[taken]) < 0) goto done;
+        total += pairs[taken][0].len;
+    }
+    int streamed = total >= GIL_FREE_BYTES; /* who saves does not look at it again */
+    PyThreadState *free = streamed ? PyEval_SaveThread() : NULL;
+    for (Py_ssize_t i = 0; i < all; i++)
+        copy_bytes(pairs[i][0].buf, pairs[i][1].buf, (uint64_t)pairs[i][0].len, streamed);
+    if (free != NULL) PyEval_RestoreThread(free);
+    Py_INCREF(Py_None);
+    answer = Py_None;
+done:
+    while (taken-- > 0) {
+        PyBuffer_Release(&pairs[taken][1]);
+        PyBuffer_Release(&pairs[taken][0]);
+    }
+    PyMem_Free(pairs);
+    return answer;
+}
+
+static PyMethodDef methods[] = {{"read", read_batch, METH_VARARGS, NULL},
+                                {"copy_each", copy_each, METH_VARARGS, NULL},
+                                {NULL, NULL, 0, NULL}};
 /* PyModule_Add is not in the limited interface of 3.11. */
 static int add(PyObject *module, const char *name, PyObject *value) {
     int failed = value == NULL ? -1 : PyModule_AddObjectRef(module, name, value);

@@ -79,6 +79,15 @@ class BatchReader(Protocol):
         """
         ...
 
+    def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
+        """Copy each of `sources` over the target of the same place, all of format 'B' and
+        contiguous. Targets that overlap a source have no defined content.
+
+        Raises `ValueError` unless there are as many, and each pair is equally long, and
+        `TypeError` or `BufferError` for a target that is read-only; some may be copied then.
+        """
+        ...
+
 
 class PythonReader:
     """Implements `BatchReader` where there is no compiled part."""
@@ -136,6 +145,11 @@ class PythonReader:
                 total += size_bytes
         return values, total
 
+    def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
+        """See `BatchReader`."""
+        for target, source in zip(targets, sources, strict=True):
+            copy(target, source)
+
 
 def unchanged(head: mmap.mmap, start: int, image: bytes) -> bool:
     """Whether the header at `start` is still what it was when the block was found (rule 4)."""
@@ -160,6 +174,7 @@ class CompiledReader:
 
     def __init__(self, module: Any) -> None:
         self._read = module.read
+        self._copy_each = module.copy_each
 
     def read(
         self,
@@ -173,6 +188,10 @@ class CompiledReader:
         """See `BatchReader`."""
         values: Values = self._read(segment.head, segment.data, keys, outs, kinds, found, copied)
         return values
+
+    def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
+        """See `BatchReader`."""
+        self._copy_each(targets, sources)
 
 
 def choose(wanted: str | None, module: str = "kvstore.segment._batch_read") -> BatchReader:

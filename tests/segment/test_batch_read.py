@@ -137,6 +137,28 @@ def test_many_keys_and_large_values(tmp_path: Path, reader: BatchReader) -> None
     segment.close()
 
 
+def test_a_batch_past_the_caches_is_exact_and_looked_at_again(
+    tmp_path: Path, reader: BatchReader
+) -> None:
+    """8 MiB and more, of sizes and into rooms that no line of the cache begins or ends with."""
+    segment = OwnedShm(tmp_path / "larger", Superblock(7, 1, 0, 16 << 20))
+    shm = AttachedShm(segment.data_path, segment.head_path)
+    values = {key_of(i): bytes([i + 1]) * ((512 << 10) - 7 * i) for i in range(20)}
+    for i, (key, value) in enumerate(values.items()):
+        save(segment, i * 132, key, value, granule=i % 4)
+    rooms = [bytearray(b"x" * (1 << 20)) for _ in values]
+    outs = [memoryview(room)[i + 3 :] for i, room in enumerate(rooms)]
+    assert read(reader, shm, *values, outs=outs) == list(values.values())
+    for i, (room, value) in enumerate(zip(rooms, values.values(), strict=True)):
+        assert room == b"x" * (i + 3) + value + b"x" * ((1 << 20) - len(value) - i - 3)
+    assert read(reader, shm, *values) == list(values.values())
+    changed = read(reader, shm, *values, found=lambda *_: segment.apply(Mark(132, FREE, 1)))
+    assert changed == [None if i == 1 else value for i, value in enumerate(values.values())]
+    del outs
+    shm.close()
+    segment.close()
+
+
 def test_the_last_byte_of_a_segment_can_be_read(
     owned: OwnedShm, shm: AttachedShm, reader: BatchReader
 ) -> None:

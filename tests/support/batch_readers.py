@@ -25,6 +25,20 @@ class LeavesAll:
     def read(self, segment: Any, keys: list[Any], *_: Any) -> Values:
         return [None] * len(keys), 0
 
+    def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
+        PythonReader().copy_each(targets, sources)
+
+
+class CopiesBy(LeavesAll):
+    """Calls `copy` for each copy of a put."""
+
+    def __init__(self, copy: Callable[[memoryview, memoryview], object]) -> None:
+        self._copy = copy
+
+    def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._copy(target, source)
+
 
 class Meddled:
     """Reads as the process's own reader does, and calls `copied` after each copy."""
@@ -36,6 +50,9 @@ class Meddled:
 
     def read(self, *arguments: Any) -> Values:
         return self._reader.read(*arguments, copied=self._copied)
+
+    def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
+        self._reader.copy_each(targets, sources)
 
 
 def compiled_module(source: Path, where: Path) -> Any:

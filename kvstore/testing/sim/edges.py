@@ -35,7 +35,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     threads = SimpleNamespace(local=threading.local, Thread=lambda **_: no_thread)
     yield pins, "threading", threads
     yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
-    for module in (put_pipeline, reader, fetch, batch_read):
+    for module in (reader, fetch, batch_read):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
     # In Python unless asked otherwise: a seed is the same run on every machine.
     wanted = os.environ.get(batch_read.COMPILED)

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from batch_readers import READERS, CopiesBy, reader_of
 
 from kvstore.client import savers
 from kvstore.client.local.host_writer import HostWriter
@@ -18,6 +19,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import Node
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_requests import Want
+from kvstore.segment import batch_read
 from kvstore.types import Kind, PutStatus
 
 MIB = 1 << 20
@@ -67,12 +69,38 @@ def save(writer, values):
     return put_pipeline.save(writer, NAMESPACE, keys, [encode(v) for v in values], checksums=False)
 
 
-def test_a_batch_of_any_sizes_is_stored_whole_and_in_order(writer, nodes, index):
+@pytest.mark.parametrize("name", READERS)
+def test_a_batch_of_any_sizes_is_stored_whole_and_in_order(writer, nodes, index, monkeypatch, name):
+    monkeypatch.setattr(batch_read, "READER", reader_of(name))
     sizes = [MIB, 1, 40_000, 0, 3 * MIB, 32 << 10, 5000, 2 * MIB, MIB] * 2
     values = [bytes([i]) * size for i, size in enumerate(sizes)]
     assert all(r.status is PutStatus.STORED for r in save(writer, values))
     places = Reader(index, nodes).search([key(i) for i in range(len(values))])
     assert [bytes(place.data) for place in places] == values
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_batch_of_arrays_is_stored_with_their_descriptions(
+    writer, nodes, index, monkeypatch, name
+):
+    monkeypatch.setattr(batch_read, "READER", reader_of(name))
+    arrays = [np.full(12_345 + i, i, np.int32) for i in range(30)]
+    assert all(save(writer, arrays))
+    places = Reader(index, nodes).search([key(i) for i in range(len(arrays))])
+    for place, array in zip(places, arrays, strict=True):
+        data, meta, _ = encode(array)
+        assert bytes(place.data) + bytes(place.meta) == bytes(data) + meta
+
+
+def test_a_save_that_is_wanted_no_more_stops_between_two_copies(writer, monkeypatch):
+    monkeypatch.setattr(put_pipeline, "COPY_BYTES", 2 * MIB)
+    copied = []
+    monkeypatch.setattr(batch_read, "READER", CopiesBy(lambda *_: copied.append(None)))
+    values = [bytes([i]) * MIB for i in range(8)]
+    with pytest.raises(put_pipeline.StoppedError):
+        put_pipeline.unless(lambda: len(copied) > 1, lambda: save(writer, values))
+    assert len(copied) == 2, "of one call"
+    assert writer.stats()["reserved"] == 0
 
 
 @pytest.mark.parametrize(
@@ -127,7 +155,7 @@ def test_nothing_stays_reserved_when_a_copy_fails_half_way(writer, monkeypatch):
             raise KeyboardInterrupt
         destination[:] = source
 
-    monkeypatch.setattr(put_pipeline, "copy", failing)
+    monkeypatch.setattr(batch_read, "READER", CopiesBy(failing))
     with pytest.raises(KeyboardInterrupt):
         save(writer, [bytes([i]) * MIB for i in range(8)])
     assert writer.stats()["reserved"] == 0
@@ -142,7 +170,7 @@ def test_a_node_that_goes_away_meanwhile_rejects_what_is_left(writer, node, monk
         if not stopped:
             stopped.append(node.stop())
 
-    monkeypatch.setattr(put_pipeline, "copy", stopping)
+    monkeypatch.setattr(batch_read, "READER", CopiesBy(stopping))
     results = save(writer, [bytes([i]) * MIB for i in range(8)])
     assert {r.status for r in results} == {PutStatus.REJECTED}
 

@@ -109,6 +109,10 @@ class SimReader:
         self._world.count("read_in_batches", len(keys) - values[0].count(None))
         return values
 
+    def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            copy(self._world, target, source)
+
 
 class SimOwned(OwnedShm):
     """Models a node's segment; `Checks` sees every write before it happens."""
