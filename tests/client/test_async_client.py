@@ -14,7 +14,6 @@ from two_hosts import PATIENT, SECURITY, client_of
 from kvstore import AsyncClient, Client, UsageError
 from kvstore.client import async_client, reader
 from kvstore.client.local.control import ControlChannel
-from kvstore.client.values import put_pipeline
 from kvstore.segment import batch_read
 
 MIB = 1 << 20
@@ -38,8 +37,8 @@ class Gate:
 
 
 class GatedReader:
-    """This process's reader of batches, which also reads lone values and writes into no `out`
-    until it is let through."""
+    """This process's reader of batches, which also reads lone values, and copies nothing, into an
+    `out` or a slot, until it is let through."""
 
     suits_one = True
 
@@ -53,6 +52,11 @@ class GatedReader:
         self.entered.set()
         assert self.open.wait(30)
         return self._reader.read(*arguments)
+
+    def copy_each(self, targets, sources):
+        self.entered.set()
+        assert self.open.wait(30)
+        self._reader.copy_each(targets, sources)
 
     async def passed(self):
         await asyncio.to_thread(self.entered.wait, 30)
@@ -107,7 +111,7 @@ def test_a_cancelled_save_stores_nothing_and_keeps_no_slot(node, monkeypatch, ca
                 "put_blocks": lambda: c.put_blocks(range(256), [value]),
             }
             await c.exists("k")
-            gate = Gate(put_pipeline, monkeypatch)
+            gate = GatedReader(monkeypatch)
             await still(asyncio.ensure_future(saves[call]()), gate)
             value[:] = bytes(2 * MIB)
             assert await c.get("k") is None
@@ -124,7 +128,7 @@ def test_a_save_that_is_cancelled_before_its_turn_stores_nothing(node, monkeypat
     async def talk():
         async with AsyncClient(**node.client_options) as c:
             await c.exists("k")
-            gate = Gate(put_pipeline, monkeypatch)
+            gate = GatedReader(monkeypatch)
             busy = [
                 asyncio.ensure_future(c.put(f"b{i}", bytes(MIB)))
                 for i in range(async_client.THREADS)
