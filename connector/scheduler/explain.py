@@ -31,13 +31,14 @@ from connector.limits import (
 )
 from connector.messages import EngineRequest
 from connector.metrics import Counts
+from connector.rate import Rate
 from connector.work_thread import WorkThread
 from kvstore import Explanation, Key, Missing, MissQuery, MissReason, Namespace
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
     from connector.scheduler.lazy_store import LazyStore
-    from connector.scheduler.lookup import Lookup
+from connector.scheduler.lookup import Lookup
 
 log = logging.getLogger(__name__)
 
@@ -59,26 +60,6 @@ _WORDS = {
 
 
 _LOOKED_UP = "lookup: %d tokens found, %d in the engine, %d offered"
-
-
-class Rate:
-    """Allows at most `count_max` in each period, and counts what it refuses."""
-
-    def __init__(self, count_max: int, period_s: float) -> None:
-        self._count_max = count_max
-        self._period_s = period_s
-        self._began_at = float("-inf")
-        self._count = 0
-        self.refused = 0
-
-    def allows(self, now: float) -> bool:
-        if now - self._began_at >= self._period_s:
-            self._began_at, self._count = now, 0
-        self._count += 1
-        if self._count <= self._count_max:
-            return True
-        self.refused += 1
-        return False
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from connector.transfer.base import KVConnectorScheduler, KVConnectorWorker, TransferResults
 from connector.transfer.config import KVTransferConfig
-from connector.transfer.multi import calls_of
+from connector.transfer.forwarding import calls_of
 
 DEFAULTS: dict[str, Any] = {
     "get_num_new_matched_tokens": (0, False),

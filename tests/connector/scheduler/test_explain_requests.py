@@ -31,7 +31,7 @@ from connector.limits import (
     EXPLAIN_REQUESTS_MAX,
 )
 from connector.messages import WorkerReport
-from connector.scheduler.explain import Rate
+from connector.rate import Rate
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings

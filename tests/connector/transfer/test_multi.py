@@ -21,12 +21,11 @@ from connector.transfer.base import (
 )
 from connector.transfer.config import KVTransferConfig
 from connector.transfer.factory import KVConnectorFactory
+from connector.transfer.forwarding import calls_of, each, forwarding
 from connector.transfer.multi import (
     MultiMetadata,
     MultiStats,
     MultiWorkerMetadata,
-    each,
-    forwarding,
 )
 from kvstore import InternalError, UsageError
 
@@ -107,8 +106,8 @@ WORKER_CALLS: dict[str, tuple[Any, ...]] = {
 
 
 def test_both_tables_name_every_call_of_the_protocols() -> None:
-    assert set(SCHEDULER_CALLS) == multi.calls_of(KVConnectorScheduler)
-    assert set(WORKER_CALLS) == multi.calls_of(KVConnectorWorker)
+    assert set(SCHEDULER_CALLS) == calls_of(KVConnectorScheduler)
+    assert set(WORKER_CALLS) == calls_of(KVConnectorWorker)
 
 
 @pytest.mark.parametrize("name", SCHEDULER_CALLS)
