@@ -14,6 +14,9 @@
 
 A lock outlives a lost connection and a stopped process and ends with the
 process, however that ends: it is how both sides know who is dead (rule 5).
+
+In one file, because who writes such a directory and who reads it, perhaps of another version,
+must agree on every name and word in it.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ class Client:
         - `security`: what protects streams to other hosts (`StreamSecurity`); None takes
           KVSTORE_SECRET and KVSTORE_TLS_CA, _CERT and _KEY.
         """
+        # Longer than other functions: all that a user may set is said in it.
         arguments.client_settings(
             url=url,
             namespace=namespace,

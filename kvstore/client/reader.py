@@ -2,6 +2,8 @@
 process's own where they are in the memory of another user of this host.
 
 Whoever copies from a place checks it afterwards (rule 4).
+
+In one file, because a place and what finds it must agree on what was seen of its header.
 """
 
 from __future__ import annotations

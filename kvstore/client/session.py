@@ -147,6 +147,7 @@ class BlockSession:
         patient: bool = False,
         machine: Machine = REAL,
     ) -> None:
+        # Longer than other functions: it makes the parts, each from those before it.
         arguments.session_settings(
             url=url,
             key_prefix=key_prefix,

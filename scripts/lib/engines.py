@@ -4,6 +4,7 @@
         result = engine.generate([[1, 2, 3]], max_tokens=8)[0]
 
 The engine is a process of its own that speaks JSON lines over a socket which it inherits.
+In one file, because this is also the program that runs in that process.
 """
 
 from __future__ import annotations

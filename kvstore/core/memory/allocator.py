@@ -33,6 +33,9 @@ bytes on (Robson's bound is no better for allocators that do not move). Moving t
 are in the way of one window makes room again, until more than four fifths are in use or
 they are more than the limit on moves. Then one window is evicted, `most` bytes at most
 and one block.
+
+In one file, because placement, moves and eviction keep the same extents whole. Their orders have
+files of their own (eviction.py, space.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""No folder, no file and no function grows beyond what a reader takes in at once."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HOUSES = ("kvstore", "connector", "scripts")
+FOLDER_FILES_MAX = 16
+FILE_LINES_MAX, FUNCTION_LINES_MAX = 400, 70
+FULL_FOLDERS = {
+    "scripts": 20,  # one command each, and where people look for it: a folder would hide it
+}
+"""Folders that may have more files, and how many."""
+LONG_FILES = {
+    "connector/adapters/vllm/connector.py": 500,
+    "connector/scheduler/scheduler.py": 600,
+    "connector/worker/worker.py": 520,
+    "kvstore/client/client.py": 500,
+    "kvstore/client/local/control.py": 620,
+    "kvstore/client/local/writer.py": 640,
+    "kvstore/client/reader.py": 480,
+    "kvstore/client/session.py": 530,
+    "kvstore/core/memory/allocator.py": 520,
+    "kvstore/cuda/bindings.py": 520,
+    "kvstore/node/daemon.py": 700,
+    "kvstore/nodedir.py": 430,
+    "scripts/lib/engines.py": 430,
+}
+"""Files that may be longer, and how long. Why, each says in its own docstring."""
+LONG_FUNCTIONS = {
+    "kvstore/client/client.py: __init__": 95,
+    "kvstore/client/session.py: __init__": 115,
+}
+"""Functions that may be longer, and how long. Why, a comment in each says."""
+FILES_REASON = re.compile(r"(?i)\b((in|hence) one file|one class,|longer than other files)(?=\W)")
+FUNCTIONS_REASON = "# Longer than other functions: "
+
+Found = Iterator[tuple[str, int, str]]
+"""What it is, how much of it there is, and the text in which the reason must stand."""
+
+
+def tracked(root: Path) -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *HOUSES],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [name for name in listed.stdout.splitlines() if (root / name).is_file()]
+
+
+def folders(names: Iterable[str]) -> Counter[str]:
+    return Counter(str(PurePosixPath(name).parent) for name in names)
+
+
+def files(texts: Mapping[str, str]) -> Found:
+    for name, text in texts.items():
+        head = ast.get_docstring(ast.parse(text)) if name.endswith(".py") else text
+        yield name, len(text.splitlines()), head or ""
+
+
+def functions(texts: Mapping[str, str]) -> Found:
+    for name, text in texts.items():
+        if not name.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                body = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+                yield f"{name}: {node.name}", lines, body
+
+
+def wrong(found: Found, most: int, listed: Mapping[str, int], reason: re.Pattern[str]) -> list[str]:
+    """What is larger than `most`, and not listed or without a reason; what is listed in vain."""
+    told, large = [], set()
+    for name, size, text in found:
+        if size <= most:
+            continue
+        large.add(name)
+        if size > listed.get(name, most):
+            told.append(f"{name}: {size}, and {listed.get(name, most)} are allowed")
+        elif not reason.search(text):
+            told.append(f"{name}: {size}, and no reason is given there")
+    return told + [f"{name}: is not larger than {most} any more" for name in set(listed) - large]
+
+
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    return tracked(ROOT)
+
+
+@pytest.fixture(scope="module")
+def texts(names: list[str]) -> dict[str, str]:
+    return {name: (ROOT / name).read_text() for name in names}
+
+
+def test_no_folder_has_more_files_than_one_takes_in(names: list[str]) -> None:
+    counted = ((folder, count, "") for folder, count in folders(names).items())
+    assert not wrong(counted, FOLDER_FILES_MAX, FULL_FOLDERS, re.compile("")), "draw a room"
+
+
+def test_no_file_is_longer_than_one_reads(texts: dict[str, str]) -> None:
+    assert not wrong(files(texts), FILE_LINES_MAX, LONG_FILES, FILES_REASON)
+
+
+def test_no_function_is_longer_than_one_reads(texts: dict[str, str]) -> None:
+    reason = re.compile(re.escape(FUNCTIONS_REASON))
+    assert not wrong(functions(texts), FUNCTION_LINES_MAX, LONG_FUNCTIONS, reason)
+
+
+def test_a_folder_that_grows_is_found(tmp_path: Path) -> None:
+    room = tmp_path / "kvstore" / "room"
+    room.mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    for i in range(FOLDER_FILES_MAX + 1):
+        (room / f"m{i}.py").touch()
+    (room.parent / "one.py").touch()
+    counted = ((folder, count, "") for folder, count in folders(tracked(tmp_path)).items())
+    assert wrong(counted, FOLDER_FILES_MAX, {}, re.compile("")) == [
+        "kvstore/room: 17, and 16 are allowed"
+    ]
+
+
+def test_what_is_long_needs_a_place_in_the_list_and_a_reason() -> None:
+    long = "\n" * FILE_LINES_MAX
+    texts = {
+        "a.py": f'"""A. In one file, because so."""{long}#',
+        "b.py": f'"""B."""{long}#',
+        "c.py": f'"""C. In one file, because so."""{long}#',
+        "d.py": '"""D."""\n',
+    }
+    listed = {"a.py": 410, "b.py": 410, "d.py": 410}
+    assert wrong(files(texts), FILE_LINES_MAX, listed, FILES_REASON) == [
+        "b.py: 401, and no reason is given there",
+        "c.py: 401, and 400 are allowed",
+        "d.py: is not larger than 400 any more",
+    ]
+
+
+def test_a_method_that_grows_is_found() -> None:
+    body = "\n        pass" * FUNCTION_LINES_MAX
+    text = f"class C:\n    def short(self):\n        pass\n    async def f(self):{body}\n"
+    assert wrong(functions({"a.py": text}), FUNCTION_LINES_MAX, {}, re.compile("x^")) == [
+        "a.py: f: 71, and 70 are allowed"
+    ]
