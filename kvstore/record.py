@@ -71,6 +71,11 @@ def node_start_of(key: Key, record: bytes) -> bytes | None:
     return record[_NODE_START] if record[_BODY.size : RECORD_BYTES] == right else None
 
 
+def node_start(node_id: int, epoch: int) -> bytes:
+    """Epoch and node id as records have them."""
+    return epoch.to_bytes(4, "little") + node_id.to_bytes(8, "little")
+
+
 def slot_of(record: bytes) -> tuple[int, int]:
     """The (slot, generation) in a record that this node has made itself; nothing is checked."""
     _, _, _, _, _, generation, slot, _, _ = _BODY.unpack_from(record)

@@ -139,6 +139,10 @@ class AttachedHeads:
                 image = head[start : start + HEADER_BYTES]
             yield slot_id, image
 
+    def records(self, keys: list[Key], start: bytes) -> list[bytes | None] | None:
+        """See `BatchReader.records`; None as well where the segment is not mapped."""
+        return None
+
     def close(self) -> None:
         """Unmap the headers, unless they are just being read: then they go with the reader."""
         self._hints.release()
@@ -193,6 +197,9 @@ class AttachedShm(AttachedHeads):
         """What is here of `keys`; see `BatchReader.read`."""
         found = None if self.is_populated else self.populate
         return batch_read.READER.read(self._mapped, keys, outs, kinds, found)
+
+    def records(self, keys: list[Key], start: bytes) -> list[bytes | None] | None:
+        return batch_read.READER.records(self._mapped, keys, start)
 
     def populate(self, offset: int, size_bytes: int) -> bool:
         """Map the pages of the block at `offset` in one go; saves a fault every 4 KiB. False when

@@ -1,10 +1,12 @@
 /* Reads a batch of blocks out of one mapped segment: finds them by the table of hints, checks their
- * headers, copies, and looks at the headers again (rule 4). `kvstore/segment/batch_read.py` has the
- * contract, and the same in Python; `kvstore/segment/header.py` says what a header looks like.
+ * headers, copies, and looks at the headers again (rule 4). Or finds them only, and makes their
+ * records. `kvstore/segment/batch_read.py` has the contract, and the same in Python;
+ * `kvstore/segment/header.py` says what a header looks like, `kvstore/record.py` what a record does.
  *
  * Whatever is not plainly a hit is left to the caller: no key is a miss here.
  *
- * It also copies the many values of a put into their slots in one call.
+ * It also copies the many values of a put into their slots in one call. All in one file, which is
+ * one module: reading and making records find headers by the same code.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -30,6 +32,9 @@ enum {
     HINT_BYTES = 4,
     HINTS_PER_SLOT = 4,
     SEALED = 2,
+    RECORD_VERSION = 2,
+    RECORD_BYTES = 44,
+    START_BYTES = 12, /* of the node's epoch and id, as a record has them */
 };
 #ifndef SOURCE_CRC32
 #define SOURCE_CRC32 0 /* of this file: the build says it (hatch_build.py) */
@@ -54,10 +59,13 @@ static void fill_crc_tables(void) {
         }
 }
 
-static uint32_t crc32_of(const uint64_t image[WORDS]) {
-    uint32_t crc = ~0u;
-    for (int i = 0; i < WORDS; i++) {
-        uint64_t w = image[i] ^ crc;
+/* Goes on with the CRC-32 `crc` of what came before, as zlib's does. */
+static uint32_t crc32_of(uint32_t crc, const void *bytes, int words) {
+    crc = ~crc;
+    for (int i = 0; i < words; i++) {
+        uint64_t w;
+        memcpy(&w, (const char *)bytes + 8 * i, sizeof w);
+        w ^= crc;
         crc = crc_tables[7][w & 0xFF] ^ crc_tables[6][w >> 8 & 0xFF] ^
               crc_tables[5][w >> 16 & 0xFF] ^ crc_tables[4][w >> 24 & 0xFF] ^
               crc_tables[3][w >> 32 & 0xFF] ^ crc_tables[2][w >> 40 & 0xFF] ^
@@ -130,6 +138,7 @@ static int slot_has(const Segment *segment, uint64_t slot, const char *key, Bloc
     return memcmp((const char *)block->image + 8, key, KEY_BYTES) == 0;
 }
 
+/* Whether a SEALED, whole header of that key is there, of a block that lies in the segment. */
 static int find(const Segment *segment, const char *key, Block *block) {
     uint32_t bits;
     memcpy(&bits, key + 8, sizeof bits);
@@ -140,7 +149,7 @@ static int find(const Segment *segment, const char *key, Block *block) {
         if (!slot_has(segment, slot, key, block)) return 0;
     }
     const uint64_t *image = block->image;
-    if ((image[0] & 0xFF) != SEALED || crc32_of(image) != WHOLE) return 0;
+    if ((image[0] & 0xFF) != SEALED || crc32_of(0, image, WORDS) != WHOLE) return 0;
     uint64_t length = image[5] & 0xFFFFFFFFu, granule = image[5] >> 32 & 0xFF;
     uint64_t meta_length = image[5] >> 48;
     uint64_t offset = slot * SLOT_BYTES + granule * GRANULE_BYTES;
@@ -148,7 +157,7 @@ static int find(const Segment *segment, const char *key, Block *block) {
     if (offset + length > segment->size_bytes) return 0;
     block->from = segment->data + offset;
     block->size_bytes = length - meta_length;
-    return block->size_bytes > 0;
+    return 1;
 }
 
 static unsigned kind_of(const Block *block) { return block->image[5] >> 40 & 0xFF; }
@@ -245,7 +254,7 @@ static long long read_blocks(const Segment *segment, PyObject *keys, PyObject *o
             goto done;
         }
         Block *block = &blocks[count];
-        if (!find(segment, raw, block)) continue;
+        if (!find(segment, raw, block) || block->size_bytes == 0) continue;
         int aimed = aim(block, out, kinds);
         if (aimed < 0) goto done;
         if (!aimed) continue;
@@ -291,6 +300,74 @@ done:
         if (blocks[i].target.obj != NULL) PyBuffer_Release(&blocks[i].target);
     }
     return bytes;
+}
+
+/* The record that the node of that start publishes for a block that was found (kvstore/record.py). */
+static PyObject *record_of(const Segment *segment, const Block *block, const char *start) {
+    const uint64_t *image = block->image;
+    char record[RECORD_BYTES] = {RECORD_VERSION, (char)(image[5] >> 32)}; /* and segment 0 */
+    uint64_t generation = image[0] >> 16;
+    uint32_t slot = (uint32_t)(((const char *)block->header - segment->head - SUPERBLOCK_BYTES) / HEADER_BYTES);
+    uint32_t length = (uint32_t)image[5];
+    memcpy(record + 4, start, START_BYTES);
+    memcpy(record + 16, &generation, 8);
+    memcpy(record + 24, &slot, 4);
+    memcpy(record + 28, &length, 4);
+    memcpy(record + 32, &image[6], 8);
+    uint32_t crc = crc32_of(crc32_of(0, &image[1], KEY_BYTES / 8), record, 5);
+    memcpy(record + 40, &crc, 4);
+    return PyBytes_FromStringAndSize(record, sizeof record);
+}
+
+static PyObject *records_of(const Segment *segment, PyObject *keys, const char *start) {
+    Py_ssize_t all = PyList_Size(keys);
+    PyObject *records = PyList_New(all);
+    if (records == NULL) return NULL;
+    for (Py_ssize_t i = 0; i < all; i++) {
+        PyObject *key = PyList_GetItem(keys, i), *record = Py_None;
+        char *raw;
+        Py_ssize_t length;
+        Block block;
+        if (key == NULL || PyBytes_AsStringAndSize(key, &raw, &length) < 0) goto failed;
+        if (length != KEY_BYTES) {
+            PyErr_SetString(PyExc_ValueError, "a key has 32 bytes");
+            goto failed;
+        }
+        if (find(segment, raw, &block)) {
+            record = record_of(segment, &block, start);
+            if (record == NULL) goto failed;
+        } else {
+            Py_INCREF(record);
+        }
+        PyList_SetItem(records, i, record);
+    }
+    return records;
+failed:
+    Py_DECREF(records);
+    return NULL;
+}
+
+static PyObject *make_records(PyObject *self, PyObject *args) {
+    PyObject *head_of, *data_of, *keys, *records = NULL;
+    const char *start;
+    Py_ssize_t start_bytes;
+    Py_buffer head, data;
+    Segment segment;
+    if (!PyArg_ParseTuple(args, "OOO!y#", &head_of, &data_of, &PyList_Type, &keys, &start, &start_bytes))
+        return NULL;
+    if (start_bytes != START_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "the start of a node has 12 bytes");
+        return NULL;
+    }
+    if (PyObject_GetBuffer(head_of, &head, PyBUF_SIMPLE) < 0) return NULL;
+    if (PyObject_GetBuffer(data_of, &data, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&head);
+        return NULL;
+    }
+    if (attach(&segment, &head, &data) == 0) records = records_of(&segment, keys, start);
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&head);
+    return records;
 }
 
 static PyObject *read_batch(PyObject *self, PyObject *args) {
@@ -382,6 +459,7 @@ done:
 
 static PyMethodDef methods[] = {{"read", read_batch, METH_VARARGS, NULL},
                                 {"copy_each", copy_each, METH_VARARGS, NULL},
+                                {"records", make_records, METH_VARARGS, NULL},
                                 {NULL, NULL, 0, NULL}};
 /* PyModule_Add is not in the limited interface of 3.11. */
 static int add(PyObject *module, const char *name, PyObject *value) {

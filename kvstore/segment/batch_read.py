@@ -6,6 +6,9 @@ There are two readers of one contract, `BatchReader`: one in Python, and one in 
 on what is not copying. `READER` is the one of this process, chosen at import: the compiled one
 where it is there and fits, unless `KVSTORE_COMPILED` is `no`.
 
+Both also say where blocks are without reading them: by the records that their node publishes
+(`records`); the one in Python leaves that to the caller, who keeps what he has made.
+
 Neither says that a block is missing. What is not plainly a hit (another block in its place, a
 slot that is just being given out, a description to be read, an `out` that does not fit) is left to
 the caller, who looks for it one by one.
@@ -88,6 +91,17 @@ class BatchReader(Protocol):
         """
         ...
 
+    def records(
+        self, segment: MappedSegment, keys: list[Key], start: bytes
+    ) -> list[bytes | None] | None:
+        """The record (record.py) that the node would publish for each of `keys` that is here,
+        unsigned; None for a key that is not plainly here. None for all where making them costs more
+        than looking up what was made before.
+
+        `start` is epoch and node id, as records have them (`node_start`). Raises as `read` does.
+        """
+        ...
+
 
 class PythonReader:
     """Implements `BatchReader` where there is no compiled part."""
@@ -150,6 +164,12 @@ class PythonReader:
         for target, source in zip(targets, sources, strict=True):
             copy(target, source)
 
+    def records(
+        self, segment: MappedSegment, keys: list[Key], start: bytes
+    ) -> list[bytes | None] | None:
+        """See `BatchReader`."""
+        return None
+
 
 def unchanged(head: mmap.mmap, start: int, image: bytes) -> bool:
     """Whether the header at `start` is still what it was when the block was found (rule 4)."""
@@ -175,6 +195,7 @@ class CompiledReader:
     def __init__(self, module: Any) -> None:
         self._read = module.read
         self._copy_each = module.copy_each
+        self._records = module.records
 
     def read(
         self,
@@ -192,6 +213,13 @@ class CompiledReader:
     def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
         """See `BatchReader`."""
         self._copy_each(targets, sources)
+
+    def records(
+        self, segment: MappedSegment, keys: list[Key], start: bytes
+    ) -> list[bytes | None] | None:
+        """See `BatchReader`."""
+        records: list[bytes | None] = self._records(segment.head, segment.data, keys, start)
+        return records
 
 
 def choose(wanted: str | None, module: str = "kvstore.segment._batch_read") -> BatchReader:

@@ -6,11 +6,14 @@ Longer than other files: one class is under test."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from batch_readers import READERS, reader_of
 from reader_parts import AWAY, HERE, KEY, SIGNER, Counting, Nodes, Remote, key_of, save
+from stores import announcement
 
 from kvstore import MissReason
 from kvstore.client import block_lookup
@@ -18,7 +21,9 @@ from kvstore.client.base import BlockRef
 from kvstore.client.block_lookup import BlockLookup, found_here
 from kvstore.client.reader import Reader
 from kvstore.index.base import KeyRecord
-from kvstore.record import pack_record
+from kvstore.record import node_start, pack_record
+from kvstore.segment import batch_read
+from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
 from kvstore.types import Key, Location, Tier
 
@@ -85,6 +90,11 @@ class Lookups:
         return [one is not None for one in answers], answers.short
 
 
+@pytest.fixture(params=READERS, autouse=True)
+def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_read, "READER", reader_of(request.param))
+
+
 @pytest.fixture
 def lookups(nodes: Nodes) -> Lookups:
     return Lookups(nodes)
@@ -128,6 +138,8 @@ def test_without_one_those_of_the_own_index_are_searched_and_found_unless_record
 def test_the_record_of_a_header_is_made_once_while_there_is_room_for_it(
     owned: OwnedShm, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where a reader does not make them anew in less time than they are looked up in."""
+    monkeypatch.setattr(batch_read, "READER", reader_of("Python"))
     monkeypatch.setattr(block_lookup, "RECORDS_KEPT_MAX", 2)
     for slot_id, key in enumerate(KEYS[:3], 1):
         save(owned, key=key, slot_id=slot_id)
@@ -154,6 +166,33 @@ def test_what_was_made_of_a_header_is_nothing_to_the_next_one_in_its_slot(
         record = pack_record(key, HERE._replace(generation=generation))
         assert one == BlockRef(key, record)
         assert other is None
+
+
+def test_of_several_segments_each_is_looked_into(
+    owned: OwnedShm, nodes: Nodes, tmp_path: Path
+) -> None:
+    save(owned, key=KEYS[0], slot_id=1)
+    second = OwnedShm(tmp_path / "second", Superblock(8, 1, 0, 128 << 10))
+    save(second, key=KEYS[1], slot_id=2)
+    beside = Nodes(second).attached
+    beside.start = node_start(8, 1)
+    beside.announcement = announcement(node_id=8, epoch=1)
+    nodes.mapped = (nodes.attached, beside)
+    found = list(found_here(nodes, None, KEYS[:3]))  # type: ignore[arg-type]
+    assert found == [
+        BlockRef(KEYS[0], pack_record(KEYS[0], HERE._replace(slot=1))),
+        BlockRef(KEYS[1], pack_record(KEYS[1], HERE._replace(node_id=8, slot=2))),
+        None,
+    ]
+    beside.shm.close()
+    second.close()
+
+
+def test_a_signed_record_is_made_once(owned: OwnedShm, nodes: Nodes) -> None:
+    save(owned)
+    (first,) = found_here(nodes, SIGNER, [KEY])  # type: ignore[arg-type]
+    (again,) = found_here(nodes, SIGNER, [KEY])  # type: ignore[arg-type]
+    assert again is first
 
 
 @pytest.mark.parametrize("granule", [4, 255])

@@ -28,6 +28,9 @@ class LeavesAll:
     def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
         PythonReader().copy_each(targets, sources)
 
+    def records(self, *_: Any) -> None:
+        return None
+
 
 class CopiesBy(LeavesAll):
     """Calls `copy` for each copy of a put."""
@@ -53,6 +56,9 @@ class Meddled:
 
     def copy_each(self, targets: list[memoryview], sources: list[memoryview]) -> None:
         self._reader.copy_each(targets, sources)
+
+    def records(self, *arguments: Any) -> list[bytes | None] | None:
+        return self._reader.records(*arguments)
 
 
 def compiled_module(source: Path, where: Path) -> Any:

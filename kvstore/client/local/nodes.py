@@ -13,6 +13,7 @@ from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement, NodeDir, Stranger, announced, strangers
+from kvstore.record import node_start
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.trusted_files import files_of
 from kvstore.segment.unmapped import UnmappedShm, attach
@@ -30,7 +31,7 @@ ABSENT_MAX = 1024
 class Attached:
     """One node's segment in this process."""
 
-    __slots__ = ("announcement", "directory", "gone", "ours", "records", "shm")
+    __slots__ = ("announcement", "directory", "gone", "ours", "records", "shm", "start")
 
     def __init__(
         self,
@@ -45,6 +46,8 @@ class Attached:
         self.directory = directory
         self.ours = ours
         """Of the client's own index, for certain: what it holds was not reset there."""
+        self.start = node_start(announcement.node_id, announcement.epoch)
+        """As records name it."""
         self.records: dict[int, tuple[bytes, BlockRef]] = {}
         """By slot its header and what was made of that: the same bytes in the same slot say the
         same (client/block_lookup.py)."""

@@ -113,6 +113,11 @@ class SimReader:
         for target, source in zip(targets, sources, strict=True):
             copy(self._world, target, source)
 
+    def records(
+        self, segment: MappedSegment, keys: list[Key], start: bytes
+    ) -> list[bytes | None] | None:
+        return self._reader.records(segment, keys, start)
+
 
 class SimOwned(OwnedShm):
     """Models a node's segment; `Checks` sees every write before it happens."""
