@@ -242,7 +242,7 @@ static int attach(Segment *segment, const Py_buffer *head, const Py_buffer *data
 /* Fills `values`; the bytes of the hits among them, or -1 with an exception. */
 static long long read_blocks(const Segment *segment, PyObject *keys, PyObject *outs, unsigned kinds,
                              PyObject *found, PyObject *copied, Block *blocks, PyObject *values) {
-    Py_ssize_t count = 0, all = PyList_Size(keys);
+    Py_ssize_t count = 0, all = PyList_Size(values); /* `keys` may have grown: `blocks` has not */
     long long bytes = -1, total = 0;
     for (Py_ssize_t i = 0; i < all; i++) {
         PyObject *key = PyList_GetItem(keys, i), *out = PyList_GetItem(outs, i);
@@ -281,8 +281,8 @@ static long long read_blocks(const Segment *segment, PyObject *keys, PyObject *o
         if (value != NULL) {
             block->value = NULL;
         } else {
-            value = PySequence_GetSlice(PyList_GetItem(outs, block->number), 0,
-                                        (Py_ssize_t)block->size_bytes);
+            /* of the view that was written to, whatever is in `outs` by now */
+            value = PySequence_GetSlice(block->target.obj, 0, (Py_ssize_t)block->size_bytes);
             if (value == NULL) {
                 bytes = -1;
                 goto done;

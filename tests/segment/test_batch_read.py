@@ -17,7 +17,7 @@ from kvstore.core.events import Fill, Mark, Seal
 from kvstore.segment import batch_read
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.batch_read import BatchReader, CompiledReader, MappedSegment, PythonReader
-from kvstore.segment.header import FREE, SUPERBLOCK_BYTES, Superblock, hint_of, pack
+from kvstore.segment.header import FREE, SUPERBLOCK_BYTES, Header, Superblock, hint_of, pack
 from kvstore.segment.shm import OwnedShm
 
 SIZE = 128 << 10
@@ -450,6 +450,64 @@ def test_what_is_raised_meanwhile_goes_through_and_nothing_is_kept(
     shm.close()
     assert shm._mapped.data.closed, "no buffer of it was kept"
     assert shm._mapped.head.closed
+
+
+_GROWS = """
+import gc
+import sys
+sys.path[:] = {path!r}
+from batch_readers import compiled_module
+from pathlib import Path
+from kvstore.segment import batch_read
+read = compiled_module(batch_read.SOURCE, Path({scratch!r})).read
+key = bytes(32)
+head = bytearray(4096) + {image!r} + bytes(7 * 64 + 32 * 4)
+data, keys, outs = bytearray(8 * 4096), [key] * 4, [None] * 4
+
+def grow(phase, _):
+    if len(keys) < 5000:
+        keys.extend([key] * 5000)
+        outs.extend([None] * 5000)
+
+kept = [[] for _ in range(1000)]  # no list is left over that could be taken without a collection
+counts = []
+for _ in range(20):
+    del keys[4:], outs[4:]
+    gc.callbacks.append(grow)
+    fresh = [[], [], [], []]
+    gc.set_threshold(1)
+    values, size = read(head, data, keys, outs, 3, None, None)
+    gc.set_threshold(0)
+    gc.callbacks.clear()
+    assert values == [bytes(100)] * len(values) and size == 100 * len(values)
+    counts.append((len(values), len(keys)))
+print(any(count < there for count, there in counts))
+"""
+
+
+def test_lists_that_grow_while_it_makes_room_are_read_as_they_were(tmp_path: Path) -> None:
+    """A garbage collection may run anybody's code wherever an object is made."""
+    compiled_module(batch_read.SOURCE, tmp_path)  # or there is none here
+    image = pack(Header(1, bytes(32), 100, 0, 1, 0, 0, 0))
+    code = _GROWS.format(path=sys.path, scratch=str(tmp_path), image=image)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, f"{ran.returncode}: {ran.stderr}"
+    if sys.version_info < (3, 12):  # where an object that is made may be what sets it off
+        assert ran.stdout == "True\n", "the lists did not grow when they should"
+
+
+def test_an_out_that_is_put_in_anothers_place_meanwhile_is_no_ones_value(
+    owned: OwnedShm, shm: AttachedShm, reader: BatchReader
+) -> None:
+    save(owned)
+    rooms, others = [bytearray(1000), bytearray(1000)], [bytearray(1000), bytearray(1000)]
+    outs = list(map(memoryview, rooms))
+
+    def change() -> None:
+        outs[:] = list(map(memoryview, others))
+
+    for got in read(reader, shm, KEY, KEY, outs=outs, copied=change):
+        assert got == VALUE
 
 
 # --- what is no segment ----------------------------------------------------------
