@@ -1,8 +1,9 @@
 """What a start makes of headers that contradict each other or lie at a border."""
 
 import pytest
+from stepwise import StepwiseSegment
 
-from kvstore.core.events import Bounds, Drop, Keep, Mark, Reserve, Seal, SessionDead
+from kvstore.core.events import Abort, Bounds, Drop, Keep, Mark, Reserve, Seal, SessionDead
 from kvstore.core.holdings import FORMER
 from kvstore.core.memory.allocator import Allocator
 from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
@@ -11,6 +12,8 @@ from kvstore.core.node import NodeCore
 from kvstore.core.recovery import HeldSlot, Seen, fits, recover
 from kvstore.limits import RETAINED_S_MAX, Limits
 from kvstore.record import unpack_record
+from kvstore.segment.header import Superblock
+from kvstore.segment.scan import scan
 
 PAGES = 16
 SIZE = PAGES * PAGE * GRANULE_BYTES
@@ -74,6 +77,30 @@ def test_a_start_takes_over_how_far_the_segment_was_ever_used():
     writes = core.handle(Reserve(1, 1, [OTHER], [9 * 4096], 3, [0], [0], [None], [0]), 0.0).writes
     (bounds,) = (write for write in writes if isinstance(write, Bounds))
     assert bounds.used_below >= 10
+
+
+def test_a_value_that_reaches_where_small_ones_were_is_still_its_writers_after_a_restart():
+    """Rule 5: its header lies behind both bounds of what was used unless the bounds meet."""
+    size = 32 << 20
+    segment = StepwiseSegment(Superblock(7, 1, 0, size))
+    core = NodeCore(node_id=7, epoch=1, size_bytes=size, limits=Limits())
+
+    def handle(event):
+        effects = core.handle(event, 0.0)
+        for write in effects.writes:
+            for _ in segment.steps(write):
+                pass
+        return effects.replies
+
+    def reserve(key, length):
+        (reply,) = handle(Reserve(1, 1, [key], [length], 3, [0], [0], [None], [0]))
+        return reply.body[0]
+
+    small = reserve(KEY, 4096)
+    handle(Abort(1, 2, [small[:2]]))
+    large = reserve(OTHER, size)
+    seen = scan(size, segment.bounds, segment.headers, memoryview(segment.held))
+    assert [(held.slot_id, held.reserved) for held in seen.held] == [(large.slot_id, True)]
 
 
 def test_with_a_block_of_a_former_start_goes_the_record_of_then():

@@ -180,8 +180,10 @@ class Allocator:
             return None
         if small and start < self.used_from:
             self.used_from = start
-        elif self.used_below < start + size <= self.used_from:
-            self.used_below = start + size
+        elif start < self.used_from:
+            # One that reaches beyond what small ones have used leaves nothing between the bounds.
+            end = min(start + size, self.used_from)
+            self.used_below = max(self.used_below, end)
         return self._add(start, size)
 
     def _add(self, start: int, size: int) -> Slot:

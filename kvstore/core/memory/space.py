@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from kvstore.core.memory.granules import PAGE, aligned
 
 FITS_TRIED = 4
 """Extents of one size that are looked at: one may be too small only for where it begins, and
-then one that is a page larger is not."""
+then one that is a page larger is not. The one that became free last is looked at too: room may
+have been made there for what is taken."""
 
 
 class Space:
@@ -52,7 +53,8 @@ class Space:
         whole_pages = aligned(size)
         for index in range(bisect_left(sizes, size), len(sizes)):
             have = sizes[index]
-            for start in islice(self._by_size[have], FITS_TRIED):
+            same = self._by_size[have]
+            for start in chain(islice(same, FITS_TRIED), islice(reversed(same), 1)):
                 if high:
                     at = start + have - size
                     if whole_pages:

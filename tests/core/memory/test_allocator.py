@@ -287,6 +287,18 @@ class TestBounds:
             assert pool.put(length).offset == slot.offset
             assert (pool.allocator.used_below, pool.allocator.used_from) == bounds
 
+    @pytest.mark.parametrize("below", [0, 2])
+    def test_a_large_value_where_small_ones_were_leaves_nothing_between_the_bounds(self, below):
+        """Else a restart would not look at its header, and give its place to another."""
+        pool = Pool(64 * MIB)
+        for _ in range(below):
+            pool.put(MIB)
+        pool.drop(pool.put(4096))
+        large = pool.put((64 - below) * MIB)
+        allocator = pool.allocator
+        assert large.start + large.size == 64 * 1024
+        assert large.start < allocator.used_below >= allocator.used_from
+
     def test_a_value_of_a_thousandth_is_large_and_one_below_it_is_small(self):
         size = 64 * MIB
         assert Pool(size).put(size // 1024).offset == 0

@@ -23,6 +23,14 @@ class TestSpace:
         pool.drop(slots[3])
         assert pool.allocator.take(8192) is slots[3]
 
+    def test_room_that_was_just_made_is_found_behind_holes_that_begin_amiss(self):
+        """Of its size, and each too small only because it does not begin where a page does."""
+        amiss = [(start + 1, PAGED) for start in range(0, 6 * 32, 32)]
+        space = Space(512, amiss)
+        assert space.take(PAGED, high=False) is None
+        space.give(256, PAGED)
+        assert space.take(PAGED, high=False) == 256
+
     def test_a_full_pool_has_no_room_at_all(self):
         pool = Pool(64 * KIB)
         pool.put(64 * KIB)
