@@ -140,7 +140,8 @@ class Node:
         self._name: FileLock | None = None
         self._say = Seldom(log)
         self._keeps = False
-        """The segment stays behind: this was an orderly end, and it was asked for."""
+        """The segment stays behind: this was an orderly end, and it was asked for, or a start that
+        was refused before anybody could connect, and it waits for the next."""
 
     # --- life -----------------------------------------------------------
 
@@ -204,11 +205,15 @@ class Node:
             raise _unusable(self.config.run_dir, e) from e
         self._name = lock
         try:
+            self._keeps = self._former_waits()
             try:
                 share_directory(self.config.run_dir, self.dir, self.config.group)
                 self._create()
-            except OSError as e:
-                raise _unusable(self.config.run_dir, e) from e
+            except BaseException as e:
+                self._keeps = self._keeps and self._former_waits()
+                if isinstance(e, OSError):
+                    raise _unusable(self.config.run_dir, e) from e
+                raise
             try:
                 await self._run(on_serving, on_ready)
             finally:
@@ -249,13 +254,19 @@ class Node:
         announcement = config.announcement(node_id, epoch, self.dir.socket, self.index.identity())
         started = self._begin(announcement, make_core)
         self.core, self.segment, self.announcement, self._former = started
+        self._keeps = self._keeps and bool(self.core.counts["recovered"])
         try:
             self._share_files(self.announcement)
             self._equip()
         except BaseException:
-            self.segment.close()
+            self.segment.close(keep=self._keeps)
             self._former.close()
             raise
+
+    def _former_waits(self) -> bool:
+        """Whether a segment waits for this start."""
+        waits = self.restartable and not self.config.end_with_last_client
+        return waits and self.dir.kept_for_s() > 0
 
     def _equip(self) -> None:
         """Make what serves the segment."""
@@ -310,6 +321,7 @@ class Node:
         connection, group = self.clients.connection, self.config.group
         self._listener = ControlListener(self.dir.socket, connection, self.config.name, group)
         self._listener.open()
+        self._keeps = False
         self._loop.set_exception_handler(self._on_loop_failure)
         tasks = BackgroundTasks(self.config.name, self.core.counts)
         tasks.start(

@@ -1,15 +1,17 @@
 """What a start finds of the former one. An orderly end with `keep` leaves what a kill leaves."""
 
+import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
 from redis_servers import wait_until
 from test_daemon import KEYS, MIB, Talker
 
-from kvstore.errors import NoSpaceError
+from kvstore.errors import NoSpaceError, UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import Machine
-from kvstore.node import Node, NodeConfig, takeover
+from kvstore.node import Node, NodeConfig, daemon, takeover
 from kvstore.nodedir import NodeDir
 from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES
 
@@ -97,6 +99,68 @@ def test_what_was_reserved_is_held_until_the_lease_of_then_is_free(tmp_path, ind
         other.lease.release()
         talker.lease.release()
         wait_until(lambda: node.stats()["quarantined"] == 0, "the slots are free", 5)
+
+
+def taken_port() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def refused_for_its_size(tmp_path, monkeypatch):
+    def too_much(segment_bytes, limit):
+        raise UsageError("size_bytes", segment_bytes, "more than the container may have")
+
+    monkeypatch.setattr(daemon, "check_limit", too_much)
+    return config(tmp_path)
+
+
+def refused_for_its_address(tmp_path, monkeypatch):
+    taken = taken_port()
+    monkeypatch.setattr(daemon, "_held_by_the_test", taken, raising=False)
+    return config(tmp_path, listen=taken.getsockname(), open_to_all=True)
+
+
+def refused_for_its_rights(tmp_path, monkeypatch):
+    def no_group(*args):
+        raise UsageError("group", 7, "is not one of this user's")
+
+    monkeypatch.setattr(daemon, "share_files", no_group)
+    return config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "refused", [refused_for_its_size, refused_for_its_address, refused_for_its_rights]
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_waits_for_a_start_outlives_one_that_is_refused(
+    tmp_path, index, monkeypatch, refused, keep
+):
+    """Whoever mistypes a setting starts again with it right, and with the blocks."""
+    filled(tmp_path, index)
+    with monkeypatch.context() as patch:
+        wrong = dataclasses.replace(refused(tmp_path, patch), keep=keep)
+        with pytest.raises((UsageError, OSError)):
+            Node(wrong, index).start()
+    assert index.nodes() == {}
+    with Node(config(tmp_path), index) as node:
+        assert node.core.counts["recovered"] == len(KEYS)
+
+
+def test_a_first_start_that_is_refused_leaves_nothing(tmp_path, index, monkeypatch):
+    with pytest.raises((UsageError, OSError)):
+        Node(refused_for_its_address(tmp_path, monkeypatch), index).start()
+    assert not NodeDir(tmp_path, "node").path.exists()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_nothing_stays_of_what_was_given_up_for_an_empty_segment_that_had_no_room(
+    tmp_path, index, monkeypatch
+):
+    monkeypatch.setattr(takeover, "ROOM_WAIT_S", 0.1)
+    filled(tmp_path, index)
+    with pytest.raises(NoSpaceError, match="0 free"):
+        Node(config(tmp_path, size_bytes=2 * MIB), index, machine=Crowded(lambda: True)).start()
+    assert not NodeDir(tmp_path, "node").path.exists()
+    assert list((tmp_path / "shm").iterdir()) == []
 
 
 def test_an_embedded_nodes_segment_waits_for_nobody(tmp_path, index):
