@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
-from kvstore.limits import STREAM_CONNECTIONS_PER_NODE
+from kvstore.limits import STREAM_CONNECTIONS_PER_NODE, STREAM_IDLE_TIMEOUT_S
 from kvstore.nodedir import Announcement
 from kvstore.protocol.stream import Frame, WireError, pack_read
 from kvstore.protocol.stream_handshake import (
@@ -52,6 +52,9 @@ from kvstore.transport.stream.security import StreamSecurity
 NAME = "stream"
 CHECKSUM_REASON = "its bytes arrived with another checksum"
 NOT_THERE_REASON = "the node does not have it (any more)"
+
+UNUSED_S = 60.0
+"""A node without a connection that was asked nothing for so long is gone, or can wait."""
 
 PoolKey = tuple[int, int, str]
 
@@ -126,6 +129,9 @@ class StreamTransport:
             if pool is None:
                 stale = [key for key in self._pools if key[0] == node.node_id]
                 gone = [self._pools.pop(key) for key in stale]
+                # Nodes come and go, under other ids where hosts do: what is of no use goes.
+                for key in [key for key, kept in self._pools.items() if kept.retired()]:
+                    del self._pools[key]
                 pool = self._pools[name] = Pool(
                     lambda deadline: self._connect(node, address, deadline)
                 )
@@ -214,6 +220,8 @@ class Pool:
         self._places: weakref.WeakSet[_Place] = weakref.WeakSet()
         self._idle: list[Channel] = []
         self._busy: weakref.WeakKeyDictionary[Channel, _Place] = weakref.WeakKeyDictionary()
+        self._taken_at = time.monotonic()
+        self._keeps = True
         self._closed = False
 
     def take(self, deadline: float) -> Channel:
@@ -232,6 +240,7 @@ class Pool:
                         raise DeadlineError(f"timed out: all {most} connections are in use")
                     self._returned.wait(left_s)
                 self._places.add(place)
+                self._taken_at = time.monotonic()
             channel = self._kept() or self._connect(deadline)
             with self._lock:
                 self._busy[channel] = place
@@ -262,6 +271,21 @@ class Pool:
         with self._lock:
             return any(not channel.quiet() for channel in self._idle)
 
+    def retired(self) -> bool:
+        """Whether it is of no use, and keeps no connection from here on: it is not in use, and
+        was not for so long that the node would have hung up, or for `UNUSED_S` where the node has.
+        Who has this pool in hand can still use it."""
+        with self._lock:
+            unused_s = time.monotonic() - self._taken_at
+            lives = any(channel.quiet() for channel in self._idle)
+            if self._places or unused_s < (STREAM_IDLE_TIMEOUT_S if lives else UNUSED_S):
+                return False
+            self._keeps = False
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+        return True
+
     def give(self, channel: Channel, in_step: bool) -> None:
         """Give a connection back. One that is not `in_step` with the node is closed, and those that
         are idle too: what was lost in silence on one of them was lost on all, and each would cost
@@ -269,7 +293,7 @@ class Pool:
         unfit: list[Channel] = []
         with self._lock:
             self._leave(self._busy.pop(channel, None))
-            if not in_step or self._closed:
+            if not in_step or not self._keeps or self._closed:
                 unfit, self._idle = [channel, *self._idle], []
             else:
                 self._idle.append(channel)
