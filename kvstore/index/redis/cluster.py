@@ -65,13 +65,16 @@ class ClusterRoute:
         self._away: dict[Links, Breaker] = {}
         """One for each shard: what is not closed is away, and so are its keys. Replaced as a
         whole: other threads look into it."""
+        self._judging = threading.RLock()
+        """For each look at a breaker and each change: several threads ask one shard."""
         self._owner: list[Links | None] = []
         """By slot; empty when it must be fetched."""
         in_each_child(self)
 
     def after_fork_in_child(self) -> None:
-        """A thread of the parent may have been fetching the slot map."""
+        """A thread of the parent may have been fetching the slot map, or judging a shard."""
         self._lock = threading.RLock()
+        self._judging = threading.RLock()
 
     def run(self, requests: Sequence[Request]) -> list[Reply]:
         deadline = monotonic() + self._timeout_s
@@ -156,7 +159,7 @@ class ClusterRoute:
         for links, request in wanted.items():
             if links not in away:  # another thread has fetched a newer map meanwhile
                 answers[links] = IndexUnavailableError(f"{links.label} has left the cluster")
-            elif away[links].allows(monotonic()) or even_if_away:
+            elif self._allows(away[links]) or even_if_away:
                 asked[links] = request
             else:
                 answers[links] = IndexBreakerOpenError(f"Redis at {links.label} failed lately")
@@ -165,7 +168,7 @@ class ClusterRoute:
         for links in asked:
             answer = answers[links] = _or_away(links, answers[links])
             if not isinstance(answer, IndexUnavailableError):
-                away[links].succeeded()
+                self._succeeded(away[links])
                 continue
             self.mistaken()
             hung = isinstance(answer, IndexDeadlineError)
@@ -175,10 +178,22 @@ class ClusterRoute:
             late = late or hung
         return answers
 
-    @staticmethod
-    def _failed(breaker: Breaker, why: IndexUnavailableError, *, hung: bool) -> None:
-        before = breaker.state
-        breaker.failed(monotonic(), hung=hung)
+    def _allows(self, breaker: Breaker) -> bool:
+        if breaker.state is BreakerState.CLOSED:  # nearly always
+            return True
+        with self._judging:
+            return breaker.allows(monotonic())
+
+    def _succeeded(self, breaker: Breaker) -> None:
+        # Nearly always it says nothing new: then it needs no lock.
+        if breaker.failures or breaker.state is not BreakerState.CLOSED:
+            with self._judging:
+                breaker.succeeded()
+
+    def _failed(self, breaker: Breaker, why: IndexUnavailableError, *, hung: bool) -> None:
+        with self._judging:
+            before = breaker.state
+            breaker.failed(monotonic(), hung=hung)
         if before is BreakerState.CLOSED and breaker.state is BreakerState.OPEN:
             log.warning("a Redis shard does not answer, so its keys are misses: %s", why)
 

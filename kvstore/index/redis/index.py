@@ -197,9 +197,14 @@ class RedisIndex:
 
         Of a shard that is away what it was: when it comes back, it is that or has changed.
         """
-        shards = self._write.shards()
-        answers = self._write.ask_all(self._incarnation_request, 3)
-        for shard, replies in zip(shards, answers, strict=True):
+        shards: list[Shard] = []
+        """As they are asked: the cluster may change at any time."""
+
+        def request(shard: Shard) -> bytes:
+            shards.append(shard)
+            return self._incarnation_request(shard)
+
+        for shard, replies in zip(shards, self._write.ask_all(request, 3), strict=True):
             if not isinstance(replies[0], LostReply):
                 self._incarnations[shard.links.label] = self._shard_incarnation(replies)
         return ",".join([self._incarnations.get(shard.links.label, "") for shard in shards])

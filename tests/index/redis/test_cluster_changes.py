@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.circuit_breaker import Breaker
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.cluster import ClusterRoute
 from kvstore.index.redis.index import open_index
 from kvstore.index.redis.key_space import command
+from kvstore.index.redis.route import Shard
 
 if TYPE_CHECKING:
     from redis_servers import RedisCluster
@@ -102,6 +105,80 @@ def test_a_shard_that_leaves_the_map_while_another_thread_asks_it_is_away(
         monkeypatch.undo()
         index._read.mistaken()
         assert len(index.lookup(KEYS)) == len(KEYS)
+
+
+def test_a_shard_that_comes_between_two_looks_at_the_map_is_in_the_incarnation(
+    redis_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_index(redis_cluster.url, timeout_s=5, publish_timeout_s=5)) as index:
+        route = index._write
+        assert isinstance(route, ClusterRoute)
+        whole = index.incarnation()
+        ports = [("127.0.0.1", node.port) for node in redis_cluster.nodes]
+        maps = iter([[(0, SLOTS_MAX, ports[0])]])
+        shards = ClusterRoute.shards
+
+        def changing(route: ClusterRoute) -> list[Shard]:
+            ranges = next(maps, None)
+            if ranges is None:
+                route.mistaken()
+            else:
+                route._owner = route._use(ranges)
+            return shards(route)
+
+        monkeypatch.setattr(ClusterRoute, "shards", changing)
+        for _ in range(2):
+            told = index.incarnation()
+        assert told == whole
+
+
+class Unlocked(Breaker):
+    """One whose state two threads must never be at, at the same time."""
+
+    __slots__ = ("at_once", "inside", "most")
+
+    def __init__(self) -> None:
+        super().__init__(failures_max=1)
+        self.inside = self.most = 0
+
+    def enter(self) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.02)
+        self.inside -= 1
+
+    def allows(self, now: float) -> bool:
+        self.enter()
+        return super().allows(now)
+
+    def failed(self, now: float, *, hung: bool = False) -> None:
+        self.enter()
+        super().failed(now, hung=hung)
+
+
+def test_threads_that_ask_one_shard_judge_it_one_after_the_other() -> None:
+    """Else two are its one probe, or two probes' failures double its delay twice."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
+        port = nobody.getsockname()[1]
+    with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
+        route = index._read
+        assert isinstance(route, ClusterRoute)
+        route._owner = route._use([(0, SLOTS_MAX, ("127.0.0.1", port))])
+        owner, breaker = route._owner, Unlocked()
+        route._away = dict.fromkeys(route._away, breaker)
+
+        def ask() -> None:
+            for _ in range(3):
+                route._owner = owner
+                with suppress(IndexUnavailableError):
+                    index.lookup(KEYS[:1])
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert breaker.most == 1
 
 
 def test_a_child_that_is_forked_while_the_map_is_fetched_can_fetch_one(
