@@ -103,9 +103,7 @@ def test_a_pool_whose_node_has_hung_up_is_of_no_use_after_a_while(clock, pool, p
     clock.now += 1.0
     assert pool.retired()
     assert channel._socket.fileno() < 0
-    assert given_back(pool, clock)._socket.fileno() < 0, (
-        "it goes on, and keeps nothing"
-    )
+    assert given_back(pool, clock)._socket.fileno() < 0, "it goes on, and keeps nothing"
 
 
 def test_a_pool_that_nobody_used_for_as_long_as_a_node_waits_is_of_no_use(clock, pool):
