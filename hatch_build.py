@@ -1,4 +1,4 @@
-"""Builds the compiled part (kvstore/segment/batch_read.c) into a wheel, where that can be done.
+"""Builds the compiled parts (`PARTS`) into a wheel, where that can be done.
 
 hatchling calls `CustomBuildHook` for each wheel and each editable install. Without a C compiler,
 without Python's headers, or with `KVSTORE_COMPILED=no`, the wheel is one of Python alone, and the
@@ -23,8 +23,11 @@ from zlib import crc32
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).parent
-SOURCE = Path("kvstore/segment/batch_read.c")
-MODULE = Path("kvstore/segment/_batch_read.abi3.so")
+PARTS = {
+    Path("kvstore/segment/batch_read.c"): Path("kvstore/segment/_batch_read.abi3.so"),
+    Path("kvstore/compiled/block_keys.c"): Path("kvstore/compiled/_block_keys.abi3.so"),
+}
+"""Sources, and what is made of each. All are built, or none is in the wheel."""
 COMPILE_TIMEOUT_S = 120.0
 FLAGS = ("-O2", "-std=c11", "-Wall", "-Wextra", "-shared", "-fPIC", "-fvisibility=hidden")
 
@@ -84,24 +87,28 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg,misc]
         root = Path(self.root)
         try:
             if version == "editable":
-                build(root / SOURCE, root / MODULE)
+                for source, module in PARTS.items():
+                    build(root / source, root / module)
                 return
             self._scratch = tempfile.TemporaryDirectory(prefix="kvb-")
-            made = Path(self._scratch.name) / MODULE.name
-            build(root / SOURCE, made)
+            made = {Path(self._scratch.name) / module.name: module for module in PARTS.values()}
+            for source, target in zip(PARTS, made, strict=True):
+                build(root / source, target)
         except (CannotBuildError, OSError) as e:
             if wanted == "yes":
                 raise
             self.app.display_warning(f"without the compiled part: {e}")
             return
-        build_data["force_include"][str(made)] = str(MODULE)
+        for target, module in made.items():
+            build_data["force_include"][str(target)] = str(module)
         build_data["pure_python"] = False
         build_data["tag"] = wheel_tag()
 
 
 if __name__ == "__main__":
     try:
-        build(ROOT / SOURCE, ROOT / MODULE)
+        for each, target in PARTS.items():
+            build(ROOT / each, ROOT / target)
+            print(target)
     except CannotBuildError as e:
         sys.exit(f"hatch_build.py: {e}")
-    print(MODULE)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b, sha256
 
+from kvstore.compiled import part
 from kvstore.errors import UsageError
 from kvstore.limits import TTL_S_MAX, USER_KEY_BYTES_MAX
 from kvstore.types import TAG_BYTES, Key
@@ -26,6 +27,8 @@ RUN_BLOCKS = 64
 """Blocks that share a tag: 64 store blocks of 256 tokens are 16,384 tokens."""
 
 Field = str | int | float | bool | None
+HashBlocks = Callable[[bytes, bytes, int, int], list[Key]]
+"""As `hash_blocks`: of root, tokens as bytes, bytes of a block, and blocks that share a tag."""
 
 
 SALT_FIELD = "tenant_salt"
@@ -142,13 +145,7 @@ class Namespace:
             raise UsageError("block_tokens", block_tokens, "must be a whole number, at least 1")
         count = _length(tokens) // block_tokens
         raw = _token_bytes(tokens, count * block_tokens)
-        step = block_tokens * 4
-        digests: list[bytes] = []
-        previous = self._of_blocks
-        for start in range(0, count * step, step):
-            previous = sha256(previous + raw[start : start + step]).digest()
-            digests.append(previous[:DIGEST_BYTES])
-        return _with_tags(digests)
+        return HASH_BLOCKS(self._of_blocks, raw, block_tokens * 4, RUN_BLOCKS)
 
     def engine_keys(self, hashes: Sequence[bytes], blocks_per_key: int = 1) -> list[Key]:
         """Keys from an engine's own chained block hashes, one key per `blocks_per_key` of them.
@@ -163,11 +160,35 @@ class Namespace:
         return _with_tags([sha256(root + h).digest()[:DIGEST_BYTES] for h in last])
 
 
-def _with_tags(digests: list[bytes]) -> list[Key]:
+def hash_blocks(root: bytes, raw: bytes, step: int, run_blocks: int) -> list[Key]:
+    """The keys of the blocks of `step` bytes in `raw`; `run_blocks` of them share a tag."""
+    digests: list[bytes] = []
+    previous = root
+    for start in range(0, len(raw), step):
+        previous = sha256(previous + raw[start : start + step]).digest()
+        digests.append(previous[:DIGEST_BYTES])
+    return _with_tags(digests, run_blocks)
+
+
+def hasher(wanted: str | None, module: str = part.BLOCK_KEYS) -> HashBlocks:
+    """`hash_blocks`, or the same compiled (docs/decisions/0079): where it is there and this CPU has
+    instructions for SHA-256. Raises `ImportError` where `wanted` is `yes` and it is not there."""
+    compiled = part.load(wanted, module, part.BLOCK_KEYS_SOURCE)
+    if compiled is None or not compiled.FAST:
+        return hash_blocks
+    made: HashBlocks = compiled.block_keys
+    return made
+
+
+HASH_BLOCKS = hasher(part.wanted())
+"""The one of this process."""
+
+
+def _with_tags(digests: list[bytes], run_blocks: int = RUN_BLOCKS) -> list[Key]:
     keys: list[Key] = []
-    for start in range(0, len(digests), RUN_BLOCKS):
+    for start in range(0, len(digests), run_blocks):
         tag = digests[max(start - 1, 0)][:TAG_BYTES]
-        keys += [tag + digest for digest in digests[start : start + RUN_BLOCKS]]
+        keys += [tag + digest for digest in digests[start : start + run_blocks]]
     return keys
 
 

@@ -35,7 +35,7 @@ IMPORTS_BY_NAME = {
     "kvstore/cli/__init__.py": "the command's name is one of COMMANDS",
     "connector/transfer/factory.py": "a class that the operator's configuration names",
     "kvstore/transport/nixl/child.py": "one of MODULES: whichever wheel of NIXL is installed",
-    "kvstore/segment/batch_read.py": "the compiled part beside it, by the name that stands there",
+    "kvstore/compiled/part.py": "a compiled part, by the name that stands beside its source",
 }
 """Who may import by name, and whose word the name is: never a peer's."""
 

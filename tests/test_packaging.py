@@ -18,7 +18,7 @@ from packaging.tags import sys_tags
 import hatch_build
 import kvstore
 from kvstore.cli.checks.software import DISTRIBUTION, REQUIRED
-from kvstore.segment.batch_read import COMPILED
+from kvstore.compiled.part import COMPILED
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("kvstore", "connector")
@@ -111,7 +111,7 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     out = tmp_path_factory.mktemp("wheel")
     if request.param != "no":
         try:
-            hatch_build.build(REPOSITORY / hatch_build.SOURCE, out / "tried.so")
+            hatch_build.build(REPOSITORY / next(iter(hatch_build.PARTS)), out / "tried.so")
         except hatch_build.CannotBuildError as e:
             pytest.skip(f"nothing can be compiled here: {e}")
     return built(out, request.param)
@@ -124,13 +124,13 @@ def wheel_names(wheel: Path) -> set[str]:
 
 def test_a_wheels_name_says_where_it_can_be_installed(wheel: Path, wheel_names: set[str]) -> None:
     """A compiled part for every Python from 3.11 on, on this kind of machine; or none."""
-    compiled = str(hatch_build.MODULE) in wheel_names
+    parts = set(map(str, hatch_build.PARTS.values()))
+    compiled = bool(parts & wheel_names)
     tags = wheel.stem.split("-", 2)[2]
     assert tags == (hatch_build.wheel_tag() if compiled else "py3-none-any")
     assert tags.startswith("cp311-abi3-") or not compiled
-    assert [name for name in wheel_names if name.endswith((".so", ".c"))] == (
-        [str(hatch_build.MODULE)] if compiled else []
-    )
+    found = {name for name in wheel_names if name.endswith((".so", ".c"))}
+    assert found == (parts if compiled else set())
 
 
 def test_both_kinds_of_wheel_are_built_where_both_can_be(
@@ -145,7 +145,9 @@ def test_both_kinds_of_wheel_are_built_where_both_can_be(
 
 def test_a_compiled_wheel_is_read_with(wheel: Path, wheel_names: set[str], tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = "from kvstore.segment.batch_read import READER; print(READER.name)"
+    code = "from kvstore.segment.batch_read import READER; print(READER.name)\n"
+    code += "from kvstore.compiled import part\n"
+    code += "print(part.load(None, part.BLOCK_KEYS, part.BLOCK_KEYS_SOURCE) is not None)"
     ran = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -155,8 +157,8 @@ def test_a_compiled_wheel_is_read_with(wheel: Path, wheel_names: set[str], tmp_p
         timeout=60,
         check=True,
     )
-    compiled = str(hatch_build.MODULE) in wheel_names
-    assert ran.stdout == ("compiled\n" if compiled else "Python\n")
+    compiled = "kvstore/segment/_batch_read.abi3.so" in wheel_names
+    assert ran.stdout == ("compiled\nTrue\n" if compiled else "Python\nFalse\n")
 
 
 def test_wheel_is_typed_and_licensed(wheel_names: set[str]) -> None:

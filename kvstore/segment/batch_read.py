@@ -19,22 +19,17 @@ header or a hint says; bytes of another block, or half of one, given for a key.
 
 from __future__ import annotations
 
-import importlib
 import mmap
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from zlib import crc32
 
+from kvstore.compiled import part
 from kvstore.segment.copying import copy
 from kvstore.segment.header import HEADER_BYTES, KEY_PART, SUPERBLOCK_BYTES, fields
 from kvstore.segment.locate import offset_of
 from kvstore.types import Key
 
-COMPILED = "KVSTORE_COMPILED"
-"""The variable that decides: `no` takes the reader in Python, `yes` fails where the compiled one
-cannot be had. Anything else takes it where it can."""
 SOURCE = Path(__file__).with_suffix(".c")
 
 Found = Callable[[int, int], object]
@@ -225,26 +220,8 @@ class CompiledReader:
 def choose(wanted: str | None, module: str = "kvstore.segment._batch_read") -> BatchReader:
     """The reader of this process, with `wanted` in `KVSTORE_COMPILED`. Raises `ImportError` when
     that is `yes` and there is no compiled part that fits."""
-    if wanted == "no":
-        return PythonReader()
-    try:
-        compiled = importlib.import_module(module)
-        if not _is_of(compiled, SOURCE):
-            raise ImportError(f"{module} is not of {SOURCE.name} as it is now: build it again")
-    except ImportError:
-        if wanted == "yes":
-            raise
-        return PythonReader()
-    return CompiledReader(compiled)
+    compiled = part.load(wanted, module, SOURCE)
+    return PythonReader() if compiled is None else CompiledReader(compiled)
 
 
-def _is_of(module: Any, source: Path) -> bool:
-    """Whether the source beside it, if there is one, is what was compiled: an editable install
-    keeps what was built when it was made."""
-    try:
-        return bool(crc32(source.read_bytes()) == module.SOURCE_CRC32)
-    except OSError:
-        return True
-
-
-READER = choose(os.environ.get(COMPILED))
+READER = choose(part.wanted())

@@ -13,6 +13,7 @@ from zlib import crc32
 import pytest
 from batch_readers import READERS, compiled_module, reader_of
 
+from kvstore.compiled import part
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.segment import batch_read
 from kvstore.segment.attached import AttachedShm
@@ -577,7 +578,7 @@ def test_a_process_can_be_told_to_do_without() -> None:
     code = "from kvstore.segment.batch_read import READER; print(READER.name)"
     ran = subprocess.run(
         [sys.executable, "-c", code],
-        env={batch_read.COMPILED: "no", "PATH": ""},
+        env={part.COMPILED: "no", "PATH": ""},
         capture_output=True,
         text=True,
         timeout=60,

@@ -62,13 +62,14 @@ class Meddled:
 
 
 def compiled_module(source: Path, where: Path) -> Any:
-    """Build a compiled reader and load it; skips where that cannot be."""
-    target = where / "_batch_read.abi3.so"
+    """Build a compiled part and load it; skips where that cannot be."""
+    name = f"_{source.stem}"
+    target = where / f"{name}.abi3.so"
     try:
         hatch_build.build(source, target)
     except hatch_build.CannotBuildError as e:
         pytest.skip(f"the compiled part cannot be built here: {e}")
-    spec = importlib.util.spec_from_file_location("_batch_read", target)
+    spec = importlib.util.spec_from_file_location(name, target)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

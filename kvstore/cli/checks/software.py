@@ -9,7 +9,9 @@ from importlib import metadata
 from pathlib import Path
 
 import kvstore
+from kvstore import keys
 from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_text
+from kvstore.compiled import part
 from kvstore.config_file import read_config
 from kvstore.cuda.versions import install_command
 from kvstore.errors import UsageError
@@ -134,13 +136,15 @@ def packages(context: Context) -> list[Finding]:
 
 
 def _compiled_part() -> Finding:
-    """Which reader of blocks this host's processes have (segment/batch_read.py)."""
+    """Which reader of blocks, and which hash of keys, this host's processes have."""
     name = batch_read.READER.name
+    hashed = "in Python" if keys.HASH_BLOCKS is keys.hash_blocks else "by it too"
     if isinstance(batch_read.READER, batch_read.CompiledReader):
-        return Finding(Level.OK, f"blocks of this host are read by the {name} part")
+        said = f"blocks of this host are read by the {name} part, keys are hashed {hashed}"
+        return Finding(Level.OK, said)
     found = f"blocks of this host are read in {name}: right, and slower for many small ones"
-    if os.environ.get(batch_read.COMPILED) == "no":
-        return Finding(Level.INFO, found, f"{batch_read.COMPILED}=no asks for that")
+    if part.wanted() == "no":
+        return Finding(Level.INFO, found, f"{part.COMPILED}=no asks for that")
     try:
         batch_read.choose("yes")
     except ImportError as e:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.client import pins, reader
 from kvstore.client.remote import fetch
 from kvstore.client.values import put_pipeline
+from kvstore.compiled import part
 from kvstore.segment import batch_read
 from kvstore.testing.sim.models import memory
 
@@ -38,7 +38,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
     for module in (reader, fetch, batch_read):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
     # In Python unless asked otherwise: a seed is the same run on every machine.
-    wanted = os.environ.get(batch_read.COMPILED)
+    wanted = part.wanted()
     chosen = batch_read.choose("yes" if wanted == "yes" else "no")
     yield batch_read, "READER", memory.SimReader(world, chosen)
 

@@ -1,0 +1,165 @@
+/* Hashes the blocks of a prompt, each after the one before: the keys of `Namespace.block_keys`
+ * (kvstore/keys.py), for CPUs that have instructions for SHA-256. Where they are missing, FAST is 0,
+ * and Python's hashlib is as fast.
+ */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifndef SOURCE_CRC32
+#define SOURCE_CRC32 0 /* of this file: the build says it (hatch_build.py) */
+#endif
+enum { DIGEST_BYTES = 32, PART_BYTES = 64, KEPT_BYTES = 24, TAG_BYTES = 8 };
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+
+static int is_fast(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSSE3) || !(c & bit_SSE4_1)) return 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && b & 1u << 29; /* SHA */
+}
+
+static const uint32_t rounds[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+};
+
+/* FIPS 180-4's compression of `parts` parts into the state, which is kept as the instructions want
+ * it: (ABEF, CDGH). */
+__attribute__((target("sha,sse4.1,ssse3")))
+static void compress(__m128i state[2], const unsigned char *bytes, size_t parts) {
+    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
+    __m128i abef = state[0], cdgh = state[1];
+    for (; parts > 0; parts--, bytes += PART_BYTES) {
+        const __m128i abef_before = abef, cdgh_before = cdgh;
+        __m128i w[4];
+        for (int i = 0; i < 4; i++)
+            w[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(bytes + 16 * i)), swap);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            __m128i now = w[i & 3];
+            __m128i sum = _mm_add_epi32(now, _mm_loadu_si128((const __m128i *)&rounds[4 * i]));
+            cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
+            abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0E));
+            if (i < 12) { /* the words of four rounds, 16 rounds ahead */
+                __m128i last = w[(i + 3) & 3];
+                __m128i ahead = _mm_sha256msg1_epu32(now, w[(i + 1) & 3]);
+                ahead = _mm_add_epi32(ahead, _mm_alignr_epi8(last, w[(i + 2) & 3], 4));
+                w[i & 3] = _mm_sha256msg2_epu32(ahead, last);
+            }
+        }
+        abef = _mm_add_epi32(abef, abef_before);
+        cdgh = _mm_add_epi32(cdgh, cdgh_before);
+    }
+    state[0] = abef;
+    state[1] = cdgh;
+}
+
+/* The digest of `before`, 32 bytes, and `size` bytes after it. */
+__attribute__((target("sha,sse4.1,ssse3")))
+static void sha256(unsigned char digest[DIGEST_BYTES], const unsigned char before[DIGEST_BYTES],
+                   const unsigned char *bytes, size_t size) {
+    __m128i state[2] = {
+        _mm_set_epi32(0x6a09e667, (int)0xbb67ae85, 0x510e527f, (int)0x9b05688c),
+        _mm_set_epi32(0x3c6ef372, (int)0xa54ff53a, 0x1f83d9ab, 0x5be0cd19),
+    };
+    unsigned char part[2 * PART_BYTES];
+    size_t first = size < PART_BYTES - DIGEST_BYTES ? size : PART_BYTES - DIGEST_BYTES;
+    memcpy(part, before, DIGEST_BYTES);
+    memcpy(part + DIGEST_BYTES, bytes, first);
+    size_t held = DIGEST_BYTES + first;
+    if (held == PART_BYTES) {
+        compress(state, part, 1);
+        size_t whole = (size - first) / PART_BYTES;
+        compress(state, bytes + first, whole);
+        held = size - first - whole * PART_BYTES;
+        memcpy(part, bytes + size - held, held);
+    }
+    size_t padded = held < PART_BYTES - 8 ? PART_BYTES : 2 * PART_BYTES;
+    uint64_t bits = __builtin_bswap64((DIGEST_BYTES + (uint64_t)size) * 8);
+    memset(part + held, 0, padded - held);
+    part[held] = 0x80;
+    memcpy(part + padded - 8, &bits, 8);
+    compress(state, part, padded / PART_BYTES);
+    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
+    __m128i feba = _mm_shuffle_epi32(state[0], 0x1B), dchg = _mm_shuffle_epi32(state[1], 0xB1);
+    __m128i dcba = _mm_blend_epi16(feba, dchg, 0xF0), hgfe = _mm_alignr_epi8(dchg, feba, 8);
+    _mm_storeu_si128((__m128i *)digest, _mm_shuffle_epi8(dcba, swap));
+    _mm_storeu_si128((__m128i *)(digest + 16), _mm_shuffle_epi8(hgfe, swap));
+}
+#else
+static int is_fast(void) { return 0; }
+static void sha256(unsigned char *digest, const unsigned char *before, const unsigned char *bytes,
+                   size_t size) {
+    (void)digest, (void)before, (void)bytes, (void)size;
+}
+#endif
+
+static PyObject *hash_blocks(const Py_buffer *root, const Py_buffer *tokens, Py_ssize_t step,
+                             Py_ssize_t run) {
+    if (root->len != DIGEST_BYTES || step < 1 || run < 1) {
+        PyErr_SetString(PyExc_ValueError, "a root has 32 bytes, a block and a run at least 1");
+        return NULL;
+    }
+    Py_ssize_t all = tokens->len / step;
+    PyObject *keys = PyList_New(all);
+    if (keys == NULL) return NULL;
+    unsigned char digest[DIGEST_BYTES], key[TAG_BYTES + KEPT_BYTES], before[TAG_BYTES];
+    memcpy(digest, root->buf, DIGEST_BYTES);
+    for (Py_ssize_t i = 0; i < all; i++) {
+        memcpy(before, digest, TAG_BYTES);
+        sha256(digest, digest, (const unsigned char *)tokens->buf + i * step, (size_t)step);
+        if (i % run == 0) memcpy(key, i == 0 ? digest : before, TAG_BYTES);
+        memcpy(key + TAG_BYTES, digest, KEPT_BYTES);
+        PyObject *made = PyBytes_FromStringAndSize((const char *)key, sizeof key);
+        if (made == NULL) {
+            Py_DECREF(keys);
+            return NULL;
+        }
+        PyList_SetItem(keys, i, made);
+    }
+    return keys;
+}
+
+static PyObject *block_keys(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer root, tokens;
+    Py_ssize_t step, run;
+    if (!PyArg_ParseTuple(args, "y*y*nn", &root, &tokens, &step, &run)) return NULL;
+    PyObject *keys = NULL;
+    if (is_fast()) {
+        keys = hash_blocks(&root, &tokens, step, run);
+    } else {
+        PyErr_SetString(PyExc_RuntimeError, "this CPU has no instructions for SHA-256");
+    }
+    PyBuffer_Release(&tokens);
+    PyBuffer_Release(&root);
+    return keys;
+}
+
+static PyMethodDef methods[] = {{"block_keys", block_keys, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+
+/* PyModule_Add is not in the limited interface of 3.11. */
+static int add(PyObject *module, const char *name, PyObject *value) {
+    int failed = value == NULL ? -1 : PyModule_AddObjectRef(module, name, value);
+    Py_XDECREF(value);
+    return failed;
+}
+
+static int prepare(PyObject *module) {
+    if (add(module, "FAST", PyBool_FromLong(is_fast())) < 0) return -1;
+    return add(module, "SOURCE_CRC32", PyLong_FromUnsignedLong(SOURCE_CRC32));
+}
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_block_keys", NULL, 0, methods, slots, NULL, NULL, NULL};
+PyMODINIT_FUNC PyInit__block_keys(void) { return PyModuleDef_Init(&definition); }
