@@ -28,6 +28,15 @@ GEOMETRY = KVGeometry(layers=2, heads=2, channel_bytes=16, engine_block_tokens=E
 PER_KEY = BLOCK // ENGINE_BLOCK
 PATIENCE_S = 10.0
 """How long a test waits for a thread that should take milliseconds."""
+TO_PREFILL: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What vLLM's toy proxy and llm-d's sidecar send with a prompt that is to be prefilled."""
 
 
 def layout(

@@ -32,17 +32,18 @@ READ_TESTS = tuple(
     f"tests/client/{name}.py"
     for name in (
         *(
-            "test_interrupted_pins",
-            "test_locator",
+            "pins/test_interrupted_pins",
+            "reader/test_locator",
             "test_client",
-            "test_integrity",
+            "reader/test_integrity",
             "remote/test_lying_records",
         ),
         *("values/test_existing", "test_health"),
     )
 )
 REMOTE_TESTS = tuple(
-    f"tests/client/remote/test_{name}.py" for name in ("remote_nodes", "slow_index", "silent_nodes")
+    f"tests/client/remote/{name}.py"
+    for name in ("test_remote_nodes", "silence/test_slow_index", "silence/test_silent_nodes")
 )
 LONE = ("record", "circuit_breaker", "token_bucket", "client/placement", "nodedir")
 """Modules outside of those folders whose own tests, `test_NAME*.py`, are all that is near."""
@@ -235,7 +236,7 @@ def nearest_tests(root: Path, path: Path) -> list[str]:
         found = sorted(str(p.relative_to(root)) for p in folder.glob(f"test_{path.stem}*.py"))
     elif "client" in path.parts:
         folder = root / Path("tests", *path.parts[1:-1])
-        own = {*folder.glob(f"test_{path.stem}*.py"), *folder.glob(f"test_*_{path.stem}.py")}
+        own = {*folder.rglob(f"test_{path.stem}*.py"), *folder.rglob(f"test_*_{path.stem}.py")}
         found = sorted(str(file.relative_to(root)) for file in own)
         found += [*(REMOTE_TESTS if "remote" in path.parts else ()), *READ_TESTS]
     else:

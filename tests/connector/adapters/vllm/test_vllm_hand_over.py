@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from connector_parts import TO_PREFILL
 from vllm_model_config import BLOCK, ENGINE_BLOCK
 from vllm_model_engine import MakeEngine, ModelEngine, expected_output, prompt
 
@@ -17,16 +18,6 @@ from kvstore import LookupResult, MissReason
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
-
-TO_PREFILL: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What vLLM's toy proxy and llm-d's sidecar send with a prompt that is to be prefilled."""
 
 
 def prefill(engine: ModelEngine, tokens: list[int], name: str = "p", **more: Any) -> dict[str, Any]:

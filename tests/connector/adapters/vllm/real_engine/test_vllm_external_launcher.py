@@ -32,7 +32,7 @@ pytestmark = [
 BLOCK = 32
 T = 8 * BLOCK
 PREFIX = "kv:launched"
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
     [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
 )

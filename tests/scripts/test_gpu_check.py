@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHECK = ROOT / "scripts" / "gpu-check"
 WITH_TORCH = {"torch", "cuda.bindings.driver", "cuda.bindings.nvrtc", "numpy"}
 """What a Python has that has torch for CUDA."""

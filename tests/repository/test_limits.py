@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvstore.limits import RESETS_KEPT_S, RESTART_WITHIN_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_memory_of_a_dead_node_is_kept_for_as_long_as_the_documents_say():

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 BLOCK = 64
 T = 4 * BLOCK
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
     [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
 )

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 BLOCK = 64
 T = 8 * BLOCK
 PREFIX = "kv:engines"
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
     [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
 )

@@ -22,7 +22,7 @@ from benchmarks.serving.sessions import PROMPT_TOKENS_MAX, load_of, sessions
 from benchmarks.serving.stores import Place, StoreMissingError, start_lmcache, start_mooncake
 from benchmarks.suites import serve
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def made(count: int = 6, requests_max: int = 8, seed: int = 7) -> list:

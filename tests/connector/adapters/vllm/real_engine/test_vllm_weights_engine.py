@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 BLOCK = 64
 T = 4 * BLOCK
 PREFIX = "kv:weights"
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
     [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
 )

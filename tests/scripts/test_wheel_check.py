@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.cli import COMMANDS
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
 sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
 
 from wheel_check import README, Bare, WheelError, adapted, commands, python_blocks, wait_for  # noqa: E402

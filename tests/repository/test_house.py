@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOUSES = ("kvstore", "connector", "scripts")
 FOLDER_FILES_MAX = 16
 FILE_LINES_MAX, FUNCTION_LINES_MAX = 400, 70

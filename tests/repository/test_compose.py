@@ -16,7 +16,7 @@ import pytest
 
 from connector.metrics import METRICS
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 DASHBOARD = REPOSITORY / "deploy/grafana/dashboards/kvstore.json"
 HOSTS = {
     "host-a": {"node-a", "producer-a", "consumer-a", "producer-gpu", "consumer-gpu"},

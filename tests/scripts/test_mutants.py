@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-LIB = Path(__file__).parents[1] / "scripts" / "lib"
+LIB = Path(__file__).parents[2] / "scripts" / "lib"
 CODE = '''
 """Words."""
 LIMIT = 5

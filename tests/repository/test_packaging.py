@@ -20,7 +20,7 @@ import kvstore
 from kvstore.cli.checks.software import DISTRIBUTION, REQUIRED
 from kvstore.compiled.part import COMPILED
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("kvstore", "connector")
 PLUGIN = "kvstore_vllm_plugin.py"
 CORE_BYTES_MAX = 20_000_000

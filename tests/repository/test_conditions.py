@@ -15,7 +15,7 @@ from signal_handlers import SignalledError, handling, raising
 
 from connector.worker.tasks import TaskThreads
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NEVER_MAIN = {"kvstore/node/stream/shares.py"}
 """Where threads of a node alone go: handlers run in the main thread."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-LIB = Path(__file__).parents[1] / "scripts" / "lib"
+LIB = Path(__file__).parents[2] / "scripts" / "lib"
 SAID = """
 W1121 06:52:56.612390   28442 ucx_enums.cpp:58] Unexpected UCX error: Input/output error
 [1.2] [h:9:0]   +--------+-------------+-------------------+

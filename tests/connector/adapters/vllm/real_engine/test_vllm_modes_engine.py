@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 BLOCK = 64
 T = 8 * BLOCK
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
     [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
 )

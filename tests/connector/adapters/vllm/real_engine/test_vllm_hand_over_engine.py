@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from connector_parts import TO_PREFILL
 from engines import EngineProcess, EngineSettings, build_model
 from test_vllm_engine import BLOCK, PATH, Store, prompts, tokens_of
-from test_vllm_hand_over import TO_PREFILL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-LIB = Path(__file__).parents[1] / "scripts" / "lib"
+LIB = Path(__file__).parents[2] / "scripts" / "lib"
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ ENGINE_BLOCK = 16
 """vLLM's kernel for latents on a CPU takes no other."""
 BLOCK = 64
 T = 4 * BLOCK
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[4]
 PROGRAM = TESTS / "support" / "paged_engine.py"
 PATH = os.pathsep.join(
     str(one) for one in (TESTS.parent, TESTS / "support", TESTS.parent / "scripts" / "lib")
