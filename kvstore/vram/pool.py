@@ -85,7 +85,6 @@ class VramPool:
             raise UsageError("size_bytes", size_bytes, f"at least {SEGMENT_BYTES_MIN}")
         self.device = device
         self._store = store
-        self._checksums = DeviceChecksums(device) if store.verify == "always" else None
         self._lock = threading.Lock()
         self._stopped = False
         config = replace(
@@ -103,8 +102,13 @@ class VramPool:
             run_dir=store.run_dir,
             limits=store.limits,
         )
+        self._checksums = DeviceChecksums(device) if store.verify == "always" else None
         self._takes_saves = takes_saves
-        self.node = self._made(config)
+        try:
+            self.node = self._made(config)
+        except BaseException:
+            self._let_go()
+            raise
         try:
             self._start(own_name=name is None)
             self._session = self.node.session()
@@ -120,8 +124,13 @@ class VramPool:
         except BaseException:
             self.node.stop()
             self.node.free()
-            self._index.close()
+            self._let_go()
             raise
+
+    def _let_go(self) -> None:
+        if self._checksums is not None:
+            self._checksums.close()
+        self._index.close()
 
     def _start(self, *, own_name: bool) -> None:
         """Start the node, with `own_name` under the first name that is free: other processes may

@@ -1,7 +1,7 @@
 """A pool in VRAM whose node is late, whose name is taken, or that nobody can open."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from contract.cuda import put
@@ -19,6 +19,9 @@ from vram_producer import (
 
 from kvstore import BlockSession, MissReason, PutStatus, VramPool
 from kvstore.core.events import Touch
+from kvstore.cuda.checksum import DeviceChecksums
+from kvstore.errors import DeviceError, UsageError
+from kvstore.index.open import OpenedIndex
 from kvstore.limits import TOLD_MAX
 from kvstore.testing.cuda import ModelCuda
 from kvstore.vram import demoter
@@ -95,6 +98,28 @@ def test_producers_that_look_alike_keep_their_blocks_apart(producer):
     assert other.node.config.name != producer.pool.node.config.name
     assert producer.save(0) == ["vram"]
     other.stop(0.0)
+
+
+@pytest.mark.parametrize("wrong", ["name", "demoter"])
+def test_a_pool_that_cannot_be_made_leaves_nothing_open(node, model_dir, monkeypatch, wrong):
+    closed = []
+
+    def watch(kind):
+        close = kind.close
+        monkeypatch.setattr(kind, "close", lambda one: (closed.append(kind), close(one)))
+
+    def refuses(*args):
+        raise DeviceError("no stream is left")
+
+    if wrong == "demoter":
+        monkeypatch.setattr(vram_pool, "Demoter", refuses)
+    device = ModelCuda(model_dir)
+    with closing(BlockSession(**node.client_options, device=device, verify="always")) as store:
+        watch(OpenedIndex)
+        watch(DeviceChecksums)
+        with pytest.raises((UsageError, DeviceError)):
+            VramPool(store, device, 2 * MIB, name="no/name" if wrong == "name" else None)
+        assert set(closed) == {OpenedIndex, DeviceChecksums}
 
 
 def test_what_cannot_be_read_for_long_is_said_once(producer, node, tmp_path, caplog):
