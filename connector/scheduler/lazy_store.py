@@ -37,6 +37,7 @@ class LazyStore:
         self._not_before = float("-inf")
         self._closed = False
         self._told = False
+        self._told_bug = False
 
     def get(self) -> BlockStore | None:
         """Return the store, None while it cannot be opened or after `close`."""
@@ -45,7 +46,7 @@ class LazyStore:
         with self._lock:
             if self._store is None and not self._closed and self._clock() >= self._not_before:
                 self._store = self._open()
-            return self._store
+            return None if self._closed else self._store
 
     def warm_up(self, namespace: Namespace, *, connect: bool = False) -> None:
         """Open the store, map this host's memory and ask the index for what is not there: else the
@@ -86,6 +87,16 @@ class LazyStore:
                     "the store cannot be opened, trying again every %g s: %s", STORE_RETRY_S, e
                 )
             self._told = True
+            self._not_before = self._clock() + STORE_RETRY_S
+            return None
+        except Exception:  # a bug, of ours or of a package: not one more at every load
+            if not self._told_bug:
+                log.exception(
+                    "opening the store failed in a way that nobody expected, trying again every "
+                    "%g s",
+                    STORE_RETRY_S,
+                )
+            self._told_bug = True
             self._not_before = self._clock() + STORE_RETRY_S
             return None
         log.info("store opened")
