@@ -81,9 +81,9 @@ class EmbeddedRedis:
     def __init__(self, path: Path, users_lock: int, details: dict[str, object]) -> None:
         """Use `acquire`."""
         self.socket = path
-        self.pid = int(str(details.get("pid", 0)))
+        self.pid = _number(details.get("pid"))
         """Process id of the server when it was acquired."""
-        self.supervisor_pid = int(str(details.get("supervisor", 0)))
+        self.supervisor_pid = _number(details.get("supervisor"))
         self._users_lock = users_lock
 
     @property
@@ -249,6 +249,10 @@ def _details(directory: Path) -> dict[str, object]:
     return details if isinstance(details, dict) else {}
 
 
+def _number(detail: object) -> int:
+    return detail if isinstance(detail, int) else 0
+
+
 def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
     """Start a supervisor and wait for its word. Only for who holds start.lock."""
     command = [sys.executable, "-I", "-S", supervisor.__file__, str(directory)]
@@ -275,7 +279,8 @@ def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
         gone_by = monotonic() + supervisor.STOP_TIMEOUT_S
         while _supervised(directory) and monotonic() < gone_by:
             sleep(_POLL_S)
-    process.wait(ACQUIRE_TIMEOUT_S)  # it forked and ended at once, or was killed
+    with suppress(subprocess.TimeoutExpired):  # it forked and ended at once, or was killed
+        process.wait(supervisor.STOP_TIMEOUT_S)
     if said != "ready":
         why = said.removeprefix("error ") or "its supervisor said nothing"
         raise IndexUnavailableError(f"embedded Redis ({server.path}) did not start: {why}")

@@ -194,7 +194,9 @@ class Supervisor:
 
     def _log_tail(self) -> str:
         try:
-            tail = (self._directory / LOG).read_bytes()[-LOG_TAIL_BYTES:]
+            with (self._directory / LOG).open("rb") as log:
+                log.seek(max(log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES, 0))
+                tail = log.read(LOG_TAIL_BYTES)
         except OSError:
             return "it wrote no log"
         return " ".join(tail.decode(errors="replace").split())

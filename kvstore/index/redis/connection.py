@@ -136,7 +136,10 @@ class Link:
     def send(self, request: bytes, deadline: float) -> None:
         """The first half of `run`, for requests to several servers at once."""
         try:
-            self._ready(deadline).sendall(request)
+            sock = self._ready(deadline)
+            if len(request) > WRITE_AT_ONCE_BYTES:  # those of other servers wait behind it
+                sock.settimeout(_left(deadline))
+            sock.sendall(request)
         except BaseException:
             self.drop()
             raise

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -266,6 +268,52 @@ def test_a_server_that_does_not_start_is_an_error_that_says_why(
     with pytest.raises(IndexUnavailableError, match=r"did not start: it ended with [34]"):
         EmbeddedRedis.acquire(run_dir)
     wait_until(lambda: not any(run_dir.iterdir()), "the files go")
+
+
+def test_a_supervisors_parent_that_ends_late_is_not_waited_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)
+        wait = process.wait
+
+        def waited(timeout: float) -> int:
+            wait(timeout)
+            raise subprocess.TimeoutExpired("supervisor", timeout)
+
+        monkeypatch.setattr(process, "wait", waited)
+        return process
+
+    start = module.start_in_background
+    monkeypatch.setattr(module, "start_in_background", late)
+    with EmbeddedRedis.acquire(run_dir) as held:
+        assert supervisor.answers(held.socket)
+    nothing_is_left(run_dir, held.pid, held.supervisor_pid)
+
+
+def test_details_that_are_none_are_not_believed(run_dir: Path) -> None:
+    with EmbeddedRedis.acquire(run_dir) as held:
+        details = held.socket.with_name(supervisor.PIDS)
+        details.write_text('{"pid": "x", "supervisor": [1]}')
+        with EmbeddedRedis.acquire(run_dir) as other:
+            assert (other.pid, other.supervisor_pid) == (0, 0)
+    nothing_is_left(run_dir, held.pid, held.supervisor_pid)
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    size_bytes = 64 << 20
+    with (tmp_path / supervisor.LOG).open("wb") as log:
+        log.truncate(size_bytes)
+        log.seek(size_bytes)
+        log.write(b" that is why")
+    tracemalloc.start()
+    try:
+        tail = supervisor.Supervisor(tmp_path, [])._log_tail()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert tail.endswith("that is why")
+    assert most < size_bytes // 8
 
 
 def test_without_any_server_the_error_lists_the_three_ways(

@@ -181,3 +181,20 @@ def test_who_is_interrupted_just_when_it_got_a_connection_costs_no_other_one(
     links.give(first)
     assert links.take(time.monotonic()) is first
     links.give(second)
+
+
+def test_a_long_request_to_one_of_several_servers_waits_no_longer_than_all_may(server):
+    """A server that hangs would keep those behind it waiting for a whole time-out each."""
+    link = Link(server.dial, 60.0)
+    link.send(b"short", time.monotonic() + 5)
+    threading.Thread(target=drained, args=(server.peers[0],), daemon=True).start()
+    link.send(bytes(1 << 20), time.monotonic() + 5)
+    assert link._sock is not None
+    assert link._sock.gettimeout() <= 5
+    link.drop()
+
+
+def drained(peer: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while peer.recv(1 << 16):
+            pass
