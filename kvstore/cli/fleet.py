@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
@@ -93,7 +94,10 @@ class Child:
         now = time.monotonic()
         if self.process is None:
             if now >= self._start_again_at:
-                self.start()
+                try:
+                    self.start()
+                except OSError as e:  # no process is left, say
+                    self._failed(f"cannot be started ({e.strerror})", now, say)
             return
         code = self.process.poll()
         if code is None:
@@ -102,17 +106,18 @@ class Child:
             self.restarts = 0
         self._let_go()
         why = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._failed(f"ended ({why})", now, say)
+
+    def _failed(self, how: str, now: float, say: Callable[[str], None]) -> None:
+        """Have it started again later. Raises `NodeUnavailableError` after too many times."""
         if self.restarts == RESTARTS_MAX:
             raise NodeUnavailableError(
-                f"node {self.name} ended ({why}) after {RESTARTS_MAX} restarts in a row"
+                f"node {self.name} {how} after {RESTARTS_MAX} restarts in a row"
             )
         delay_s = min(BACKOFF_S * 2**self.restarts, BACKOFF_MAX_S)
         self.restarts += 1
         self._start_again_at = now + delay_s
-        say(
-            f"node {self.name} ended ({why}); restart {self.restarts} of {RESTARTS_MAX} "
-            f"in {delay_s:g} s"
-        )
+        say(f"node {self.name} {how}; restart {self.restarts} of {RESTARTS_MAX} in {delay_s:g} s")
 
     def terminate(self) -> None:
         if self.process is not None:
@@ -126,7 +131,9 @@ class Child:
             self.process.wait(max(give_up_at - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(STOP_TIMEOUT_S)
+            # One that the kernel does not let go of must not keep the others from ending.
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_TIMEOUT_S)
         self._let_go()
 
     def _let_go(self) -> None:

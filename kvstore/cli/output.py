@@ -46,10 +46,12 @@ def table(
     """Return text of columns as wide as their widest cell, the first `left` aligned left, the rest
     right.
 
+    What others chose, such as names, cannot move the cursor.
+
     When that is wider than `columns` (None: the screen), the widest of the `elastic` ones are cut
     until it fits, down to their heads.
     """
-    lines = [list(head), *([str(cell) for cell in row] for row in rows)]
+    lines = [list(head), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     room = (screen_columns() if columns is None else columns) - 2 * (len(head) - 1)
     while sum(widths) > room:

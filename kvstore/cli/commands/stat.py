@@ -140,7 +140,10 @@ def _counters(servers: list[dict[str, str]]) -> dict[str, Any]:
     """Sums over the servers, of all their users: Redis counts a lookup of a key as hit or miss."""
 
     def summed(field: str) -> int:
-        return sum(int(server.get(field, "0")) for server in servers)
+        try:
+            return sum(int(server.get(field, "0")) for server in servers)
+        except ValueError as e:
+            raise IndexUnavailableError(f"INFO of Redis: {field} is no number: {e}") from e
 
     return {
         "servers": len(servers),
