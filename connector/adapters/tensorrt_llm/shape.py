@@ -44,6 +44,12 @@ def check(args: Any) -> None:
         raise UsageError("pipeline_parallel_size", args.pipeline_parallel_size, "must be 1")
     if _number(args, "context_parallel_size") != 1:
         raise UsageError("context_parallel_size", args.context_parallel_size, "must be 1")
+    if getattr(args, "enable_attention_dp", False):
+        raise UsageError(
+            "enable_attention_dp",
+            args.enable_attention_dp,
+            "must be false: each rank has requests and blocks of its own then",
+        )
     ranks, of_host = tp_size(args), getattr(args, "gpus_per_node", None)
     if of_host is not None and ranks > int(of_host):
         raise UsageError(

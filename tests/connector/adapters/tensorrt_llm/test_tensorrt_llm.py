@@ -380,6 +380,7 @@ def test_blocks_of_other_hosts_are_brought_here_for_whoever_asks_next(
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"speculative_config": object()}, "speculative_config"),
+        ({"enable_attention_dp": True}, "enable_attention_dp"),
         ({"tensor_parallel_size": 16}, "tensor_parallel_size"),
         ({"kv_cache_config": SimpleNamespace()}, "tokens_per_block"),
     ],
