@@ -23,8 +23,10 @@ REQUEST_LISTS_MAX: Final = 8
 """Lists and maps in a request of who may only read, or is on another host; a HELLO has three."""
 REQUEST_ITEMS_MAX: Final = 16
 """Items of each of them: more than any request has, those that are then refused in words too."""
-READER_BUFFER_BYTES_MAX: Final = 1 << 20
+READER_BUFFER_BYTES_MAX: Final = 1 << 19
 """Of requests that came at once: a socket hands over 256 KiB, behind the rest of one of them."""
+READER_MESSAGE_BYTES_MAX: Final = BATCH_KEYS_MAX * KEY_BYTES + (16 << 10)
+"""Of a request that is not whole yet: it is kept until the rest comes, for hundreds of readers."""
 ANSWER_LISTS_MAX: Final = 4 * BATCH_KEYS_MAX
 """Lists and maps in an answer: one for each block, or each namespace, and a few."""
 
@@ -60,16 +62,23 @@ class _Counted:
 
 
 class CountingUnpacker:
-    """As `msgpack.Unpacker`, for a stream of messages, of so many lists and maps each."""
+    """As `msgpack.Unpacker`, for a stream of messages, of so many lists and maps each. One that
+    is not whole when all was read has at most `rest_bytes_max`."""
 
-    def __init__(self, lists_max: int, **options: int) -> None:
+    def __init__(
+        self, lists_max: int, *, rest_bytes_max: int = MESSAGE_BYTES_MAX, **options: int
+    ) -> None:
         self._counted = _Counted(lists_max)
+        self._rest_bytes_max = rest_bytes_max
+        self._fed = self._whole = 0
+        """Bytes that came, and those of them that were whole messages."""
         self._unpacker = msgpack.Unpacker(
             use_list=True, max_ext_len=0, strict_map_key=True, **options, **self._counted.options
         )
 
     def feed(self, data: bytes) -> None:
         self._unpacker.feed(data)
+        self._fed += len(data)
 
     def __iter__(self) -> CountingUnpacker:
         return self
@@ -78,7 +87,14 @@ class CountingUnpacker:
         # What is whole only with the next data begins anew then: who sends it byte by byte pays
         # for that himself.
         self._counted.begin()
-        message: object = next(self._unpacker)
+        try:
+            message: object = next(self._unpacker)
+        except StopIteration:
+            if self._fed - self._whole > self._rest_bytes_max:
+                text = f"a message of more than {self._rest_bytes_max} bytes that is not whole"
+                raise ValueError(text) from None
+            raise
+        self._whole = self._unpacker.tell()
         return message
 
 
@@ -86,6 +102,7 @@ def readers_unpacker() -> CountingUnpacker:
     """Of requests of another user, who may only read. They name keys in one piece."""
     return CountingUnpacker(
         REQUEST_LISTS_MAX,
+        rest_bytes_max=READER_MESSAGE_BYTES_MAX,
         max_buffer_size=READER_BUFFER_BYTES_MAX,
         max_array_len=REQUEST_ITEMS_MAX,
         max_map_len=0,

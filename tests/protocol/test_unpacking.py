@@ -85,6 +85,23 @@ def test_what_a_reader_says_is_read_however_much_comes_at_once(message: list[obj
     assert read == [message] * 100
 
 
+def test_a_reader_that_leaves_off_within_a_message_longer_than_any_is_not_listened_to() -> None:
+    """What came of it is kept for as long as its connection lasts, and there are hundreds."""
+    keys = packed([KEYS])[1:]
+    unpacker = readers_unpacker()
+    whole = packed([Op.TOUCH, 0, KEYS])
+    for cut in (1, 100_000, len(whole) - 1):
+        unpacker.feed(whole + whole[:cut])
+        assert list(unpacker) == [[Op.TOUCH, 0, KEYS]]
+        unpacker.feed(whole[cut:])
+        assert list(unpacker) == [[Op.TOUCH, 0, KEYS]]
+    unpacker.feed(b"\x9f" + keys)
+    assert list(unpacker) == []
+    unpacker.feed(keys)
+    with pytest.raises(ValueError, match="not whole"):
+        next(unpacker)
+
+
 def test_what_nodes_answer_is_read() -> None:
     longest = [
         [1, True, [[1, 2, 3]] * BATCH_KEYS_MAX],

@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
 
     def _send(self, answer: list[object]) -> None:
         transport = self._transport
-        if transport is None:
+        if transport is None or transport.is_closing():  # asyncio logs each answer that is lost
             return
         transport.write(control.packed(answer))
         if transport.get_write_buffer_size() > MESSAGE_BYTES_MAX:

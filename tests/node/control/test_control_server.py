@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -69,6 +70,23 @@ class Handled:
             return handle(event, now)
 
         monkeypatch.setattr(core, "handle", noted)
+
+
+def test_who_asks_and_goes_fills_no_log(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio says of each answer that it was lost."""
+    with closing(channel(node)) as gone, closing(channel(node)) as other:
+        handled = Handled(node, monkeypatch)
+        assert gone._socket is not None
+        gone._socket.sendall(b"".join(packed([Op.STAT, REQUEST + i]) for i in range(SENT)))
+        assert handled.begun.wait(10)
+        gone._socket.shutdown(socket.SHUT_RDWR)
+        gone._socket.close()
+        handled.go_on.set()
+        other.request(Op.STAT)
+        assert handled.kinds.count(Stat) > 6, "asyncio says nothing of the first few"
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_who_sends_thousands_of_requests_at_once_leaves_the_others_their_turn(
